@@ -10,6 +10,7 @@ kept in the work folder, so that the command can be stopped and started again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -18,27 +19,28 @@ import sys
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.doctor_cases import FAULTS, Batch, MixtureSource, Source
-from benchmarks.doctor_models import MIXTURES, prompts
+from benchmarks.doctor_models import DENSE, MIXTURES, prompts
 from policyloss.doctor import doctor
 
 ENGINES = (("raw", "float32"), ("processed", "float32"), ("raw", "bfloat16"))
-MODELS = ("llama", "gpt2")
 SIZES = (32, 8)  # rows of a batch
 FEW = (4, 2, 1)  # rows, to find the least number of tokens
-FEW_SEEDS = 6
+FEW_SEEDS = 10
+ENOUGH = 0.95  # the share of verdicts that must be right
 RECORDED = 2  # batches of each set that the tests read
-CUTS = {"top_k": "top_p", "min_p": "top_p"}  # what pairs alone cannot tell apart
 # What pairs alone can name; the others need the model.
 FROM_PAIRS = {
     "healthy_f32": "healthy",
     "healthy_bf16": "healthy",
+    "healthy_autocast": "healthy",
+    "weights_bf16": "healthy",  # an engine in bf16 and a trainer in float32
     "temperature": "temperature",
     "temperature_raw": "temperature",
     "top_p": "top_p",
@@ -58,11 +60,11 @@ FROM_PAIRS = {
 
 def prepare(work: Path, engine_python: str) -> None:
     """Make the models and the rollouts that are missing."""
-    for name in (*MODELS, *MIXTURES):
+    for name in (*DENSE, *MIXTURES):
         folder = work / "models" / name
         if not (folder / "base").exists():
             _run([sys.executable, "-m", "benchmarks.doctor_models", str(folder), name])
-    for name in MODELS:
+    for name in DENSE:
         out = work / "rollouts" / name
         for report, dtype in ENGINES:
             last = {"raw": "merged", "processed": "temperature+top_p"}[report]
@@ -79,13 +81,19 @@ def _run(command: list[str]) -> None:
 
 
 def jobs(seeds: int) -> Iterator[tuple[str, str, int, int]]:
-    """Fault, model, seed and rows of every diagnosis: the matrix first, one seed after the other,
-    and then the small batches.
+    """Fault, model, seed and rows of every diagnosis: five seeds of the matrix, three of the small
+    batches, and then the others, so that a run that is stopped has something of each.
     """
-    for sizes, count in ((SIZES, seeds), (FEW, min(seeds, FEW_SEEDS))):
-        for seed in range(count):
+    few = min(seeds, FEW_SEEDS)
+    for sizes, part in (
+        (SIZES, range(min(seeds, 5))),
+        (FEW, range(min(few, 3))),
+        (SIZES, range(5, seeds)),
+        (FEW, range(3, few)),
+    ):
+        for seed in part:
             for fault in FAULTS:
-                for model in MIXTURES if fault == "router" else MODELS:
+                for model in MIXTURES if fault == "router" else DENSE:
                     for rows in sizes:
                         yield fault, model, seed, rows
 
@@ -120,13 +128,19 @@ def diagnose_all(
     for old in sorted(work.glob("verdicts*.jsonl")):
         done |= {row["job"]: row for row in map(json.loads, old.read_text().splitlines())}
     file = work / f"verdicts{part}.jsonl"
-    sources = {name: source(work, name) for name in (*MODELS, *MIXTURES)}
+    mine = [
+        (job, fault, model, seed, rows)
+        for fault, model, seed, rows in jobs(seeds)
+        if (job := f"{fault}/{model}/{seed}/{rows}") not in done
+        and zlib.crc32(job.encode()) % parts == part
+    ]
+    sources = {name: source(work, name) for name in (*DENSE, *MIXTURES)}
     with file.open("a") as out:
-        for fault, model, seed, rows in jobs(seeds):
-            job = f"{fault}/{model}/{seed}/{rows}"
-            mine = zlib.crc32(job.encode()) % parts == part
-            if job in done or not mine or time.monotonic() > deadline:
-                continue
+        for number, (job, fault, model, seed, rows) in enumerate(mine):
+            if time.monotonic() > deadline:
+                break
+            if number % 20 == 0:
+                print(f"{number} of {len(mine)} diagnoses, next {job}", flush=True)
             torch.manual_seed(zlib.crc32(job.encode()))
             try:
                 batch = FAULTS[fault](sources[model], seed, rows)
@@ -141,57 +155,75 @@ def diagnose_all(
 
 def summary(verdicts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The matrix, the shares that are right, and the least number of tokens of each fault."""
-    matrix: dict[str, Counter[str]] = defaultdict(Counter)
-    pairs: dict[str, Counter[bool]] = defaultdict(Counter)
-    by_size: dict[str, dict[int, list[tuple[bool, int]]]] = defaultdict(lambda: defaultdict(list))
+    rows: dict[str, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    seeds: dict[str, set[str]] = defaultdict(set)
+    models = set()
     for job, row in verdicts.items():
-        fault, _, _, rows = job.split("/")
-        right = row["causes"] == row["truth"] and "error" not in row
-        by_size[fault][int(rows)].append((right, row["tokens"]))
-        if int(rows) in SIZES:
-            matrix[fault]["+".join(row["causes"]) or "refused"] += 1
-            if "pairs" in row:
-                pairs[fault][row["pairs"] == [FROM_PAIRS[fault]]] += 1
-    counted = {fault: sum(count.values()) for fault, count in matrix.items()}
-    correct = {fault: sum(r for size in SIZES for r, _ in by_size[fault][size]) for fault in matrix}
-    healthy = [f for f in matrix if f.startswith("healthy")]
+        fault, model, seed, size = job.split("/")
+        rows[fault][int(size)].append(row)
+        if int(size) in SIZES:
+            seeds[fault].add(seed)
+            models.add(model)
+    faults = {
+        fault: fault_summary(fault, sizes) for fault, sizes in rows.items() if sizes.keys() & SIZES
+    }
+    healthy = [row for fault, row in faults.items() if fault.startswith("healthy")]
+    quiet = [row for f, row in faults.items() if FROM_PAIRS.get(f) == "healthy"]
     return {
         "torch": torch.__version__,
         "sizes": list(SIZES),
-        "right": sum(correct.values()) / max(sum(counted.values()), 1),
-        "false_alarms": 1
-        - sum(correct[f] for f in healthy) / max(sum(counted[f] for f in healthy), 1),
-        "diagnoses": sum(counted.values()),
-        "faults": {
-            fault: {
-                "diagnoses": counted[fault],
-                "right": correct[fault] / counted[fault],
-                "verdicts": dict(matrix[fault].most_common()),
-                "right_from_pairs": pairs[fault][True] / sum(pairs[fault].values())
-                if pairs[fault]
-                else None,
-                "least_tokens": least_tokens(by_size[fault]),
-            }
-            for fault in matrix
-        },
+        "models": sorted(models),
+        "seeds": min((len(seeds[fault]) for fault in faults), default=0),
+        "diagnoses": sum(row["diagnoses"] for row in faults.values()),
+        "right": _mean(faults.values(), "right"),
+        "false_alarms": 1 - _mean(healthy, "right"),
+        "false_alarms_from_pairs": 1 - _mean(quiet, "right_from_pairs"),
+        "faults": faults,
     }
 
 
-def least_tokens(sizes: dict[int, list[tuple[bool, int]]]) -> int | None:
-    """The median number of tokens of the smallest batches from which on 95 % are right."""
-    least = None
-    for rows in sorted(sizes, reverse=True):
-        verdicts = sizes[rows]
-        if sum(right for right, _ in verdicts) < 0.95 * len(verdicts):
-            break
-        tokens = sorted(n for _, n in verdicts)
-        least = tokens[len(tokens) // 2]
-    return least
+def _mean(rows: Iterable[dict[str, Any]], name: str) -> float:
+    """The mean over all diagnoses of some faults."""
+    pairs = [(float(row[name]), int(row["diagnoses"])) for row in rows]
+    return sum(x * n for x, n in pairs) / max(sum(n for _, n in pairs), 1)
+
+
+def fault_summary(fault: str, by_size: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The verdicts on a fault, and the share that is right at each size of batch."""
+    matrix = [row for size in SIZES for row in by_size.get(size, [])]
+    pairs = [row["pairs"] == [FROM_PAIRS[fault]] for row in matrix if "pairs" in row]
+    curve = []
+    for size in sorted(by_size, reverse=True):
+        tokens = sorted(row["tokens"] for row in by_size[size])
+        curve.append(
+            {
+                "rows": size,
+                "tokens": tokens[len(tokens) // 2],
+                "right": right(by_size[size]),
+                "diagnoses": len(tokens),
+            }
+        )
+    enough = list(itertools.takewhile(lambda point: point["right"] >= ENOUGH, curve))
+    names = Counter("+".join(row["causes"]) or "refused" for row in matrix)
+    return {
+        "diagnoses": len(matrix),
+        "right": right(matrix),
+        "verdicts": dict(names.most_common()),
+        "right_from_pairs": sum(pairs) / len(pairs) if pairs else None,
+        "least_tokens": enough[-1]["tokens"] if enough else None,
+        "curve": curve,
+    }
+
+
+def right(rows: Sequence[dict[str, Any]]) -> float:
+    """The share of verdicts that name the truth."""
+    hits = [row["causes"] == row["truth"] and "error" not in row for row in rows]
+    return hits.count(True) / len(rows)
 
 
 def record(work: Path, folder: Path) -> None:
     """Write the part of the rollouts that the tests compare with: one model, two small batches."""
-    model = "llama"
+    model = DENSE[0]
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     for file in sorted((work / "rollouts" / model).glob("*.json")):
         if file.stem in ("merged", "bf16_values"):
@@ -230,7 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     temporary = args.out.with_suffix(".tmp")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     temporary.replace(args.out)
-    print(f"{result['right']:.1%} right, {result['false_alarms']:.1%} false alarms")
+    print(
+        f"{result['right']:.1%} of {result['diagnoses']} right, {result['false_alarms']:.1%} false "
+        f"alarms, {result['false_alarms_from_pairs']:.1%} from pairs alone"
+    )
     for fault, row in result["faults"].items():
         print(f"{row['right']:6.1%}  {fault:20} {row['verdicts']}")
 

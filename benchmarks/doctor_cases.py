@@ -140,6 +140,15 @@ def _(s: Source, seed: int, rows: int) -> Batch:
     return batch_of(s.rollout("plain_bfloat16", seed, rows), s.model("bf16"), ("healthy",))
 
 
+@fault("healthy_autocast")
+def _(s: Source, seed: int, rows: int) -> Batch:
+    """The engine runs in bf16, and the trainer keeps float32 weights and computes in bf16."""
+    roll = s.rollout("plain_bfloat16", seed, rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        old = score(roll, s.model())
+    return batch_of(roll, s.model(), ("healthy",), old=old)
+
+
 for _name in ("temperature", "top_p", "top_k", "min_p"):
     of_engine(_name, (_name,))
 of_engine("temperature+top_p", ("temperature", "top_p"))

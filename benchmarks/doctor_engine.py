@@ -95,6 +95,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=96,
+        gpu_memory_utilization=0.1,  # of the memory of the machine, which others use, too
         enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 28,  # without it, vLLM wants nearly all memory to be free
         logprobs_mode=f"{args.report}_logprobs",

@@ -1,8 +1,9 @@
-"""The doctor's confusion matrix as a page and a picture, from `benchmarks/results/doctor.json`."""
+"""The doctor's matrix as a page and two pictures, from `benchmarks/results/doctor.json`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ CELL, LEFT, TOP = 15, 150, 130
 
 
 def doctor_pages(results: Path) -> dict[str, str]:
-    """The page and its picture by their paths; nothing before the matrix was measured."""
+    """The page and its pictures by their paths; nothing before the matrix was measured."""
     if not results.exists():
         return {}
     data = json.loads(results.read_text(encoding="utf-8"))
-    return {"docs/doctor_matrix.md": _page(data), "docs/figures/doctor.svg": _picture(data)}
+    return {
+        "docs/doctor_matrix.md": _page(data),
+        "docs/figures/doctor.svg": _matrix(data),
+        "docs/figures/doctor_tokens.svg": _least_tokens(data),
+    }
 
 
 def _page(data: dict[str, Any]) -> str:
@@ -40,15 +45,27 @@ def _page(data: dict[str, Any]) -> str:
     return join(
         "# The doctor's confusion matrix",
         GENERATED,
-        "Rollouts are those of a real vLLM on small models; `python -m benchmarks.doctor` makes "
-        f"them, injects every fault and asks the [doctor](doctor.md). Of {data['diagnoses']} "
-        f"batches ({' and '.join(map(str, data['sizes']))} rows of about 26 tokens), "
+        "Rollouts are those of a real vLLM on small models (for the router, of a second forward of "
+        "a mixture of experts); `python -m benchmarks.doctor` makes "
+        "them, injects every fault and asks the [doctor](doctor.md). The models "
+        f"({', '.join(data['models'])}) are none of those that thresholds were chosen on. Of "
+        f"{data['diagnoses']:,} batches (at least {data['seeds']} seeds of "
+        f"{' and '.join(map(str, data['sizes']))} rows of about 26 tokens), "
         f"**{data['right']:.1%}** were diagnosed right with the model. False alarms on healthy "
-        f"float32 and bf16: **{data['false_alarms']:.1%}**.",
+        "float32 and bf16: "
+        f"**{data['false_alarms']:.1%}** with the model, **{data['false_alarms_from_pairs']:.1%}** "
+        "from pairs alone.",
         "![A row for each fault, a column for each verdict](figures/doctor.svg)",
         table(head, rows),
-        "Least tokens: the median size of the smallest batches from which on at least 95 % are "
-        "right. Pairs alone cannot tell top-k and min-p from top-p; naming top-p counts as right.",
+        "Pairs alone cannot tell top-k and min-p from top-p, and naming top-p counts as right; nor "
+        "can they tell an engine in bf16 beside a trainer in float32 from a healthy one, and "
+        "healthy counts as right.",
+        "## Least tokens",
+        "The same batches with fewer of their rows. Least tokens is the median number of tokens at "
+        "the smallest size from which on at least 95 % of the verdicts are right; it is empty "
+        "where the largest batches have fewer. In the picture a column is a size of batch, and a "
+        "darker cell means that more verdicts are right (the number is their share in percent).",
+        "![A row for each fault, a column for each size of batch](figures/doctor_tokens.svg)",
     )
 
 
@@ -56,41 +73,80 @@ def _right(fault: str, verdict: str) -> bool:
     aliases = {
         "healthy_f32": "healthy",
         "healthy_bf16": "healthy",
+        "healthy_autocast": "healthy",
         "temperature_raw": "temperature",
         "noise": "not_explained",
     }
     return sorted(aliases.get(fault, fault).split("+")) == verdict.split("+")
 
 
-def _picture(data: dict[str, Any]) -> str:
+def _matrix(data: dict[str, Any]) -> str:
     faults = list(data["faults"])
     verdicts = sorted({v for row in data["faults"].values() for v in row["verdicts"]})
     order = {f: i for i, f in enumerate(faults)}
     firsts = {v: next((order[f] for f in faults if _right(f, v)), 99) for v in verdicts}
     verdicts.sort(key=lambda v: (firsts[v], v))
-    width, height = LEFT + CELL * len(verdicts) + 10, TOP + CELL * len(faults) + 10
+
+    def cell(fault: str, verdict: str) -> tuple[float, str, str] | None:
+        row = data["faults"][fault]
+        share = row["verdicts"].get(verdict, 0) / row["diagnoses"]
+        colour = "#2b6cb0" if _right(fault, verdict) else "#c53030"
+        return (share, colour, "") if share else None
+
+    return _grid(faults, verdicts, CELL, cell)
+
+
+def _least_tokens(data: dict[str, Any]) -> str:
+    curves = {
+        fault: {f"{point['rows']} rows": point for point in row["curve"]}
+        for fault, row in data["faults"].items()
+    }
+    sizes = sorted({size for c in curves.values() for size in c}, key=lambda s: int(s.split()[0]))
+
+    def cell(fault: str, size: str) -> tuple[float, str, str] | None:
+        point = curves[fault].get(size)
+        if point is None:
+            return None
+        colour = "#2b6cb0" if point["right"] >= 0.95 else "#c53030"
+        return point["right"], colour, f"{point['right']:.0%}".removesuffix("%")
+
+    return _grid(list(curves), sizes, 2 * CELL, cell)
+
+
+def _grid(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    width: int,
+    cell: Callable[[str, str], tuple[float, str, str] | None],
+) -> str:
+    """A picture of cells: the opacity, the colour and the text of each, or None."""
+    right, bottom = LEFT + width * len(columns) + 10, TOP + CELL * len(rows) + 10
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="10">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{bottom}" '
+        f'viewBox="0 0 {right} {bottom}" font-family="sans-serif" font-size="10">',
+        f'<rect width="{right}" height="{bottom}" fill="white"/>',
     ]
-    for j, verdict in enumerate(verdicts):
-        x = LEFT + CELL * j + 11
+    for j, column in enumerate(columns):
+        x = LEFT + width * j + width // 2 + 4
         parts.append(
             f'<text x="{x}" y="{TOP - 5}" transform="rotate(-60 {x} {TOP - 5})">'
-            f"{escape(verdict)}</text>"
+            f"{escape(column)}</text>"
         )
-    for i, fault in enumerate(faults):
-        row = data["faults"][fault]
+    for i, row in enumerate(rows):
         y = TOP + CELL * i
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 11}" text-anchor="end">{escape(fault)}</text>')
-        for j, verdict in enumerate(verdicts):
-            share = row["verdicts"].get(verdict, 0) / row["diagnoses"]
-            colour = "#2b6cb0" if _right(fault, verdict) else "#c53030"
-            fill = f'fill="{colour}" fill-opacity="{max(share, 0.15):.2f}"'
-            fill = fill if share else 'fill="#f2f2f2"'
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 11}" text-anchor="end">{escape(row)}</text>')
+        for j, column in enumerate(columns):
+            content = cell(row, column)
+            share, colour, text = content or (0.0, "#f2f2f2", "")
+            opacity = max(share, 0.15) if content else 1.0
             parts.append(
-                f'<rect x="{LEFT + CELL * j}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" '
-                f"{fill}><title>{escape(fault)}: {escape(verdict)} {share:.0%}</title></rect>"
+                f'<rect x="{LEFT + width * j}" y="{y}" width="{width - 1}" height="{CELL - 1}" '
+                f'fill="{colour}" fill-opacity="{opacity:.2f}"><title>{escape(row)}: '
+                f"{escape(column)} {share:.0%}</title></rect>"
             )
+            if text:
+                parts.append(
+                    f'<text x="{LEFT + width * j + width // 2}" y="{y + 11}" fill="white" '
+                    f'text-anchor="middle">{text}</text>'
+                )
     return "\n".join([*parts, "</svg>", ""])

@@ -48,7 +48,7 @@ FORMULAS = {
     "ratio_mean": "Σ r / n, before clamping",
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
-    "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp",
+    "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; `pl.doctor` says why",
     "nonfinite_tokens": (
         "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite"
     ),

@@ -69,3 +69,17 @@ def test_tokens_of_which_nothing_is_said_count_like_the_others():
 def test_equal_numbers_have_the_scale_of_rounding():
     assert misfit(torch.zeros(10, dtype=torch.float64), ONES[:10], 0).scale == ROUNDING
     assert roughness(torch.zeros(10), torch.ones(10)) == 0
+
+
+def test_the_scale_is_the_one_of_most_likelihood_where_most_tokens_are_exact():
+    """600 of 1,000 residuals are 1e-9 and the others about 1e-3: a scale of rounding would call
+    each of the others a miracle.
+    """
+    x = t4(1000, 1e-3)
+    x[:600] = 1e-9
+    left = misfit(x, ONES, 0)
+    assert 1e-5 < left.scale < 1e-3
+    scales = torch.logspace(-7, 0, 200, dtype=torch.float64)
+    u = x / scales[:, None]
+    logs = math.log(3 / 8) - 2.5 * torch.log1p(u * u / 4) - scales.log()[:, None]
+    assert left.score <= float(-2 * logs.sum(1).max()) + math.log(1000) + 1e-2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import struct
 import time
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +55,7 @@ FIRST = (slice(None), 0)
         (spoiled(rollout_logp=torch.rand(8, 40) + 1), "above 0 at most valid tokens"),
         (spoiled(rollout_logp=[[0.0]]), "rollout_logp must be a floating-point tensor"),
         ({k: v[:1, :5] for k, v in healthy().items()}, "5 valid tokens are too few"),
+        ({k: v[:1, :1] for k, v in healthy().items()}, "1 valid tokens are too few"),
         (spoiled(model=torch.nn.Linear(2, 2)), r"model= needs ids= of shape \[B, T\]"),
         (spoiled(rollout_ids=torch.zeros(2, 2)), "pass both, of one"),
     ],
@@ -84,17 +88,38 @@ def test_two_sides_that_are_stored_in_bf16_are_no_copies() -> None:
     assert pl.doctor(**same).cause == "copy"
 
 
-def test_a_batch_of_a_framework_is_read_by_its_own_names() -> None:
+# As each framework holds it: verl's DataProto has a mapping, TRL's inputs are one, and OpenRLHF's
+# Experience has attributes, of which some are None.
+HOLDERS = {
+    "verl": (
+        lambda names: SimpleNamespace(batch=names),
+        ("rollout_log_probs", "old_log_probs", "response_mask", "responses"),
+    ),
+    "trl": (
+        lambda names: names,
+        ("sampling_per_token_logps", "old_per_token_logps", "completion_mask", "completion_ids"),
+    ),
+    "openrlhf": (
+        lambda names: SimpleNamespace(**names, values=None),
+        ("rollout_log_probs", "action_log_probs", "action_mask", "sequences"),
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", HOLDERS)
+def test_a_batch_of_a_framework_is_read_in_one_line(framework: str) -> None:
+    doctor_batch = import_module(f"policyloss.compat.{framework}").doctor_batch
     a = healthy()
-    found = doctor_batch(
-        {
-            "rollout_log_probs": a["rollout_logp"].roll(1, 1),
-            "old_log_probs": a["old_logp"],
-            "response_mask": a["mask"].long(),
-            "responses": torch.zeros(8, 40, dtype=torch.long),
-        }
-    )
+    hold, names = HOLDERS[framework]
+    late, ids = a["rollout_logp"].roll(1, 1), torch.zeros(8, 60, dtype=torch.long)
+    tensors = (late, a["old_logp"], a["mask"].long(), ids)
+    found = doctor_batch(hold(dict(zip(names, tensors, strict=True))))
     assert found.cause == "shift"
+    assert found.tokens == 320
+
+
+def test_a_batch_without_a_side_is_refused() -> None:
+    a = healthy()
     with pytest.raises(pl.InputError, match="the engine's log-probabilities are missing"):
         doctor_batch({"old_log_probs": a["old_logp"]})
 
@@ -123,6 +148,13 @@ def test_the_command_has_an_exit_code_for_each_kind_of_verdict(
     assert main(["doctor", str(file)]) == 3
 
 
+def tensors_file(dtype: str, shape: list[int], place: tuple[int, int] = (0, 8)) -> bytes:
+    """A safetensors file of eight bytes whose header says this of both sides."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": place}
+    header = json.dumps({"rollout_logp": entry, "old_logp": entry}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(8)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -130,15 +162,29 @@ def test_the_command_has_an_exit_code_for_each_kind_of_verdict(
         ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0, -2.0]}', "row 1: old_logp has 2"),
         ("a.jsonl", '{"rollout_logp": ["a"], "old_logp": ["b"]}', "holds more than numbers"),
         ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0]}\nno', "line 2, is no JSON"),
+        ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0]}', "1 valid tokens are too few"),
+        ("a.jsonl", '{"rollout_logp": [NaN], "old_logp": [-1.0]}', "NaN or infinite at 1 of 1"),
+        ("a.jsonl", '{"rollout_logp": [], "old_logp": []}', "mask has no valid token"),
+        ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": 3}', "no list under 'old_logp'"),
+        ("a.safetensors", "", "is no safetensors file"),
+        ("a.safetensors", tensors_file("F32", [9, 9]), "is no safetensors file"),
+        ("a.safetensors", tensors_file("F32", [2], (8, 99)), "is no safetensors file"),
+        ("a.safetensors", tensors_file("Q7", [2]), "is no safetensors file"),
+        ("a.safetensors", tensors_file("I32", [2]), "must be a floating-point tensor"),
         ("a.safetensors", "not one", "is no safetensors file"),
         ("a.pt", "x", "may be a pickle"),
         ("a.csv", "what,is\nthis,file", "it is no log of a run"),
     ],
 )
 def test_a_file_that_is_not_what_it_seems_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str | bytes,
+    message: str,
 ) -> None:
-    (tmp_path / name).write_text(content)
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(data)
     assert main(["doctor", str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err
 
@@ -160,9 +206,22 @@ def test_safetensors_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # Where people meet it -----------------------------------------------------------------------------
 
 
-def test_the_first_step_of_a_run_is_looked_at() -> None:
-    from types import SimpleNamespace
+def test_who_hears_of_a_ratio_that_is_not_1_hears_of_the_doctor() -> None:
+    """Every text of the library that says so, but for docstrings."""
+    texts = {}
+    for file in Path(pl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                for argument in node.args:
+                    texts[file.name, ast.unparse(argument)] = None
+            if isinstance(node, ast.Return) and node.value is not None:
+                texts[file.name, ast.unparse(node.value)] = None
+    telling = [(f, t) for f, t in texts if "ratio" in t and "is not 1" in t]
+    assert {file for file, _ in telling} == {"hints.py", "session.py"}
+    assert all("policyloss doctor" in text for _, text in telling)
 
+
+def test_the_first_step_of_a_run_is_looked_at() -> None:
     from policyloss.train.hints import mismatch_of
 
     a = healthy()
@@ -181,8 +240,6 @@ def test_the_first_step_of_a_run_is_looked_at() -> None:
 
 def test_a_callback_warns_once_of_each_symptom() -> None:
     pytest.importorskip("transformers")
-    from types import SimpleNamespace
-
     from policyloss.compat.trl import DoctorCallback
 
     callback = DoctorCallback(every=10)
@@ -207,7 +264,7 @@ def test_a_report_shows_the_health_of_a_run(tmp_path: Path) -> None:
     rows = [{"step": s, "reward/mean": s / 20, "truncated": 0.9} for s in range(1, 21)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = collect([run])
-    assert [row["cause"] for row in data["runs"][0]["health"]["symptoms"]] == ["truncation"]
+    assert [row["cause"] for row in data["runs"][0]["health"]] == ["truncation"]
     assert "<summary>Health: 1 symptom</summary>" in render(data)
     (run / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
     assert "<summary>Health" not in render(collect([run]))

@@ -98,6 +98,12 @@ def test_what_is_healthy_says_how_quiet_it_is() -> None:
     assert float32.correction is None
 
 
+def test_both_sides_in_bf16_are_healthy() -> None:
+    """Of two sides that run in bf16 a simulated one explains half, and neither is the odd one."""
+    assert verdict("healthy_bf16").causes == ("healthy",)
+    assert verdict("healthy_autocast", 1).causes == ("healthy",)
+
+
 def test_the_correction_fits_a_loss() -> None:
     correction = verdict("stale_weights").correction
     assert correction is not None
@@ -212,6 +218,34 @@ def test_packed_tokens_and_ids_with_their_prompt_give_the_same_verdict() -> None
     )
 
 
+@pytest.mark.parametrize("wrong", [["a"], [128], [-1], 7, None])
+def test_prompts_that_are_no_token_ids_are_refused(wrong: Any) -> None:
+    made = batch("temperature")
+    prompts = [*made.prompts[:3], wrong, *made.prompts[4:]]
+    with pytest.raises(pl.InputError, match="prompts, row 3, is no list of token ids from 0 to"):
+        pl.doctor(**made.arguments, model=made.model, prompts=prompts)
+
+
+def test_an_engine_has_no_dropout() -> None:
+    """old_logp is that of the model here, so that dropout in the trainer cannot be the cause, even
+    though the engine's noise is that of dropout.
+    """
+    made = batch("dropout")
+    a = made.arguments
+    swapped = {**a, "rollout_logp": a["old_logp"], "old_logp": a["rollout_logp"]}
+    found = pl.doctor(**swapped, model=made.model, prompts=made.prompts)
+    assert "dropout" not in found.causes
+
+
+def test_numbers_that_are_missing_at_the_end_of_rows_are_told_from_float32_noise() -> None:
+    """The end token is missing, and the token before it has ten times the noise of the others."""
+    made = batch("end_token")
+    a = {name: x.clone() for name, x in made.arguments.items()}
+    last = a["mask"].sum(1) - 1
+    a["rollout_logp"][torch.arange(SMALL), last - 1] += 1e-5
+    assert pl.doctor(**a).causes == ("end_token",)
+
+
 def test_stale_weights_are_counted_in_steps_of_the_trainer() -> None:
     made = batch("stale_weights", 1)
     a = made.arguments
@@ -231,6 +265,13 @@ def test_ids_that_differ_are_certain() -> None:
     assert pl.doctor(**a, rollout_ids=a["ids"]).healthy
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_the_transcripts_of_the_page_are_real(name: str) -> None:
+    page = (RECORDED.parents[2] / "docs" / "doctor.md").read_text()
+    title, _, evidence, remedy = str(verdict(name)).splitlines()[:4]
+    assert all(line in page for line in (title, evidence, remedy))
+
+
 def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     found = verdict("temperature")
     assert str(found).startswith("a temperature on one side only (confidence")
@@ -238,4 +279,6 @@ def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     data = found.to_dict()
     assert data["cause"] == "temperature"
     assert data["alternatives"][0]["unexplained"] > 0.05
+    assert "  all  numbers one token off" not in str(found)
+    assert "<td>all</td><td>numbers one token off</td>" in found._repr_html_()
     assert "<table>" in found._repr_html_()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-_CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _VERDICTS = (
+_CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _VERDICTS = (
     "test_doctor_criterion.py::",
     "test_doctor_input.py::",
     "test_doctor_log_laws.py::",
     "test_doctor_logs.py::",
     "test_doctor_log_readers.py::",
+    "test_doctor_pairs.py::",
     "test_doctor_verdicts.py::",
 )
 DOCTOR = (
@@ -101,6 +102,34 @@ DOCTOR = (
         "if name and (first := names.index(name)) != place:",
         "if False and (first := names.index(name)) != place:",
         _READERS + "test_a_table_of_several_runs_is_no_log_of_one",
+        "doctor_one_start_of_the_scale",
+        "doctor/criterion.py",
+        "for start in (squares.median(), squares.mean())",
+        "for start in (squares.median(),)",
+        _CRITERION + "test_the_scale_is_the_one_of_most_likelihood_where_most_tokens_are_exact",
+    ),
+    (
+        "doctor_tails_are_sick",
+        "doctor/diagnose.py",
+        "times = 4 if case.scorer is not None else 4 * thresholds.noise",
+        "times = 1",
+        _PAIRS + "test_noise_of_half_precision_is_healthy",
+    ),
+    (
+        "doctor_guesses_from_pairs",
+        "doctor/laws.py",
+        """                "not_explained",
+                "differences are larger at""",
+        """                "stale_weights",
+                "differences are larger at""",
+        _PAIRS + "test_no_cause_is_named_that_pairs_cannot_tell",
+    ),
+    (
+        "doctor_float32_noise_is_padding",
+        "doctor/order.py",
+        "size > max(WILD * core, NEAR)",
+        "size > WILD * core",
+        _VERDICTS + "test_numbers_that_are_missing_at_the_end_of_rows_are_told_from_float32_noise",
     ),
     (
         "doctor_weights_stay_changed",

@@ -63,7 +63,8 @@ class OtherPrompt:
         shortest = min(len(p) for p in prompts)
         for missing in (1, 2, 3, 4):
             if shortest > missing:
-                what = f"saw the prompts without their last {missing} tokens"
+                tokens = "token" if missing == 1 else f"{missing} tokens"
+                what = f"saw the prompts without their last {tokens}"
                 cut = [p[:-missing] for p in prompts]
                 yield from _simulated(case, "template", what, cut)
         if shortest > 1:
@@ -116,5 +117,6 @@ class Padding:
                     "positions",
                     f"the model behind {side} {what}",
                     sign * effect,
+                    share="exact",
                     details={"what": what, "side": side},
                 )

@@ -45,26 +45,31 @@ def misfit(residual: Tensor, shape: Tensor, freedom: int) -> Misfit:
     x = (residual[known] / shape[known]).double()
     if x.numel() == 0:
         return Misfit(math.inf, math.inf)
-    scale = _scale(x)
-    u = x / scale
-    density = _CONSTANT - 0.5 * (DEGREES + 1) * torch.log1p(u * u / DEGREES)
-    logs = density - (scale * shape[known].double()).log()
-    score = -2 * n * float(logs.mean()) + (freedom + 1) * math.log(max(n, 2))
+    squares = x * x
+    spread = shape[known].double().log().mean()
+    scale, density = max(
+        (_likelihood(squares, start) for start in (squares.median(), squares.mean())),
+        key=lambda pair: pair[1],
+    )
+    score = -2 * n * (density - float(spread)) + (freedom + 1) * math.log(max(n, 2))
     return Misfit(scale, score)
 
 
-def _scale(x: Tensor) -> float:
-    """The scale of most likelihood, by expectation maximisation from the median."""
-    squares = x * x
-    variance = float(squares.median()) or float(squares.mean())
+def _likelihood(squares: Tensor, start: Tensor) -> tuple[float, float]:
+    """The scale that expectation maximisation reaches from a variance, and its mean log-density.
+
+    Where most residuals are exact and some are not, there are two such scales; the start decides.
+    """
+    variance = max(float(start), ROUNDING**2)
     for _ in range(30):
-        if variance <= ROUNDING**2:
-            return ROUNDING
         weight = (DEGREES + 1) / (DEGREES + squares / variance)
-        before, variance = variance, float((weight * squares).mean())
+        before, variance = variance, max(float((weight * squares).mean()), ROUNDING**2)
         if abs(variance - before) <= 1e-3 * before:
             break
-    return max(math.sqrt(variance), ROUNDING)
+    tails = torch.log1p(squares / (DEGREES * variance)).mean()
+    return math.sqrt(variance), _CONSTANT - 0.5 * (
+        (DEGREES + 1) * float(tails) + math.log(variance)
+    )
 
 
 def roughness(residual: Tensor, shape: Tensor) -> float:

@@ -19,7 +19,7 @@ from policyloss.doctor.hypothesis import Case, Fit, Hypothesis
 from policyloss.doctor.laws import AnyNoise, Dropout, OtherContext, OtherWeights, Routes
 from policyloss.doctor.logits import RoundedLogits, SoftCap, VocabularyShard
 from policyloss.doctor.order import Edges, OtherTokens, PermutedRows, Shift, is_copy
-from policyloss.doctor.sampling import Renormalised, Temperature, TemperatureAndCut
+from policyloss.doctor.sampling import CUTS, Renormalised, Temperature, TemperatureAndCut
 from policyloss.doctor.storage import StoredLogProbs
 from policyloss.doctor.weights import Adapter, RoundedWeights
 
@@ -29,19 +29,21 @@ class Thresholds:
     """The numbers of the verdict; docs/doctor.md says where each comes from.
 
     floor: the scale of differences, in nats of an unlikely token, below which pairs without
-    structure are healthy. explains: the share of the scale that a hypothesis may leave;
-    fixed: the same for a prediction without a fitted number; shift: the same for a shift,
-    under which another cause may still hide. gain: by
-    how much it must beat what was there, in units of the score. noise: times the noise of bf16
+    structure are healthy. explains: the share of the scale that a hypothesis may leave; fixed: the
+    same for weights in another precision, whose prediction has no fitted number, and which noise of
+    that precision all but hides; shift: the same for a shift, under which another cause may still
+    hide; exact: the same for a change after which both sides would agree to the last digits. gain:
+    by how much it must beat what was there, in units of the score. noise: times the noise of bf16
     (measured on the model) that is healthy. law: by how much, for each token, a law of noise must
     beat one that is the same everywhere. wild: the share of tokens beyond four times the floor that
     is no noise. rest: the share of the scale that is not worth a second cause.
     """
 
-    floor: float = 0.02
+    floor: float = 0.05
     explains: float = 0.6
     fixed: float = 0.97
     shift: float = 0.9
+    exact: float = 0.3
     gain: float = 12.0
     noise: float = 3.0
     law: float = 0.02
@@ -58,6 +60,7 @@ class Fitted(NamedTuple):
 
 ORDERS: tuple[Hypothesis, ...] = (Shift(), PermutedRows(), OtherTokens(), Edges())
 JOINT: tuple[Hypothesis, ...] = (TemperatureAndCut(),)
+PARTLY = 0.97  # the share of the scale that one half of a joint cause leaves at most
 LAWS: tuple[Hypothesis, ...] = (OtherWeights(), OtherContext(), Dropout(), Routes(), AnyNoise())
 
 
@@ -106,48 +109,55 @@ def diagnose(
     """The verdict on a case."""
     first = _unexplained(case)
     if is_copy(case.pairs):
-        return _copied(case, first)
+        return _copied(case)
+    floor = measured_floor(case, thresholds)
     accepted: list[Fitted] = []
     tested: list[Fitted] = []
     leads: list[float] = []
     now, left = case, first
     orders = fitted(ORDERS, now)
     tested += orders
-    if orders and _explains(orders[0], left, thresholds):
-        accepted.append(orders[0])
-        leads.append(_lead(orders[0], orders, left, now))
-        source = orders[0].fit.source
+    believed = [row for row in orders if _explains(row, left, thresholds)]
+    if believed:
+        accepted.append(believed[0])
+        leads.append(_lead(believed[0], believed, left, now))
+        source = believed[0].fit.source
         assert source is not None
         now = now.realigned(source)
         left = _unexplained(now)
     for _ in range(1 if case.scorer is None else 2):
-        if left.scale <= thresholds.rest * first.scale and accepted:
+        if accepted and left.scale <= max(thresholds.rest * first.scale, floor):
             break
         rows = fitted(hypotheses, now)
-        if rows and rows[0].left.scale > 0.1 * thresholds.rest * left.scale:  # search two numbers
+        if _partly_sampling(rows, left, thresholds):
             rows = sorted([*rows, *fitted(JOINT, now)], key=lambda row: row.left.score)
         tested += rows if len(tested) == len(orders) else []
-        best = next((r for r in rows if _explains(r, left, thresholds)), None)
-        if best is None or best.fit.cause in (a.fit.cause for a in accepted):
+        believed = [row for row in rows if _explains(row, left, thresholds)]
+        if not believed or believed[0].fit.cause in (a.fit.cause for a in accepted):
             break
+        best = believed[0]
         if any("+" in a.fit.cause for a in accepted):
             break
         accepted.append(best)
-        leads.append(_lead(best, rows, left, now))
+        leads.append(_lead(best, believed, left, now))
         assert best.fit.prediction is not None
-        now = _without(now, best.fit)
+        before, now = now, _without(now, best.fit)
         left = _unexplained(now)
-    floor = measured_floor(case, thresholds)
     loud = left.scale > floor or (not accepted and _wild(now, floor, thresholds))
     # A guess from pairs alone leaves much by itself, so what it leaves is no second cause.
     rest = case.scorer is not None and left.scale > 0.3 * first.scale
     if loud and (not accepted or rest):
         laws = fitted(LAWS, now)
+        best = _best_law(laws, now, thresholds)
+        if accepted and accepted[-1].fit.prediction is not None:
+            alone = fitted(LAWS, before)
+            simpler = _best_law(alone, before, thresholds)
+            rival = simpler.left.score < best.left.score + thresholds.gain
+            if rival and simpler.fit.cause != "not_explained":
+                accepted.pop()
+                leads.pop()
+                now, left, laws, best = before, _unexplained(before), alone, simpler
         tested += laws
-        best = laws[0]
-        flat = next(row for row in laws if row.fit.cause == "not_explained")
-        if flat.left.score - best.left.score < thresholds.law * now.pairs.size:
-            best = flat
         if not accepted or best.fit.cause != "not_explained":
             accepted.append(best)
             leads.append(_lead(best, laws, left, now))
@@ -156,6 +166,13 @@ def diagnose(
         min(leads, default=max(0.5, quiet)) * 0.99 * case.pairs.size / (case.pairs.size + 16)
     )
     return _verdict(case, first, left, accepted, tested, floor, notes, confidence)
+
+
+def _best_law(laws: Sequence[Fitted], case: Case, thresholds: Thresholds) -> Fitted:
+    """The law that fits best, if it is far enough ahead of noise that explains nothing."""
+    nothing = next(row for row in laws if row.fit.cause == "not_explained")
+    ahead = nothing.left.score - laws[0].left.score
+    return laws[0] if ahead >= thresholds.law * case.pairs.size else nothing
 
 
 def _unexplained(case: Case) -> Misfit:
@@ -176,21 +193,32 @@ def _lead(row: Fitted, rivals: Sequence[Fitted], left: Misfit, case: Case) -> fl
 
 
 def _explains(row: Fitted, left: Misfit, thresholds: Thresholds) -> bool:
-    """Whether a fit is believed: it beats what was there, and leaves little, or was free to leave
-    more because nothing was fitted, or speaks of a few tokens at the edges alone.
+    """Whether a fit is believed: it beats what was there, and leaves as little as a true one
+    would, or speaks of a few tokens at the edges alone.
     """
-    share = thresholds.fixed if row.fit.fixed else thresholds.explains
-    if row.fit.cause == "shift":
-        share = thresholds.shift
+    share: float = getattr(thresholds, row.fit.share)
     at_edges = row.fit.shape is not None and row.fit.source is not None
     return row.left.score < left.score - thresholds.gain and (
         at_edges or row.left.scale <= share * left.scale
     )
 
 
+def _partly_sampling(rows: Sequence[Fitted], left: Misfit, thresholds: Thresholds) -> bool:
+    """Whether a temperature or a cut explains something and nothing explains all, so that it is
+    worth the time to search for both together.
+    """
+    if not rows or rows[0].left.scale <= 0.1 * thresholds.rest * left.scale:
+        return False
+    names = ("temperature", *CUTS)
+    return any(row.fit.cause in names and row.left.scale < PARTLY * left.scale for row in rows)
+
+
 def _wild(case: Case, floor: float, thresholds: Thresholds) -> bool:
-    """Whether a few tokens differ far more than noise does, though most do not."""
-    far = (case.pairs.difference / case.pairs.shape).abs() > 4 * floor
+    """Whether a few tokens differ far more than noise does, though most do not: of Student's t,
+    three of 10,000 lie beyond 12 scales. With the model, the floor is three scales already.
+    """
+    times = 4 if case.scorer is not None else 4 * thresholds.noise
+    far = (case.pairs.difference / case.pairs.shape).abs() > times * floor
     return int(far.sum()) >= max(3, thresholds.wild * case.pairs.size)
 
 
@@ -210,7 +238,7 @@ def measured_floor(case: Case, thresholds: Thresholds) -> float:
     return thresholds.noise * misfit(noise, case.pairs.shape, 0).scale
 
 
-def _copied(case: Case, first: Misfit) -> Diagnosis:
+def _copied(case: Case) -> Diagnosis:
     evidence = f"all {case.pairs.size} log-probabilities are equal bit for bit"
     return _diagnosis(case, ("copy",), 0.99, [evidence], 0.0, {}, [])
 
@@ -249,7 +277,7 @@ def _verdict(
             "could not have sampled them"
         )
     if causes == ("not_explained",):
-        best = min(tested, key=lambda row: row.left.scale)
+        best = min((r for r in tested if r.fit.shape is None), key=lambda row: row.left.scale)
         evidence.append(
             f"the best partial fit leaves {best.left.scale / first.scale:.0%}: {best.fit.sentence}"
         )

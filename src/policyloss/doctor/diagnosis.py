@@ -22,6 +22,11 @@ class Alternative(NamedTuple):
     unexplained: float
     score: float
 
+    @property
+    def leaves(self) -> str:
+        """The share in words; a hypothesis that makes things worse leaves all."""
+        return f"{self.unexplained:.0%}" if self.unexplained < 0.995 else "all"
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -98,7 +103,7 @@ class Diagnosis:
         if self.alternatives:
             lines.append("also tested, with what each leaves unexplained:")
             lines += [
-                f"  {a.unexplained:5.0%}  {CAUSES[a.cause].title}: {a.sentence}"
+                f"  {a.leaves:>5}  {CAUSES[a.cause].title}: {a.sentence}"
                 for a in self.alternatives[:5]
                 if a.cause in CAUSES
             ]
@@ -106,7 +111,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         rows = [
-            (f"{a.unexplained:.0%}", CAUSES[a.cause].title, a.sentence)
+            (a.leaves, CAUSES[a.cause].title, a.sentence)
             for a in self.alternatives
             if a.cause in CAUSES
         ]

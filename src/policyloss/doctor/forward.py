@@ -43,7 +43,7 @@ class Scorer:
 
     def of_ids(self, logits: Tensor) -> Tensor:
         """The log-probabilities of the scored tokens under these logits."""
-        return logits.double().gather(1, self.ids[:, None])[:, 0] - logits.double().logsumexp(1)
+        return logits.gather(1, self.ids[:, None])[:, 0].double() - logits.double().logsumexp(1)
 
     def effect(self, name: str, logits: Callable[[], Tensor]) -> Tensor:
         """How much a change moves the log-probabilities, `[n]`; computed once under its name."""
@@ -56,13 +56,17 @@ class Scorer:
         """`[n]`: what bf16 arithmetic does to the log-probabilities, with the weights rounded alike
         on both sides.
         """
-
-        def effect() -> Tensor:
+        if "bf16 noise" not in self.cache:
             half = self.with_model(copy.deepcopy(self.model).bfloat16())
-            return half.of_ids(half.forward()) - self.with_model(half.model.float()).logp
+            logp = half.of_ids(half.forward())
+            self.cache["bf16"] = logp - self.logp
+            self.cache["bf16 noise"] = logp - self.with_model(half.model.float()).logp
+        result: Tensor = self.cache["bf16 noise"]
+        return result
 
-        if "bf16" not in self.cache:
-            self.cache["bf16"] = effect()
+    def half_precision(self) -> Tensor:
+        """`[n]`: how much a model that is rounded to bf16 and run in it moves them."""
+        self.half_precision_noise()
         result: Tensor = self.cache["bf16"]
         return result
 

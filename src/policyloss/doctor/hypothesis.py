@@ -38,11 +38,6 @@ class Case:
             return both[:1]
         return both[1:] if gaps[0] < 0.5 * gaps[1] else both
 
-    def select(self, chosen: Tensor) -> Case:
-        """Some of the tokens, by index or by flag."""
-        scorer = None if self.scorer is None else self.scorer.select(chosen)
-        return Case(self.pairs.select(chosen), scorer)
-
     def realigned(self, source: Tensor) -> Case:
         """The case with the engine's numbers at the tokens they belong to."""
         pairs = self.pairs.with_rollout_from(source)
@@ -56,8 +51,8 @@ class Fit:
     prediction: `rollout_logp - old_logp` of each token, NaN where it says nothing; None is 0.
     shape: where it expects noise; None is `1 - p`. source: for a hypothesis about order, the index
     of the engine's number that belongs to each token (−1: none). freedom: how many numbers were
-    chosen. fixed: the prediction is one that nothing was fitted for, so that it is believed also
-    where other noise hides most of it. details: those numbers, by name. sentence: what it says.
+    chosen. share: the field of `Thresholds` that says how much of the scale it may leave. details:
+    those numbers, by name. sentence: what it says.
     """
 
     cause: str
@@ -66,7 +61,7 @@ class Fit:
     shape: Tensor | None = None
     source: Tensor | None = None
     freedom: int = 0
-    fixed: bool = False
+    share: str = "explains"
     details: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -2,9 +2,9 @@
 another step, another context, dropout, another route through the experts.
 
 Each runs the model several times with something drawn at random. The typical size over the draws
-is the shape of its noise, and where their mean is not 0, a multiple of it is predicted. From pairs
-alone the shapes are guesses: `1 - p` for weights, and the same with a decay over the row for a
-context.
+is the shape of its noise, and where their mean is not 0, a multiple of it is predicted. Pairs alone
+hold too little to name one of these: half precision, dropout, an adapter and stale weights have all
+the shape `1 - p`. A step of the trainer (`logp` beside `old_logp`) shows what stale weights do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ DRAWS = 16
 STEADY = 0.3
 CHANGE = 0.02  # of the root mean square of a weight matrix, in a draw
 ROUTE = 2.0**-5  # the relative noise of a router's weights in a draw
+SUPPLY = "model=, ids= and prompts= tell which"
 DECAYS = (2.0, 4.0, 8.0, 16.0, 32.0)
 
 
@@ -59,7 +60,19 @@ class OtherWeights:
         """Noise of the shape that a random change of all weights makes."""
         sentence = "differences are as large as those of other weights would be, token by token"
         if case.scorer is None:
-            yield Fit("stale_weights", sentence, shape=case.pairs.shape)
+            yield Fit(
+                "not_explained",
+                "differences are larger at unlikely tokens, as those of other weights, another "
+                f"precision, dropout or an adapter are; {SUPPLY}",
+                shape=case.pairs.shape,
+            )
+            if case.pairs.later is not None:
+                step = case.pairs.later - case.pairs.trainer
+                yield Fit(
+                    "stale_weights",
+                    "differences are large where the trainer's own step is",
+                    shape=law_shape(step[None], case),
+                )
             return
         scorer = case.scorer
         names = matrices_of(scorer.model)
@@ -96,11 +109,10 @@ class OtherContext:
             for decay in DECAYS:
                 fade = torch.exp(-case.pairs.rank / decay)
                 yield Fit(
-                    "template",
-                    sentence,
+                    "not_explained",
+                    f"differences fade along the row, as those of another prompt do; {SUPPLY}",
                     shape=(case.pairs.shape * fade).clamp(min=QUIET**2),
                     freedom=1,
-                    details={"tokens": decay},
                 )
             return
         scorer = case.scorer
@@ -125,8 +137,11 @@ class Dropout:
     """One side runs with dropout."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The median effect of dropout, and noise of the shape of its spread."""
-        if case.scorer is None or not _drops(case.scorer.model):
+        """The median effect of dropout, and noise of the shape of its spread; nothing if old_logp
+        is that of the model, because engines have no dropout.
+        """
+        trainer_may_be_odd = any(side == "old_logp" for side, _ in case.sides)
+        if case.scorer is None or not trainer_may_be_odd or not _drops(case.scorer.model):
             return
         scorer = case.scorer
         with torch.random.fork_rng(devices=[]):
@@ -134,14 +149,14 @@ class Dropout:
             effects = drawn(scorer, "dropout", lambda generator: scorer.forward(train=True))
         middle = effects.median(0).values
         shape = law_shape(effects - middle, case)
-        prediction, side = along(middle, shape, case)
+        prediction, _ = along(middle, shape, case)
         yield Fit(
             "dropout",
-            f"the model behind {side} runs with dropout",
+            "the model behind old_logp runs with dropout",
             prediction,
             shape=shape,
             freedom=1,
-            details={"side": side},
+            details={"side": "old_logp"},
         )
 
 
@@ -187,7 +202,7 @@ def routers(model: nn.Module) -> set[str]:
     return {
         name
         for name, w in model.named_parameters()
-        if w.dim() == 2 and name.split(".")[-2] in ("gate", "router")
+        if w.dim() == 2 and {"gate", "router"} & set(name.split("."))
     }
 
 

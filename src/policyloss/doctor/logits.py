@@ -66,7 +66,7 @@ class RoundedLogits:
                     cause,
                     f"the logits of {side} are rounded to {name}",
                     sign * effect,
-                    fixed=True,
+                    share="exact",
                     details={"side": side},
                 )
 

@@ -35,6 +35,7 @@ class Shift:
                 f"rollout_logp stands {places} {later} than the tokens it belongs to",
                 source=_shifted(case.pairs, lag),
                 freedom=1,
+                share="shift",
                 details={"lag": lag},
             )
 
@@ -165,14 +166,16 @@ class Edges:
         pairs = case.pairs
         size = (pairs.difference / pairs.shape).abs()
         core = 1.4826 * float(size.median())
-        wild = torch.where(size > WILD * max(core, 1e-6), 1.0, -2.0)
+        wild = size > max(WILD * core, NEAR)
+        steps = torch.where(wild, 1.0, -2.0)
         rows = pairs.starts.numel() - 1
         for side in ("first", "last"):
-            edge = _runs(wild if side == "first" else wild.flip(0), pairs, side)
+            edge = _runs(steps if side == "first" else steps.flip(0), pairs, side)
             lengths = torch.zeros(int(pairs.row.max()) + 1).index_add(0, pairs.row, edge.float())
             lengths = lengths[torch.unique_consecutive(pairs.row)]
             share = float((lengths > 0).float().mean())
-            if share < 0.3 or edge.double().mean() > 0.4:
+            elsewhere = int((wild & ~edge).sum())
+            if share < 0.3 or edge.double().mean() > 0.5 or elsewhere > 0.1 * int(edge.sum()):
                 continue
             longest = int(lengths.max())
             cause = "prompt_in_mask" if side == "first" else "padding_in_mask"

@@ -24,7 +24,6 @@ class Pairs:
 
     row, column: where a token stood. ids, entropy, logp (the policy after its update): None unless
     they were passed. impossible: valid tokens whose `rollout_logp` is −inf; they are left out.
-    place: the index of each token among all tokens of the batch, `row·T + column`.
     """
 
     rollout: Tensor

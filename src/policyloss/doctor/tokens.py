@@ -145,7 +145,7 @@ def _with_model(
         columns = pairs.column[pairs.row == row]
         last = int(columns.max()) + 1
         if prompts is not None:
-            before.append([int(t) for t in prompts[row]])
+            before.append(_token_ids(prompts[row], row, vocabulary))
             start = 0
         else:
             start = int(columns.min())
@@ -168,6 +168,19 @@ def _with_model(
     if weights != {torch.float32}:
         model = copy.deepcopy(model).float()
     return Case(pairs, Scorer(model, before, after, scored, pairs.ids.long()))
+
+
+def _token_ids(prompt: Any, row: int, vocabulary: int) -> list[int]:
+    try:
+        tokens = [int(t) for t in prompt]
+    except (TypeError, ValueError):
+        tokens = [-1]
+    if any(not 0 <= t < vocabulary for t in tokens):
+        raise InputError(
+            f"prompts, row {row}, is no list of token ids from 0 to {vocabulary - 1}; pass the ids "
+            "of the model's own tokenizer."
+        )
+    return tokens
 
 
 def _vocabulary(model: Any) -> int:

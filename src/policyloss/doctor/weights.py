@@ -66,11 +66,20 @@ class RoundedWeights:
         if case.scorer is None:
             return
         scorer, model = case.scorer, case.scorer.model
+        one_side = len(case.sides) == 1  # where both run in bf16, neither of them is the odd one
+        for side, sign in case.sides if one_side else ():
+            yield Fit(
+                "weights_bf16",
+                f"the model behind {side} is rounded to bfloat16 and runs in it",
+                sign * scorer.half_precision(),
+                share="fixed",
+                details={"rounding": "bfloat16", "side": side},
+            )
         axes = matrices(model)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         head_weight = getattr(head, "weight", None)
         for cause, variants in ROUNDINGS.items():
-            for name, rounding, every in variants:
+            for name, rounding, every in variants if one_side or cause != "weights_bf16" else ():
                 for with_head in (True,) if every else (True, False):
 
                     def change(
@@ -99,7 +108,7 @@ class RoundedWeights:
                             f"the weights behind {side} are rounded to {name}{tail}",
                             sign * effect,
                             freedom=0 if every else 1,
-                            fixed=True,
+                            share="fixed",
                             details={"rounding": name, "side": side},
                         )
 
@@ -149,5 +158,5 @@ class Adapter:
             effect = scorer.effect(cause, logits)
             for side, sign in case.sides:
                 yield Fit(
-                    cause, f"{side} {what}", sign * effect, fixed=True, details={"side": side}
+                    cause, f"{side} {what}", sign * effect, share="fixed", details={"side": side}
                 )

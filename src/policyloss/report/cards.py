@@ -93,16 +93,15 @@ def health(runs: Sequence[Mapping[str, Any]]) -> str:
     lines, count = [], 0
     for i, run in enumerate(runs):
         name = f"<li>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>: "
-        steps, symptoms = run["health"]["steps"], run["health"]["symptoms"]
-        count += len(symptoms)
-        for row in symptoms:
+        count += len(run["health"])
+        for row in run["health"]:
             since = f" from step {row['step']}" if row["step"] else ""
             lines.append(
                 f"{name}<b>{escaped(row['cause'])}</b>{since}: {escaped(row['evidence'])}."
                 f"<br>Remedy: {escaped(row['remedy'])}"
             )
-        if steps and not symptoms:
-            lines.append(f"{name}no symptom in {steps} steps")
+        if run["judged_steps"] and not run["health"]:
+            lines.append(f"{name}no symptom in {run['judged_steps']} steps")
     if not lines:
         return ""
     title = f"{count or 'no'} symptom{'s' if count > 1 else ''}"

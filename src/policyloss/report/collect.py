@@ -96,7 +96,8 @@ def _run(folder: Path, label: str) -> dict[str, Any]:
         "rollouts": read_rollouts(folder / "rollouts.jsonl", notes),
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
-    return {**run, "health": health_of(metrics, run["rollouts"])}
+    judged, symptoms = health_of(metrics, run["rollouts"])
+    return {**run, "health": symptoms, "judged_steps": judged}
 
 
 def _bounded(notes: Notes) -> Notes:

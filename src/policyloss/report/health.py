@@ -12,9 +12,9 @@ from policyloss.errors import InputError
 
 def health_of(
     metrics: Mapping[str, Mapping[str, Sequence[Any]]], rollouts: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """{"steps": how many were judged, 0 if too few to tell, "symptoms": [{"cause", "step",
-    "evidence", "remedy"}]} of series as `Table.series` gives them.
+) -> tuple[int, list[dict[str, Any]]]:
+    """(how many steps were judged, 0 if too few to tell; [{"cause", "step", "evidence",
+    "remedy"}]) of series as `Table.series` gives them.
     """
     rows: dict[int, dict[str, float]] = {}
     for name, curve in metrics.items():
@@ -24,6 +24,5 @@ def health_of(
     try:
         verdict = diagnose_rows([rows[step] for step in sorted(rows)], rollouts=rollouts)
     except InputError:
-        return {"steps": 0, "symptoms": []}
-    symptoms = [finding._asdict() for finding in verdict.findings]
-    return {"steps": verdict.steps, "symptoms": symptoms}
+        return 0, []
+    return verdict.steps, [finding._asdict() for finding in verdict.findings]

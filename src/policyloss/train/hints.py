@@ -24,15 +24,15 @@ class Hints:
     def __init__(self, config: TrainConfig, success: float, say: Callable[[str], None]) -> None:
         self._config, self._success, self._say = config, success, say
         self._in_a_row: Counter[str] = Counter()
-        self._said: set[str] = set()
+        self._hinted: set[str] = set()
 
     def look(self, metrics: Mapping[str, float]) -> None:
         """Say what has held for several steps now, and was not said before."""
         present = {name: (text, patience) for name, text, patience in self._holding(metrics)}
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in present})
         for name, (text, patience) in present.items():
-            if self._in_a_row[name] >= patience and name not in self._said:
-                self._said.add(name)
+            if self._in_a_row[name] >= patience and name not in self._hinted:
+                self._hinted.add(name)
                 self._say(text)
 
     def _holding(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:

@@ -37,13 +37,13 @@ from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer
 
 
 class Update(NamedTuple):
-    """One optimizer step. norm: that of the gradient, before it was clipped. made: False if it was
-    skipped because a number was not finite.
+    """One optimizer step. norm: that of the gradient, before it was clipped. applied: False if it
+    was skipped because a number was not finite.
     """
 
     metrics: Metrics
     norm: float
-    made: bool
+    applied: bool
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Learner:
                 old_logp = torch.cat(old)
             if self.critic is not None:
                 critic_updates.append(self._update_critic(pack, mine))
-        skipped = sum(not update.made for update in (*policy_updates, *critic_updates))
+        skipped = sum(not update.applied for update in (*policy_updates, *critic_updates))
         self.updates += len(policy_updates) - skipped
         routes = {} if self.routing is None else self.routing.busiest(self.ranks)
         (metrics, norm), (values, critic_norm) = _summary(policy_updates), _summary(critic_updates)

@@ -135,8 +135,8 @@ def teach(
     steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
         with base_trained(model):
-            told, seed = progress(steps), config.seed
-            warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=told)
+            report, seed = progress(steps), config.seed
+            warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=report)
     learner.start_copies()
 
 

@@ -103,7 +103,8 @@ class Rollout:
         self.warn(
             "the sampler's log-probabilities are over the tokens that --top-p and --top-k keep, "
             f"and the learner's over all tokens, because {why}. So the ratio of an unchanged "
-            "policy is not 1, but about the probability of what was kept (docs/train.md)."
+            "policy is not 1, but about the probability of what was kept (docs/train.md); "
+            "`policyloss doctor` on rollouts.jsonl shows by how much."
         )
 
     def sampling(self, *, draw: int, seed: int, max_new_tokens: int, **rule: Any) -> Sampling:
