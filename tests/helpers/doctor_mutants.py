@@ -102,6 +102,8 @@ DOCTOR = (
         "if name and (first := names.index(name)) != place:",
         "if False and (first := names.index(name)) != place:",
         _READERS + "test_a_table_of_several_runs_is_no_log_of_one",
+    ),
+    (
         "doctor_one_start_of_the_scale",
         "doctor/criterion.py",
         "for start in (squares.median(), squares.mean())",
