@@ -120,10 +120,8 @@ DOCTOR = (
     (
         "doctor_guesses_from_pairs",
         "doctor/laws.py",
-        """                "not_explained",
-                "differences are larger at""",
-        """                "stale_weights",
-                "differences are larger at""",
+        '"not_explained", "differences are larger at',
+        '"stale_weights", "differences are larger at',
         _PAIRS + "test_no_cause_is_named_that_pairs_cannot_tell",
     ),
     (

@@ -47,9 +47,8 @@ HEAD = (
         "hf_rounds_a_small_update_away",
         "hf/adapters.py",
         "return use(wide, Matrices(torch.cat([weight, *columns], 1), bias))",
-        "sums = [a.weight.T * head.scaling[n] for n, a in head.lora_A.items()]\n"
-        "        weight = weight + sum(b @ a.T for a, b in zip(sums, columns))\n"
-        "        return use(wide[..., : weight.shape[1]], Matrices(weight, bias))",
+        "return use(wide[..., : weight.shape[1]], Matrices(weight + sum(b @ head.lora_A[n].weight "
+        "* head.scaling[n] for n, b in zip(names, columns)), bias))",
         f"{_ADAPTERS}test_a_small_update_of_a_rounded_head_is_not_lost",
     ),
     (
