@@ -2,6 +2,7 @@
 have a known fault.
 
     python -m benchmarks.doctor_logs [--workers 2] [--out out/doctor_logs] [--only lr_high,nan]
+        [--seed-shift 1000]
 
 Each is a run of `policyloss train` in one process with one thread, of the built-in task. What is
 kept is a folder for each, with `metrics.jsonl` (as the trainer writes it, without histograms and
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -136,13 +138,16 @@ def as_planned(record: dict[str, Any]) -> bool:
     return bool(held_out) and held_out[1] - held_out[0] >= LEARNED and record["stopped"] is None
 
 
-def chosen_jobs(only: str) -> list[Job]:
-    """The runs of the kinds, or with the names, that `only` lists with commas; all if empty."""
+def chosen_jobs(only: str, seed_shift: int = 0) -> list[Job]:
+    """The runs of the kinds, or with the names, that `only` lists with commas; all if empty.
+    seed_shift: is added to every seed, for runs that nobody looked at.
+    """
     wanted = {name for name in only.split(",") if name}
-    valid = {*KINDS, *map(name_of, JOBS)}
+    jobs = [dataclasses.replace(job, seed=job.seed + seed_shift) for job in JOBS]
+    valid = {*KINDS, *map(name_of, jobs)}
     for name in sorted(wanted - valid):
         raise InputError(unknown_name("--only", name, valid))
-    return [job for job in JOBS if not wanted or wanted & {job.study, name_of(job)}]
+    return [job for job in jobs if not wanted or wanted & {job.study, name_of(job)}]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,9 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--only", default="", help="kinds or names of runs, with commas between")
+    parser.add_argument("--seed-shift", type=int, default=0, help="is added to every seed")
     args = parser.parse_args(argv)
     try:
-        wanted = chosen_jobs(args.only)
+        wanted = chosen_jobs(args.only, args.seed_shift)
     except InputError as error:
         parser.error(str(error))
     torch.set_num_threads(1)

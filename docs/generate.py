@@ -14,6 +14,7 @@ from pathlib import Path
 import policyloss as pl
 from docs.architecture_page import architecture_pages
 from docs.conformance_page import conformance_page
+from docs.doctor_logs_page import doctor_logs_pages
 from docs.doctor_page import doctor_pages
 from docs.evidence_page import evidence_pages
 from docs.markdown import GENERATED, fenced, join, linked, table
@@ -60,6 +61,7 @@ def pages() -> dict[str, str]:
     made |= performance_pages(ROOT / BENCHMARKS)
     made |= evidence_pages(ROOT / BENCHMARKS)
     made |= doctor_pages(ROOT / BENCHMARKS / "doctor.json")
+    made |= doctor_logs_pages(ROOT / BENCHMARKS / "doctor_logs.json")
     return made
 
 

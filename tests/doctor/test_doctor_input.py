@@ -265,6 +265,6 @@ def test_a_report_shows_the_health_of_a_run(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = collect([run])
     assert [row["cause"] for row in data["runs"][0]["health"]] == ["truncation"]
-    assert "<summary>Health</summary>" in render(data)
+    assert "<summary>Health: 1 symptom</summary>" in render(data)
     (run / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    assert "<summary>Health</summary>" not in render(collect([run]))
+    assert "<summary>Health" not in render(collect([run]))

@@ -172,6 +172,9 @@ def test_runs_are_chosen_by_kind_or_name() -> None:
     assert doctor_logs.chosen_jobs("nan") == nan
     assert doctor_logs.chosen_jobs(f"nan,{name_of(JOBS[0])}") == [JOBS[0], *nan]
     assert len(doctor_logs.chosen_jobs("")) == 60
+    fresh = doctor_logs.chosen_jobs("", 1000)
+    assert [job.seed for job in fresh] == [job.seed + 1000 for job in JOBS]
+    assert doctor_logs.chosen_jobs("nan-dapo-1137", 1000) == [fresh[JOBS.index(nan[0])]]
     with pytest.raises(InputError, match="nam"):
         doctor_logs.chosen_jobs("nam")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import policyloss as pl
+from policyloss.doctor.logs.curves import LogThresholds
 from policyloss.doctor.logs.read import read_log
 from policyloss.doctor.logs.run_doctor import diagnose_rows
-from policyloss.doctor.logs.symptoms import LogThresholds
 
 STEPS = 40
 Row = dict[str, float]
@@ -51,7 +51,7 @@ SICK: dict[str, Callable[[int], Row]] = {
     "entropy_collapse": lambda s: {"policy/entropy": math.exp(-s / 5)},
     "dead_groups": lambda s: {"groups/zero_variance": 15.0, "accuracy": 0.0},
     "clip_saturation": lambda s: {"policy/clip_fraction_upper": 0.4},
-    "kl_drift": lambda s: {"policy/kl_ref": 0.001 * math.exp(s / 5)},
+    "kl_drift": lambda s: {"policy/kl_ref": 0.001 * math.exp(s / 5), "eval/accuracy": 0.3},
     "gradient_spike": lambda s: {"grad_norm": 20.0} if s == 17 else {},
     "truncation": lambda s: {"truncated": min(1.0, s / 30)},
     "length_growth": lambda s: {"length/mean": 10.0 + s, "reward/mean": 0.3 + 0.01 * (s % 2)},
@@ -61,7 +61,11 @@ SICK: dict[str, Callable[[int], Row]] = {
         "reward/mean": 0.5 if s < 10 else 0.0,
         "accuracy": 0.0,
     },
-    "learning_rate_low": lambda s: {"policy/kl_old_k3": 1e-9},
+    "learning_rate_low": lambda s: {
+        "policy/kl_old_k3": 1e-9,
+        "reward/mean": 0.3 + 0.01 * math.sin(s),
+        "accuracy": 0.3,
+    },
     "nonfinite": lambda s: {"policy/loss": math.nan, "advantage/mean": math.nan} if s > 20 else {},
     "engine_mismatch": lambda s: {"policy/kl_rollout_k3": 0.05},
     "no_learning": lambda s: {"reward/mean": 0.3 + 0.01 * math.sin(s), "accuracy": 0.3},
@@ -96,9 +100,13 @@ def test_thresholds_are_adjustable() -> None:
 
 
 def test_the_tokens_of_a_spike_are_named() -> None:
-    stored = {"step": 17, "tokens": ["a", "b", "c", "d"], "ratio": [1.0, 9.0, 0.5, 1.1]}
-    (finding,) = diagnose_rows(run(SICK["gradient_spike"]), rollouts=[stored]).findings
-    assert "'b', 'c', 'd'" in finding.evidence
+    first = {"tokens": ["a", "b", "c"], "ratio": [1.0, 9.0, 0.5], "token_advantage": [1, -1, 40]}
+    second = {"tokens": ["d", "e"], "ratio": [1.0, 1.0], "advantage": 12.0}
+    other = {"step": 16, "tokens": ["x"], "ratio": [99.0], "advantage": 1.0}
+    stored = [{"step": 17, **first}, {"step": 17, **second}, other]
+    (finding,) = diagnose_rows(run(SICK["gradient_spike"]), rollouts=stored).findings
+    # |advantage|·ratio: 1, 9, 20, 12, 12.
+    assert "most weight are 'c' (20), 'e' (12), 'd' (12)" in finding.evidence
 
 
 # Formats ------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ def test_every_format_is_read(tmp_path: Path, write: Callable[[Path, list[Row]],
 def test_logs_without_known_metrics_are_refused() -> None:
     with pytest.raises(pl.InputError, match="no metric of these logs is known"):
         diagnose_rows([{"step": 1, "what": 2.0}])
-    with pytest.raises(pl.InputError, match="3 steps are too few"):
+    with pytest.raises(pl.InputError, match="this log has 3"):
         diagnose_rows(run()[:3])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-_CRITERION, _INPUT, _LOGS, _PAIRS, _VERDICTS = (
+_CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _VERDICTS = (
     "test_doctor_criterion.py::",
     "test_doctor_input.py::",
+    "test_doctor_log_laws.py::",
     "test_doctor_logs.py::",
+    "test_doctor_log_readers.py::",
     "test_doctor_pairs.py::",
     "test_doctor_verdicts.py::",
 )
@@ -47,17 +49,59 @@ DOCTOR = (
     ),
     (
         "doctor_solved_is_sick",
-        "doctor/logs/symptoms.py",
-        "return accuracy is not None and accuracy >= limits.solved",
+        "doctor/logs/curves.py",
+        "return self.right >= self.limits.solved",
         "return False",
         _LOGS + "test_a_solved_task_is_not_sick",
     ),
     (
         "doctor_nan_of_any_step",
         "doctor/logs/symptoms.py",
-        "step = min(s for s, _ in rows)",
-        "step = max(s for s, _ in rows)",
+        "step = min([s for s, _, _ in bad] + skipped)",
+        "step = max([s for s, _, _ in bad] + skipped)",
         _LOGS + "test_where_a_symptom_begins_is_said",
+    ),
+    (
+        "doctor_verifier_solves_the_task",
+        "doctor/logs/curves.py",
+        'name = "held_out" if self.values("held_out") else "accuracy"',
+        'name = "accuracy"',
+        _LAWS + "test_held_out_prompts_and_not_the_verifier_say_whether_a_task_is_solved",
+    ),
+    (
+        "doctor_spike_of_the_whole_run",
+        "doctor/logs/curves.py",
+        "sides = ys[max(0, i - NEIGHBOURS) : i], ys[i + 1 : i + 1 + NEIGHBOURS]",
+        "sides = ys, ys",
+        _LAWS + "test_a_spike_stands_out_of_its_neighbourhood",
+    ),
+    (
+        "doctor_null_is_no_number",
+        "doctor/logs/read.py",
+        'if isinstance(bad := entry.get("nonfinite"), dict):',
+        'if isinstance(bad := entry.get("none"), dict):',
+        _LAWS + "test_the_origin_of_a_nan_is_named_in_our_own_files",
+    ),
+    (
+        "doctor_skipped_updates_count",
+        "doctor/logs/metric_names.py",
+        'out.pop("step_kl", None)',
+        "pass",
+        _LAWS + "test_skipped_updates_are_no_small_steps",
+    ),
+    (
+        "doctor_kl_is_never_paid_for",
+        "doctor/logs/symptoms.py",
+        "end < log.limits.kl_high or log.solved or log.trend(log.score) > 0",
+        "end < log.limits.kl_high or log.solved",
+        _LAWS + "test_a_kl_that_a_better_score_pays_for_is_no_drift",
+    ),
+    (
+        "doctor_runs_of_a_table_are_mixed",
+        "doctor/logs/read.py",
+        "if name and (first := names.index(name)) != place:",
+        "if False and (first := names.index(name)) != place:",
+        _READERS + "test_a_table_of_several_runs_is_no_log_of_one",
     ),
     (
         "doctor_one_start_of_the_scale",

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from policyloss.doctor.diagnose import Thresholds
 from policyloss.doctor.diagnosis import Diagnosis
+from policyloss.doctor.logs.curves import LogThresholds
 from policyloss.doctor.logs.run_doctor import RunDiagnosis, doctor_run
 from policyloss.doctor.read import read_tokens
 from policyloss.doctor.tokens import doctor
-from policyloss.errors import InputError
+from policyloss.errors import InputError, unknown_name
 
 HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2 is a wrong argument, as for every command
+Limits = TypeVar("Limits", Thresholds, LogThresholds)
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
@@ -33,8 +38,15 @@ def doctor_command(arguments: Sequence[str]) -> int:
         "--model", help="the folder of the trainer's model, to simulate causes with (transformers)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--threshold",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="change a number of the verdict (docs/doctor.md lists them); may be repeated",
+    )
     args = parser.parse_args(arguments)
-    verdict = verdict_on(Path(args.path), args.model)
+    verdict = verdict_on(Path(args.path), args.model, args.threshold)
     print(verdict.to_json() if args.json else str(verdict), flush=True)
     if verdict.healthy:
         return HEALTHY
@@ -42,22 +54,46 @@ def doctor_command(arguments: Sequence[str]) -> int:
     return NOT_EXPLAINED if unclear else SICK
 
 
-def verdict_on(path: Path, model: str | None = None) -> Diagnosis | RunDiagnosis:
-    """The verdict on tokens where the file holds them, else on logs."""
+def verdict_on(
+    path: Path, model: str | None = None, thresholds: Sequence[str] = ()
+) -> Diagnosis | RunDiagnosis:
+    """The verdict on tokens where the file holds them, else on logs. thresholds: NAME=NUMBER."""
     if path.suffix in (".pt", ".pth", ".pkl", ".bin", ".npz"):
         raise InputError(
             f"{path} may be a pickle, which can run code and is not read; save safetensors or JSON "
             "lines."
         )
     if path.suffix == ".safetensors" or (path.suffix == ".jsonl" and _holds_tokens(path)):
-        arguments = read_tokens(path)
+        arguments: dict[str, Any] = read_tokens(path)
+        arguments["thresholds"] = changed(Thresholds(), thresholds)
         if model is None:
             arguments.pop("prompts", None)
             return doctor(**arguments)
         return doctor(**arguments, model=_load(model))
     if model is not None:
         raise InputError(f"--model needs a file of tokens, and {path} is none.")
-    return doctor_run(path)
+    return doctor_run(path, changed(LogThresholds(), thresholds))
+
+
+def changed(limits: Limits, pairs: Sequence[str]) -> Limits:
+    """`limits` with other numbers. pairs: such as "truncated=0.3"."""
+    kinds = {field.name: type(getattr(limits, field.name)) for field in fields(limits)}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if name not in kinds:
+            raise InputError(unknown_name("threshold", name, kinds))
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise InputError(
+                f"--threshold takes NAME=NUMBER with a number from 0 on, got {pair!r}."
+            )
+        if kinds[name] is int and number != int(number):
+            raise InputError(f"--threshold {name} takes a whole number, got {text}.")
+        limits = replace(limits, **{name: kinds[name](number)})
+    return limits
 
 
 def _holds_tokens(path: Path) -> bool:

@@ -89,16 +89,26 @@ def notes(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def health(runs: Sequence[Mapping[str, Any]]) -> str:
-    """What the doctor says of each run that has a symptom; "" if none has."""
-    items = [(i, run["label"], row) for i, run in enumerate(runs) for row in run["health"]]
-    lines = "".join(
-        f"<li>{swatch(i)}<bdi>{escaped(label)}</bdi>: <b>{escaped(row['cause'])}</b>. "
-        f"{escaped(row['evidence'])}. {escaped(row['remedy'])}"
-        for i, label, row in items
-    )
-    if not items:
+    """What the doctor says of each run that has enough steps; "" if none has."""
+    lines, count = [], 0
+    for i, run in enumerate(runs):
+        name = f"<li>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>: "
+        count += len(run["health"])
+        for row in run["health"]:
+            since = f" from step {row['step']}" if row["step"] else ""
+            lines.append(
+                f"{name}<b>{escaped(row['cause'])}</b>{since}: {escaped(row['evidence'])}."
+                f"<br>Remedy: {escaped(row['remedy'])}"
+            )
+        if run["judged_steps"] and not run["health"]:
+            lines.append(f"{name}no symptom in {run['judged_steps']} steps")
+    if not lines:
         return ""
-    return f'<details class="notes" open><summary>Health</summary><ul>{lines}</ul></details>'
+    title = f"{count or 'no'} symptom{'s' if count > 1 else ''}"
+    items = "".join(lines)
+    return (
+        f'<details class="notes" open><summary>Health: {title}</summary><ul>{items}</ul></details>'
+    )
 
 
 def losses(data: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.report.compare import differences, loss_card, loss_differences
-from policyloss.report.health import symptoms
+from policyloss.report.health import health_of
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
 from policyloss.report.reading import Notes, integer, is_regular, json_object
 from policyloss.report.rollouts import read_rollouts
@@ -82,7 +82,7 @@ def _run(folder: Path, label: str) -> dict[str, Any]:
     histogram = table.histograms.data(notes)
     times = read_table(folder / "timing.jsonl", notes)
     version = stored.get("policyloss")
-    return {
+    run: dict[str, Any] = {
         "label": label,
         "path": str(folder),
         "policyloss": version if isinstance(version, str) else "",
@@ -91,12 +91,13 @@ def _run(folder: Path, label: str) -> dict[str, Any]:
         "loss": loss_card(stored.get("loss"), config, notes),
         "summary": _summary(folder, config, table, times),
         "metrics": metrics,
-        "health": symptoms(metrics),
         "timing": times.series("timing.jsonl", notes),
         "ratio_histogram": histogram,
         "rollouts": read_rollouts(folder / "rollouts.jsonl", notes),
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
+    judged, symptoms = health_of(metrics, run["rollouts"])
+    return {**run, "health": symptoms, "judged_steps": judged}
 
 
 def _bounded(notes: Notes) -> Notes:

@@ -10,9 +10,11 @@ from policyloss.doctor.logs.run_doctor import diagnose_rows
 from policyloss.errors import InputError
 
 
-def symptoms(metrics: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[dict[str, Any]]:
-    """[{"cause", "step", "evidence", "remedy"}] of series as `Table.series` gives them; [] if there
-    is none, or the run has too few steps to tell.
+def health_of(
+    metrics: Mapping[str, Mapping[str, Sequence[Any]]], rollouts: Sequence[Mapping[str, Any]]
+) -> tuple[int, list[dict[str, Any]]]:
+    """(how many steps were judged, 0 if too few to tell; [{"cause", "step", "evidence",
+    "remedy"}]) of series as `Table.series` gives them.
     """
     rows: dict[int, dict[str, float]] = {}
     for name, curve in metrics.items():
@@ -20,7 +22,7 @@ def symptoms(metrics: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[dict[st
             row = rows.setdefault(step, {"step": float(step)})
             row[name] = math.nan if value is None else float(value)
     try:
-        verdict = diagnose_rows([rows[step] for step in sorted(rows)])
+        verdict = diagnose_rows([rows[step] for step in sorted(rows)], rollouts=rollouts)
     except InputError:
-        return []
-    return [finding._asdict() for finding in verdict.findings]
+        return 0, []
+    return verdict.steps, [finding._asdict() for finding in verdict.findings]

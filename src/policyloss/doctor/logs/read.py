@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import re
 import struct
@@ -32,33 +31,35 @@ def read_log(path: str | Path) -> list[Row]:
     path: a run directory of ours or of TRL, or a file: metrics.jsonl, trainer_state.json, verl's
     JSONL or console output, TensorBoard events, a CSV export of W&B or trackio.
     """
-    file = _log_file(Path(path))
-    data = _contents(file)
-    if file.name.startswith("events.out.tfevents") or _looks_like_events(data):
-        rows = _tensorboard(data)
-    else:
-        rows = _text(data.decode("utf-8", "replace"), file)
     merged: dict[int, Row] = {}
-    for step, row in rows:
-        if len(merged) < ROWS or step in merged:
+    for file in _log_files(Path(path)):
+        data = _contents(file)
+        if file.name.startswith("events.out.tfevents") or b"brain.Event:" in data[:64]:
+            rows = _tensorboard(data)
+        else:
+            rows = _text(data.decode("utf-8", "replace"), file)
+        for step, row in rows:
             merged.setdefault(step, {"step": float(step)}).update(row)
+            if len(merged) > ROWS:
+                raise InputError(f"{file} holds more than {ROWS:,} steps; give a part of it.")
     if not merged:
-        raise InputError(f"{file} holds no row with a step and numbers; it is no log of a run.")
+        raise InputError(f"{path} holds no row with a step and numbers; it is no log of a run.")
     return [merged[step] for step in sorted(merged)]
 
 
-def _log_file(path: Path) -> Path:
-    if path.is_dir():
-        events = sorted(path.glob("events.out.tfevents*"))
-        states = sorted(path.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
-        names = [path / "metrics.jsonl", path / "trainer_state.json", *states[-1:], *events[-1:]]
-        file = next((name for name in names if name.exists()), None)
-        if file is None:
-            raise InputError(
-                f"{path} holds neither metrics.jsonl, trainer_state.json nor TensorBoard events."
-            )
-        return file
-    return path
+def _log_files(path: Path) -> list[Path]:
+    """The log of a directory: of TensorBoard there is one file for each time that the run began."""
+    if not path.is_dir():
+        return [path]
+    states = sorted(path.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
+    for file in (path / "metrics.jsonl", path / "trainer_state.json", *states[-1:]):
+        if file.exists():
+            return [file]
+    if events := sorted(path.glob("events.out.tfevents*")):
+        return events
+    raise InputError(
+        f"{path} holds neither metrics.jsonl, trainer_state.json nor TensorBoard events."
+    )
 
 
 def _contents(file: Path) -> bytes:
@@ -112,6 +113,8 @@ def _numbers(entry: Any) -> tuple[int, Row] | None:
     if not isinstance(entry, dict):
         return None
     row = {str(k): x for k, v in entry.items() if (x := _number(v)) is not None}
+    if isinstance(bad := entry.get("nonfinite"), dict):  # where ours writes null
+        row |= {str(k): x for k, v in bad.items() if (x := _number(v)) is not None}
     step = step_of(row)
     return None if step is None else (step, row)
 
@@ -144,26 +147,28 @@ def _console(text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _csv(text: str) -> Iterator[tuple[int, Row]]:
-    reader = csv.DictReader(io.StringIO(text))
-    columns = reader.fieldnames or []
-    for entry in reader:
-        row: dict[str, Any] = {}
-        for name in columns:
-            value = entry.get(name)
-            if name and value not in (None, ""):
-                # W&B writes "run name - metric" as the head of a column.
-                row[name.rpartition(" - ")[2].strip()] = value
-        row = {("step" if k.lower() == "step" else k): v for k, v in row.items()}
-        if (pair := _numbers(row)) is not None:
-            yield pair
-
-
-def _looks_like_events(data: bytes) -> bool:
-    return (
-        len(data) > 24
-        and data[:8] == struct.pack("<Q", struct.unpack("<Q", data[:8])[0])
-        and (b"brain.Event:" in data[:64])
-    )
+    reader = csv.reader(io.StringIO(text))
+    try:
+        columns = next(reader, [])
+        # W&B writes "run name - metric" as the head of a column.
+        names = [column.rpartition(" - ")[2].strip() for column in columns]
+        names = ["step" if name.lower() == "step" else name for name in names]
+        for place, name in enumerate(names):
+            if name and (first := names.index(name)) != place:
+                raise InputError(
+                    f"the columns {columns[first]!r} and {columns[place]!r} are the same metric of "
+                    "several runs; export one run."
+                )
+        for values in reader:
+            cells = zip(names, values, strict=False)
+            pair = _numbers({name: value for name, value in cells if name and value})
+            if pair is not None:
+                yield pair
+    except csv.Error as error:
+        raise InputError(
+            f"line {reader.line_num} cannot be read as one of a table ({error}); it is no log of a "
+            "run."
+        ) from error
 
 
 def _tensorboard(data: bytes) -> Iterator[tuple[int, Row]]:
@@ -248,8 +253,3 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
         if byte < 128:
             break
     return value, place
-
-
-def finite(values: list[float]) -> list[float]:
-    """Those that are numbers."""
-    return [x for x in values if math.isfinite(x)]

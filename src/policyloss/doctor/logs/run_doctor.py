@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from policyloss import notebook
-from policyloss.doctor.logs.metric_names import canonical, step_of
+from policyloss.doctor.logs.curves import Curve, Log, LogThresholds
+from policyloss.doctor.logs.metric_names import NAMES, canonical, step_of
 from policyloss.doctor.logs.read import read_log
-from policyloss.doctor.logs.symptoms import DETECTORS, Curve, Finding, Log, LogThresholds
+from policyloss.doctor.logs.symptoms import DETECTORS, Finding, not_finite
 from policyloss.errors import InputError
 
 ROLLOUT_BYTES = 64 * 2**20
@@ -19,8 +20,8 @@ ROLLOUT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """findings: what is wrong, in the order of detection. steps: how many rows were read. metrics:
-    the curves that were recognised.
+    """findings: what is wrong, causes before what they may lead to. steps: how many were judged.
+    metrics: the curves that were recognised.
     """
 
     findings: tuple[Finding, ...]
@@ -42,20 +43,27 @@ class RunDiagnosis:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
-        looked = f"{self.steps} steps, {', '.join(self.metrics)}"
+        looked = [f"  looked at: {', '.join(self.metrics)}"]
+        if missing := sorted(set(NAMES) - set(self.metrics)):
+            looked.append(f"  not in the log, so not judged: {', '.join(missing)}")
         if self.healthy:
-            return f"healthy: no symptom in {looked}"
-        lines = [f"{len(self.findings)} symptom(s) in {looked}"]
+            return "\n".join([f"healthy: no symptom in {self.steps} steps", *looked])
+        lines = [f"{_count(self.findings)} in {self.steps} steps"]
         for f in self.findings:
-            lines += [f"{f.cause}: {f.evidence}", f"  remedy: {f.remedy}"]
-        return "\n".join(lines)
+            since = f", from step {f.step}" if f.step else ""
+            lines += ["", f.cause + since, f"  {f.evidence}", f"  remedy: {f.remedy}"]
+        return "\n".join([*lines, "", *looked])
 
     def _repr_html_(self) -> str:
         rows = [(f.cause, f.step, f.evidence, f.remedy) for f in self.findings]
-        title = "healthy" if self.healthy else f"{len(rows)} symptom(s)"
+        title = "healthy" if self.healthy else _count(rows)
         return notebook.heading(title) + notebook.table(
             ("symptom", "from step", "evidence", "remedy"), rows
         )
+
+
+def _count(findings: Sequence[object]) -> str:
+    return f"{len(findings)} symptom{'s' if len(findings) > 1 else ''}"
 
 
 def doctor_run(path: str | Path, thresholds: LogThresholds | None = None) -> RunDiagnosis:
@@ -72,27 +80,30 @@ def diagnose_rows(
     limits = thresholds or LogThresholds()
     curves: dict[str, Curve] = {}
     raw: dict[str, Curve] = {}
+    steps: set[int] = set()
     for row in rows:
         step = step_of(row)
-        if step is None or step <= 0:
+        if step is None or step < 0:
             continue
+        steps.add(step)
         for name, value in canonical(row).items():
             curves.setdefault(name, []).append((step, value))
         for name, value in row.items():
             raw.setdefault(name, []).append((step, float(value)))
-    if not curves:
+    longest = max((len(curve) for curve in curves.values()), default=0)
+    log = Log(curves, raw, rollouts, limits)
+    detectors = DETECTORS if longest >= limits.least_steps else (not_finite,)
+    findings = [finding for test in detectors if (finding := test(log)) is not None]
+    if not curves and not findings:
         raise InputError(
             "no metric of these logs is known here; they need at least one of reward, entropy, "
             "grad_norm, length, clip fractions or KL."
         )
-    longest = max(len(curve) for curve in curves.values())
-    if longest < limits.least_steps:
+    if longest < limits.least_steps and not findings:
         raise InputError(
-            f"{longest} steps are too few for a verdict; at least {limits.least_steps} are needed."
+            f"a verdict needs at least {limits.least_steps} steps, and this log has {longest}."
         )
-    log = Log(curves, raw, rollouts)
-    findings = [finding for test in DETECTORS if (finding := test(log, limits)) is not None]
-    return RunDiagnosis(tuple(findings), longest, tuple(sorted(curves)))
+    return RunDiagnosis(tuple(findings), longest or len(steps), tuple(sorted(curves)))
 
 
 def _rollouts(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,116 @@
+"""Writes tests/recorded/doctor/logs: logs that the packages themselves wrote, for the readers.
+
+    PYTHONPATH=src:. python tests/helpers/record_logs.py trl|verl   # with the package's Python
+
+`make conformance` builds these environments (.conformance/trl, .conformance/verl).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "recorded/doctor/logs"
+STEPS = 12
+
+
+def trl() -> None:
+    """trainer_state.json of TRL's GRPOTrainer: two updates for each batch, a KL term, held-out
+    prompts, and a learning rate far too high.
+    """
+    from conformance.trl_run import _quiet, _reward, tiny_model
+
+    package, transformers = import_module("trl"), import_module("transformers")
+    rows = {"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]}
+    prompts = import_module("datasets").Dataset.from_dict(rows)
+    with tiny_model() as model, tempfile.TemporaryDirectory() as scratch, _quiet():
+        config = package.GRPOConfig(
+            output_dir=scratch,
+            max_steps=STEPS,
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=8,
+            num_generations=4,
+            num_iterations=2,
+            beta=0.01,
+            max_completion_length=8,
+            optim="sgd",
+            learning_rate=3.0,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=4,
+            save_steps=STEPS,
+            save_only_model=True,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+        )
+        trainer = package.GRPOTrainer(
+            model=str(model),
+            reward_funcs=_reward,
+            args=config,
+            train_dataset=prompts,
+            eval_dataset=prompts.select(range(4)),
+            processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(model),
+        )
+        trainer.train()
+        text = Path(scratch, f"checkpoint-{STEPS}", "trainer_state.json").read_text()
+    (FOLDER / "trainer_state.json").write_text(text)
+
+
+def verl() -> None:
+    """The file and the console output of verl's loggers. Numbers of the batch are those that verl's
+    own `compute_data_metrics` makes of a random batch whose rewards rise; those of the actor have
+    the names of its losses.
+    """
+    torch: Any = import_module("torch")
+    protocol, metric_utils = import_module("verl"), import_module("verl.trainer.ppo.metric_utils")
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(printed):
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(FOLDER / "verl.jsonl")
+        os.chdir(scratch)
+        tracking = import_module("verl.utils.tracking").Tracking("p", "e", ["console", "file"])
+        for step in range(1, STEPS + 1):
+            mask = torch.ones(8, 6)
+            scores = torch.zeros(8, 6)
+            scores[:, -1] = (torch.rand(8) < step / 16).float()
+            batch = protocol.DataProto.from_dict(
+                tensors={
+                    "token_level_scores": scores,
+                    "token_level_rewards": scores,
+                    "advantages": torch.randn(8, 6),
+                    "returns": torch.randn(8, 6),
+                    "prompts": torch.ones(8, 3, dtype=torch.long),
+                    "responses": torch.ones(8, 6, dtype=torch.long),
+                    "response_mask": mask,
+                    "attention_mask": torch.ones(8, 9),
+                }
+            )
+            data = metric_utils.compute_data_metrics(batch, use_critic=False)
+            data |= {
+                "actor/entropy": 2.0 * math.exp(-step),
+                "actor/pg_loss": 0.01,
+                "actor/ppo_kl": (-1) ** step * 1e-4,
+                "actor/pg_clipfrac": 0.01,
+                "actor/pg_clipfrac_lower": 0.0,
+                "actor/grad_norm": 0.3,
+                "training/global_step": step,
+            }
+            if step % 4 == 0:
+                data["val-core/openai/gsm8k/reward/mean@1"] = 0.05 * step
+            tracking.log(data=data, step=step)
+    (FOLDER / "verl_console.txt").write_text(printed.getvalue().replace(str(FOLDER), "."))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    {"trl": trl, "verl": verl}[sys.argv[1]]()
