@@ -31,11 +31,11 @@ def test_the_gate_lets_right_heads_pass_and_stops_a_wrong_one(model: Any) -> Non
 def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def fits(_step: Any, _model: Any, rows: Any) -> bool:
+    def first_step(_step: Any, _model: Any, rows: Any) -> step.First | None:
         tried.append(rows)
-        return bool(rows <= 11)
+        return step.First(None, 0.0) if rows <= 11 else None
 
-    monkeypatch.setattr(step, "fits", fits)
+    monkeypatch.setattr(step, "first_step", first_step)
     assert step.largest(step.ours, None, 64, lambda rows: rows) == 11  # type: ignore[arg-type, return-value]
     assert tried == [1, 2, 4, 8, 16, 12, 10, 11]
     assert step.largest(step.ours, None, 4, lambda rows: rows) == 4  # type: ignore[arg-type, return-value]
@@ -47,13 +47,17 @@ def test_the_page_shows_times_peaks_and_what_did_not_fit() -> None:
         "environment": {"gpu": None, "torch": "2", "cores": 2, "threads": 1, "machine": "x"},
         "length": 2048,
         "rows": [
+            {**row, "head": "body alone", "median_ms": 1200.0, "peak_bytes": 2**30},
             {**row, "head": "ours", "median_ms": 1234.4, "peak_bytes": 3 * 2**30},
             {**row, "head": "eager logits"},
+            {**row, "tokens": 1, "head": "body alone", "median_ms": 1.0, "peak_bytes": 2**30},
         ],
         "largest": [{"model": "4B", "head": "ours", "tokens": 262144}],
         "absent": {"Liger": "not here"},
     }
     page = performance_page.step_section(run, "cpu")
-    assert "| 4B, 65,536 | 1234 ms, 3.0 GiB | – |" in page
-    assert "| 4B | 262,144 | 0 |" in page
+    cells = "| 4B, 65,536 | 1200 ms, 1.0 GiB | 1234 ms (+2.9%), 3.0 GiB | does not fit |"
+    assert cells in page
+    assert "| 4B, 1 | 1 ms, 1.0 GiB | not measured | not measured |" in page
+    assert "| 4B | 0 | 262,144 | 0 |" in page
     assert "Not measured: Liger (not here)." in page

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from policyloss.train.help import groups
 from safetensors.torch import load_file, save_file
 from train_loop_ranks import SMALL, lines, make_model, resume, train
 
@@ -23,6 +22,7 @@ from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
 from policyloss.train.models import load
+from policyloss.train.options import groups
 from policyloss.train.run.checkpoint import latest
 from policyloss.train.run.directory import RunDir
 from policyloss.train.run.files import StorageError, replace_file
