@@ -128,7 +128,7 @@ def _names_for_trl() -> dict[str, Any]:
     return {
         "model": str(path),
         "tokenizer": tokenizer,
-        "reward": run._reward,
+        "reward": run.reward,
         "dataset": prompts,
         "args": args,
     }
