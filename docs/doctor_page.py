@@ -120,7 +120,9 @@ def _grid(
     cell: Callable[[str, str], tuple[float, str, str] | None],
 ) -> str:
     """A picture of cells: the opacity, the colour and the text of each, or None."""
-    right, bottom = LEFT + width * len(columns) + 10, TOP + CELL * len(rows) + 10
+    # The last heading leans out to the right, by half its length.
+    slant = 3 * len(columns[-1]) if columns else 0
+    right, bottom = LEFT + width * len(columns) + 10 + slant, TOP + CELL * len(rows) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{bottom}" '
         f'viewBox="0 0 {right} {bottom}" font-family="sans-serif" font-size="10">',
@@ -146,7 +148,8 @@ def _grid(
             )
             if text:
                 parts.append(
-                    f'<text x="{LEFT + width * j + width // 2}" y="{y + 11}" fill="white" '
+                    f'<text x="{LEFT + width * j + width // 2}" y="{y + 11}" '
+                    f'fill="{"white" if share > 0.5 else "black"}" '
                     f'text-anchor="middle">{text}</text>'
                 )
     return "\n".join([*parts, "</svg>", ""])
