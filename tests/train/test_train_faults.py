@@ -324,6 +324,29 @@ def test_an_alarm_that_comes_late_does_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert within(5, lambda: 3) == 3
 
 
+def test_many_calls_are_watched_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told anew after a second, for another limit, and no longer once the calls are over."""
+    told: list[float | None] = []
+    now = [100.0]
+    fault = time_limit.faulthandler
+    monkeypatch.setattr(fault, "dump_traceback_later", lambda s, **_: told.append(s))
+    monkeypatch.setattr(fault, "cancel_dump_traceback_later", lambda: told.append(None))
+    monkeypatch.setattr(time_limit.time, "monotonic", lambda: now[0])
+    with time_limit.several():
+        for _ in range(5):
+            now[0] += 0.1
+            assert within(9.0, abs, -3) == 3
+        assert told == [29.0]
+        now[0] += 1.0
+        within(9.0, abs, -3)
+        within(30.0, abs, -3)
+        assert told == [29.0, 29.0, 90.0]
+    assert told == [29.0, 29.0, 90.0, None]
+    within(9.0, abs, -3)
+    within(9.0, abs, -3)
+    assert told[4:] == [29.0, None, 29.0, None]
+
+
 def test_native_code_that_never_returns_ends_the_process() -> None:
     """`sum` of a long range looks at no signal: no Python can run until it is done, and yet the
     process ends, with its stack.

@@ -27,6 +27,7 @@ from policyloss.train.supports import problem_of
 from policyloss.train.tasks import Example, Task
 from policyloss.train.tasks.base import SUCCESS, Reward
 from policyloss.train.tasks.rewards import forgiving
+from policyloss.train.tasks.time_limit import several
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
 _SUPPORT = ("support_ids", "support_offsets")  # stored if there are
@@ -259,7 +260,8 @@ class Collector:
         else:
             samples = self.rollout.samples(*self._plan(first_group))
         self.at("scoring")
-        rewards = [self._reward(self.task.train[s.example], s) for s in samples]
+        with several():
+            rewards = [self._reward(self.task.train[s.example], s) for s in samples]
         self.at("gathering the completions of all ranks")
         pairs = zip(samples, rewards, strict=True)
         good = [replace(s, reward=r) for s, r in pairs if not math.isnan(r)]

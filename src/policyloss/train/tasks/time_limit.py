@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,6 +26,27 @@ AGAIN_S = (
 )
 HARD = 3.0  # times the limit, and at least `HARD_S` seconds more: then the process ends
 HARD_S = 20.0
+REARM_S = 1.0  # within `several`, the end of the process may come this much earlier
+
+
+class _Watch:
+    """When the process was last told to end, and whether it stays told between calls."""
+
+    armed, seconds, kept = 0.0, 0.0, False
+
+
+@contextmanager
+def several() -> Iterator[None]:
+    """Around many calls of `within`: what would end the process is a thread, whose start takes
+    longer than most functions, so it stays from one call to the next.
+    """
+    _Watch.kept = True
+    try:
+        yield
+    finally:
+        _Watch.kept = False
+        _Watch.armed = 0.0
+        faulthandler.cancel_dump_traceback_later()
 
 
 class TimeIsUp(BaseException):
@@ -43,7 +65,7 @@ def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
             return function(*arguments)  # only the main thread can be interrupted
         return _interrupted_after(seconds, function, arguments)
     finally:
-        if watched:
+        if watched and not _Watch.kept:
             faulthandler.cancel_dump_traceback_later()
 
 
@@ -73,10 +95,14 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
 
 def _end_process_after(seconds: float) -> bool:
     """Have the process end after so long. → whether there is a place to print the stack to."""
+    now = time.monotonic()
+    if _Watch.kept and _Watch.seconds == seconds and 0 < now - _Watch.armed < REARM_S:
+        return True
     try:
         handle = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
         os.fstat(handle)
     except (OSError, ValueError):
         return False
     faulthandler.dump_traceback_later(seconds, exit=True, file=handle)
+    _Watch.armed, _Watch.seconds = now, seconds
     return True
