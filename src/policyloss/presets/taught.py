@@ -29,7 +29,7 @@ TAUGHT: tuple[Preset, ...] = (
         advantage (opd): arXiv 2601.02780, equation 8: log of the teacher's over the student's
             probability of the sampled token, without gradient
         """,
-        note="Compared with the code of NeMo-RL and slime, which cite the equations. The paper "
+        note="Compared with the code of NeMo-RL and the documentation of slime. The paper "
         "drops tokens whose weight leaves a band: correction=Band(0.2, 5.0) has slime's numbers.",
     ),
     described(
