@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import weighted_sum, weighted_total
+from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.masking import fill
 from policyloss.functional.precomputed import with_known_gradient
@@ -166,13 +166,13 @@ def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
     t = with_ratio(spec, t)
     t = t.with_totals(local_totals(t) if step is None else step)
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
-    total, scale = weighted_total(token_loss, spec.aggregate(t))
+    weight = spec.aggregate(t)
+    total, scale = weighted_total(token_loss, weight)
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     t, surrogate = replace(t, ratio_value=None), surrogate._replace(loss=total)
     with torch.no_grad():
-        metrics = policy_metrics(
-            spec, tokens, t, surrogate, corrected, token_loss, kl, total * scale, step
-        )
+        share = step_share(token_loss, weight, total * scale, t.totals.dp_size)
+        metrics = policy_metrics(spec, tokens, t, surrogate, corrected, token_loss, kl, share, step)
     return _Parts(total, scale, metrics)
 
 
