@@ -112,7 +112,12 @@ def _check_options(
 
 @torch.no_grad()
 def _metrics(
-    t: Layout, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, share: Tensor
+    t: Layout,
+    value: Tensor,
+    target: Tensor,
+    token_loss: Tensor,
+    binds: Tensor | None,
+    share: Tensor,
 ) -> Metrics:
     n = count(t.mask)
     error, wide = (target - value).detach(), accumulator_dtype(value.device)
