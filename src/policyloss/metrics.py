@@ -19,11 +19,11 @@ from policyloss import notebook
 from policyloss.arguments import check_group, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
-from policyloss.functional.exact import QUANTA, as_limbs, folded, is_exact
+from policyloss.functional.exact import QUANTA, added, as_limbs, folded, is_exact
 from policyloss.functional.masking import accumulator_dtype
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
+    "sum": added,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -90,11 +90,7 @@ class Record:
                 "two kinds apart."
             )
         combine = _COMBINE[self.op]
-        pairs = (
-            (a, b) if a.dim() == b.dim() else (as_limbs(a), as_limbs(b))
-            for a, b in zip(self.wide, other.wide, strict=True)
-        )
-        return type(self)(*(combine(a, b) for a, b in pairs))
+        return type(self)(*(combine(a, b) for a, b in zip(self.wide, other.wide, strict=True)))
 
     def __float__(self) -> float:
         return float(self.value)

@@ -80,13 +80,18 @@ def as_limbs(x: Tensor) -> Tensor:
     return x if x.dim() else torch.stack([x, torch.zeros_like(x), torch.zeros_like(x)])
 
 
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """`a + b`, each a 0-dim number or limbs."""
+    return a + b if a.dim() == b.dim() else as_limbs(a) + as_limbs(b)
+
+
 def total(x: Tensor, start: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """`start + Σ x`, in `dtype`: 0-dim, but limbs `[3]` in the exact mode."""
     if not is_exact():
         sums = x.sum(dtype=dtype)
         return sums if start is None else sums + start
     sums = limbs(x.detach().reshape(-1)).sum(0)
-    return sums if start is None else sums + limbs(start)
+    return sums if start is None else sums + as_limbs(start.to(torch.float64))
 
 
 class _ExactTotal(torch.autograd.Function):
