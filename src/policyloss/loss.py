@@ -12,6 +12,7 @@ from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
+from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import fill
 from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
@@ -89,6 +90,10 @@ def policy_loss(
 
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
+    if is_exact() and torch.compiler.is_compiling():
+        # A compiler chooses the order of operations by itself.
+        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step)  # type: ignore[no-untyped-call]
+        return eager
     check_gradients(spec, inputs)
     if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
