@@ -266,8 +266,8 @@ def test_a_shard_of_the_vocabulary_has_the_products_of_all_of_it():
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 50, 127, 128, 1000, 50257, 151936])
 def test_parts_cover_a_vocabulary(vocab):
-    whole = tiles_of.Vocabulary(vocab, vocab)
-    tiles = tiles_of.Tiles.of_vocabulary(whole, vocab)
+    vocabulary = tiles_of.Vocabulary(vocab, vocab)
+    tiles = tiles_of.Tiles.of_vocabulary(vocabulary, torch.empty(vocab, 1))
     columns = [i for part in tiles.parts for i in range(part.start, part.stop)]
     assert columns == list(range(vocab))
     assert all(part.start % 16 == 0 for part in tiles.parts)

@@ -200,17 +200,16 @@ class Sums:
             self.places, self.filled = [], 0
 
     def _multiply(self, at: Index, x: Tensor, dz: Tensor, scale: float) -> None:
-        w = self.head.weight
-        if self.hidden is not None and self.head.tiles is not None:
-            part = torch.empty_like(x, dtype=self.hidden.dtype)
-            self.head.tiles.hidden_gradient(dz, w, part)
-            self.hidden[at] = part
-        elif self.hidden is not None and isinstance(at, slice):
-            rounded_product(dz, w, self.hidden[at], 1 / scale)
-        elif self.hidden is not None:
-            part = torch.empty_like(x, dtype=self.hidden.dtype)
-            rounded_product(dz, w, part, 1 / scale)
-            self.hidden[at] = part
+        w, tiles = self.head.weight, self.head.tiles
+        if self.hidden is not None:
+            in_place = isinstance(at, slice)
+            part = self.hidden[at] if in_place else torch.empty_like(x, dtype=self.hidden.dtype)
+            if tiles is None:
+                rounded_product(dz, w, part, 1 / scale)
+            else:
+                tiles.hidden_gradient(dz, w, part)
+            if not in_place:
+                self.hidden[at] = part
         if self.wanted.weight is not None:
             if self.weight is None:
                 self.weight = torch.empty_like(

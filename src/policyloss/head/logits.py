@@ -184,7 +184,7 @@ def _partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partia
     if not is_exact():
         return row_partials(z, ids, scaling, entropy)
     vocabulary = Vocabulary(z.shape[1], z.shape[1])
-    tiles = Tiles.of_vocabulary(vocabulary, z.shape[1])
+    tiles = Tiles.of_vocabulary(vocabulary, z.t())
     return tiles.partials(z, ids, scaling, entropy, vocabulary)
 
 

@@ -40,12 +40,12 @@ _CHECKED: set[tuple[object, ...]] = set()
 class Tiles(NamedTuple):
     """How the exact mode cuts the products of a head.
 
-    rows: of a tile. borders: of the parts of the whole vocabulary, `P + 1` rising numbers (a small
-    vocabulary has fewer parts). parts: those of this rank, as slices of its entries.
+    rows: of a tile. borders: of the parts of the whole vocabulary, `[P + 1]` rising numbers (a
+    small vocabulary has fewer parts). parts: those of this rank, as slices of its entries.
     """
 
     rows: int
-    borders: tuple[int, ...]
+    borders: Tensor
     parts: tuple[slice, ...]
 
     @classmethod
@@ -64,22 +64,22 @@ class Tiles(NamedTuple):
         if x.device.type == "cpu":
             fit = CPU_BYTES // (compute_dtype(x).itemsize * vocabulary.size)
             rows = min(max(fit // 16 * 16, 16), CPU_ROWS)
-        tiles = cls.of_vocabulary(vocabulary, weight.shape[0])._replace(rows=rows)
+        tiles = cls.of_vocabulary(vocabulary, weight)._replace(rows=rows)
         tiles._check_places(x, weight)
         return tiles
 
     @classmethod
-    def of_vocabulary(cls, vocabulary: Vocabulary, entries: int) -> Tiles:
-        """The parts of a vocabulary of which this rank holds `entries`, without tiles of rows."""
+    def of_vocabulary(cls, vocabulary: Vocabulary, entries: Tensor) -> Tiles:
+        """The parts of a vocabulary, without tiles of rows. entries: this rank's, `[V, …]`."""
         size, first = vocabulary.size, vocabulary.first
         borders = {size * i // PARTS // ALIGNED * ALIGNED for i in range(PARTS)} | {size}
         rising = tuple(sorted(borders))
         parts = tuple(
             slice(a - first, b - first)
             for a, b in itertools.pairwise(rising)
-            if first <= a < first + entries
+            if first <= a < first + entries.shape[0]
         )
-        return cls(0, rising, parts)
+        return cls(0, torch.tensor(rising, device=entries.device), parts)
 
     def _check_places(self, x: Tensor, weight: Tensor) -> None:
         """Raise unless products of these shapes give equal rows equal bits; once for each shape."""
@@ -157,8 +157,7 @@ class Tiles(NamedTuple):
         # A part whose entries are all −inf has sum 0 and counts for nothing.
         distance = torch.where(maxima == -torch.inf, 0, maxima - top)
         shrink = distance.exp()
-        borders = torch.tensor(self.borders, device=z.device).unsqueeze(-1)
-        of_vocabulary = ids + vocabulary.first
+        borders, of_vocabulary = self.borders.unsqueeze(-1), ids + vocabulary.first
         here = (of_vocabulary >= borders[:-1]) & (of_vocabulary < borders[1:])
         target = torch.where(here, targets + distance, 0).sum(0)
         moment = _tree_of((table[:, 3] + distance * sums) * shrink) if entropy else None
