@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
-from cases import LOCAL, SPECS, assert_same, make_batch, run, step_totals
+from cases import LOCAL, PRESETS, SPECS, assert_same, make_batch, run, step_totals
 from policyloss.functional.exact import QUANTA, added, exact_total, folded, limbs, sigmoid, total
 from policyloss.functional.segments import Sequences
 from policyloss.metrics import Metrics, Stat, Sum
@@ -23,6 +23,13 @@ ALL = list(range(9))
 CUTS = ([ALL], [[i] for i in ALL], [[8, 3, 1], [0], [6, 2, 7, 5, 4]])
 BATCH = make_batch(seed=4, rows=9, width=11, dtype=torch.float32)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def is_by_token(spec: pl.LossSpec) -> bool:
+    """Whether nothing but the token itself decides over its gradient, and no sigmoid does."""
+    local = type(spec.aggregate) in LOCAL
+    alone = spec.reach == "token" and not spec.correction and not spec.needs_statistics
+    return alone and not local and not isinstance(spec.trust, pl.SoftGate)
 
 
 def numbers(count: int, seed: int = 0) -> list[float]:
@@ -235,3 +242,15 @@ def test_a_compiled_loss_runs_eagerly():
         out = loss(**BATCH.kwargs)
         assert loss.graphs == 0
         assert out.metrics.compute() == run(SPECS["dapo"], BATCH).metrics
+
+
+@pytest.mark.parametrize("name", [n for n, x in PRESETS.items() if is_by_token(x)])
+def test_by_default_the_gradient_of_a_token_has_the_same_bits_in_any_cut(name):
+    """Under a loss that looks at each token by itself, but for a sigmoid on a CPU."""
+    spec = PRESETS[name]
+    totals = step_totals(spec, BATCH)
+    expected = run(spec, BATCH, totals).dlogp
+    for rows in CUTS[2]:
+        part = BATCH.rows(rows)
+        assert torch.equal(run(spec, part, totals).dlogp, expected[rows])
+        assert torch.equal(run(spec, part.packed(), totals).dlogp, expected[rows])
