@@ -48,6 +48,11 @@ def test_the_head_on_hidden_states_of_vllm(results):
     assert ulps <= 2
 
 
+def test_vllm_with_our_last_two_functions_has_our_bits(results):
+    """Its logits and its log-softmax are replaced; its body is its own."""
+    assert results["replaced"]["against"] == [0, 0], results["replaced"]["report"]
+
+
 def test_the_bodies_differ_in_last_bits(results):
     different, ulps = results["ours"]["against"]
     assert 0 < different < results["tokens"], results["ours"]["report"]

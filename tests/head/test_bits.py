@@ -29,6 +29,7 @@ from torch import Tensor
 
 import policyloss as pl
 from cases import PRESETS
+from policyloss.head import softmax_rows
 from policyloss.head import tiles as tiles_of
 from policyloss.head.linear import head_of
 from policyloss.head.matmul import Room
@@ -262,6 +263,26 @@ def test_a_shard_of_the_vocabulary_has_the_products_of_all_of_it():
         of_rank.hidden_gradient(cut.to(head.hidden.dtype), share.weight, part)
         parts.append(part)
     assert torch.equal((parts[0] + parts[1]) + (parts[2] + parts[3]), out)
+
+
+def test_the_kernels_walk_parts_of_a_vocabulary(monkeypatch):
+    """Triton's, on any machine: a part is a view of some columns, with its own part of the bias."""
+    pytest.importorskip("interpreted")
+    monkeypatch.setattr(softmax_rows, "_unsuited", lambda *_: "")
+    case = peaked_case(5, 300, 16, torch.float32, seed=1)
+
+    def values(index: Any) -> pl.LogProbs:
+        return pl.linear_logprobs(
+            case.hidden[index], case.weight, case.ids[index], case.bias, 0.7, entropy=True
+        )
+
+    plain = values(slice(None))
+    with pl.exact():
+        together = values(slice(None))
+        for i in (0, 4):
+            assert_same_bits(values([i]), pl.LogProbs(*(x[[i]] for x in together)))
+    for a, e in zip(together, plain, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 50, 127, 128, 1000, 50257, 151936])

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
+from policyloss.head.linear import head_of
+from policyloss.head.softmax_rows import Scaling, row_partials
+from policyloss.head.tiles import Tiles, _tree_of
+from policyloss.head.vocab_parallel import Vocabulary
 
 VOCAB = 1024
 LENGTHS = (5, 60, 2, 33, 17, 100, 8, 44)
+OPTIONS = (None, 1.0, None, None)  # no bias, temperature 1, no softcap, one rank
 
 
 def model_of(folder: Path, size: int) -> Any:
@@ -43,6 +48,28 @@ def model_of(folder: Path, size: int) -> Any:
                 p.mul_(4)  # so that distributions are not flat
     model.save_pretrained(folder)
     return model
+
+
+def our_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The logits of the exact head."""
+    head = head_of(hidden, weight, hidden.new_zeros(len(hidden), dtype=torch.long), *OPTIONS)
+    return head.logits(head.rows(slice(None)), head.room(len(hidden))).clone()
+
+
+def our_log_softmax(logits: Tensor) -> Tensor:
+    """Every log-probability, in the order of sums that the exact head has."""
+    z = logits.float().contiguous()
+    parts = Tiles.of_vocabulary(Vocabulary(z.shape[1], z.shape[1]), z.t()).parts
+    nowhere = z.new_full((len(z),), -1, dtype=torch.long)
+    partials = [row_partials(z[:, c], nowhere, Scaling(), False) for c in parts]
+    maxima = torch.stack([p.max for p in partials])
+    distance = maxima - maxima.amax(0)
+    log_sum = _tree_of(torch.stack([p.sum for p in partials]) * distance.exp()).log()
+    shifted = [
+        (z[:, c] - top[:, None]) + d[:, None]
+        for c, top, d in zip(parts, maxima, distance, strict=True)
+    ]
+    return torch.cat(shifted, -1) - log_sum[:, None]
 
 
 def result_of(report: pl.BitsReport) -> dict[str, Any]:
@@ -112,14 +139,23 @@ def main(folder: str, size: str, out: str) -> None:
             theirs = pl.logprobs(compute_logits(hidden)[:, :VOCAB].float().contiguous(), targets)
             equal_logits += int((theirs == from_hidden[-1]).sum())
         engine.compute_logits = compute_logits
+        plain = pl.bits_check(of_vllm, sequences)
+        sampler = worker.model_runner.sampler
+        sampler.compute_logprobs = our_log_softmax
+        engine.compute_logits = lambda hidden, *_: our_logits(hidden, weight)
+        replaced = [of_vllm([ids])[0] for ids in sequences]
+        del sampler.compute_logprobs, engine.compute_logits
         indices = list(range(len(sequences)))
         results = {
             "tokens": sum(LENGTHS) - len(LENGTHS),
             "equal from their logits": equal_logits,
-            "vllm": result_of(pl.bits_check(of_vllm, sequences)),
+            "vllm": result_of(plain),
             "ours": result_of(pl.bits_check(ours, sequences, against=of_vllm)),
             "head": result_of(
                 pl.bits_check(lambda xs: [from_hidden[i] for i in xs], indices, against=reported)
+            ),
+            "replaced": result_of(
+                pl.bits_check(lambda xs: [from_hidden[i] for i in xs], indices, against=replaced)
             ),
         }
     Path(out).write_text(json.dumps(results))
