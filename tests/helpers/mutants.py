@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bits_mutants import BITS
 from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
@@ -326,7 +327,7 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*DOCTOR, *HEAD, *PARTS, *TRAIN)),
+    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *TRAIN)),
 )
 
 
