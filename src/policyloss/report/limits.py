@@ -15,6 +15,7 @@ NAMES = 300  # of metrics in one file, beside those that the charts of the page 
 NAME_LENGTH = 200
 POINTS = 5_000  # of one metric
 POINT_BUDGET = 400_000  # of all metrics of one file together
+PAGE_POINTS = 600_000  # of the metrics of all runs together
 HISTOGRAMS = 1_000  # steps with a histogram
 BINS = 500  # of one histogram
 TOKEN_BUDGET = 60_000  # tokens of one run, and of one row

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from policyloss.report import limits
 from policyloss.report.panels import PANELS
@@ -22,10 +22,66 @@ from policyloss.report.reading import (
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
+SUMMED = ("tokens", "step_s")  # how far a run is, beside its steps
 # The metrics that the charts of the page name are kept, however many others there are.
 _EXPECTED = {
     name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name
 } | {"tokens"}
+
+
+Point = tuple[int, "float | int | None"]
+
+
+class Bucket(NamedTuple):
+    """Successive points of a line: the first, the lowest, the highest, and the first that is not
+    finite; a lowest and highest of None stand for no finite point.
+    """
+
+    first: Point
+    low: Point | None
+    high: Point | None
+    gap: Point | None
+
+    @classmethod
+    def of(cls, point: Point) -> Bucket:
+        """A bucket with one point."""
+        return cls(point, None, None, point) if point[1] is None else cls(point, point, point, None)
+
+    def with_point(self, point: Point) -> Bucket:
+        """The bucket with one more point; a long run calls it millions of times."""
+        value = point[1]
+        if value is None:
+            return self if self.gap else self._replace(gap=point)
+        if self.low is None or self.high is None:
+            return self._replace(low=point, high=point)
+        if value < _value(self.low):
+            return self._replace(low=point)
+        return self._replace(high=point) if value > _value(self.high) else self
+
+    def joined(self, later: Bucket) -> Bucket:
+        """The bucket and the one that follows it, as one."""
+        lows = [p for p in (self.low, later.low) if p is not None]
+        highs = [p for p in (self.high, later.high) if p is not None]
+        return Bucket(
+            self.first,
+            min(lows, key=_value, default=None),
+            max(highs, key=_value, default=None),
+            self.gap or later.gap,
+        )
+
+    def extremes(self) -> list[Point]:
+        """The lowest, the highest and the first gap, each once, in the order of their steps."""
+        return sorted({p for p in self[1:] if p is not None}, key=lambda p: p[0])
+
+
+def _value(point: Point) -> float:
+    assert point[1] is not None  # only finite points are compared
+    return point[1]
+
+
+def _halved(buckets: Sequence[Bucket]) -> list[Bucket]:
+    pairs = [a.joined(b) for a, b in zip(buckets[::2], buckets[1::2], strict=False)]
+    return pairs + list(buckets[len(pairs) * 2 :])
 
 
 class Line:
@@ -40,18 +96,21 @@ class Line:
         self.best: float | int = -math.inf
         self.first: tuple[int, float | int] | None = None
         self.last: tuple[int, float | int] | None = None
-        self._stride = 1
-        self._points: list[tuple[int, float | int | None]] = []
-        self._newest: tuple[int, float | int | None] = (0, None)
+        self._stride = 1  # points in a bucket
+        self._buckets: list[Bucket] = []
+        self._newest: Point = (0, None)
 
     def add(self, step: int, value: float | int | None) -> None:
         """Add the next point; None stands for NaN or infinity."""
+        point = (step, value)
         if self.count % self._stride == 0:
-            self._points.append((step, value))
-            if len(self._points) > 2 * limits.POINTS:
-                self._points = self._points[::2]
+            self._buckets.append(Bucket.of(point))
+            if len(self._buckets) > limits.POINTS:
+                self._buckets = _halved(self._buckets)
                 self._stride *= 2
-        self._newest = (step, value)
+        else:
+            self._buckets[-1] = self._buckets[-1].with_point(point)
+        self._newest = point
         self.count += 1
         if value is None:
             self.first_nonfinite = self.first_nonfinite if self.nonfinite else step
@@ -62,12 +121,22 @@ class Line:
         self.best = max(self.best, value)
         self.total += value
 
-    def points(self, limit: int) -> list[tuple[int, float | int | None]]:
-        """At most about `limit` of the points, evenly spaced, the last among them."""
-        points = (
-            self._points if self._points[-1:] == [self._newest] else [*self._points, self._newest]
-        )
-        return points[:: -math.ceil(len(points) / limit)][::-1]
+    def points(self, limit: int) -> list[Point]:
+        """All points if they are at most `limit`; else, of each stretch, the lowest, the highest
+        and the first gap, and the last point: about `limit` of them.
+        """
+        buckets = self._buckets
+        if self.count > limit:
+            while len(buckets) > max(1, limit // 3):
+                buckets = _halved(buckets)
+        points = [point for bucket in buckets for point in bucket.extremes()]
+        return points if points[-1:] == [self._newest] else [*points, self._newest]
+
+    def sampled(self) -> list[Point]:
+        """At most `limits.POINTS` points, evenly spaced: what statistics are computed from, which
+        the extremes of `points` would mislead.
+        """
+        return [bucket.first for bucket in self._buckets]
 
     def change(self) -> dict[str, Any] | None:
         """The first, last and best finite value, and where they were; None without any."""
@@ -90,6 +159,8 @@ class Table:
         self.lines: dict[str, Line] = {}
         self.trained = 0  # an evaluation after the last step has a separate line, and is no step
         self.histograms = Histograms()
+        # The sums up to each step, on which other metrics are drawn.
+        self._sums = {name: Line() for name in SUMMED}
         self._left_out: set[str] = set()
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
@@ -107,6 +178,8 @@ class Table:
                 and self._is_kept(key)
             ):
                 self.lines.setdefault(key, Line()).add(step, finite(value))
+                if key in SUMMED:
+                    self._sums[key].add(step, self.lines[key].total)
 
     def _is_kept(self, name: str) -> bool:
         if name in self.lines or name in _EXPECTED:
@@ -117,27 +190,33 @@ class Table:
             self._left_out.add(name[: limits.NAME_LENGTH])
         return False
 
-    def series(self, file: str, notes: Notes) -> Series:
-        """{metric: {"step": […], "value": […]}}; a value is None where not finite."""
+    def series(self, file: str, notes: Notes, budget: int = limits.POINT_BUDGET) -> Series:
+        """{metric: {"step": […], "value": […]}}; a value is None where not finite. budget: how
+        many points all metrics may have together.
+        """
         if self._left_out:
             count = (
                 f"{'at least ' * (len(self._left_out) >= limits.INDEXED)}{len(self._left_out):,}"
             )
             shown = f"{len(self.lines):,} are shown, names of up to {limits.NAME_LENGTH} characters"
             notes.append(f"{file} holds too many metrics: {shown}, and {count} were left out.")
-        limit = min(limits.POINTS, limits.POINT_BUDGET // max(1, len(self.lines)))
+        limit = min(limits.POINTS, budget // max(1, len(self.lines)))
         thinned = [line.count for line in self.lines.values() if line.count > limit]
         if thinned:
             what = f"{len(thinned)} metric(s) of {file} have up to {max(thinned):,} points"
-            notes.append(f"{what}; about {limit:,} of each are drawn, and the rest is left out.")
-        out: Series = {}
-        for key, line in sorted(self.lines.items()):
-            points = line.points(limit)
-            out[key] = {
-                "step": [step for step, _ in points],
-                "value": [value for _, value in points],
-            }
-        return out
+            notes.append(
+                f"{what}; about {limit:,} of each are drawn, the lowest and the highest of every "
+                "stretch among them, and the rest is left out."
+            )
+        return {key: _columns(line.points(limit)) for key, line in sorted(self.lines.items())}
+
+    def sampled(self) -> Series:
+        """As `series`, with evenly spaced points."""
+        return {key: _columns(line.sampled()) for key, line in self.lines.items()}
+
+    def sums(self, name: str, limit: int = 1_000) -> dict[str, list[Any]] | None:
+        """The sum of a metric of `SUMMED` up to each step; None if it was never written."""
+        return _columns(self._sums[name].points(limit)) if self._sums[name].count else None
 
     def nonfinite_notes(self) -> Notes:
         """A sentence for each metric that was NaN or infinite."""
@@ -155,6 +234,10 @@ class Table:
     def total(self, name: str) -> float | int | None:
         """The sum of a metric over the steps; None if it was never written."""
         return self.lines[name].total if name in self.lines else None
+
+
+def _columns(points: Sequence[Point]) -> dict[str, list[Any]]:
+    return {"step": [step for step, _ in points], "value": [value for _, value in points]}
 
 
 def read_table(path: Path, notes: Notes) -> Table:
