@@ -181,7 +181,7 @@ def test_the_points_of_many_runs_share_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page of a hundred runs must open, too."""
-    monkeypatch.setattr(limits, "PAGE_POINTS", 1_000)
+    monkeypatch.setattr(limits, "ALL_POINTS", 1_000)
     rows = [{"step": s, "a": float(s)} for s in range(500)]
     runs = [write_run(tmp_path / f"run{i}", rows) for i in range(10)]
     for run in collect(runs)["runs"]:  # 1,000 / 10 points: at most 33 stretches, so 500 / 16
@@ -355,7 +355,7 @@ def test_the_bounds_are_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
     table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
     counts = (
-        "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET PAGE_POINTS "
+        "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET ALL_POINTS "
         "HISTOGRAMS BINS TOKEN_BUDGET ROWS"
     )
     for name in [*counts.split(), "CHARACTERS_PER_TOKEN", "TEXT_LENGTH", "TOKEN_LENGTH"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policyloss.report.groups import listed
+from policyloss.report.seeds import listed
 from policyloss.report.text import duration, escaped, number
 from policyloss.report.verdict import WORDS
 

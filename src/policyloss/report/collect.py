@@ -10,11 +10,11 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss.report import limits
 from policyloss.report.compare import differences, loss_card, loss_differences
-from policyloss.report.groups import identical_runs, seed_groups
 from policyloss.report.health import health_of
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
 from policyloss.report.reading import Notes, integer, is_regular, json_object
 from policyloss.report.rollouts import read_rollouts
+from policyloss.report.seeds import identical_runs, seed_groups
 from policyloss.report.series import Table, read_table
 from policyloss.report.verdict import verdict_of
 from policyloss.train.run.lock import is_held
@@ -35,7 +35,7 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     if not paths:
         raise InputError("paths is empty; give at least one run directory.")
     folders = [_run_folder(Path(p)) for p in paths]
-    budget = min(limits.POINT_BUDGET, limits.PAGE_POINTS // len(folders))
+    budget = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, len(folders))
     runs = [
         _run(folder, label, budget) for folder, label in zip(folders, _labels(folders), strict=True)
     ]

@@ -200,7 +200,7 @@ class Table:
             )
             shown = f"{len(self.lines):,} are shown, names of up to {limits.NAME_LENGTH} characters"
             notes.append(f"{file} holds too many metrics: {shown}, and {count} were left out.")
-        limit = min(limits.POINTS, budget // max(1, len(self.lines)))
+        limit = max(2, min(limits.POINTS, budget // max(1, len(self.lines))))
         thinned = [line.count for line in self.lines.values() if line.count > limit]
         if thinned:
             what = f"{len(thinned)} metric(s) of {file} have up to {max(thinned):,} points"

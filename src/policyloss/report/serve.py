@@ -171,7 +171,7 @@ def serve(paths: Sequence[str | Path], port: int = PORT) -> None:
     """Serve the page until Ctrl-C."""
     with LiveServer(paths, port) as server:
         try:
-            print(f"{server.url} shows the report and follows the runs. Ctrl-C ends it.", flush=True)
+            print(f"{server.url} shows the report, and follows the runs. Stop: Ctrl-C", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("\nclosed", flush=True)

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from policyloss.report.groups import coinciding
 from policyloss.report.limits import LARGEST
 from policyloss.report.panels import panels_for
 from policyloss.report.reading import finite
 from policyloss.report.rollouts import NUMBERS
+from policyloss.report.seeds import coinciding
 from policyloss.report.text import visible
 
 # The least size with the full colour, so that the rounding of an on-policy run has no colour.

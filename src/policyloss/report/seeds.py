@@ -59,10 +59,8 @@ def _label(runs: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> str:
     others = [f"{key} {settings[key]}" for key in differing if key != "loss" and key in settings]
     more = ["…"] if len(others) > _SHOWN else []
     seeds = {
-        value
+        tuple(v for key, v in flat(run["config"]).items() if key.rpartition(".")[2] in _SEEDS)
         for run in runs
-        for key, value in flat(run["config"]).items()
-        if key.rpartition(".")[2] == "seed"
     }
     count = f"{len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'}"
     return ", ".join([runs[0]["loss"]["name"], *others[:_SHOWN], *more]) + f" · {count}"
