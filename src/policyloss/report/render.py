@@ -21,10 +21,10 @@ _SCRIPTS = (
 )
 
 
-def render(data: Mapping[str, Any], *, live: bool = False) -> str:
+def render(data: Mapping[str, Any], *, live: int = 0) -> str:
     """The page of `data`, which `collect` returned. A content policy in its head forbids every
-    request and every other script. live: the page asks the server that it came from for itself,
-    again and again, and may ask nobody else.
+    request and every other script. live: every that many milliseconds, the page asks the server
+    that it came from for itself, and may ask nobody else; 0 is never.
     """
     shown = view(data)
     style = _asset("page.css")
@@ -52,7 +52,7 @@ def render(data: Mapping[str, Any], *, live: bool = False) -> str:
     ]
     sections = sections if shown["panels"] else [_NO_STEPS, *sections]
     return f"""<!doctype html>
-<html lang="en"{" data-live" if live else ""}><head><meta charset="utf-8">\
+<html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
 <meta http-equiv="Content-Security-Policy" content="{_policy(style, script, live)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">\
 <title>{escaped(names)} · training report</title>
@@ -72,7 +72,7 @@ def _asset(name: str) -> str:
     return (files("policyloss.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, script: str, live: bool) -> str:
+def _policy(style: str, script: str, live: int) -> str:
     """A content policy that allows this style, this script, the page's pictures, and no request but
     that of a live page to its own server.
     """

@@ -23,6 +23,7 @@ from policyloss.train.run.lock import is_held
 
 ADDRESS = "127.0.0.1"
 PORT = 8321
+EVERY = 2000  # milliseconds between two questions of a page
 _HOSTS = {"127.0.0.1", "localhost"}
 _WATCHED = 10_000  # files of the runs whose size and time are looked at
 _PATIENCE = 10  # seconds for a client to send its request and to take the answer
@@ -49,7 +50,7 @@ class LivePage:
             began = time.monotonic()
             state = _state_of(self._paths)
             if state != self._state and began >= self._next:
-                self.page = render(collect(self._paths), live=True).encode()
+                self.page = render(collect(self._paths), live=EVERY).encode()
                 self.tag = f'"{hashlib.sha256(self.page).hexdigest()}"'
                 self._state = state
                 now = time.monotonic()

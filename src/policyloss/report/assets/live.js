@@ -1,5 +1,4 @@
 // A page that `policyloss report --serve` gives out asks for itself again, and draws what has changed.
-const EVERY = 2000; // milliseconds between two questions
 let tag = null;
 
 // What a new page needs that this one has no place for: then it is loaded anew; the address keeps the view.
@@ -51,7 +50,7 @@ async function poll() {
     if (text && $("live").dataset.text !== text) { $("live").dataset.text = text; $("live").textContent = `Live: ${text}`; }
     $("live").title = `Last asked at ${now}`;
   }
-  setTimeout(poll, EVERY);
+  setTimeout(poll, Number(document.documentElement.dataset.live)); // milliseconds
 }
 
 function startLive() {
