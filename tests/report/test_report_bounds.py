@@ -137,9 +137,9 @@ def test_a_long_series_is_thinned_and_its_summary_is_of_all_points(tmp_path: Pat
     reward = found["metrics"]["reward/mean"]
     assert len(reward["step"]) <= 5_000
     assert (reward["step"][-1], reward["value"][-1]) == (12_000, 0.5)
-    # Stretches of 4 points while reading, and of 8 for the page. Where all are equal, the first of
-    # a stretch stands for it; 7,777 lies in the one that begins at 7,776, and 12,000 alone.
-    expected = sorted({*range(0, steps, 8), 7_777, 7_778} - {7_776})
+    # Of the first 10,001 points, one of every 4 stands for those that are equal; in the stretch
+    # from 7,776, two are not.
+    expected = sorted({*range(0, 10_001, 4), 7_777, 7_778, *range(10_001, steps)} - {7_776})
     assert reward["step"] == expected
     assert [v for v in reward["value"] if v != 0.25] == [0.75, -0.25, 0.5]
     tokens = found["metrics"]["tokens"]
@@ -170,11 +170,10 @@ def test_the_points_of_many_metrics_share_a_budget(
     monkeypatch.setattr(limits, "POINT_BUDGET", 1_000)
     rows = [{"step": s, **{f"m{i:02d}": float(s) for i in range(50)}} for s in range(200)]
     found = run_of(write_run(tmp_path / "run", rows))
-    # 1,000 / 50 points for each, so at most 6 stretches of up to 3: 200 are halved to 100, 50, 25,
-    # 13, 7 and 4 stretches, each with its lowest and its highest point.
+    # 1,000 / 50 points for each, so stretches of 3·200/20 = 30, each with its ends.
+    ends = [step for start in range(0, 200, 30) for step in (start, min(start + 29, 199))]
     for line in found["metrics"].values():
-        assert line["step"] == [0, 63, 64, 127, 128, 191, 192, 199]
-        assert line["value"] == line["step"]
+        assert line["step"] == line["value"] == ends
 
 
 def test_the_points_of_many_runs_share_a_budget(
@@ -184,8 +183,9 @@ def test_the_points_of_many_runs_share_a_budget(
     monkeypatch.setattr(limits, "ALL_POINTS", 1_000)
     rows = [{"step": s, "a": float(s)} for s in range(500)]
     runs = [write_run(tmp_path / f"run{i}", rows) for i in range(10)]
-    for run in collect(runs)["runs"]:  # 1,000 / 10 points: at most 33 stretches, so 500 / 16
-        assert len(run["metrics"]["a"]["step"]) == 2 * math.ceil(500 / 16)
+    for run in collect(runs)["runs"]:
+        # 1,000 / 10 points, so stretches of 3·500/100 = 15.
+        assert len(run["metrics"]["a"]["step"]) == 2 * math.ceil(500 / 15)
         assert any(
             "1 metric(s) of metrics.jsonl have up to 500 points; about 100" in note
             for note in run["notes"]

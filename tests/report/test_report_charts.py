@@ -320,7 +320,7 @@ def test_runs_that_coincide_show_both_colours_and_say_so(open_page: Open, tmp_pa
     assert colours == {"turn run0", "turn run1"}
     assert figure(page, "Reward").locator(".same").inner_text() == "a and b coincide."
     # All three have the same gradient norm.
-    assert figure(page, "Gradient norm").locator(".same").inner_text() == "a and b and c coincide."
+    assert figure(page, "Gradient norm").locator(".same").inner_text() == "a, b and c coincide."
     page.locator("#legend button", has_text="b").click()
     assert picture(page, "Reward").locator("circle.turn").count() == 0
     assert figure(page, "Reward").locator(".same").is_hidden()

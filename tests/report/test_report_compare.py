@@ -175,7 +175,7 @@ def test_an_accuracy_that_fell_or_that_lost_what_it_gained() -> None:
     assert fell["sentence"].startswith("Gets worse: held-out accuracy fell from 50.0 % at step 0")
     lost = judged({"eval/accuracy": curve([0.2, 0.9, 0.4])}, 98)
     assert lost["state"] == "worse"
-    assert "reached 90.0 % at step 1 and fell to 40.0 % at step 2 (-50 ±" in lost["sentence"]
+    assert "reached 90.0 % at step 1 and fell to 40.0 % at step 2 (−50 ±" in lost["sentence"]
     # A tenth of what was gained, lost, is no fall.
     assert judged({"eval/accuracy": curve([0.2, 0.9, 0.83])}, 980)["state"] == "learns"
 

@@ -36,6 +36,7 @@ def swatch(index: int) -> str:
 
 
 _VERDICTS = 8  # sentences that are visible at once
+_TALL = 12  # rows, from which on the table scrolls by itself
 _HEALTHY = 3  # runs without a symptom that have a line each
 _MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unmeasured": "?"}
 
@@ -98,8 +99,9 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     """One row for each run: what it trained, with what, how far, and how well it ended."""
     head = "".join(f"<th scope=col>{name}" for name in ("Run", *_COLUMNS))
     rows = "".join(_overview_row(i, run) for i, run in enumerate(runs))
+    tall = " tall" if len(runs) > _TALL else ""
     return (
-        '<div class="wide tall"><table class="runs '
+        f'<div class="wide{tall}"><table class="runs '
         f'stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
     )
 

@@ -58,7 +58,7 @@ PANELS = (
         "Policy",
         "Clip fractions",
         "Share of tokens that the trust region holds back, which get no gradient.",
-        "Good: a few percent at most. Bad: near 0.5, so the steps are too large.",
+        "Good: small, and it falls. Bad: near 0.5, so the steps are too large.",
         (
             "policy/clip_fraction",
             "policy/clip_fraction_upper",
@@ -166,6 +166,39 @@ PANELS = (
         ("timing/step_s", "timing/*"),
     ),
 )
+
+
+# What a line is called in its chart, where the name of the metric says little; a pointer on it
+# shows that name.
+LABELS = {
+    "eval/accuracy": "held-out",
+    "accuracy": "training samples",
+    "reward/mean": "mean",
+    "reward/std": "spread",
+    "eval/reward": "held-out mean",
+    "policy/kl_old_k3": "from the start of the step",
+    "policy/kl_rollout_k3": "from the sampler",
+    "policy/kl_ref": "from the reference",
+    "policy/clip_fraction": "all",
+    "policy/clip_fraction_upper": "at the upper bound",
+    "policy/clip_fraction_lower": "at the lower bound",
+    "policy/clip_fraction_dual": "at the dual bound",
+    "grad_norm": "policy",
+    "critic_grad_norm": "critic",
+    "policy/ratio_mean": "mean",
+    "policy/ratio_max": "largest",
+    "policy/ratio_min": "smallest",
+    "length/mean": "mean",
+    "length/max": "longest",
+    "eval/length": "held-out mean",
+    "groups/kept": "kept",
+    "groups/zero_variance": "all rewards equal",
+    "value/value_mean": "expected by the critic",
+    "value/return_mean": "return",
+    "timing/step_s": "whole step",
+    "timing/sample_s": "sampling",
+    "timing/learn_s": "learning",
+}
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from policyloss.report import limits
 from policyloss.report.panels import PANELS
@@ -32,56 +32,20 @@ _EXPECTED = {
 Point = tuple[int, "float | int | None"]
 
 
-class Bucket(NamedTuple):
-    """Successive points of a line: the first, the lowest, the highest, and the first that is not
-    finite; a lowest and highest of None stand for no finite point.
+def extremes(points: Sequence[Point], size: int) -> list[Point]:
+    """Of every `size` successive points the lowest, the highest and the first that is not finite,
+    each once, in their order.
     """
-
-    first: Point
-    low: Point | None
-    high: Point | None
-    gap: Point | None
-
-    @classmethod
-    def of(cls, point: Point) -> Bucket:
-        """A bucket with one point."""
-        return cls(point, None, None, point) if point[1] is None else cls(point, point, point, None)
-
-    def with_point(self, point: Point) -> Bucket:
-        """The bucket with one more point; a long run calls it millions of times."""
-        value = point[1]
-        if value is None:
-            return self if self.gap else self._replace(gap=point)
-        if self.low is None or self.high is None:
-            return self._replace(low=point, high=point)
-        if value < _value(self.low):
-            return self._replace(low=point)
-        return self._replace(high=point) if value > _value(self.high) else self
-
-    def joined(self, later: Bucket) -> Bucket:
-        """The bucket and the one that follows it, as one."""
-        lows = [p for p in (self.low, later.low) if p is not None]
-        highs = [p for p in (self.high, later.high) if p is not None]
-        return Bucket(
-            self.first,
-            min(lows, key=_value, default=None),
-            max(highs, key=_value, default=None),
-            self.gap or later.gap,
-        )
-
-    def extremes(self) -> list[Point]:
-        """The lowest, the highest and the first gap, each once, in the order of their steps."""
-        return sorted({p for p in self[1:] if p is not None}, key=lambda p: p[0])
-
-
-def _value(point: Point) -> float:
-    assert point[1] is not None  # only finite points are compared
-    return point[1]
-
-
-def _halved(buckets: Sequence[Bucket]) -> list[Bucket]:
-    pairs = [a.joined(b) for a, b in zip(buckets[::2], buckets[1::2], strict=False)]
-    return pairs + list(buckets[len(pairs) * 2 :])
+    out: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        values = [value for _, value in part if value is not None]
+        ends = (min(values), max(values)) if values else ()
+        wanted = {next(k for k, (_, v) in enumerate(part) if v == end) for end in ends}
+        if len(values) < len(part):
+            wanted.add(next(k for k, (_, v) in enumerate(part) if v is None))
+        out += [part[k] for k in sorted(wanted)]
+    return out
 
 
 class Line:
@@ -96,21 +60,22 @@ class Line:
         self.best: float | int = -math.inf
         self.first: tuple[int, float | int] | None = None
         self.last: tuple[int, float | int] | None = None
-        self._stride = 1  # points in a bucket
-        self._buckets: list[Bucket] = []
+        self._points: list[Point] = []
+        self._even: list[Point] = []
+        self._stride = 1  # between two points of _even
         self._newest: Point = (0, None)
 
     def add(self, step: int, value: float | int | None) -> None:
         """Add the next point; None stands for NaN or infinity."""
-        point = (step, value)
+        point = self._newest = (step, value)
+        self._points.append(point)
+        if len(self._points) > 2 * limits.POINTS:
+            self._points = extremes(self._points, 4)
         if self.count % self._stride == 0:
-            self._buckets.append(Bucket.of(point))
-            if len(self._buckets) > limits.POINTS:
-                self._buckets = _halved(self._buckets)
+            self._even.append(point)
+            if len(self._even) > 2 * limits.POINTS:
+                self._even = self._even[::2]
                 self._stride *= 2
-        else:
-            self._buckets[-1] = self._buckets[-1].with_point(point)
-        self._newest = point
         self.count += 1
         if value is None:
             self.first_nonfinite = self.first_nonfinite if self.nonfinite else step
@@ -122,21 +87,19 @@ class Line:
         self.total += value
 
     def points(self, limit: int) -> list[Point]:
-        """All points if they are at most `limit`; else, of each stretch, the lowest, the highest
-        and the first gap, and the last point: about `limit` of them.
+        """All points if they are at most `limit`; else about as many: the last one, and of every
+        stretch the lowest, the highest and the first gap.
         """
-        buckets = self._buckets
-        if self.count > limit:
-            while len(buckets) > max(1, limit // 3):
-                buckets = _halved(buckets)
-        points = [point for bucket in buckets for point in bucket.extremes()]
+        points = self._points
+        if len(points) > limit:
+            points = extremes(points, math.ceil(3 * len(points) / limit))
         return points if points[-1:] == [self._newest] else [*points, self._newest]
 
     def sampled(self) -> list[Point]:
-        """At most `limits.POINTS` points, evenly spaced: what statistics are computed from, which
-        the extremes of `points` would mislead.
+        """Points that are evenly spaced: what statistics are computed from, which the extremes of
+        `points` would mislead.
         """
-        return [bucket.first for bucket in self._buckets]
+        return self._even
 
     def change(self) -> dict[str, Any] | None:
         """The first, last and best finite value, and where they were; None without any."""

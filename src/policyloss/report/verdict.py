@@ -144,7 +144,7 @@ def _sentence(course: Course, verb: str, before: Level, link: str) -> str:
     change, error = _difference(before, course.end)
     scale, unit = (100, " percentage points") if course.share else (1, "")
     first, last = (_level(course, level) for level in (before, course.end))
-    size = f"{scale * change:+.3g} ± {scale * error:.2g}{unit}"
+    size = f"{scale * change:+.3g} ± {scale * error:.2g}{unit}".replace("-", "−")
     return f"{course.name} {verb} {first} {link} {last} ({size})"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from policyloss.report.limits import LARGEST
-from policyloss.report.panels import panels_for
+from policyloss.report.panels import LABELS, panels_for
 from policyloss.report.reading import finite
 from policyloss.report.rollouts import NUMBERS
 from policyloss.report.seeds import coinciding
@@ -20,8 +20,8 @@ _LEAST = {"ratio": 0.01, "advantage": 0.0, "rollout": 0.01}
 
 
 def view(data: Mapping[str, Any]) -> dict[str, Any]:
-    """{"runs": […], "panels": […], "groups": […], "same": {metric: runs that coincide},
-    "scales": {mode: the value of the strongest colour}}.
+    """{"runs": […], "panels": […], "groups": […], "labels": {metric: its name in a chart}, "same":
+    {metric: runs that coincide}, "scales": {mode: the value of the strongest colour}}.
     """
     runs = [_run(run) for run in data["runs"]]
     keys = {key for run in runs for key in run["series"]}
@@ -32,6 +32,7 @@ def view(data: Mapping[str, Any]) -> dict[str, Any]:
         "groups": [
             {"label": visible(group["label"]), "runs": group["runs"]} for group in data["groups"]
         ],
+        "labels": {key: LABELS[key] for key in keys if key in LABELS},
         "same": coinciding(runs),
         "scales": _scales(rows),
     }

@@ -16,7 +16,7 @@ function add(parent, tag, attributes = {}, text) {
   return parent.appendChild(node);
 }
 
-const brief = (key) => key.replace(/^(policy|timing)\//, "");
+const brief = (key) => DATA.labels[key] ?? key.replace(/^(policy|timing)\//, "");
 
 function short(x, digits = 4) {
   if (x === null || x === undefined) return "–";

@@ -84,7 +84,7 @@ function startPanels() {
   for (const figure of document.querySelectorAll("figure[data-panel]")) {
     const chart = { figure, panel: DATA.panels[Number(figure.dataset.panel)], draw: drawPanel };
     if (chart.panel.keys.length > 1) for (const [k, key] of chart.panel.keys.entries()) {
-      const button = add(figure.querySelector(".keys"), "button", { type: "button", "aria-pressed": true });
+      const button = add(figure.querySelector(".keys"), "button", { type: "button", "aria-pressed": true, title: key });
       const sample = button.appendChild(document.createElementNS(SVG, "svg"));
       add(sample, "line", { x1: 0, x2: 26, y1: 5, y2: 5, "stroke-dasharray": DASHES[k % DASHES.length] });
       add(button, "span", {}, brief(key));

@@ -1,5 +1,5 @@
 // The charts of lines: drawing, the crosshair that they share, reading by pointer and keyboard, zoom.
-const HEIGHT = 210, CLOSE = 24, LISTED = 12; // pixels; pixels around a line; rows of a tip
+const HEIGHT = 210, CLOSE = 24, LISTED = 12, CROWD = 6; // pixels; pixels around a line; rows of a tip; runs
 let hovered = null; // the run that is pointed at
 
 const fits = (v, log) => v !== null && v !== undefined && (!log || v > 0);
@@ -14,7 +14,7 @@ function drawLine(plot, { x, y, box }, line, log, values, kind) {
     }
     const joined = i && fits(values[i - 1], log), alone = !joined && !fits(values[i + 1], log);
     path += `${joined ? "L" : "M"}${x(line.xs[i]).toFixed(1)} ${y(v).toFixed(1)}`;
-    if (kind !== "raw" && (alone || (line.sparse && !line.low && values.length < 80))) add(plot, "circle", { class: `dot ${colour}`, cx: x(line.xs[i]), cy: y(v), r: 3 });
+    if (kind !== "raw" && (alone || (line.sparse && !line.low && values.length < 80 && !kind))) add(plot, "circle", { class: `dot ${colour}`, cx: x(line.xs[i]), cy: y(v), r: 3 });
   });
   add(plot, "path", { class: `line ${colour} ${kind}`, "stroke-dasharray": DASHES[line.k % DASHES.length], d: path });
 }
@@ -32,7 +32,7 @@ function drawRange(plot, { x, y }, line, log) {
 
 // Dots in the colours of all runs whose lines lie on each other, in turns along the line.
 function drawTurns(plot, { x, y, box }, same, log) {
-  const [line] = same, every = 44, xs = line.xs.map(x);
+  const [line] = same, every = Math.max(44, 8 * same.length), xs = line.xs.map(x);
   same.forEach((one, j) => {
     for (let at = box.left + ((j + 0.5) * every) / same.length; at < box.right; at += every) {
       const v = valueAt(xs, line.shown, at);
@@ -52,13 +52,13 @@ function drawPanel(chart) {
   const yAxis = whole ? { lo: 0, hi: 1, ticks: [0, 0.25, 0.5, 0.75, 1] } : axis(compared ? values.concat(0) : values, { log });
   const scales = frame(svg, sharedAxis(svg.clientWidth), yAxis, HEIGHT), { box, y } = scales;
   // A nested picture cuts off what lies beside the zoom.
-  const plot = add(svg, "svg", { class: many ? "plot many" : "plot", x: box.left - 4, y: 0, width: box.right - box.left + 8, height: box.bottom + 4, viewBox: `${box.left - 4} 0 ${box.right - box.left + 8} ${box.bottom + 4}` });
+  const plot = add(svg, "svg", { class: "plot", x: box.left - 4, y: 0, width: box.right - box.left + 8, height: box.bottom + 4, viewBox: `${box.left - 4} 0 ${box.right - box.left + 8} ${box.bottom + 4}` });
   if (compared) add(plot, "line", { class: "zero", x1: box.left, x2: box.right, y1: y(0), y2: y(0) });
   for (const line of lines) {
     line.node = add(plot, "g");
     if (line.low) drawRange(line.node, scales, line, log);
     if (state.smooth && !line.sparse && !line.low && !many) drawLine(line.node, scales, line, log, line.values, "raw");
-    drawLine(line.node, scales, line, log, line.shown, "");
+    drawLine(line.node, scales, line, log, line.shown, many ? "thin" : "");
   }
   const same = coincidingLines(lines);
   for (const together of same) drawTurns(plot, scales, together, log);
@@ -73,10 +73,15 @@ function drawPanel(chart) {
   emphasise();
 }
 
+function listNames(names) {
+  const shown = names.length > 6 ? [...names.slice(0, 5), `${names.length - 5} more`] : names;
+  return [shown.slice(0, -1).join(", "), shown[shown.length - 1]].filter(Boolean).join(" and ");
+}
+
 function sameText(panel, same) {
   const texts = new Map(), keys = panel.keys.filter((key) => !state.keys.has(key)).length;
   for (const lines of same) {
-    const names = lines.map((line) => line.name).join(" and ");
+    const names = listNames(lines.map((line) => line.name));
     texts.set(names, [...(texts.get(names) ?? []), brief(lines[0].key)]);
   }
   return [...texts].map(([names, inside]) => `${names} coincide${inside.length < keys ? ` in ${inside.join(", ")}` : ""}.`).join(" ");
@@ -115,12 +120,13 @@ function point(chart, at, clientX, clientY) {
     return [{ line, i, exact, v, distance: v === null ? Infinity : Math.abs(chart.y(v) - (clientY - top)) }];
   });
   const nearest = rows.reduce((best, row) => (row.distance < (best?.distance ?? CLOSE) ? row : best), null);
-  hover(chart.lines.length > 6 ? nearest?.line.runs[0] ?? null : null);
+  const many = new Set(chart.lines.map((line) => line.index)).size > CROWD;
+  hover(many ? nearest?.line.runs[0] ?? null : null);
   const shown = rows.length > LISTED ? [...rows].sort((a, b) => a.distance - b.distance).slice(0, LISTED) : rows;
   tip.replaceChildren();
   add(tip, "b", {}, UNITS[chart.unit].label(at));
   for (const { line, i, exact, v } of shown) {
-    const row = add(tip, "div", { class: line === nearest?.line && rows.length > 6 ? "nearest" : "" });
+    const row = add(tip, "div", { class: line === nearest?.line && many ? "nearest" : "" });
     add(row, "i", { class: `swatch run${line.index % 8}` });
     add(row, "span", {}, chart.panel.keys.length > 1 ? `${line.name} · ${brief(line.key)}` : line.name);
     const range = line.low && exact ? ` (${short(line.low[i], 3)} to ${short(line.high[i], 3)}${line.count[i] < line.size ? `, ${line.count[i]} of ${line.size}` : ""})` : "";
