@@ -135,7 +135,7 @@ def linear(element: ET.Element) -> str:
     if element.tag == "mfrac":
         return f"(({linear(children[0])}) / ({linear(children[1])}))"
     if element.tag == "msup":
-        return f"({linear(children[0])}) ** ({linear(children[1])})"
+        return f"{linear(children[0])} ** ({linear(children[1])})"
     if element.tag == "mo":
         text = element.text or ""
         return "~" if text == "¬" else f" {SIGNS.get(text, text)} " if text not in "()" else text

@@ -1,18 +1,15 @@
 """`choose`: every combination of answers gives a loss that can be built, with reasons; the code it
-prints is that loss; page, form and terminal say the same.
+prints is that loss; the terminal says the same.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
 import policyloss as pl
-from docs import choose_page
 from policyloss.choose import QUESTIONS, RULES, all_choices, choose
 from policyloss.cli import main
 
@@ -110,26 +107,3 @@ def test_the_command_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["choose", "--model", "sparse"])
     assert "invalid choice: 'sparse'" in capsys.readouterr().err
-
-
-def test_the_form_holds_every_choice() -> None:
-    text = re.findall(r'id="choose-data">(.*)</script>', choose_page.form())[0]
-    assert "<" not in text, "it would end the script"
-    data = json.loads(text)
-    assert len(data["choices"]) == len(CHOICES)
-    for choice in CHOICES:
-        entry = data["choices"][" ".join(choice.answers.values())]
-        assert entry["code"] == choice.code
-        assert [data["reasons"][i] for i in entry["reasons"]] == [list(r) for r in choice.reasons]
-        assert data["frameworks"][choice.code] == choice.elsewhere()
-    assert "TRL" in data["frameworks"]['pl.preset("gspo")']
-
-
-def test_the_page_says_what_is_chosen() -> None:
-    page = Path(choose_page.__file__).with_name("choose.md").read_text(encoding="utf-8")
-    rows = [line for line in page.split("\n") if line.startswith("| a mixture of experts")]
-    assert len(rows) == 6
-    assert rows[0].endswith(
-        '`pl.preset("gspo").replace(correction=pl.Band(low=0.5, high=5))` '
-        "([`gspo`](presets/gspo.md)) |"
-    )
