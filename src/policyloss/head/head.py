@@ -15,7 +15,14 @@ from torch import Tensor
 
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.matmul import Room, mixed, product
-from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.softmax_rows import (
+    Partials,
+    Scaling,
+    Statistics,
+    finished,
+    row_gradient,
+    row_partials,
+)
 from policyloss.head.support import Kept, Support
 from policyloss.head.vocab_parallel import Vocabulary
 
@@ -80,8 +87,12 @@ class Head:
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
         z = self.logits(rows, room)
+        return z, finished(self.partials(rows, z, entropy))
+
+    def partials(self, rows: Rows, z: Tensor, entropy: bool) -> Partials:
+        """The partials of `rows`, whose logits z are, over the whole vocabulary."""
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
-        return z, finished(self.vocabulary.merged(partials, self.ids_here(rows, z)))
+        return self.vocabulary.merged(partials, self.ids_here(rows, z))
 
     def logits(self, rows: Rows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""

@@ -26,7 +26,7 @@ from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
-from policyloss.head.softmax_rows import Statistics
+from policyloss.head.softmax_rows import Partials, Statistics, finished, joined
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.validate import (
     check_ids,
@@ -232,21 +232,32 @@ class _LinearLogprobs(torch.autograd.Function):
         room = head.room(min(plan.rows, live))
         beside = None if comparison is None else comparison.room(min(plan.rows, live))
         known: PairStatistics | Entries | None = None
+        parts: list[Partials] = []
         check = None
         for w in windows(live, plan.rows):
             at = w if index is None else index[w]
-            rows, z, s = examined(head, comparison, at, room, beside, outputs.entropy)
-            if rows.compared is not None:
-                known = placed(rows.compared.numbers, at, known, n)
-                if slopes is not None:
-                    rows.write_gradient(z, slopes[w], s, (None, None, torch.ones_like(s.lse)))
-            logp[at], lse[at] = s.logp, s.lse
-            if s.entropy is not None:
-                spread[at] = s.entropy
-            if stash is not None:
-                keep_probabilities(z, stash[w], rows, s)
+            if comparison is None and stash is None:
+                # Nobody needs the statistics of this window now. Those of all are finished
+                # together, so that a window is two kernels.
+                rows = head.rows(at)
+                parts.append(head.partials(rows, head.logits(rows, room), outputs.entropy))
+            else:
+                rows, z, s = examined(head, comparison, at, room, beside, outputs.entropy)
+                if rows.compared is not None:
+                    known = placed(rows.compared.numbers, at, known, n)
+                    if slopes is not None:
+                        rows.write_gradient(z, slopes[w], s, (None, None, torch.ones_like(s.lse)))
+                logp[at], lse[at] = s.logp, s.lse
+                if s.entropy is not None:
+                    spread[at] = s.entropy
+                if stash is not None:
+                    keep_probabilities(z, stash[w], rows, s)
             if check is None:
                 check = ask()
+        if parts:
+            s = finished(joined(parts))
+            logp, lse = at_rows(s.logp, index, n), at_rows(s.lse, index, n)
+            spread = spread if s.entropy is None else at_rows(s.entropy, index, n)
         if check is not None:
             check()
         ctx.set_materialize_grads(False)
@@ -335,5 +346,5 @@ def _rows_with_gradient(index: Tensor | None, *derivatives: Tensor | None) -> Te
 
 
 def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:
-    """`x` `[R, D]` as rows `index` of `[n, D]`, the others 0; x itself if it holds all rows."""
-    return x if index is None else x.new_zeros(n, x.shape[1]).index_copy_(0, index, x)
+    """`x` `[R, …]` as rows `index` of `[n, …]`, the others 0; x itself if it holds all rows."""
+    return x if index is None else x.new_zeros(n, *x.shape[1:]).index_copy_(0, index, x)

@@ -96,6 +96,11 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
         partials: Partials = fused.row_partials(z, ids, scaling, entropy)
         return partials
     parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
+    return joined(parts)
+
+
+def joined(parts: list[Partials]) -> Partials:
+    """The partials of all rows, from those of some after others; one part at least."""
     if len(parts) == 1:
         return parts[0]
     return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))  # type: ignore[arg-type]
@@ -117,11 +122,11 @@ def row_gradient(
     where its row of z starts.
     """
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
-    target = target_gradient(s.logp, h, dlogp, dh)
     fused = kernels_for(z, scaling)
     if fused is not None:
-        fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, target, scaling)
+        fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, s.logp, scaling)
         return
+    target = target_gradient(s.logp, h, dlogp, dh)
     for b in blocks(z):
         spread = None if h is None or dh is None else (h[b], dh[b])
         d = _block_gradient(
