@@ -104,6 +104,20 @@ MUTANTS = (
         "test_by_sign.py::test_each_side_is_its_part_alone",
     ),
     Mutant(
+        "choose_takes_the_last_loss_that_fits",
+        "choose.py",
+        "base = next(rule for rule in fitting if rule.preset)",
+        "base = [rule for rule in fitting if rule.preset][-1]",
+        "test_choose.py::test_what_is_chosen",
+    ),
+    Mutant(
+        "choose_forgets_the_anchor",
+        "choose.py",
+        "replace(ratio, anchor=rule.anchor)",
+        "ratio",
+        "test_choose.py::test_a_loss_against_the_engine_has_no_correction_and_others_have_one",
+    ),
+    Mutant(
         "sapo_scale",
         "functional/trust.py",
         "-advantages * (4 / tau)",
