@@ -18,7 +18,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
-from policyloss.functional.masking import compute_dtype, fill
+from policyloss.functional.masking import compute_dtype
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
 
 if TYPE_CHECKING:
@@ -141,9 +141,9 @@ class Inputs:
             raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()
         check_tensor("advantages", self.advantages, like=("logp", self.logp))
         per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
-        return Tokens(
-            **layout, dtype=dtype, advantages=fill(per_token, layout["mask"], dtype), raw=raw
-        )
+        tokens = Tokens(**layout, dtype=dtype, advantages=per_token, raw=raw)
+        tokens.advantages = tokens.fill(per_token)
+        return tokens
 
 
 # What carries a gradient beside logp.

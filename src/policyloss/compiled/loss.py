@@ -21,10 +21,12 @@ from policyloss.compiled.cuda_graph import Graphed, can_be_graphed
 from policyloss.compiled.trace import fused
 from policyloss.compiled.two_stage_sums import in_two_stages
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
+from policyloss.functional.precomputed import first_derivative_only
 from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
 from policyloss.metrics import Invalid, Metrics, RecordPlaces
+from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
@@ -49,6 +51,7 @@ def compiled_loss(
     options: dict[str, Any] | None = None,
     two_stages: bool | None = None,
     cuda_graph: bool = False,
+    metrics: MetricsLevel = "all",
 ) -> CompiledLoss:
     """A fused `policy_loss` for one spec: make it once, then call it with the arguments of
     `policy_loss` that follow the spec.
@@ -65,12 +68,13 @@ def compiled_loss(
     cuda_graph: on a GPU, record the kernels of each shape once and replay them: the least time per
     call, for shapes that come again (another shape is recorded anew). Each keeps a copy of its
     arguments in GPU memory.
+    metrics: how much is measured, as in `policy_loss`.
 
     Runs eagerly instead, with the same result, where a graph could be wrong or cannot exist: a
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
     without tokens, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph)
+    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph, metrics)
 
 
 class Gradients(NamedTuple):
@@ -90,8 +94,10 @@ class CompiledLoss:
     options: dict[str, Any] | None = None
     two_stages: bool | None = None
     cuda_graph: bool = False
+    metrics: MetricsLevel = "all"
 
     def __post_init__(self) -> None:
+        check_level(self.metrics)
         self.spec = ready_spec(self.spec)
         self._is_data = self.spec.is_data
         self._by_key: dict[tuple[Any, ...], _Graph] = {}
@@ -117,7 +123,7 @@ class CompiledLoss:
         inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
         check_gradients(self.spec, inputs)
         if not self._traceable(inputs):
-            return loss_of(self.spec, inputs, resolve(totals))
+            return loss_of(self.spec, inputs, resolve(totals), self.metrics)
         leaves = _requiring_grad(inputs)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         if leaves:
@@ -146,7 +152,7 @@ class CompiledLoss:
         present = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
         leaves = ("logp", *present)
         if not self._traceable(inputs):
-            return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
+            return self._eager_value_and_gradient(inputs, leaves, resolve(totals))
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         gradients = _scaled(known, len(leaves), None)
         like = {
@@ -179,6 +185,19 @@ class CompiledLoss:
             as_mask(mask, logp)  # complains, as the eager loss does
         return graph, results
 
+    def _eager_value_and_gradient(
+        self, inputs: Inputs, names: tuple[str, ...], totals: Totals | None
+    ) -> tuple[LossOutput, Gradients]:
+        """Where there is no graph."""
+        with torch.enable_grad():
+            leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
+            out = loss_of(self.spec, inputs.replace(**leaves), totals, self.metrics)
+            gradients = torch.autograd.grad(
+                out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
+            )
+        known = dict(zip(names, gradients, strict=True))
+        return LossOutput(out.loss.detach(), out.metrics), Gradients(**known)
+
     def _traceable(self, inputs: Inputs) -> bool:
         """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
         if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
@@ -201,7 +220,8 @@ class CompiledLoss:
             if graph is None:
                 _rebuilt(call)  # complains about wrong shapes in this call's own numbers
                 dynamic = bool(known) if self.dynamic is None else self.dynamic
-                graph = _compile(self.spec, call, dynamic, self.options, self.two_stages)
+                level, rest = self.metrics, (dynamic, self.options, self.two_stages)
+                graph = _compile(self.spec, level, call, *rest)
                 known.append(graph)
             if self.cuda_graph and can_be_graphed(tensors):
                 with torch.no_grad():
@@ -256,19 +276,9 @@ class _Known(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            return _refuse_a_second_derivative(ctx, *grads)
         return None, None, *_scaled(ctx.saved_tensors, ctx.count, grads[0])
-
-
-@torch.autograd.function.once_differentiable
-def _refuse_a_second_derivative(ctx: Any, grad: Tensor) -> Any:
-    """The gradients are constants here: a derivative of them would be wrong.
-
-    (The check takes time, so it has its own way.)
-    """
-    return None, None, *_scaled(ctx.saved_tensors, ctx.count, grad)
 
 
 def _scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
@@ -288,20 +298,6 @@ def _requiring_grad(inputs: Inputs) -> tuple[str, ...]:
         return ()
     tensors = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
     return tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
-
-
-def _eager_value_and_gradient(
-    spec: LossSpec, inputs: Inputs, names: tuple[str, ...], totals: Totals | Literal["local"] | None
-) -> tuple[LossOutput, Gradients]:
-    """Where there is no graph."""
-    with torch.enable_grad():
-        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
-        out = loss_of(spec, inputs.replace(**leaves), resolve(totals))
-        gradients = torch.autograd.grad(
-            out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
-        )
-    known = dict(zip(names, gradients, strict=True))
-    return LossOutput(out.loss.detach(), out.metrics), Gradients(**known)
 
 
 def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
@@ -340,6 +336,7 @@ def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
 
 def _compile(
     spec: LossSpec,
+    level: MetricsLevel,
     call: _Call,
     dynamic: bool,
     options: dict[str, Any] | None,
@@ -355,7 +352,7 @@ def _compile(
         leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
         with torch.enable_grad():
             tokens, totals = _rebuilt(call._replace(tensors={**x, **leaves}))
-            parts = pipeline(spec, tokens, totals)
+            parts = pipeline(spec, tokens, totals, level)
             gradients = _gradients(parts.total, list(leaves.values()))
         metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
         # Where a call looks at once, and need not report what it did not find.
@@ -369,8 +366,10 @@ def _compile(
                 }
             )
         places.append(RecordPlaces(metrics))
-        loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
+        loss, scale = parts.loss.detach(), parts.scale
         packed = RecordPlaces.pack(metrics, invalid)
+        if scale is None:
+            return [loss, packed, *gradients]
         if totals is not None:
             # The scale is known before the first token is read: the gradient is written once, as it
             # is.

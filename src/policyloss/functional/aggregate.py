@@ -7,18 +7,24 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.functional.segments import Sequences
+from policyloss.functional.stats import total
 
 
-def reciprocal(count: Tensor | float, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`1 / count`, and 1 where the count is 0: an empty batch has weight one and sum zero.
+def reciprocal(
+    count: Tensor | float, like: Tensor, dtype: torch.dtype | None = None, times: float = 1
+) -> Tensor:
+    """`times / count`, and `times` where the count is 0: an empty batch has sum zero.
 
     The result is on the device of `like`, in `dtype` (by default that of `like`).
     """
     dtype = like.dtype if dtype is None else dtype
-    if not isinstance(count, Tensor):
-        count = torch.full((), float(count), device=like.device, dtype=dtype)
-    x = count.to(like.device, dtype)
-    return torch.where(x == 0, 1, 1 / x)
+    if isinstance(count, Tensor):
+        x = count.to(like.device, dtype)
+        x = x + (x == 0)
+    else:
+        x = torch.full((), float(count) or 1.0, device=like.device, dtype=dtype)
+    inverse = x.reciprocal()
+    return inverse if isinstance(times, int) and times == 1 else times * inverse
 
 
 def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
@@ -36,16 +42,16 @@ def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
         )
 
 
-def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The two factors of `Σ weight·x`: a total and a 0-dim scale.
+def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The two factors of `Σ weight·x`: a total, and a 0-dim scale if there is one.
 
     One weight for all tokens becomes the scale; weights per token are multiplied into the total.
     """
     check_alignment("an aggregation must return one weight, or one per token", weight, x)
-    return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), x.new_ones(()))
+    return (total(x), weight) if weight.dim() == 0 else (total(x * weight), None)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """`Σ weight·x`. `x` must be 0 at masked positions (see `fill`)."""
-    total, scale = weighted_total(x, weight)
-    return total * scale
+    unscaled, scale = weighted_total(x, weight)
+    return unscaled if scale is None else unscaled * scale

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from policyloss.functional.masking import bound
+from policyloss.functional.precomputed import first_derivative_only
 
 LogClamp = float | tuple[float | None, float | None] | None
 
@@ -33,7 +34,7 @@ class _BoundedExp(torch.autograd.Function):
         return value
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
         (slope,) = ctx.saved_tensors
         product = grads[0] * slope

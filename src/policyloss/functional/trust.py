@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from policyloss.functional.kl import binary_divergence
+from policyloss.functional.precomputed import first_derivative_only
 from policyloss.functional.segments import Sequences
 
 
@@ -25,18 +26,20 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 def _clip_formula(
     r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|`.
 
     The latter binds only where A < 0, as the rest is ≤ 0 elsewhere.
-    The second result is `-A·r`, the loss without limits.
+    The second result is `-A·r`, the loss without limits, the third `-A`.
     """
     push = -a
     free = push * r
     loss = torch.maximum(
         free if cap is None else push * r.clamp(max=cap), push * r.clamp(low, high)
     )
-    return loss if dual is None or dual == math.inf else torch.minimum(loss, dual * a.abs()), free
+    if dual is not None and dual != math.inf:
+        loss = torch.minimum(loss, dual * a.abs())
+    return loss, free, push
 
 
 class _Clipped(torch.autograd.Function):
@@ -56,12 +59,12 @@ class _Clipped(torch.autograd.Function):
         cap: float | None,
         dual: float | None,
     ) -> Tensor:
-        loss, free = _clip_formula(r, a, low, high, cap, dual)
-        ctx.save_for_backward(torch.eq(loss, free, out=torch.empty_like(loss)).mul_(a).neg_())
+        loss, free, push = _clip_formula(r, a, low, high, cap, dual)
+        ctx.save_for_backward(torch.eq(loss, free, out=torch.empty_like(loss)).mul_(push))
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
         (slope,) = ctx.saved_tensors
         return grads[0] * slope, None, None, None, None, None

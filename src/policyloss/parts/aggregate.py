@@ -62,7 +62,7 @@ class TokenMean:
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)
+        return reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size)
 
     def sentence(self) -> str:
         return "every token of the step counts the same"
@@ -80,7 +80,7 @@ class SeqMeanTokenMean:
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
         return per_sequence_mean(t.lengths, t.sequences) * (
-            totals.dp_size * reciprocal(totals.sequences, t.lengths)
+            reciprocal(totals.sequences, t.lengths, times=totals.dp_size)
         )
 
     def sentence(self) -> str:
@@ -98,7 +98,7 @@ class SeqMeanTokenSum:
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return totals.dp_size * reciprocal(totals.sequences, t.mask, t.dtype)
+        return reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size)
 
     def sentence(self) -> str:
         return "every sequence as the sum of its tokens, mean over sequences"
@@ -120,9 +120,7 @@ class SeqMeanTokenSumNorm(Part):
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return (totals.dp_size / known_horizon(self)) * reciprocal(
-            totals.sequences, t.mask, t.dtype
-        )
+        return reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size / known_horizon(self))
 
     def sentence(self) -> str:
         return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
@@ -189,7 +187,7 @@ class PromptMean:
             group_count: Tensor | int | float = (groups.tokens > 0).sum()
         else:
             n_g, group_count = group_sum(t.counts, t.group_ids), groups
-        each = totals.dp_size * reciprocal(group_count, t.lengths)
+        each = reciprocal(group_count, t.lengths, times=totals.dp_size)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
     def sentence(self) -> str:
