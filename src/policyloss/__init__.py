@@ -12,7 +12,7 @@ from policyloss.accumulate import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check.loss import check_loss
 from policyloss.check.partition import PartitionReport, partition_check
-from policyloss.compiled import CompiledLoss, compiled_loss
+from policyloss.compiled import CompiledLoss, compiled_loss, explain_path, unfused
 from policyloss.doctor import Diagnosis, RunDiagnosis, doctor, doctor_run
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
@@ -147,6 +147,7 @@ __all__ = [
     "doctor",
     "doctor_run",
     "explain",
+    "explain_path",
     "explain_plan",
     "functional",
     "gae",
@@ -161,6 +162,7 @@ __all__ = [
     "policy_loss",
     "preset",
     "presets",
+    "unfused",
     "value_loss",
     "whiten",
 ]

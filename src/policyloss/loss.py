@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor
+from policyloss.arguments import check_tensor, is_compiling
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
@@ -17,7 +18,7 @@ from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
-from policyloss.parts.aggregate import known_horizon
+from policyloss.parts.aggregate import known_horizon, weight_factors
 from policyloss.parts.combined import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
 from policyloss.parts.divergence import Divergence
@@ -39,6 +40,11 @@ class LossOutput:
 
     loss: Tensor
     metrics: Metrics
+
+
+# Faster ways to the same output; each answers None where it cannot serve a call. They are made of
+# the pipeline below, so that they stand above this module and put themselves here.
+SHORTCUTS: list[Callable[[LossSpec, Inputs, Totals | None, MetricsLevel], LossOutput | None]] = []
 
 
 @takes_tensors
@@ -96,7 +102,7 @@ def loss_of(
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_level(metrics)
     check_gradients(spec, inputs)
-    if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
+    if is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
         # the backward is one product. The upcast comes first, so that a half-precision gradient is
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
@@ -108,6 +114,10 @@ def loss_of(
         parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step, metrics)
         total = with_known_gradient(wide, parts.total, gradient)
         return LossOutput(_scaled(total, parts.scale), parts.metrics)
+    for shortcut in () if is_compiling() else SHORTCUTS:
+        out = shortcut(spec, inputs, step, metrics)
+        if out is not None:
+            return out
     parts = pipeline(spec, inputs.tokens(), step, metrics)
     return LossOutput(parts.loss, parts.metrics)
 
@@ -181,7 +191,7 @@ def pipeline(
     t = with_ratio(spec, t)
     t = t.replace(step=local_totals(t) if step is None else step, flags=level != "none")
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
-    total, scale = weighted_total(token_loss, spec.aggregate(t))
+    total, scale = weighted_total(token_loss, *weight_factors(spec.aggregate, t))
     loss = _scaled(total, scale)
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     t, surrogate = t.replace(ratio_value=None), surrogate._replace(loss=total)

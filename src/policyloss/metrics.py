@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss import notebook
-from policyloss.arguments import check_group, description
+from policyloss.arguments import check_group, description, is_compiling
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
 from policyloss.functional.masking import accumulator_dtype
@@ -38,7 +38,7 @@ class Record:
     op: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():  # a compiler traces what the loss itself makes
+        if is_compiling():  # a compiler traces what the loss itself makes
             return
         device = None
         for name, part in self.__dict__.items():

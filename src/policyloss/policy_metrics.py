@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from policyloss.arguments import description
+from policyloss.arguments import description, is_compiling
 from policyloss.errors import InputError
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
@@ -155,9 +155,7 @@ def policy_metrics(
             for name, (kind, *parts) in records.items()
         }
 
-    at_once = torch.compiler.is_compiling() or (
-        t.mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
+    at_once = is_compiling() or (t.mask.is_cuda and torch.cuda.is_current_stream_capturing())
     return Metrics(made()) if at_once else Metrics.when_read(made)
 
 

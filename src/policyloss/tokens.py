@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind
+from policyloss.arguments import check_tensor, description, fits_kind, is_compiling
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import (
@@ -144,7 +144,7 @@ class Layout:
 
         (`dataclasses.replace`, which a compiler understands, takes ten times as long.)
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return dataclasses.replace(self, **changes)
         changed: Self = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, **changes)

@@ -42,13 +42,16 @@ def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
         )
 
 
-def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The two factors of `Σ weight·x`: a total, and a 0-dim scale if there is one.
+def weighted_total(
+    x: Tensor, weight: Tensor, shared: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The two factors of `Σ weight·x·shared`: a total, and a 0-dim scale if there is one.
 
-    One weight for all tokens becomes the scale; weights per token are multiplied into the total.
+    One weight for all tokens becomes the scale; weights per token are multiplied into the total,
+    and what they share (0-dim) is the scale.
     """
     check_alignment("an aggregation must return one weight, or one per token", weight, x)
-    return (total(x), weight) if weight.dim() == 0 else (total(x * weight), None)
+    return (total(x), weight) if weight.dim() == 0 else (total(x * weight), shared)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from policyloss.functional.kl import binary_divergence
+from policyloss.functional.masking import where_equal
 from policyloss.functional.precomputed import first_derivative_only
 from policyloss.functional.segments import Sequences
 
@@ -60,7 +61,7 @@ class _Clipped(torch.autograd.Function):
         dual: float | None,
     ) -> Tensor:
         loss, free, push = _clip_formula(r, a, low, high, cap, dual)
-        ctx.save_for_backward(torch.eq(loss, free, out=torch.empty_like(loss)).mul_(push))
+        ctx.save_for_backward(where_equal(loss, free).mul_(push))
         return loss
 
     @staticmethod
@@ -85,7 +86,7 @@ def clipped(
     Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2019 (arXiv 1912.09729).
     """
     low, high = 1 - eps_low, 1 + eps_high
-    # A compiler derives and fuses the slope by itself, and a symbol has none.
+    # torch.compile derives and fuses the slope by itself, and a symbol has none.
     if torch.compiler.is_compiling() or not isinstance(ratio, Tensor):
         return _clip_formula(ratio, advantages, low, high, cap, dual)[0]
     loss: Tensor = _Clipped.apply(ratio, advantages, low, high, cap, dual)  # type: ignore[no-untyped-call]

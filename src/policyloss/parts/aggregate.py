@@ -14,7 +14,7 @@ i.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,11 +77,14 @@ class SeqMeanTokenMean:
 
     divides_by: ClassVar[str] = "sequences"
 
+    def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
+        """`1 / L_i` of each token, and `1 / B`, which all share."""
+        shared = reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)
+        return per_sequence_mean(t.lengths, t.sequences), shared
+
     def __call__(self, t: Layout) -> Tensor:
-        totals = t.totals
-        return per_sequence_mean(t.lengths, t.sequences) * (
-            reciprocal(totals.sequences, t.lengths, times=totals.dp_size)
-        )
+        per_token, shared = self.factors(t)
+        return per_token * shared
 
     def sentence(self) -> str:
         return "every sequence counts the same, each as the mean of its tokens"
@@ -252,10 +255,14 @@ class LocalTokenMean:
 class LocalSeqMeanTokenMean:
     """Legacy: mean over *this call's* sequences of token means; depends on the cut (TRL `grpo`)."""
 
+    def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
+        """`1 / L_i` of each token, and `1 / b`, which all share."""
+        shared = reciprocal((t.counts > 0).sum(), t.lengths)
+        return per_sequence_mean(t.lengths, t.sequences), shared
+
     def __call__(self, t: Layout) -> Tensor:
-        return per_sequence_mean(t.lengths, t.sequences) * reciprocal(
-            (t.counts > 0).sum(), t.lengths
-        )
+        per_token, shared = self.factors(t)
+        return per_token * shared
 
     def sentence(self) -> str:
         return "every sequence of this call counts the same, each as the mean of its tokens"
@@ -276,3 +283,14 @@ VARIANTS = (
     LocalTokenMean,
     LocalSeqMeanTokenMean,
 )
+
+
+def weight_factors(part: Any, t: Layout) -> tuple[Tensor, Tensor | None]:
+    """The weights of an aggregation, apart from a factor that all tokens share, if it knows one.
+
+    A sum over tokens need not wait for such a factor, which a count of this call may enter.
+    """
+    if type(part) in VARIANTS and hasattr(part, "factors"):
+        per_token, shared = part.factors(t)
+        return per_token, shared
+    return part(t), None
