@@ -108,10 +108,10 @@ def loss_of(
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
         # for the count it divides by.
         wide = inputs.logp.to(inputs.dtype)
-        gradient = torch.func.grad(
-            lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step, "none").total
-        )(wide.detach())
-        parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step, metrics)
+        gradient = torch.func.grad(lambda x: pipeline(spec, inputs.tokens(x), step, "none").total)(
+            wide.detach()
+        )
+        parts = pipeline(spec, inputs.tokens(wide.detach()), step, metrics)
         total = with_known_gradient(wide, parts.total, gradient)
         return LossOutput(_scaled(total, parts.scale), parts.metrics)
     for shortcut in () if is_compiling() else SHORTCUTS:

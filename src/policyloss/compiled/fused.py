@@ -148,7 +148,7 @@ def served(
         return None
     call = _call(spec, inputs, tensors_here, step)
     ready = _kernels(spec, level, call)
-    if isinstance(ready, str):
+    if isinstance(ready, str) or (not ready.run.has_run and _is_recorded(inputs.logp)):
         return None
     tensors = [x.detach() if x.requires_grad else x for x in call.tensors.values()]
     try:
@@ -161,6 +161,11 @@ def served(
     if call.leaves:
         loss = with_gradients(loss, known, [call.tensors[name] for name in call.leaves])
     return LossOutput(loss, Metrics.packed(ready.places, packed))
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing can be compiled."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _gave_up(error: Exception) -> str:

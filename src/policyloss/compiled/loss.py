@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 # themselves are kept.
 MOST_SHAPES = 4096
 MOST_RECORDED = 64  # where each holds GPU memory
-# Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever
-# loss it compiles.
+# The compiler of torch has state that all threads share, so that one thread compiles at a time,
+# whichever loss it is.
 _ONE_AT_A_TIME = threading.Lock()
 
 
