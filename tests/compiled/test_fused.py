@@ -18,7 +18,7 @@ from torch import Tensor
 
 import policyloss as pl
 from cases import PRESETS, Batch, make_batch
-from policyloss.compiled import fused, token_kernel
+from policyloss.compiled import fused, token_program
 from policyloss.inputs import Inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -131,7 +131,7 @@ def test_levels_dtypes_and_shapes() -> None:
 
 def test_more_tokens_than_a_span() -> None:
     wide = make_batch(seed=2, rows=4, width=1301).map(lambda x: x.to(torch.float32))
-    assert wide.mask.numel() > token_kernel.SPAN > 1301 > token_kernel.BLOCK
+    assert wide.mask.numel() > token_program.SPAN > 1301 > token_program.BLOCK
     assert_equal(SPEC, arguments_of(SPEC, wide), level="basic")
     grpo = PRESETS["grpo"].replace(kl=None)
     assert_equal(grpo, arguments_of(grpo, wide), level="basic")

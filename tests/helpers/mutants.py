@@ -244,7 +244,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernel_sums_beyond_its_span",
-        "compiled/token_kernel.py",
+        "compiled/token_program.py",
         'value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"',
         'value = f"tl.where(live | True, {writer.value(node.args[0], kind)}, {_start(node)})"',
         "test_fused.py::test_the_kernels_compute_the_loss[icepop]",

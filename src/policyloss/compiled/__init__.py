@@ -2,7 +2,7 @@
 
 `loss` is the call, `call` its tensors as data, `trace` turns the eager pipeline into one graph,
 `two_stage_sums` rewrites its sums for a GPU, and `cuda_graph` records and replays its kernels.
-`fused` is the way that `policy_loss` takes by itself on a GPU: `token_graph` and `token_kernel`
+`fused` is the way that `policy_loss` takes by itself on a GPU: `token_graph` and `token_program`
 write such a graph as two Triton kernels.
 """
 

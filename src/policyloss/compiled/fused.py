@@ -26,7 +26,7 @@ from policyloss.compiled.call import (
     with_gradients,
 )
 from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError
-from policyloss.compiled.token_kernel import TokenKernels, source_of
+from policyloss.compiled.token_program import TokenKernels, source_of
 from policyloss.compiled.trace import traced
 from policyloss.errors import PolicyLossError
 from policyloss.functional.collectives import outside_level

@@ -26,6 +26,8 @@ NEEDED_OF_TORCH = {
         "says whether other sizes fit that"
     ),
     "torch._inductor.compile": "compiles a graph that was traced",
+    "torch._assert_async": "reads a condition on a CPU without a graph break",
+    "torch._foreach_copy_": "fills the memory of a recorded CUDA graph by one kernel",
 }
 
 
