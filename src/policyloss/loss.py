@@ -11,8 +11,9 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, is_compiling
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import weighted_sum, weighted_total
+from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
+from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import fill
 from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
@@ -101,6 +102,10 @@ def loss_of(
 ) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_level(metrics)
+    if is_exact() and torch.compiler.is_compiling():
+        # A compiler chooses the order of operations by itself.
+        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
+        return eager
     check_gradients(spec, inputs)
     if is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
@@ -191,13 +196,15 @@ def pipeline(
     t = with_ratio(spec, t)
     t = t.replace(step=local_totals(t) if step is None else step, flags=level != "none")
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
-    total, scale = weighted_total(token_loss, *weight_factors(spec.aggregate, t))
+    weight, shared = weight_factors(spec.aggregate, t)
+    total, scale = weighted_total(token_loss, weight, shared)
     loss = _scaled(total, scale)
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     t, surrogate = t.replace(ratio_value=None), surrogate._replace(loss=total)
     with torch.no_grad():
+        share = step_share(token_loss, weight, loss, t.totals.dp_size)
         metrics = policy_metrics(
-            spec, tokens, t, surrogate, corrected, token_loss, kl, loss.detach(), step, level
+            spec, tokens, t, surrogate, corrected, token_loss, kl, share, step, level
         )
     return _Parts(total, scale, loss, metrics)
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from policyloss.arguments import description, is_compiling
 from policyloss.errors import InputError
+from policyloss.functional.exact import total
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
-from policyloss.functional.stats import beyond, count, extremes, nonfinite, total
+from policyloss.functional.stats import beyond, count, extremes, nonfinite
 from policyloss.metrics import EffectiveSampleSize, Invalid, Max, Metrics, Min, Record, Stat, Sum
 from policyloss.parts.combined import Combined
 from policyloss.parts.ratio import TokenRatio
@@ -110,16 +111,16 @@ def policy_metrics(
     corrected: Combined,
     token_loss: Tensor,
     kl: Tensor | None,
-    loss: Tensor,
+    share: Tensor,
     step_totals: Totals | None,
     level: MetricsLevel = "all",
 ) -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
     `before` is the batch before rejection, `t` after it (the same unless rejected tokens leave the
-    mask). step_totals: the caller's totals. level: "all"; "basic", which is loss, tokens,
-    clip_fraction, clip_fraction_dual and kl_old_k1; or "none". Certain mistakes (`Invalid`) are
-    counted at every level.
+    mask). share: what the call adds to the loss of the step. step_totals: the caller's totals.
+    level: "all"; "basic", which is loss, tokens, clip_fraction, clip_fraction_dual and kl_old_k1;
+    or "none". Certain mistakes (`Invalid`) are counted at every level.
 
     Sums over tokens are taken at once. What follows from them waits until a metric is read, unless
     the call is compiled or recorded: then all of it belongs to the call.
@@ -127,8 +128,8 @@ def policy_metrics(
     records: _Records = {}
     everything = level == "all"
     if level != "none":
-        n, ranks = t.count, t.totals.dp_size
-        records["loss"] = (Sum, loss if ranks == 1 else lambda: loss / ranks)
+        n = t.count
+        records["loss"] = (Sum, share)
         records["tokens"] = (Sum, n)
         if everything:
             records["advantage_mean"] = (Stat, total(t.advantages), n)
@@ -226,8 +227,7 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, n: Tensor, everything:
         raw = raw if isinstance(spec.ratio, TokenRatio) else fill(raw, t.mask, zero=t.zero)
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
-        grown = total(growth)
-        records["ratio_mean"] = (Stat, lambda: grown + n, n)
+        records["ratio_mean"] = (Stat, total(growth, n), n)
         records["ratio_max"] = (Max, lambda: torch.where(high == -torch.inf, high, high.exp()))
         records["ratio_min"] = (Min, lambda: torch.where(low == torch.inf, low, low.exp()))
         if t.log_clamp is not None:

@@ -30,6 +30,7 @@ from policyloss.compiled.token_program import TokenKernels, source_of
 from policyloss.compiled.trace import traced
 from policyloss.errors import PolicyLossError
 from policyloss.functional.collectives import outside_level
+from policyloss.functional.exact import is_exact
 from policyloss.functional.triton_modules import kernels
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.loss import SHORTCUTS, LossOutput, check_gradients, ready_spec
@@ -111,6 +112,8 @@ def _refusal(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor]) -> str:
     logp = inputs.logp
     if not spec.is_data:
         return "a slot of the spec holds a callable, which may do anything"
+    if is_exact():
+        return "the exact mode is on"
     if is_compiling():
         return "a compiler traces the call"
     for name in _NOT_SERVED:

@@ -13,11 +13,6 @@ from policyloss.functional.masking import bound
 from policyloss.functional.ratio import LogClamp
 
 
-def total(x: Tensor) -> Tensor:
-    """The sum of `x` over all tokens, 0-dim: losses and metrics are summed here, nowhere else."""
-    return x.sum()
-
-
 def count(flags: Tensor) -> Tensor:
     """How many of `flags` are True.
 

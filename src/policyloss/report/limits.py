@@ -15,6 +15,7 @@ NAMES = 300  # of metrics in one file, beside those that the charts of the page 
 NAME_LENGTH = 200
 POINTS = 5_000  # of one metric
 POINT_BUDGET = 400_000  # of all metrics of one file together
+ALL_POINTS = 600_000  # of all runs together
 HISTOGRAMS = 1_000  # steps with a histogram
 BINS = 500  # of one histogram
 TOKEN_BUDGET = 60_000  # tokens of one run, and of one row
@@ -26,6 +27,11 @@ NOTE_LENGTH = 500
 NOTES = 40  # about one run
 LARGEST = 1e150  # beyond it, sums, squares and the scales of a chart would overflow
 LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
+
+
+def share(total: int, most: int, runs: int) -> int:
+    """What one of `runs` may take of `total`, at most `most`."""
+    return min(most, total // max(1, runs))
 
 
 def cut(text: str, length: int) -> str:
