@@ -426,7 +426,7 @@ def loss_section(run: Run, device: str) -> str:
         f"{machine(run)}. Peak extra memory is what tensors held beyond the inputs. The mask is "
         "float32, as frameworks pass it: torch's CPU compiler reads a bool mask slowly, for "
         "every provider. verl returns three metrics; under torch.compile, the figure that "
-        "compares like with like is ours with verl's metrics."
+        "compares like with like is ours with the same few metrics."
     )
     heading = ["provider", f"speed against {against} eager", "ms (p20 to p80)", "peak extra"]
     title = f"## The loss {WHERE[device]}, forward and backward"
@@ -447,6 +447,14 @@ def _loss_notes(times: Run) -> str:
             "`compiled_loss` is `pl.compiled_loss(spec)`: loss, all metrics and gradient as one "
             "graph compiled from the eager source, then `backward()`. `value_and_gradient` is its "
             "method that goes without autograd."
+        ),
+        "policyloss, basic": (
+            '`basic` and `no metrics` are `metrics="basic"`, which is about what verl returns, '
+            'and `metrics="none"`.'
+        ),
+        "policyloss, operation by operation": (
+            "On a GPU `policy_loss` takes two Triton kernels that are written from its own traced "
+            "graph; `operation by operation` is the same call under `pl.unfused()`."
         ),
         "coati's form": (
             "coati's form is ColossalChat's formula, written out because its package cannot be "
