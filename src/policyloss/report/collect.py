@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
+from policyloss.report import limits
+from policyloss.report.branches import with_branches
 from policyloss.report.compare import differences, loss_card, loss_differences
 from policyloss.report.health import health_of
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
 from policyloss.report.reading import Notes, integer, is_regular, json_object
-from policyloss.report.rollouts import read_rollouts
+from policyloss.report.rollouts import as_stored, read_rollouts
 from policyloss.report.series import Table, read_table
 from policyloss.train.run.lock import is_held
 
@@ -31,7 +34,9 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     if not paths:
         raise InputError("paths is empty; give at least one run directory.")
     folders = [_run_folder(Path(p)) for p in paths]
-    runs = [_run(folder, label) for folder, label in zip(folders, _labels(folders), strict=True)]
+    budget = min(limits.TOKEN_BUDGET, limits.PAGE_BUDGET // len(folders))
+    labels = _labels(folders)
+    runs = [_run(folder, label, budget) for folder, label in zip(folders, labels, strict=True)]
     between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
     return {
         "schema": SCHEMA,
@@ -72,7 +77,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _run(folder: Path, label: str) -> dict[str, Any]:
+def _run(folder: Path, label: str, budget: int) -> dict[str, Any]:
     notes: Notes = []
     stored = json_object(folder / "config.json", notes)
     config = stored.get("config")
@@ -82,22 +87,32 @@ def _run(folder: Path, label: str) -> dict[str, Any]:
     histogram = table.histograms.data(notes)
     times = read_table(folder / "timing.jsonl", notes)
     version = stored.get("policyloss")
+    environment = json_object(folder / "environment.json", notes)
+    loss = loss_card(stored.get("loss"), config, notes)
+    timing = times.series("timing.jsonl", notes)
+    rollouts = read_rollouts(folder / "rollouts.jsonl", notes, budget)
     run: dict[str, Any] = {
         "label": label,
         "path": str(folder),
         "policyloss": version if isinstance(version, str) else "",
         "config": config,
-        "environment": json_object(folder / "environment.json", notes),
-        "loss": loss_card(stored.get("loss"), config, notes),
+        "environment": environment,
+        "loss": loss,
         "summary": _summary(folder, config, table, times),
         "metrics": metrics,
-        "timing": times.series("timing.jsonl", notes),
+        "timing": timing,
         "ratio_histogram": histogram,
-        "rollouts": read_rollouts(folder / "rollouts.jsonl", notes),
+        "rollouts": with_branches(rollouts, loss),
+        "answers": _answers(folder / "answers.jsonl", notes, budget // limits.ANSWERS_SHARE),
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
     judged, symptoms = health_of(metrics, run["rollouts"])
     return {**run, "health": symptoms, "judged_steps": judged}
+
+
+def _answers(path: Path, notes: Notes, budget: int) -> list[dict[str, Any]]:
+    """The answers to held-out prompts; that a run has stored none needs no note."""
+    return read_rollouts(path, notes, budget, as_stored) if os.path.lexists(path) else []
 
 
 def _bounded(notes: Notes) -> Notes:

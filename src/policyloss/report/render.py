@@ -15,7 +15,7 @@ from policyloss.report.panels import OTHER
 from policyloss.report.text import escaped, island
 from policyloss.report.view import view
 
-_SCRIPTS = ("charts.js", "ratios.js", "tokens.js", "page.js")
+_SCRIPTS = ("charts.js", "ratios.js", "tokens.js", "completions.js", "page.js")
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -36,8 +36,8 @@ def render(data: Mapping[str, Any]) -> str:
         *charts.values(),
         _section(
             "tokens",
-            "Tokens",
-            _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
+            "Completions",
+            _asset("tokens.html") if any(run["groups"] for run in shown["runs"]) else _NO_TOKENS,
         ),
         _section(
             "losses", "The loss" if len(data["runs"]) == 1 else "The losses", cards.losses(data)
@@ -124,6 +124,5 @@ def _figure(index: int, title: str, hint: str) -> str:
 
 _NO_STEPS = '<p class="quiet">No step has been written yet.</p>'
 _NO_TOKENS = (
-    '<p class="quiet">No rollouts were recorded (rollouts.jsonl), so there are no tokens to '
-    "show.</p>"
+    '<p class="quiet">No completions were recorded (rollouts.jsonl), so there are none to show.</p>'
 )

@@ -1,10 +1,11 @@
 // The page as a whole: its state, which is also in the address after #, so that a view can be linked; the toolbar; redrawing.
-const NUMBERS = ["run", "step", "sample", "token", "smooth"], SETS = ["log", "hidden"];
+const NUMBERS = ["run", "step", "group", "sample", "token", "only", "smooth"], TEXTS = ["find", "show", "sort"], SETS = ["log", "hidden"];
 
 function load() {
   const given = new URLSearchParams(location.hash.slice(1));
   for (const name of NUMBERS) if (given.has(name) && given.get(name) !== "" && Number.isFinite(Number(given.get(name)))) state[name] = Number(given.get(name));
   for (const name of SETS) if (given.has(name)) state[name] = new Set(given.get(name).split(",").filter(Boolean).map((v) => (name === "hidden" ? Number(v) : v)));
+  for (const name of TEXTS) if (given.has(name)) state[name] = given.get(name);
   if (Object.hasOwn(COLOURS, given.get("color") ?? "")) state.color = given.get("color");
   if (["system", "light", "dark"].includes(given.get("theme"))) state.theme = given.get("theme");
   state.run = Math.max(0, Math.min(Math.trunc(state.run), DATA.runs.length - 1));
@@ -14,7 +15,7 @@ function load() {
 
 function save() {
   const out = new URLSearchParams();
-  for (const name of [...NUMBERS, "color", "theme"]) if (state[name] !== null) out.set(name, state[name]);
+  for (const name of [...NUMBERS, ...TEXTS, "color", "theme"]) if (state[name] !== null) out.set(name, state[name]);
   for (const name of SETS) out.set(name, [...state[name]].join(","));
   history.replaceState(null, "", `#${out}`);
 }
@@ -34,7 +35,7 @@ function update() {
 
 function selectStep(step) {
   if (step === null) return;
-  state.step = step;
+  Object.assign(state, { step, group: null, sample: 0, token: 0 });
   update();
 }
 
