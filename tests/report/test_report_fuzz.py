@@ -176,11 +176,12 @@ def _check_numbers(value: Any) -> None:
             assert len(line["step"]) == len(line["value"])
             assert all(type(step) is int and abs(step) < 2**53 for step in line["step"])
             assert all(v is None or abs(v) <= 1e150 for v in line["value"])
-        for row in [*run.get("rollouts", ()), *run.get("answers", ())]:
+        on_page = "answers" not in run
+        for row in [] if on_page else [*run["rollouts"], *run["answers"]]:
             assert all(isinstance(token, str) and len(token) <= 201 for token in row["tokens"])
             assert all(len(row[name]) == len(row["tokens"]) for name in COLUMNS)
             assert all(v is None or v in BRANCHES for v in row["branch"])
-        for group in run.get("groups", ()):
+        for group in run["rollouts"] if on_page else []:
             for name in COLUMNS:  # one value for all tokens, or one for each
                 values = [row[name] for row in group["rows"] if isinstance(row[name], list)]
                 assert all(len(v) in {len(row["tokens"]) for row in group["rows"]} for v in values)

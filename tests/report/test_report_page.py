@@ -224,7 +224,7 @@ def test_hostile_texts_add_no_element_and_no_attribute(hostile_runs: list[Path])
     inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert inside is not None
     assert not re.search("[<>&\u2028\u2029]", inside[1])
-    (group,) = json.loads(inside[1])["runs"][0]["groups"]
+    (group,) = json.loads(inside[1])["runs"][0]["rollouts"]
     assert group["rows"][0]["tokens"] == HOSTILE
     assert group["rows"][0]["finish_reason"] == "".join(HOSTILE)[:200] + "…"
 

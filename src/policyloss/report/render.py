@@ -37,7 +37,7 @@ def render(data: Mapping[str, Any]) -> str:
         _section(
             "tokens",
             "Completions",
-            _asset("tokens.html") if any(run["groups"] for run in shown["runs"]) else _NO_TOKENS,
+            _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
         ),
         _section(
             "losses", "The loss" if len(data["runs"]) == 1 else "The losses", cards.losses(data)

@@ -52,7 +52,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
         "series": series,
         "histogram": _cut(run["ratio_histogram"]),
         "band": _band(run["loss"]["spec"]),
-        "groups": groups_of(run),
+        "rollouts": groups_of(run),
     }
 
 

@@ -13,20 +13,23 @@ const SHOWN = {
   held_out: ["held-out prompts", (group) => group.held_out],
   followed: ["seen at several steps", (group) => samePrompt(group).length > 1],
 };
-const groupsOf = () => DATA.runs[state.run].groups;
-const remembered = new Map();
+const groupsOf = () => DATA.runs[state.run].rollouts;
+const remembered = new WeakMap(); // run → name → value, as long as the page has that run
 
-// What `make` gives for a name, computed once.
+// What `make` gives for the chosen run, computed once for a name.
 function once(name, make) {
-  if (!remembered.has(name)) remembered.set(name, make());
-  return remembered.get(name);
+  const run = DATA.runs[state.run];
+  if (!remembered.has(run)) remembered.set(run, new Map());
+  const values = remembered.get(run);
+  if (!values.has(name)) values.set(name, make());
+  return values.get(name);
 }
 
 const promptOf = (group) => `${group.held_out} ${group.prompt}`;
 
 // The groups of a run with the prompt of `group`, by step.
 function samePrompt(group) {
-  const by = once(`prompts ${state.run}`, () => {
+  const by = once("prompts", () => {
     const groups = new Map();
     for (const other of groupsOf()) {
       if (!groups.has(promptOf(other))) groups.set(promptOf(other), []);
@@ -42,7 +45,7 @@ function samePrompt(group) {
 function chosenGroup() {
   const groups = groupsOf();
   if (!groups.length) return -1;
-  const steps = once(`steps ${state.run}`, () => [...new Set(groups.map((group) => group.step))]);
+  const steps = once("steps", () => [...new Set(groups.map((group) => group.step))]);
   const step = steps[closest(steps, state.step ?? steps[steps.length - 1])];
   const first = groups.findIndex((group) => group.step === step), here = groups.filter((group) => group.step === step);
   state.group ??= here.reduce((best, group, i) => (group.spread > (here[best].spread ?? 0) ? i : best), 0);
@@ -61,7 +64,7 @@ function openGroup(place) {
 // The places of the groups that the search and the choices leave, in the chosen order.
 function listed() {
   const words = state.find.toLowerCase(), shown = SHOWN[state.show] ? state.show : "all", sort = state.sort;
-  return once(`list ${state.run} ${shown} ${state.only} ${sort} ${words}`, () => {
+  return once(`list ${shown} ${state.only} ${sort} ${words}`, () => {
     const groups = groupsOf(), down = sort.startsWith("-") ? -1 : 1, key = sort.replace("-", "");
     const has = (text) => text.toLowerCase().includes(words);
     const fits = (group) => SHOWN[shown][1](group) && (state.only === null || group.step === state.only)
@@ -87,7 +90,7 @@ function drawHeads() {
 
 // How high the bar of a reward is: 0 to 1 between the least and the greatest of the run.
 function level(reward) {
-  const [low, high] = once(`rewards ${state.run}`, () => {
+  const [low, high] = once("rewards", () => {
     const all = groupsOf().flatMap((group) => group.rows.map((row) => row.reward).filter((r) => r !== null));
     return [all.reduce((a, b) => Math.min(a, b), 0), all.reduce((a, b) => Math.max(a, b), 0)];
   });
@@ -136,9 +139,9 @@ function revealLine() {
 
 function drawGroups() {
   const groups = groupsOf(), list = listed(), steps = [...new Set(groups.map((group) => group.step))];
-  fill($("run"), DATA.runs.map((run, i) => [i, run.label + (run.groups.length ? "" : " (no completions)")]), state.run);
+  fill($("run"), DATA.runs.map((run, i) => [i, run.label + (run.rollouts.length ? "" : " (no completions)")]), state.run);
   fill($("only"), [["", "all steps"], ...steps.map((step) => [step, step])], state.only ?? "");
-  const counts = Object.entries(SHOWN).map(([name, [words, test]]) => [name, words, once(`count ${state.run} ${name}`, () => groups.filter(test).length)]);
+  const counts = Object.entries(SHOWN).map(([name, [words, test]]) => [name, words, once(`count ${name}`, () => groups.filter(test).length)]);
   fill($("show"), counts.filter(([name, , count]) => count || name === "all").map(([name, words, count]) => [name, `${words} (${count})`]), SHOWN[state.show] ? state.show : "all");
   if (document.activeElement !== $("find")) $("find").value = state.find;
   $("listed").textContent = list.length === groups.length ? "" : `${list.length} of ${groups.length} lines`;

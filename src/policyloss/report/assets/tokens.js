@@ -45,6 +45,7 @@ const COLOURS = {
 const ENDED = { end: "ended by itself", stop: "ended at a stop text", length: "cut at the length limit" };
 const cards = []; // of the chosen group: {row, index, list, boxes, rest}
 let seer = null; // watches the ends of what is built
+let drawn = []; // what the view was last drawn from
 
 // The colourings that some token of the chosen group has a number for; if the chosen one is not among them, the first.
 const offered = () => {
@@ -150,7 +151,10 @@ function drawCard(parent, row, index) {
 
 function drawTokens() {
   if (!$("run")) return;
-  const place = chosenGroup(), group = groupsOf()[place], box = $("completions");
+  const place = chosenGroup(), group = groupsOf()[place], box = $("completions"), focused = box.contains(document.activeElement);
+  const wanted = [DATA.runs[state.run], ...["step", "group", "sample", "token", "color", "find", "show", "sort", "only"].map((name) => state[name])];
+  if (wanted.every((value, i) => value === drawn[i])) return;
+  drawn = wanted;
   drawGroups();
   fill($("color"), offered().map(([id, { name }]) => [id, name]), colouring());
   drawHistory(group);
@@ -183,6 +187,7 @@ function drawTokens() {
   drawLegend();
   state.sample = Math.max(0, Math.min(state.sample, cards.length - 1));
   chooseToken(state.sample, state.token);
+  if (focused) cards[state.sample]?.boxes[state.token].focus({ preventScroll: true });
 }
 
 function chooseToken(sample, i, focus) {
