@@ -236,8 +236,8 @@ class TrainConfig:
     """Completions of such a sample: whole groups, at least one, chosen for the spread of their
     rewards."""
     rollouts_mib: Positive = 256.0
-    """Largest size of rollouts.jsonl in MiB. Every sample may take its share of what is left, so
-    that the file covers the whole run."""
+    """Largest size of rollouts.jsonl, and of answers.jsonl, in MiB. Every sample may take its share
+    of what is left, so that they cover the whole run."""
     track: Literal["wandb", "trackio"] | None = None
     """Log to this tracker too, if it is installed."""
 

@@ -100,11 +100,10 @@ class Training:
         say, warn = self.display.say, self.display.warn
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
         self.task, self.tokenizer, self.model, self.learner = self.setup
-        self.token_log: TokenLog | None = None
         if run is not None:
             run.note(attention=self.learner.attention.name)
-            ends = end_ids(self.model, self.tokenizer)
-            self.token_log = TokenLog(run, config, spec, self.task, self.tokenizer, ends, warn)
+        ends = end_ids(self.model, self.tokenizer)
+        self.token_log = TokenLog(config, spec, self.task, self.tokenizer, ends, warn)
         rollout = make_rollout(config, self.setup, warn)
         self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
         # All that changes in a run beside the number of the step, by its name in a checkpoint.
@@ -218,9 +217,11 @@ class Training:
             metrics |= self._evaluation()
         self._log(metrics, timing)
         self.hints.look(metrics)
-        if self.token_log is not None and config.rollouts_every:
-            due = self._due(config.rollouts_every, first=True)
-            self.token_log.rollouts(self.step, completions.samples, learned, due=due)
+        if self.run_dir is not None and config.rollouts_every:
+            due, size = self._due(config.rollouts_every, first=True), self.run_dir.size("rollouts")
+            samples = completions.samples
+            rows = self.token_log.rollouts(self.step, samples, learned, due=due, size=size)
+            self.run_dir.rollouts(rows)
 
     def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
         """Whether what is done every so many steps (0: never) is done after this one. first, last:
@@ -298,9 +299,11 @@ class Training:
         first = {example.id for example in self.held_out[:ANSWERS]}
         pairs = [(s, score) for s, score in zip(samples, scores, strict=True) if s.example in first]
         rows = [row for share in self.ranks.gather(pairs) for row in share]
-        if self.token_log is not None:
+        if self.run_dir is not None:
             rows.sort(key=lambda row: row[0].example)
-            self.token_log.answers(self.step, [s for s, _ in rows], [score for _, score in rows])
+            first_samples, rewards = [s for s, _ in rows], [score for _, score in rows]
+            size = self.run_dir.size("answers")
+            self.run_dir.answers(self.token_log.answers(self.step, first_samples, rewards, size))
 
     def _last_good(self) -> str:
         """The sentence that says where to go on from."""

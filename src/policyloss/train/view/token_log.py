@@ -7,6 +7,7 @@ evaluation. So a reader sees what a step learned from, and how the completions o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,6 @@ from policyloss.train.batches import Pack
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.learner import Learned
-from policyloss.train.run.directory import RunDir
-from policyloss.train.run.records import line_of
 from policyloss.train.sampler import Sample
 from policyloss.train.tasks import Example, Task
 
@@ -43,14 +42,13 @@ def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
 
 
 class TokenLog:
-    """Writes rollouts.jsonl and answers.jsonl of a run, each up to `--rollouts-mib`.
+    """The rows of rollouts.jsonl and answers.jsonl of a run, each up to `--rollouts-mib`.
 
     ends: the tokens that end a completion. warn: told once if the bound leaves something out.
     """
 
     def __init__(
         self,
-        run: RunDir,
         config: TrainConfig,
         spec: pl.LossSpec,
         task: Task,
@@ -58,20 +56,20 @@ class TokenLog:
         ends: Iterable[int],
         warn: Callable[[str], None],
     ) -> None:
-        self.run, self.config, self.spec, self.task = run, config, spec, task
+        self.config, self.spec, self.task = config, spec, task
         self.tokenizer, self.ends, self.warn = tokenizer, frozenset(ends), warn
         self.warned = False
 
     def rollouts(
-        self, step: int, samples: Sequence[Sample], learned: Learned, *, due: bool
-    ) -> None:
-        """Store groups of a step: the best ones to look at if a sample is due, and those of the
-        prompts that are followed.
+        self, step: int, samples: Sequence[Sample], learned: Learned, *, due: bool, size: int
+    ) -> list[dict[str, Any]]:
+        """The groups of a step to store: the best ones to look at if a sample is due, and those of
+        the prompts that are followed. size: bytes that are stored already.
         """
         chosen = stored_groups(samples, self.config.rollouts_rows if due else 0)
         places = [place for group in chosen for place in group]
         if not places:
-            return
+            return []
         pack = learned.pack.with_tokens(logp=learned.logp, entropy=learned.entropy)
         pack = pack.with_tokens(
             clipped=clipped(pack, self.spec),
@@ -84,11 +82,12 @@ class TokenLog:
             for i, part in zip(places, parts, strict=True)
         ]
         sizes = [len(group) for group in chosen]
-        every = self.config.rollouts_every
-        self.run.rollouts(self._fitting("rollouts", step, _cut(rows, sizes), every))
+        return self._fitting("rollouts", step, _cut(rows, sizes), self.config.rollouts_every, size)
 
-    def answers(self, step: int, samples: Sequence[Sample], rewards: Sequence[float]) -> None:
-        """Store the answers to held-out prompts, which are `samples`, of one evaluation."""
+    def answers(
+        self, step: int, samples: Sequence[Sample], rewards: Sequence[float], size: int
+    ) -> list[dict[str, Any]]:
+        """The answers to held-out prompts, which are `samples`, of one evaluation."""
         rows = [
             {
                 **self._row(step, s, self.task.held_out),
@@ -98,8 +97,8 @@ class TokenLog:
             }
             for s, reward in zip(samples, rewards, strict=True)
         ]
-        every = self.config.eval_every
-        self.run.answers(self._fitting("answers", step, [[row] for row in rows], every))
+        groups = [[row] for row in rows]
+        return self._fitting("answers", step, groups, self.config.eval_every, size)
 
     def _row(self, step: int, s: Sample, examples: Sequence[Example]) -> dict[str, Any]:
         """What is known of a completion before anything is learned from it."""
@@ -122,20 +121,20 @@ class TokenLog:
         }
 
     def _fitting(
-        self, name: str, step: int, groups: list[list[dict[str, Any]]], every: int
+        self, name: str, step: int, groups: list[list[dict[str, Any]]], every: int, size: int
     ) -> list[dict[str, Any]]:
         """The rows of the groups, the most telling one first, that fit into this step's share of
         what is left for a file; of the first group also if it fits into all that is left.
         """
-        left = self.config.rollouts_mib * 2**20 - self.run.size(name)
+        left = self.config.rollouts_mib * 2**20 - size
         steps = self.config.steps // every - (step - 1) // every if every else 1
         share = left / max(steps, 1)
         stored: list[dict[str, Any]] = []
         skipped, used = 0, 0
         for group in groups:
-            size = sum(len(line_of(row)) + 1 for row in group)
-            if used + size <= (share if stored else left):
-                stored, used = stored + group, used + size
+            more = sum(len(json.dumps(row)) + 1 for row in group)
+            if used + more <= (share if stored else left):
+                stored, used = stored + group, used + more
             else:
                 skipped += 1
         if skipped and not self.warned:
