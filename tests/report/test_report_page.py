@@ -318,6 +318,7 @@ seen.tokens = [...boxes()].map((box) => box.textContent);
 point(boxes()[4], "pointerover"); seen.hovered = text("token-values");
 boxes()[0].focus(); press("ArrowRight"); seen.right = document.activeElement.dataset.i;
 press("End"); seen.end = document.activeElement.dataset.i; seen.token = hash().get("token");
+first("> svg").scrollIntoView();  // what is far from the screen is drawn later
 const where = first("> svg").getBoundingClientRect();
 point(first("> svg"), "pointermove", {clientX: where.right - 20, clientY: where.top + 50});
 seen.tip = text("tip");

@@ -10,8 +10,10 @@ from typing import Any
 
 from policyloss.completions import BRANCHES
 from policyloss.report.groups import groups_of, short
-from policyloss.report.panels import panels_for
+from policyloss.report.panels import LABELS, panels_for
 from policyloss.report.reading import finite
+from policyloss.report.seeds import coinciding
+from policyloss.report.text import visible
 
 # The colourings of tokens by a number, and the least size with the full colour, so that the
 # rounding of an on-policy run has no colour.
@@ -27,13 +29,20 @@ _LEAST = {
 
 
 def view(data: Mapping[str, Any]) -> dict[str, Any]:
-    """{"runs": […], "panels": […], "scales": {mode: the value of the strongest colour}}."""
+    """{"runs": […], "panels": […], "groups": […], "labels": {metric: its name in a chart}, "same":
+    {metric: runs that coincide}, "scales": {mode: the value of the strongest colour}}.
+    """
     runs = [_run(run) for run in data["runs"]]
     keys = {key for run in runs for key in run["series"]}
     rows = [row for run in data["runs"] for row in (*run["rollouts"], *run["answers"])]
     return {
         "runs": runs,
         "panels": panels_for(keys),
+        "groups": [
+            {"label": visible(group["label"]), "runs": group["runs"]} for group in data["groups"]
+        ],
+        "labels": {key: LABELS[key] for key in keys if key in LABELS},
+        "same": coinciding(runs),
         "scales": _scales(rows),
         "branches": list(BRANCHES.items()),
     }
@@ -44,11 +53,19 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     places: dict[tuple[int, ...], int] = {}
     series = {}
     for key, line in named.items():
-        series[key] = [places.setdefault(tuple(line["step"]), len(places)), short(line["value"])]
+        # The script shows names as they are, and a lone surrogate in them would end a browser.
+        series[visible(key)] = [
+            places.setdefault(tuple(line["step"]), len(places)),
+            short(line["value"]),
+        ]
     return {
-        "label": run["label"],
+        "label": visible(run["label"]),
         "engine": run["summary"]["engine"],
         "steps": [list(steps) for steps in places],
+        "progress": {
+            name: sums and {"step": sums["step"], "value": short(sums["value"])}
+            for name, sums in run["progress"].items()
+        },
         "series": series,
         "histogram": _cut(run["ratio_histogram"]),
         "band": _band(run["loss"]["spec"]),

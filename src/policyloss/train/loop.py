@@ -72,7 +72,9 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     run = (
         RunDir.open(config.out)
         if config.resume
-        else RunDir.create(config.out, options, loss_data(spec, config.loss))
+        else RunDir.create(
+            config.out, options, loss_data(spec, config.loss), defaults=TrainConfig().to_dict()
+        )
     )
     if options != run.config:
         run.rewrite(options)

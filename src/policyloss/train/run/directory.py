@@ -63,14 +63,22 @@ class RunDir:
         self._trackers: list[TensorBoard | Service] = [self._board]
 
     @classmethod
-    def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any]) -> RunDir:
+    def create(
+        cls,
+        path: Path,
+        config: dict[str, Any],
+        spec: dict[str, Any],
+        defaults: dict[str, Any] | None = None,
+    ) -> RunDir:
         """Start a run in `path`, which is made if need be. A directory that holds a run already is
-        refused: resume it with `open`. config and spec: JSON.
+        refused: resume it with `open`. config and spec: JSON. defaults: what the options would be
+        if nobody had set any; a report marks those that were left so.
         """
         import policyloss
 
         path = Path(path)
-        contents = {"policyloss": policyloss.__version__, "config": config, "loss": spec}
+        contents: dict[str, Any] = {"policyloss": policyloss.__version__, "config": config}
+        contents |= {"loss": spec} | ({} if defaults is None else {"defaults": defaults})
         data = files.to_json(contents, "run", indent=2)
         try:
             files.make_folder(path)
