@@ -35,7 +35,9 @@ from policyloss.compiled.token_graph import (
 )
 from policyloss.functional.triton_modules import kernels, on_device_of
 
-BLOCK, SPAN, WARPS = 1024, 4096, 4
+# A thread holds BLOCK / (32·WARPS) partial results of every sum, for all of which there must be
+# registers.
+BLOCK, SPAN, LAST_BLOCK, WARPS = 512, 4096, 256, 4
 _NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
 
 
@@ -289,7 +291,7 @@ class TokenKernels:
                 num_warps=WARPS,
             )
             self._finish[(1,)](
-                *second, partial, numbers, packed, spans, BLOCK=BLOCK, num_warps=WARPS
+                *second, partial, numbers, packed, spans, BLOCK=LAST_BLOCK, num_warps=WARPS
             )
         self.has_run = True
         loss, *scale = numbers.unbind()
