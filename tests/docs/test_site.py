@@ -266,6 +266,22 @@ def test_an_example_prints_what_it_shows(session: str) -> None:
     assert runner.summarize(verbose=False).attempted > 6
 
 
+def test_the_reference_has_the_drop_ins_too() -> None:
+    plain, marked = reference.reference_pages()["compat_openrlhf.md"]
+    assert "## compat.openrlhf.PolicyLoss\n\n```python\npl.compat.openrlhf.PolicyLoss(" in plain
+    assert "::::{py:class} compat.openrlhf.PolicyLoss(" in marked
+
+
+def test_the_first_loss_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stranger compares both, letter by letter."""
+    page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (first, program), (second, printed) = blocks[:2]
+    assert (first, second) == ("python", "text")
+    exec(program, {})
+    assert capsys.readouterr().out == printed
+
+
 def test_docstrings_survive_markdown() -> None:
     def described() -> None:
         """Multiply `a*b` by *c*, of shape [B, T] where 1 < 2.
