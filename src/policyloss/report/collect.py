@@ -108,7 +108,7 @@ def _run(folder: Path, label: str, budget: int) -> dict[str, Any]:
         "rollouts": read_rollouts(folder / "rollouts.jsonl", notes),
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
-    sampled = table.sampled()
+    sampled = table.sampled(budget)
     judged, symptoms = health_of(sampled, run["rollouts"])
     verdict = verdict_of(sampled, run["summary"], config)
     return {**run, "verdict": verdict, "health": symptoms, "judged_steps": judged}

@@ -4,15 +4,35 @@ let hovered = null; // the run that is pointed at
 
 const fits = (v, log) => v !== null && v !== undefined && (!log || v > 0);
 
-function drawLine(plot, { x, y, box }, line, log, values, kind) {
-  const colour = `run${line.index % 8}`;
+// Which points of a line are drawn: all, or, where several share a column of pixels, the first, the lowest and the highest
+// of them, the last, and every gap.
+function drawnPoints(line, values, { x, box }, log) {
+  if (values.length < 2 * (box.right - box.left)) return values.map((_, i) => i);
+  const kept = new Set(), inside = (i) => fits(values[i], log);
+  for (let i = 0, j; i < values.length; i = j) {
+    const column = Math.round(x(line.xs[i]));
+    let low = i, high = i;
+    for (j = i; j < values.length && Math.round(x(line.xs[j])) === column; j++) {
+      if (!inside(j)) kept.add(j);
+      else if (!inside(low)) low = high = j;
+      else if (values[j] < values[low]) low = j;
+      else if (values[j] > values[high]) high = j;
+    }
+    for (const one of [i, low, high, j - 1]) kept.add(one);
+  }
+  return [...kept].sort((a, b) => a - b);
+}
+
+function drawLine(plot, scales, line, log, values, kind) {
+  const { x, y, box } = scales, colour = `run${line.index % 8}`, places = drawnPoints(line, values, scales, log);
   let path = "";
-  values.forEach((v, i) => {
+  places.forEach((i, at) => {
+    const v = values[i];
     if (!fits(v, log)) {
       if (v === null && kind !== "raw") add(plot, "text", { class: `lost ${colour}`, x: x(line.xs[i]), y: box.top + 9 }, "×");
       return;
     }
-    const joined = i && fits(values[i - 1], log), alone = !joined && !fits(values[i + 1], log);
+    const joined = at && fits(values[places[at - 1]], log), alone = !joined && !fits(values[places[at + 1]], log);
     path += `${joined ? "L" : "M"}${x(line.xs[i]).toFixed(1)} ${y(v).toFixed(1)}`;
     if (kind !== "raw" && (alone || (line.sparse && !line.low && values.length < 80 && !kind))) add(plot, "circle", { class: `dot ${colour}`, cx: x(line.xs[i]), cy: y(v), r: 3 });
   });
