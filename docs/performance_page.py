@@ -65,7 +65,8 @@ def step_section(run: Run, device: str) -> str:
         rows.append([f"{model}, {tokens:,}", *shown])
     counts = {(row["model"], row["head"]): row["tokens"] for row in run["largest"]}
     for model in dict.fromkeys(row["model"] for row in run["largest"]):
-        most.append([model, *(f"{counts.get((model, head), 0):,}" for head in heads)])
+        limits = [counts.get((model, head)) for head in heads]
+        most.append([model, *("not measured" if n is None else f"{n:,}" for n in limits)])
     return join(
         f"## A whole training step {WHERE[device]}",
         f"{machine(run)}. Forward and backward of random-weight Qwen3 models, sequences of "
@@ -152,7 +153,9 @@ def _step_cell(row: Run | None, body: Run) -> str:
     if "median_ms" not in row:
         return "does not fit"
     peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
-    more = "" if row is body else f" (+{row['median_ms'] / body['median_ms'] - 1:.1%})"
+    # A row that was measured in a run of its own brings the body's time of that run.
+    alone = row.get("body_ms", body["median_ms"])
+    more = "" if row is body else f" (+{row['median_ms'] / alone - 1:.1%})"
     return f"{row['median_ms']:.0f} ms{more}{peak}"
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import weighted_sum, weighted_total
+from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
+from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import fill
 from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
@@ -89,6 +90,10 @@ def policy_loss(
 
 def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
+    if is_exact() and torch.compiler.is_compiling():
+        # A compiler chooses the order of operations by itself.
+        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step)  # type: ignore[no-untyped-call]
+        return eager
     check_gradients(spec, inputs)
     if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
@@ -166,13 +171,13 @@ def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
     t = with_ratio(spec, t)
     t = t.with_totals(local_totals(t) if step is None else step)
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
-    total, scale = weighted_total(token_loss, spec.aggregate(t))
+    weight = spec.aggregate(t)
+    total, scale = weighted_total(token_loss, weight)
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     t, surrogate = replace(t, ratio_value=None), surrogate._replace(loss=total)
     with torch.no_grad():
-        metrics = policy_metrics(
-            spec, tokens, t, surrogate, corrected, token_loss, kl, total * scale, step
-        )
+        share = step_share(token_loss, weight, total * scale, t.totals.dp_size)
+        metrics = policy_metrics(spec, tokens, t, surrogate, corrected, token_loss, kl, share, step)
     return _Parts(total, scale, metrics)
 
 

@@ -19,10 +19,11 @@ from policyloss import notebook
 from policyloss.arguments import check_group, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
+from policyloss.functional.exact import QUANTA, added, as_limbs, folded, is_exact
 from policyloss.functional.masking import accumulator_dtype
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
+    "sum": added,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -32,7 +33,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Record:
     """A metric as sufficient statistics: 0-dim tensors, and the value that they stand for.
 
-    Records of one kind merge by one operation.
+    Records of one kind merge by one operation. In the exact mode a sum is limbs `[3]`.
     """
 
     op: ClassVar[str] = "sum"
@@ -46,7 +47,7 @@ class Record:
             if (
                 not dense
                 or part.is_complex()
-                or part.dim()
+                or (part.dim() and part.shape != (len(QUANTA),))
                 or part.device != (device or part.device)
             ):
                 raise InputError(
@@ -64,6 +65,11 @@ class Record:
     def wide(self) -> tuple[Tensor, ...]:
         """The parts in a dtype wide enough for exact counts and for quotients of integers."""
         return tuple(p.to(accumulator_dtype(p.device)) for p in self.parts)
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """The parts as 0-dim numbers, wide as in `wide`."""
+        return tuple(folded(p) if p.dim() else p for p in self.wide)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -103,7 +109,7 @@ class Stat(Record):
 
     @property
     def value(self) -> Tensor:
-        total, count = self.wide
+        total, count = self.numbers
         return total / count
 
 
@@ -115,7 +121,7 @@ class Sum(Record):
 
     @property
     def value(self) -> Tensor:
-        return self.total
+        return folded(self.total) if self.total.dim() else self.total
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,7 @@ class EffectiveSampleSize(Record):
 
     @property
     def value(self) -> Tensor:
-        weights, squares, count = self.wide
+        weights, squares, count = self.numbers
         return weights**2 / (count * squares)
 
 
@@ -213,7 +219,7 @@ class ExplainedVariance(Record):
 
     @property
     def value(self) -> Tensor:
-        count, error, error_squares, target, target_squares = self.wide
+        count, error, error_squares, target, target_squares = self.numbers
 
         def variance(total: Tensor, squares: Tensor) -> Tensor:
             return squares / count - (total / count) ** 2
@@ -369,14 +375,20 @@ class Metrics(Mapping[str, Record]):
             n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()
         }
         flat = [(part, record.op) for record in records.values() for part in record.parts]
-        numbers = torch.stack([p.to(wide) for p, _ in flat])
+        # Limbs for all: of ranks in the exact mode, one that counted nothing has plain numbers.
+        numbers = torch.stack([as_limbs(p.to(wide)) for p, _ in flat])
         is_sum = torch.tensor([op == "sum" for _, op in flat], device=numbers.device)
         # A minimum is a maximum with the sign turned, so extremes need one collective, not two.
         signs = [-1.0 if op == "min" else 1.0 for _, op in flat]
         sign = torch.tensor(signs, dtype=wide, device=numbers.device)
-        sums = torch.where(is_sum, numbers, 0)
+        sums = torch.where(is_sum.unsqueeze(-1), numbers, 0)
         dist.all_reduce(sums, group=group)
-        parts = iter(torch.where(is_sum, sums, all_max(numbers * sign, group) * sign))
+        keeps_limbs = is_exact() or any(p.dim() for p, _ in flat)
+        extremes = all_max(numbers[:, 0] * sign, group) * sign
+        parts = iter(
+            (total if keeps_limbs else folded(total)) if op == "sum" else extreme
+            for (_, op), total, extreme in zip(flat, sums, extremes, strict=True)
+        )
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
 
     def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:

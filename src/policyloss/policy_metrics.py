@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from policyloss.functional.exact import total
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
@@ -95,19 +96,19 @@ def policy_metrics(
     corrected: Combined,
     token_loss: Tensor,
     kl: Tensor | None,
-    loss: Tensor,
+    share: Tensor,
     step_totals: Totals | None,
 ) -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
     `before` is the batch before rejection, `t` after it (the same unless rejected tokens leave the
-    mask). step_totals: the caller's totals.
+    mask). share: what the call adds to the loss of the step. step_totals: the caller's totals.
     """
     n = count(t.mask)
     records: dict[str, Record] = {
-        "loss": Sum(loss / t.totals.dp_size),
+        "loss": Sum(share),
         "tokens": Sum(n),
-        "advantage_mean": Stat(t.advantages.sum(), n),
+        "advantage_mean": Stat(total(t.advantages), n),
         **_of_logprobs(t, token_loss),
         "beyond_totals": Sum(_beyond_totals(spec, t, n, step_totals)),
         **{name: Invalid(number) for name, number in t.invalid.items()},
@@ -118,11 +119,11 @@ def policy_metrics(
         _mismatch(records, before)
     _corrections(records, corrected, before)
     if kl is not None:
-        records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
+        records["kl_ref"] = Stat(total(fill(kl, t.mask)), n)
     if t.has("entropy"):
-        records["entropy"] = Stat(t.entropy.sum(), n)
+        records["entropy"] = Stat(total(t.entropy), n)
     if t.has("divergence"):
-        records["divergence"] = Stat(t.divergence.sum(), n)
+        records["divergence"] = Stat(total(t.divergence), n)
     return Metrics(records)
 
 
@@ -180,7 +181,7 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
         raw = raw if per_token else fill(raw, t.mask)  # a token's is 0 where masked already
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
-        records["ratio_mean"] = Stat(growth.sum() + n, n)
+        records["ratio_mean"] = Stat(total(growth, n), n)
         records["ratio_max"] = Max(torch.where(high == -torch.inf, high, high.exp()))
         records["ratio_min"] = Min(torch.where(low == torch.inf, low, low.exp()))
         if t.log_clamp is not None:
@@ -189,14 +190,14 @@ def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) ->
         if raw is None or growth is None or not per_token or t.anchor != "old":
             raw = t.log_ratio_to("old")
             growth = torch.expm1(raw)
-        records["kl_old_k1"] = Stat(-raw.sum(), n)
-        records["kl_old_k3"] = Stat((growth - raw).sum(), n)
+        records["kl_old_k1"] = Stat(-total(raw), n)
+        records["kl_old_k3"] = Stat(total(growth - raw), n)
 
 
 def _mismatch(records: dict[str, Record], before: Tokens) -> None:
     n, d = count(before.mask), before.log_weight()
-    records["kl_rollout_k1"] = Stat(-d.sum(), n)
-    records["kl_rollout_k3"] = Stat(k3(d).sum(), n)
+    records["kl_rollout_k1"] = Stat(-total(d), n)
+    records["kl_rollout_k3"] = Stat(total(k3(d)), n)
     records["rollout_logp_difference_max"] = Max(extremes(d.abs(), before.mask)[0])
 
 
@@ -205,9 +206,9 @@ def _corrections(records: dict[str, Record], corrected: Combined, before: Tokens
     kept = before.mask if corrected.keep is None else before.mask & corrected.keep
     if corrected.weight is not None:
         w = fill(corrected.weight, kept)
-        records["correction_weight_mean"] = Stat(w.sum(), n)
+        records["correction_weight_mean"] = Stat(total(w), n)
         records["correction_weight_max"] = Max(extremes(w, kept)[0])
-        records["effective_sample_size"] = EffectiveSampleSize(w.sum(), (w * w).sum(), n)
+        records["effective_sample_size"] = EffectiveSampleSize(total(w), total(w * w), n)
     for name, keep in corrected.verdicts.items():
         records[f"rejected_fraction/{name}"] = Stat(count(before.mask & ~keep), n)
     if corrected.keep is not None:

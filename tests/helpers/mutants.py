@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bits_mutants import BITS
 from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
@@ -101,6 +102,20 @@ MUTANTS = (
         "never if b is None else b)",
         "never)",
         "test_by_sign.py::test_each_side_is_its_part_alone",
+    ),
+    Mutant(
+        "choose_takes_the_last_loss_that_fits",
+        "choose.py",
+        "base = next(rule for rule in fitting if rule.preset)",
+        "base = [rule for rule in fitting if rule.preset][-1]",
+        "test_choose.py::test_what_is_chosen",
+    ),
+    Mutant(
+        "choose_forgets_the_anchor",
+        "choose.py",
+        "replace(ratio, anchor=rule.anchor)",
+        "ratio",
+        "test_choose.py::test_a_loss_against_the_engine_has_no_correction_and_others_have_one",
     ),
     Mutant(
         "sapo_scale",
@@ -326,7 +341,7 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*DOCTOR, *HEAD, *PARTS, *TRAIN)),
+    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *TRAIN)),
 )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from policyloss.compiled.cuda_graph import Graphed, can_be_graphed
 from policyloss.compiled.trace import fused
 from policyloss.compiled.two_stage_sums import in_two_stages
+from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
 from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
@@ -68,7 +69,7 @@ def compiled_loss(
 
     Runs eagerly instead, with the same result, where a graph could be wrong or cannot exist: a
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
-    without tokens, and inside someone else's `torch.compile`.
+    without tokens, within `exact()`, and inside someone else's `torch.compile`.
     """
     return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph)
 
@@ -181,7 +182,9 @@ class CompiledLoss:
 
     def _traceable(self, inputs: Inputs) -> bool:
         """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
-        if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
+        if is_exact() or inputs.cp_group is not None or not self._is_data:
+            return False
+        if torch.compiler.is_compiling():
             return False
         if not all(
             type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()

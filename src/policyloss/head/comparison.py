@@ -224,6 +224,11 @@ def comparison_of(
 
     head: the student's. tokens: the shape of the student's tokens.
     """
+    if head.tiles is not None:
+        raise InputError(
+            "exact() does not cover a teacher: the comparison of two distributions has no fixed "
+            "order of sums. Leave the mode for this call."
+        )
     entries = head.weight.shape[0]
     if isinstance(teacher, TopK):
         return _of_top_k(teacher, measure, head, tokens)

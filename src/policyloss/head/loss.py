@@ -329,9 +329,10 @@ class _Call:
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        all_windows = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
-            batch, work, plan.rows
-        )
+        if self.spec.reach == "sequence":
+            all_windows = sequence_windows(batch, work, plan.rows)
+        else:
+            all_windows = token_windows(batch, work, plan.rows, head.tiles)
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
         def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
