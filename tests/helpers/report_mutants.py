@@ -61,7 +61,7 @@ REPORT = (
     (
         "report_runs_do_not_share_points",
         "report/collect.py",
-        "limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, len(folders))",
+        "limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)",
         "limits.POINT_BUDGET",
         _BOUNDS + "test_the_points_of_many_runs_share_a_budget",
     ),
