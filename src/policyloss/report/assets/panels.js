@@ -2,6 +2,7 @@
 const HEIGHT = 210, CLOSE = 24, LISTED = 12, CROWD = 6; // pixels; pixels around a line; rows of a tip; runs
 let hovered = null; // the run that is pointed at
 
+const isCrowded = (lines) => new Set(lines.map((line) => line.index)).size > CROWD;
 const fits = (v, log) => v !== null && v !== undefined && (!log || v > 0);
 
 // Which points of a line are drawn: all, or, where several share a column of pixels, the first, the lowest and the highest
@@ -67,7 +68,7 @@ function drawPanel(chart) {
   for (const line of lines) line.xs.forEach((x, i) => {
     if (inZoom(x)) for (const ys of [line.shown, state.smooth ? line.values : null, line.low, line.high]) if (ys && ys[i] !== null && ys[i] !== undefined) values.push(ys[i]);
   });
-  const log = !compared && state.log.has(panel.id) && values.some((v) => v > 0), many = lines.length > 8;
+  const log = !compared && state.log.has(panel.id) && values.some((v) => v > 0), many = isCrowded(lines);
   const whole = panel.share && !log && !compared && !state.zoom;
   const yAxis = whole ? { lo: 0, hi: 1, ticks: [0, 0.25, 0.5, 0.75, 1] } : axis(compared ? values.concat(0) : values, { log });
   const scales = frame(svg, sharedAxis(svg.clientWidth), yAxis, HEIGHT), { box, y } = scales;
@@ -140,7 +141,7 @@ function point(chart, at, clientX, clientY) {
     return [{ line, i, exact, v, distance: v === null ? Infinity : Math.abs(chart.y(v) - (clientY - top)) }];
   });
   const nearest = rows.reduce((best, row) => (row.distance < (best?.distance ?? CLOSE) ? row : best), null);
-  const many = new Set(chart.lines.map((line) => line.index)).size > CROWD;
+  const many = isCrowded(chart.lines);
   hover(many ? nearest?.line.runs[0] ?? null : null);
   const shown = rows.length > LISTED ? [...rows].sort((a, b) => a.distance - b.distance).slice(0, LISTED) : rows;
   tip.replaceChildren();
