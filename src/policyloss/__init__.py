@@ -13,7 +13,7 @@ from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check.bits import BitsReport, bits_check
 from policyloss.check.loss import check_loss
 from policyloss.check.partition import PartitionReport, partition_check
-from policyloss.compiled import CompiledLoss, compiled_loss
+from policyloss.compiled import CompiledLoss, compiled_loss, explain_path, unfused
 from policyloss.doctor import Diagnosis, RunDiagnosis, doctor, doctor_run
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
@@ -152,6 +152,7 @@ __all__ = [
     "doctor_run",
     "exact",
     "explain",
+    "explain_path",
     "explain_plan",
     "functional",
     "gae",
@@ -167,6 +168,7 @@ __all__ = [
     "preset",
     "presets",
     "report",
+    "unfused",
     "value_loss",
     "whiten",
 ]

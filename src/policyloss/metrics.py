@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss import notebook
-from policyloss.arguments import check_group, description
+from policyloss.arguments import check_group, description, is_compiling
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
 from policyloss.functional.exact import QUANTA, added, as_limbs, folded, is_exact
@@ -39,7 +39,7 @@ class Record:
     op: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():  # a compiler traces what the loss itself makes
+        if is_compiling():  # a compiler traces what the loss itself makes
             return
         device = None
         for name, part in self.__dict__.items():
@@ -275,6 +275,7 @@ class Metrics(Mapping[str, Record]):
             )
         self._unpacked: dict[str, Record] | None = records or {}
         self._packed: tuple[RecordPlaces, Tensor] | None = None
+        self._make: Callable[[], dict[str, Record]] | None = None
 
     @classmethod
     def packed(cls, places: RecordPlaces, values: Tensor) -> Metrics:
@@ -283,13 +284,27 @@ class Metrics(Mapping[str, Record]):
         metrics._unpacked, metrics._packed = None, (places, values)
         return metrics
 
+    @classmethod
+    def when_read(cls, make: Callable[[], dict[str, Record]]) -> Metrics:
+        """The metrics that `make` makes, of sums that are taken already, when one is read."""
+        metrics = cls()
+        metrics._unpacked, metrics._make = None, make
+        return metrics
+
     @property
     def _records(self) -> dict[str, Record]:
-        if self._unpacked is None:
+        if self._unpacked is None and self._make is not None:
+            with torch.no_grad():
+                self._unpacked = self._make()
+        elif self._unpacked is None:
             assert self._packed is not None
             places, values = self._packed
             self._unpacked = places.unpack(values)
         return self._unpacked
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or another process gets: the records, whether they were read or not."""
+        return {"_unpacked": self._records, "_packed": None, "_make": None}
 
     def __getitem__(self, name: str) -> Record:
         try:

@@ -148,22 +148,22 @@ MUTANTS = (
     Mutant(
         "masked_by_multiplication",
         "functional/masking.py",
-        "torch.where(mask, x if dtype is None else x.to(dtype), 0)",
+        "torch.where(mask, x if dtype is None else x.to(dtype), zero)",
         "mask * (x if dtype is None else x.to(dtype))",
         _HAND + "test_masked_garbage_is_replaced",
     ),
     Mutant(
         "local_denominator",
         "parts/aggregate.py",
-        "return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)",
-        "return totals.dp_size * reciprocal(t.counts.sum(), t.mask, t.dtype)",
+        "return reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size)",
+        "return reciprocal(t.counts.sum(), t.mask, t.dtype, totals.dp_size)",
         _HAND + "test_totals_are_the_denominator",
     ),
     Mutant(
         "dp_size_forgotten",
         "parts/aggregate.py",
-        "(totals.dp_size * reciprocal(totals.sequences, t.lengths))",
-        "reciprocal(totals.sequences, t.lengths)",
+        "reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)",
+        "reciprocal(t.totals.sequences, t.lengths)",
         "test_totals.py::test_averaging_ranks_give_the_gradient_of_the_batch",
     ),
     Mutant(
@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "empty_count_unguarded",
         "functional/aggregate.py",
-        "return torch.where(x == 0, 1, 1 / x)",
-        "return 1 / x",
+        "x = x + (x == 0)",
+        "x = x + 0",
         "test_metrics.py::test_a_batch_with_no_valid_token",
     ),
     Mutant(
@@ -232,9 +232,37 @@ MUTANTS = (
     Mutant(
         "mean_of_means",
         "policy_metrics.py",
-        'records[f"clip_fraction_{name}"] = Stat(number, n)',
-        'records[f"clip_fraction_{name}"] = Stat(number / n, n / n)',
+        'records[f"clip_fraction_{name}"] = (Stat, number, n)',
+        'records[f"clip_fraction_{name}"] = (Stat, number / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
+    ),
+    Mutant(
+        "basic_metrics_forget_the_lower_bound",
+        "policy_metrics.py",
+        "count(reduce(torch.bitwise_or, flags.values()))",
+        "count(flags['upper'])",
+        "test_metric_levels.py::test_a_level_is_a_choice_of_the_same_numbers[ppo-padded]",
+    ),
+    Mutant(
+        "metrics_without_being_asked",
+        "loss.py",
+        'flags=level != "none"',
+        "flags=True",
+        "test_metric_levels.py::test_without_metrics_nothing_is_computed_for_them",
+    ),
+    Mutant(
+        "kernel_takes_the_wrong_bound",
+        "compiled/token_graph.py",
+        '"maximum": "tl.maximum(',
+        '"maximum": "tl.minimum(',
+        "test_fused.py::test_the_hand_computed_loss",
+    ),
+    Mutant(
+        "kernel_sums_beyond_its_span",
+        "compiled/token_program.py",
+        'value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"',
+        'value = f"tl.where(live | True, {writer.value(node.args[0], kind)}, {_start(node)})"',
+        "test_fused.py::test_the_kernels_compute_the_loss[icepop]",
     ),
     Mutant(
         "counts_merged_in_float32",

@@ -102,7 +102,8 @@ class Batch:
                 )
                 t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
                 weight = corrected.weight
-            each = token_losses(self.spec, with_ratio(self.spec, t), weight).loss
+            t = with_ratio(self.spec, t).replace(flags=False)
+            each = token_losses(self.spec, t, weight).loss
             average = (
                 self.average
                 if self.average.dim() == 0
