@@ -10,7 +10,9 @@ The lines that join the slots (`weight * surrogate + …`) are taken from `expla
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from policyloss.errors import PolicyLossError
@@ -22,6 +24,7 @@ from policyloss.explain.traits import traits
 from policyloss.explore.fields import (
     distinct_numbers,
     fields_of,
+    limits,
     numbers_of,
     slot_of,
     start,
@@ -55,12 +58,14 @@ class Variant(NamedTuple):
 
 class Template(NamedTuple):
     """A class of parts. keys: the fields that choose a variant, of which "anchor of the ratio" is
-    the ratio's; variants: by the values of these.
+    the ratio's; variants: by the values of these. words_if_infinite: the traits that an infinite
+    number adds.
     """
 
     part: type
     keys: tuple[str, ...]
     variants: dict[tuple[Any, ...], Variant]
+    words_if_infinite: dict[str, tuple[str, ...]]
 
 
 RATIO_ANCHOR = "anchor of the ratio"
@@ -86,7 +91,20 @@ def template(part: type) -> Template:
         if all(shorter[(*values[:i], *values[i + 1 :])] == v for values, v in variants.items()):
             variants = shorter
             keys.remove(key)
-    return Template(part, tuple(keys), variants)
+    return Template(part, tuple(keys), variants, _words_if_infinite(part))
+
+
+def _words_if_infinite(part: type) -> dict[str, tuple[str, ...]]:
+    first = start(part)
+    usual = set(_words(slot_of(part), first))
+    added = {
+        field.name: tuple(
+            set(_words(slot_of(part), replace(first, **{field.name: math.inf}))) - usual
+        )
+        for field in numbers_of(part)
+        if limits(part, field).infinite and not field.optional
+    }
+    return {name: words for name, words in added.items() if words}
 
 
 def _variant(part: type, choices: dict[str, Any]) -> Variant:
