@@ -1,24 +1,22 @@
-"""The explorer computes in a real browser what `policy_loss` computes: values and gradients of every
-preset and of random compositions of parts.
+"""The explorer computes in a real browser what `policy_loss` computes: values and gradients of
+every preset and of random compositions of parts.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from formula_evaluator import Evaluator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import specs
 
 import policyloss as pl
 from cases import PRESETS, Batch, make_batch, run
-from formula_evaluator import Evaluator
 from policyloss.explain.formula import Formula, Line
 from policyloss.explain.traits import elsewhere
 from policyloss.explore import explorer_page
@@ -29,6 +27,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium")
 
 POINTS = 200
+LOGP = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
 TOLERANCE = 1e-9  # relative, or absolute below 1
 
 
@@ -49,11 +48,10 @@ def as_step(batch: Batch) -> dict[str, Any]:
     row, column = batch.mask.nonzero(as_tuple=True)
     tensors = {
         name: getattr(batch, name)[batch.mask].tolist()
-        for name in ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
-        + ("entropy", "divergence", "advantages")
+        for name in (*LOGP, "entropy", "divergence", "advantages")
     }
     group = batch.group_ids[row]
-    return {**tensors, **{"row": row.tolist(), "column": column.tolist(), "group": group.tolist()}}
+    return {**tensors, "row": row.tolist(), "column": column.tolist(), "group": group.tolist()}
 
 
 def assert_computes(page: Any, spec: pl.LossSpec, batches: list[Batch]) -> None:
@@ -81,10 +79,10 @@ def assert_computes(page: Any, spec: pl.LossSpec, batches: list[Batch]) -> None:
 
 def batches(first: int, points: int = POINTS) -> list[Batch]:
     """Small random steps with at least this many valid tokens together."""
-    made: list[Batch] = []
-    while sum(int(batch.mask.sum()) for batch in made) < points:
-        made.append(make_batch(first + len(made), rows=7, width=8, spread=0.5))
-    return made
+    steps: list[Batch] = []
+    while sum(int(batch.mask.sum()) for batch in steps) < points:
+        steps.append(make_batch(first + len(steps), rows=7, width=8, spread=0.5))
+    return steps
 
 
 @pytest.mark.parametrize("name", PRESETS)

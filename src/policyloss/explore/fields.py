@@ -1,7 +1,7 @@
 """What the fields of parts may hold, as data for the controls of the page.
 
 The words of a choice and the limits of a number are those of the field's annotation. A limit above
-that a class states in no annotation is found by asking the class what it refuses.
+that a class states in no annotation is bounds by asking the class what it refuses.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Field(NamedTuple):
     """A field of a part.
 
     kind: "choice", "number", "clamp" (None, ±number or a pair) or "part" (a part of the same slot).
-    options: the values of a choice. optional: a number that may be None. whole: an integer.
+    options: the values of a choice. optional: a number that may be None. integer: a number without
+    fraction.
     """
 
     name: str
     kind: str
     options: tuple[Any, ...] = ()
     optional: bool = False
-    whole: bool = False
+    integer: bool = False
 
 
 class Limits(NamedTuple):
@@ -109,7 +110,7 @@ def start(part: type) -> Any:
     for guess in _GUESSES:
         for extra in ((), *((f.name,) for f in reversed(numbers_of(part)) if f.optional)):
             names = [*(name for name in required if name not in first), *extra]
-            attempt = _made(part, {**first, **dict.fromkeys(names, guess)})
+            attempt = _instance(part, {**first, **dict.fromkeys(names, guess)})
             if attempt is not None:
                 return attempt
     raise AssertionError(f"no numbers fit {part.__name__}")
@@ -128,7 +129,7 @@ def _in_presets(part: type) -> Iterator[Any]:
             yield from inside(each)
 
 
-def _made(part: type, values: dict[str, Any]) -> Any:
+def _instance(part: type, values: dict[str, Any]) -> Any:
     """The part with these values; None if it refuses them."""
     try:
         return part(**values)
@@ -146,20 +147,20 @@ def start_number(part: type, field: Field) -> float:
         return finite[0]
     guesses = (_GUESSES[1], _GUESSES[0] / 2)
     number = next((v for v in guesses if _accepts(part, {field.name: v})), guesses[0])
-    return int(number) if field.whole else number
+    return int(number) if field.integer else number
 
 
 def _accepts(part: type, changed: dict[str, Any]) -> bool:
     first = start(part)
     kept = {f.name: getattr(first, f.name) for f in dataclasses.fields(part)}
-    return _made(part, {**kept, **changed}) is not None
+    return _instance(part, {**kept, **changed}) is not None
 
 
 def distinct_numbers(part: type) -> dict[str, float]:
     """A number for each number field, near the one to begin with, that no formula has by itself."""
     return {
         field.name: 1_000_003 + i
-        if field.whole
+        if field.integer
         else start_number(part, field) * (1 + math.pi * 1e-5 * (i + 1)) + math.pi * 1e-7 * (i + 1)
         for i, field in enumerate(numbers_of(part))
     }
@@ -171,11 +172,11 @@ def limits(part: type, field: Field) -> Limits:
     for check in _checks(get_type_hints(part, include_extras=True)[field.name]):
         stated |= getattr(check, "keywords", {})
     low, smaller = stated.get("low"), {f.name for f in numbers_of(part)} - {field.name}
-    least = stated.get("least", 1 if field.whole else None)  # a count, if nothing is stated
-    found = Limits(least, stated.get("above"), None, None, low, not stated.get("finite", False))
+    least = stated.get("least", 1 if field.integer else None)  # a count, if nothing is stated
+    bounds = Limits(least, stated.get("above"), None, None, low, not stated.get("finite", False))
     if any(_lower_field(part, name) == field.name for name in smaller):
-        return found._replace(infinite=False)  # the other field is its limit
-    return _limited_above(part, field, found)
+        return bounds._replace(infinite=False)  # the other field is its limit
+    return _limited_above(part, field, bounds)
 
 
 def _lower_field(part: type, name: str) -> str | None:
@@ -192,19 +193,20 @@ def _checks(hint: Any) -> Iterator[Any]:
             yield from _checks(each)
 
 
-def _limited_above(part: type, field: Field, found: Limits) -> Limits:
-    """`found` with the largest number that the class does not refuse, if it refuses any."""
+def _limited_above(part: type, field: Field, bounds: Limits) -> Limits:
+    """`bounds` with the largest number that the class does not refuse, if it refuses any."""
 
     def accepts(value: float) -> bool:
-        return _accepts(part, {field.name: int(value) if field.whole else value})
+        return _accepts(part, {field.name: int(value) if field.integer else value})
 
     inside, outside = start_number(part, field), _FAR
-    found = found._replace(infinite=found.infinite and not field.whole)
+    bounds = bounds._replace(infinite=bounds.infinite and not field.integer)
     if accepts(outside) or not accepts(inside):
-        return found
+        return bounds
     for _ in range(90):
         middle = (inside + outside) / 2
         inside, outside = (middle, outside) if accepts(middle) else (inside, middle)
     edge = round(inside, 9)
-    closed = {"most": edge} if accepts(edge) else {"below": edge}
-    return found._replace(**closed, infinite=not field.whole and accepts(math.inf))
+    most, below = (edge, None) if accepts(edge) else (None, edge)
+    infinite = not field.integer and accepts(math.inf)
+    return bounds._replace(most=most, below=below, infinite=infinite)

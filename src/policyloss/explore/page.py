@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policyloss.explore.tables import page_data
+from policyloss.explore.tables import FIRST, page_data
 from policyloss.report.offline import asset, content_policy
 from policyloss.report.text import island
 from policyloss.spec import LossSpec
@@ -12,14 +12,14 @@ from policyloss.spec import LossSpec
 _SCRIPTS = ("formula.js", "spec.js", "controls.js", "curves.js", "tokens.js", "explorer.js")
 
 
-def explorer_page(losses: Sequence[LossSpec | str] = ("ppo", "gspo")) -> str:
+def explorer_page(losses: Sequence[LossSpec | str] = FIRST) -> str:
     """The page. losses: one to three that it shows at first, presets by name or specs.
 
     It makes no request; a content policy in its head forbids all of them, and every other script.
     """
-    own = "policyloss.explore"
-    style = asset("policyloss.report", "page.css") + asset(own, "explorer.css")
-    scripts = [asset("policyloss.report", "draw.js"), *(asset(own, name) for name in _SCRIPTS)]
+    package = "policyloss.explore"
+    style = asset("policyloss.report", "page.css") + asset(package, "explorer.css")
+    scripts = [asset("policyloss.report", "draw.js"), *(asset(package, name) for name in _SCRIPTS)]
     script = "(() => {\n" + "\n".join(scripts) + "})();"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">\
@@ -27,7 +27,7 @@ def explorer_page(losses: Sequence[LossSpec | str] = ("ppo", "gspo")) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">\
 <title>Loss explorer · policyloss</title>
 <style>{style}</style></head><body>
-{asset(own, "explorer.html")}
+{asset(package, "explorer.html")}
 <script type="application/json" id="data">{island(page_data(losses))}</script>
 <script>{script}</script></body></html>
 """

@@ -25,9 +25,10 @@ from policyloss.presets import PRESETS, as_spec, presets_equal_to
 from policyloss.spec import LossSpec
 
 MOST = 3  # losses side by side
+FIRST = ("ppo", "gspo")  # those that a page shows at first
 
 
-def page_data(losses: Sequence[LossSpec | str] = ("ppo", "gspo")) -> dict[str, Any]:
+def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
     """Everything that the page knows, JSON-ready. losses: those that it shows at first."""
     if not 1 <= len(losses) <= MOST:
         raise SpecError(f"the explorer shows one to {MOST} losses, got {len(losses)}.")
@@ -111,7 +112,7 @@ def _field(slot: str, part: type, field: Field) -> dict[str, Any]:
     if field.kind == "choice":
         data["options"] = list(field.options)
     if field.kind == "number":
-        data |= {"optional": field.optional, "whole": field.whole}
+        data |= {"optional": field.optional, "integer": field.integer}
         data |= _of_number(start_number(part, field), **limits(part, field)._asdict())
     if field.kind == "clamp":
         data |= _of_number(20.0, least=None, above=0)
@@ -135,7 +136,7 @@ def _entropy_field() -> dict[str, Any]:
         "name": "entropy_coef",
         "kind": "number",
         "optional": False,
-        "whole": False,
+        "integer": False,
         "default": 0.0,
         **_of_number(0.0, least=None, above=None),
     }

@@ -111,14 +111,13 @@ def _variant(part: type, choices: dict[str, Any]) -> Variant:
     anchor = choices.pop(RATIO_ANCHOR, "old")
     try:
         _with_choices(part, choices, {f.name: start_number(part, f) for f in numbers_of(part)})
-        made = _with_choices(part, choices, distinct_numbers(part))
+        instance = _with_choices(part, choices, distinct_numbers(part))
     except PolicyLossError as error:
         return Variant([], error=str(error))
-    spec = _spec_with(made, anchor)
-    lines = _side_lines(made) if part is BySign else _own_lines(spec, slot_of(part))
-    return Variant(
-        [(line.name, _open(line.tree, part)) for line in lines], _words(slot_of(part), made)
-    )
+    spec = _spec_with(instance, anchor)
+    lines = _side_lines() if part is BySign else _part_lines(spec, slot_of(part))
+    opened = [(line.name, _open(line.tree, part)) for line in lines]
+    return Variant(opened, _words(slot_of(part), instance))
 
 
 def _with_choices(part: type, choices: dict[str, Any], numbers: dict[str, float]) -> Any:
@@ -136,15 +135,16 @@ def _with_choices(part: type, choices: dict[str, Any], numbers: dict[str, float]
 
 def _spec_with(part: Any, anchor: str = "old") -> LossSpec:
     """A loss that this part belongs to, and nothing else that could be mistaken for it."""
-    slot = slot_of(type(part))
+    kind: type = type(part)
+    slot = slot_of(kind)
     if slot == "trust":
         return LossSpec(ratio=TokenRatio(anchor), trust=part)  # type: ignore[arg-type]
     if isinstance(part, SelfNormalise):
         return LossSpec(trust=Unbounded(), correction=(Truncate(2.0), part))
-    return LossSpec(trust=Unbounded()).replace(**{slot: part})  # type: ignore[misc]
+    return LossSpec(trust=Unbounded()).replace(**{slot: part})
 
 
-def _own_lines(spec: LossSpec, slot: str) -> list[Line]:
+def _part_lines(spec: LossSpec, slot: str) -> list[Line]:
     """The lines that a part adds to the formula."""
     if slot == "aggregate":
         return lines_by_slot(spec)["loss"][0][-1:]
@@ -153,7 +153,7 @@ def _own_lines(spec: LossSpec, slot: str) -> list[Line]:
     return lines_by_slot(spec)[slot][0]
 
 
-def _side_lines(part: Any) -> list[Line]:
+def _side_lines() -> list[Line]:
     """The line of `BySign`, with "positive" and "negative" for the losses of its sides."""
     sides = {"positive": Unbounded("ratio"), "negative": Unbounded("logp")}
     both = lines_by_slot(LossSpec(trust=BySign(**sides)))["trust"][0][-1]
@@ -195,9 +195,9 @@ def _words(slot: str, part: Any) -> tuple[str, ...]:
     nothing = LossSpec(trust=function, aggregate=function)
     if isinstance(part, SelfNormalise):
         return ("SelfNormalise",)
-    spec = nothing.replace(**{slot: part})  # type: ignore[misc]
-    own = traits(spec) if slot == "ratio" else traits(spec) - traits(nothing)
-    return tuple(sorted(own & _WORDS))
+    spec = nothing.replace(**{slot: part})
+    words = traits(spec) if slot == "ratio" else traits(spec) - traits(nothing)
+    return tuple(sorted(words & _WORDS))
 
 
 class Joints(NamedTuple):
@@ -275,4 +275,3 @@ def _token_losses() -> Iterator[tuple[tuple[bool, bool, int, bool], Lines]]:
 
 def _trees(lines: list[Line]) -> Lines:
     return [(line.name, line.tree) for line in lines]
-

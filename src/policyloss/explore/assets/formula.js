@@ -46,7 +46,9 @@ function each(size, values, compute) {
 // step: for each name an array with one entry per token; `row`, `column` and `group` say where a
 // token stands. Only valid tokens exist; a formula may narrow the mask.
 function evaluate(lines, step, of = "loss") {
-  const size = step.row.length, tape = [], names = new Map();
+  const size = step.row.length,
+    tape = [],
+    names = new Map();
   const leaf = (value, carries = false) => ({ value, carries, parents: [], slope: null });
   for (const [name, value] of Object.entries(step)) {
     names.set(name, leaf(value, ["logp", "entropy", "divergence"].includes(name)));
@@ -65,14 +67,17 @@ function evaluate(lines, step, of = "loss") {
     const values = nodes.map((node) => node.value);
     const back = (k) => (g) => {
       const product = (i) => {
-        const own = at(g, i);
-        return own === 0 ? 0 : own * slopes(...values.map((v) => at(v, i)))[k];
+        const slope = at(g, i);
+        return slope === 0 ? 0 : slope * slopes(...values.map((v) => at(v, i)))[k];
       };
       if (!Array.isArray(g)) return product(0);
       const all = Array.from({ length: size }, (_, i) => product(i));
       return Array.isArray(values[k]) ? all : all.reduce((a, b) => a + b, 0);
     };
-    return record(each(size, values, compute), nodes.map((node, k) => [node, back(k)]));
+    return record(
+      each(size, values, compute),
+      nodes.map((node, k) => [node, back(k)]),
+    );
   };
 
   // Sums over the tokens of the mask that share a key, given back to every token with that key.
@@ -84,14 +89,20 @@ function evaluate(lines, step, of = "loss") {
   const counts = (keys) => totals(keys, 1, mask()).map((count) => Math.max(count, 1));
   const all = Array(size).fill(true);
   const overKeys = (keys, x, mean) => {
-    const counted = mask(), by = mean ? counts(keys) : Array(size).fill(1);
+    const counted = mask(),
+      by = mean ? counts(keys) : Array(size).fill(1);
     const value = totals(keys, x.value, counted).map((total, i) => total / by[i]);
-    const back = (g) => totals(keys, g.map((slope, i) => slope / by[i]), all)
-      .map((total, i) => (counted[i] ? total : 0));
+    const back = (g) =>
+      totals(
+        keys,
+        g.map((slope, i) => slope / by[i]),
+        all,
+      ).map((total, i) => (counted[i] ? total : 0));
     return record(value, [[x, back]]);
   };
   const overAll = (x, mean) => {
-    const counted = mask(), by = mean ? count(step.row.map((_, i) => i)) : 1;
+    const counted = mask(),
+      by = mean ? count(step.row.map((_, i) => i)) : 1;
     const value = step.row.reduce((sum, _, i) => sum + (counted[i] ? at(x.value, i) : 0), 0) / by;
     return record(value, [[x, (g) => step.row.map((_, i) => (counted[i] ? g / by : 0))]]);
   };
@@ -99,7 +110,8 @@ function evaluate(lines, step, of = "loss") {
   const count = (keys) => Math.max(new Set(keys.filter((_, i) => mask()[i])).size, 1);
   // The unbroken run of the mask that each token stands in.
   const runs = () => {
-    let run = 0, last = null;
+    let run = 0,
+      last = null;
     return step.row.map((row, i) => {
       if (!mask()[i]) return -1;
       const follows = step.row[last] === row && step.column[last] === step.column[i] - 1;
@@ -109,9 +121,18 @@ function evaluate(lines, step, of = "loss") {
     });
   };
   const anyOf = (keys, test) => totals(keys, test.map(Number), mask()).map((total) => total > 0);
-  const allOf = (keys, test) => anyOf(keys, test.map((x) => !x)).map((x) => !x);
-  const largest = (x) => step.row.map((row) => x.reduce((most, v, i) =>
-    (step.row[i] === row && mask()[i] ? Math.max(most, v) : most), -Infinity));
+  const allOf = (keys, test) =>
+    anyOf(
+      keys,
+      test.map((x) => !x),
+    ).map((x) => !x);
+  const largest = (x) =>
+    step.row.map((row) =>
+      x.reduce(
+        (most, v, i) => (step.row[i] === row && mask()[i] ? Math.max(most, v) : most),
+        -Infinity,
+      ),
+    );
   const kthLargest = (x, k) => {
     const ordered = x.filter((_, i) => mask()[i]).sort((a, b) => (a < b ? 1 : a > b ? -1 : 0));
     return ordered.length ? ordered[Math.min(Math.trunc(k), ordered.length) - 1] : 0;
@@ -128,7 +149,14 @@ function evaluate(lines, step, of = "loss") {
     seq_all: (x) => leaf(allOf(step.row, x.value)),
     run_all: (x) => leaf(allOf(runs(), x.value)),
     kth_largest: (x, k) => leaf(kthLargest(x.value, k.value)),
-    draw: (seed, ...keys) => leaf(each(size, [seed, ...keys].map((x) => x.value), draw)),
+    draw: (seed, ...keys) =>
+      leaf(
+        each(
+          size,
+          [seed, ...keys].map((x) => x.value),
+          draw,
+        ),
+      ),
   };
   const known = {
     N: () => count(step.row.map((_, i) => i)),
@@ -147,10 +175,17 @@ function evaluate(lines, step, of = "loss") {
       throw new Error(`the formula reads ${x}, which this page does not have`);
     }
     if (!Array.isArray(x)) return leaf(x);
-    const [operator, ...rest] = x, nodes = rest.map(valueOf);
+    const [operator, ...rest] = x,
+      nodes = rest.map(valueOf);
     if (Object.hasOwn(SMOOTH, operator)) return pointwise(SMOOTH[operator], nodes);
     if (Object.hasOwn(TESTS, operator)) {
-      return leaf(each(size, nodes.map((node) => node.value), TESTS[operator]));
+      return leaf(
+        each(
+          size,
+          nodes.map((node) => node.value),
+          TESTS[operator],
+        ),
+      );
     }
     if (Object.hasOwn(words, operator)) return words[operator](...nodes);
     throw new Error(`this page cannot compute ${operator}`);
@@ -174,7 +209,8 @@ function evaluate(lines, step, of = "loss") {
 // splitmix64 over the bits as float32, as the word `draw` means.
 const MASK63 = 0x7fffffffffffffffn;
 function draw(seed, ...keys) {
-  const wrap = (z) => BigInt.asIntN(64, z), bits = new DataView(new ArrayBuffer(4));
+  const wrap = (z) => BigInt.asIntN(64, z),
+    bits = new DataView(new ArrayBuffer(4));
   let z = BigInt(seed) * 0x9e3779b9n + 0x1234567n;
   for (const key of keys) {
     bits.setFloat32(0, key);
@@ -229,14 +265,16 @@ for (const sign of ["<", "<=", ">", ">=", "==", "!="]) PRECEDENCE[sign] = 1;
 function numberText(x) {
   if (!Number.isFinite(x)) return x > 0 ? "inf" : "-inf";
   if (Number.isInteger(x) && Math.abs(x) < 1e15) return String(x);
-  const [digits, power] = x.toExponential().split("e"), e = Number(power);
+  const [digits, power] = x.toExponential().split("e"),
+    e = Number(power);
   if (e >= -4 && e < 16) return String(x);
   return `${digits}e${e < 0 ? "-" : "+"}${String(Math.abs(e)).padStart(2, "0")}`;
 }
 
 // The text of an expression, in brackets if it binds weaker than `least`.
 function expressionText(x, least = 0) {
-  let text = String(x), binds = 8;
+  let text = String(x),
+    binds = 8;
   if (typeof x === "number") {
     text = numberText(x);
     if (text.startsWith("-")) binds = 6;

@@ -7,14 +7,17 @@ const clone = (x) => JSON.parse(JSON.stringify(x));
 const number = (x) => (x === "inf" ? Infinity : x === "-inf" ? -Infinity : x);
 const plainNumber = (x) => (Number.isFinite(x) ? x : x > 0 ? "inf" : "-inf");
 const isRecord = (x) => typeof x === "object" && x !== null && !Array.isArray(x);
-const fail = (message) => { throw new Error(message); };
+const fail = (message) => {
+  throw new Error(message);
+};
 const shown = (x) => (JSON.stringify(x) ?? String(x)).slice(0, 60);
 
 // A number within the limits of its field.
 function checkedNumber(called, field, data) {
   const x = number(data);
   if (x === null && field.optional) return null;
-  if (typeof x !== "number" || Number.isNaN(x)) fail(`${called} must be a number, got ${shown(data)}.`);
+  if (typeof x !== "number" || Number.isNaN(x))
+    fail(`${called} must be a number, got ${shown(data)}.`);
   const wrong = (sign, limit) => fail(`${called} must be ${sign} ${limit}, got ${shown(data)}.`);
   if (field.least !== undefined && x < field.least) wrong("at least", field.least);
   if (field.above !== undefined && x <= field.above) wrong("above", field.above);
@@ -22,7 +25,8 @@ function checkedNumber(called, field, data) {
   if (!Number.isFinite(x)) fail(`${called} must be finite.`);
   if (field.most !== undefined && x > field.most) wrong("at most", field.most);
   if (field.below !== undefined && x >= field.below) wrong("below", field.below);
-  if (field.whole && !Number.isInteger(x)) fail(`${called} must be an integer, got ${shown(data)}.`);
+  if (field.integer && !Number.isInteger(x))
+    fail(`${called} must be an integer, got ${shown(data)}.`);
   return x;
 }
 
@@ -43,7 +47,8 @@ function checkedPart(slot, data, depth = 0) {
   if (!isRecord(data) || !Object.hasOwn(data, "type")) {
     fail(`the ${slot} slot must hold a part with a "type", got ${shown(data)}.`);
   }
-  const { type } = data, parts = DATA.slots[slot];
+  const { type } = data,
+    parts = DATA.slots[slot];
   if (typeof type !== "string" || !Object.hasOwn(parts, type)) {
     fail(`${shown(type)} is no part of the ${slot} slot that this page knows.`);
   }
@@ -55,21 +60,34 @@ function checkedPart(slot, data, depth = 0) {
   }
   const part = { type };
   for (const field of fields) {
-    const called = `${type}.${field.name}`, has = Object.hasOwn(data, field.name);
+    const called = `${type}.${field.name}`,
+      has = Object.hasOwn(data, field.name);
     if (!has && !Object.hasOwn(field, "default")) fail(`${type} needs ${field.name}.`);
     const value = has ? data[field.name] : clone(field.default);
     if (field.kind === "part") {
       if (depth > 3) fail("parts are nested too deeply.");
       part[field.name] = checkedPart(slot, value, depth + 1);
     } else if (field.kind === "choice") {
-      if (!field.options.includes(value)) fail(`${called} must be one of ${field.options.map(String).join(", ")}; got ${shown(value)}.`);
+      if (!field.options.includes(value))
+        fail(
+          `${called} must be one of ${field.options.map(String).join(", ")}; got ${shown(value)}.`,
+        );
       part[field.name] = value;
     } else {
-      part[field.name] = (field.kind === "clamp" ? checkedClamp : checkedNumber)(called, field, value);
+      part[field.name] = (field.kind === "clamp" ? checkedClamp : checkedNumber)(
+        called,
+        field,
+        value,
+      );
     }
   }
   for (const { name, not_below: low } of fields) {
-    if (low && part[name] !== null && part[low] !== null && number(part[low]) > number(part[name])) {
+    if (
+      low &&
+      part[name] !== null &&
+      part[low] !== null &&
+      number(part[low]) > number(part[name])
+    ) {
       fail(`${type}: ${low} is above ${name}.`);
     }
   }
@@ -84,7 +102,8 @@ function checkedSpec(data) {
   }
   const slot = (name) => (Object.hasOwn(data, name) ? data[name] : clone(DATA.default[name]));
   const list = (name, x, most) => {
-    if (!Array.isArray(x) || x.length > most) fail(`${name} must be a list of at most ${most} parts.`);
+    if (!Array.isArray(x) || x.length > most)
+      fail(`${name} must be a list of at most ${most} parts.`);
     return x.map((part) => checkedPart(name, part));
   };
   const pulls = slot("kl") ?? [];
@@ -109,19 +128,32 @@ function checkedSpec(data) {
 function checkFit(spec) {
   const anchor = spec.ratio.anchor;
   const variants = (slot, parts) => parts.map((part) => variantOf(slot, part, anchor));
-  const trusts = (part) => [part, ...DATA.slots.trust[part.type].fields
-    .filter((field) => field.kind === "part").flatMap((field) => trusts(part[field.name]))];
+  const trusts = (part) => [
+    part,
+    ...DATA.slots.trust[part.type].fields
+      .filter((field) => field.kind === "part")
+      .flatMap((field) => trusts(part[field.name])),
+  ];
   for (const { type } of trusts(spec.trust)) {
     const refusal = DATA.unfit_ratios[type]?.[spec.ratio.type];
     if (refusal) fail(refusal);
   }
-  const ranks = (lines) => lines.some(([, place]) => expressionText(expressionAt(place)).includes("kth_largest"));
+  const ranks = (lines) =>
+    lines.some(([, place]) => expressionText(expressionAt(place)).includes("kth_largest"));
   const ranking = variants("trust", trusts(spec.trust)).filter(({ lines }) => ranks(lines));
   if (ranking.length > 1) fail("only one side of BySign may choose tokens of the whole step.");
-  const { correction } = spec, normalising = correction.filter(isNormalising);
-  const has = (result) => ({ lines }) => lines.some(([name]) => name === result);
-  const weighing = variants("correction", correction.filter((part) => !isNormalising(part))).filter(has("weight"));
-  if (weighing.length > 1) fail("two corrections would both multiply by the importance weight; keep one.");
+  const { correction } = spec,
+    normalising = correction.filter(isNormalising);
+  const has =
+    (result) =>
+    ({ lines }) =>
+      lines.some(([name]) => name === result);
+  const weighing = variants(
+    "correction",
+    correction.filter((part) => !isNormalising(part)),
+  ).filter(has("weight"));
+  if (weighing.length > 1)
+    fail("two corrections would both multiply by the importance weight; keep one.");
   if (normalising.length > 1 || (normalising.length && !weighing.length)) {
     fail("SelfNormalise normalises one weight: put it once, beside a correction that weights.");
   }
@@ -129,7 +161,8 @@ function checkFit(spec) {
     fail(`rejected=${shown(spec.rejected)} has no effect without a correction.`);
   }
   const pulls = pullsOf(spec);
-  if (pulls.filter((part) => part.type === "Divergence").length > 1) fail("a loss has one Divergence at most.");
+  if (pulls.filter((part) => part.type === "Divergence").length > 1)
+    fail("a loss has one Divergence at most.");
   variants("ratio", [spec.ratio]);
   variants("kl", pulls);
   variants("aggregate", [spec.aggregate]);
@@ -159,7 +192,11 @@ function parametersOf(slot, part) {
     const value = part[name];
     if (kind === "number") numbers[name] = number(value);
     if (kind !== "clamp") continue;
-    const [low, high] = Array.isArray(value) ? value.map(number) : value === null ? [null, null] : [-number(value), number(value)];
+    const [low, high] = Array.isArray(value)
+      ? value.map(number)
+      : value === null
+        ? [null, null]
+        : [-number(value), number(value)];
     numbers[`${name}.low`] = low ?? -Infinity;
     numbers[`${name}.high`] = high ?? Infinity;
   }
@@ -168,12 +205,15 @@ function parametersOf(slot, part) {
 
 // The lines of one part. A part made of parts has the lines of each, which end in its field's name.
 function linesOf(slot, part, anchor) {
-  const { lines } = variantOf(slot, part, anchor), parameters = parametersOf(slot, part);
+  const { lines } = variantOf(slot, part, anchor),
+    parameters = parametersOf(slot, part);
   const inner = DATA.slots[slot][part.type].fields.filter((field) => field.kind === "part");
   const before = inner.flatMap(({ name }) => {
-    const own = linesOf(slot, part[name], anchor);
-    const renamed = Object.fromEntries(own.map(([label], i) => [label, i < own.length - 1 ? `${label}_${name}` : name]));
-    return own.map(([label, x]) => [renamed[label], renameIn(x, renamed)]);
+    const inside = linesOf(slot, part[name], anchor);
+    const renamed = Object.fromEntries(
+      inside.map(([label], i) => [label, i < inside.length - 1 ? `${label}_${name}` : name]),
+    );
+    return inside.map(([label, x]) => [renamed[label], renameIn(x, renamed)]);
   });
   return [...before, ...lines.map(([label, place]) => [label, expressionAt(place, parameters)])];
 }
@@ -185,41 +225,56 @@ const renameIn = (x, names) => {
 
 // The formula of a spec: lines [name, expression], the last of which is the loss.
 function formulaOf(spec) {
-  const anchor = spec.ratio.anchor, lines = [], written = new Set();
+  const anchor = spec.ratio.anchor,
+    lines = [],
+    written = new Set();
   const join = (pieces, names = {}, numbers = {}) => {
     for (const [label, place] of pieces) lines.push([label, expressionAt(place, numbers, names)]);
   };
   for (const part of spec.correction.filter((each) => !isNormalising(each))) {
     for (const [label, x] of linesOf("correction", part, anchor)) {
       if (label === "log_weight" && written.has(label)) continue;
-      if (["weight", "keep"].includes(label) && written.has(label)) join(DATA.joints[label], { [`${label}_2`]: x });
+      if (["weight", "keep"].includes(label) && written.has(label))
+        join(DATA.joints[label], { [`${label}_2`]: x });
       else lines.push([label, x]);
       written.add(label);
     }
   }
-  const rejects = written.has("keep"), weighs = written.has("weight");
+  const rejects = written.has("keep"),
+    weighs = written.has("weight");
   if (rejects) join(DATA.joints.rejected[spec.rejected]);
-  for (const { over } of spec.correction.filter(isNormalising)) join(DATA.joints.normalised[`${over},${Number(rejects)}`]);
+  for (const { over } of spec.correction.filter(isNormalising))
+    join(DATA.joints.normalised[`${over},${Number(rejects)}`]);
   lines.push(...linesOf("ratio", spec.ratio, anchor), ...linesOf("trust", spec.trust, anchor));
-  const pulls = pullsOf(spec), numbers = { entropy_coef: spec.entropy_coef };
+  const pulls = pullsOf(spec),
+    numbers = { entropy_coef: spec.entropy_coef };
   pulls.forEach((part, i) => {
     const called = i ? `kl_${i + 1}` : "kl";
-    lines.push(...linesOf("kl", part, anchor).map(([label, x]) => [label === "kl" ? called : label, x]));
+    lines.push(
+      ...linesOf("kl", part, anchor).map(([label, x]) => [label === "kl" ? called : label, x]),
+    );
     numbers[`${called}.coef`] = part.coef;
   });
   const key = [weighs, rejects && spec.rejected === "keep", pulls.length, spec.entropy_coef !== 0];
   const sum = DATA.joints.token_loss[key.map(Number).join(",")];
   join(sum, {}, numbers);
   const averaged = sum.length ? { surrogate: "token_loss" } : {};
-  lines.push(...linesOf("aggregate", spec.aggregate, anchor).map(([label, x]) => [label, renameIn(x, averaged)]));
+  lines.push(
+    ...linesOf("aggregate", spec.aggregate, anchor).map(([label, x]) => [
+      label,
+      renameIn(x, averaged),
+    ]),
+  );
   return needed(lines);
 }
 
-const namesIn = (x) => (Array.isArray(x) ? x.slice(1).flatMap(namesIn) : typeof x === "string" ? [x] : []);
+const namesIn = (x) =>
+  Array.isArray(x) ? x.slice(1).flatMap(namesIn) : typeof x === "string" ? [x] : [];
 
 // The lines that the loss depends on. The mask is in every sum and count without being written.
 function needed(lines) {
-  const wanted = new Set(["loss"]), kept = [];
+  const wanted = new Set(["loss"]),
+    kept = [];
   for (const [label, x] of [...lines].reverse()) {
     if (!wanted.has(label) && label !== "mask") continue;
     wanted.delete(label);
@@ -231,18 +286,33 @@ function needed(lines) {
 
 // What a formula reads beside its own lines.
 function readsOf(lines) {
-  const inputs = ["logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy", "divergence"];
+  const inputs = [
+    "logp",
+    "old_logp",
+    "rollout_logp",
+    "ref_logp",
+    "teacher_logp",
+    "entropy",
+    "divergence",
+  ];
   const names = new Set(lines.flatMap(([, x]) => namesIn(x)));
   return inputs.filter((name) => names.has(name));
 }
 
 // Whether a token's loss depends on numbers of the whole step.
-const rankedWords = (x) => Array.isArray(x) && (["token_mean", "kth_largest", "sum"].includes(x[0]) || x.some(rankedWords));
+const rankedWords = (x) =>
+  Array.isArray(x) && (["token_mean", "kth_largest", "sum"].includes(x[0]) || x.some(rankedWords));
 const needsStep = (lines) => lines.some(([label, x]) => label !== "loss" && rankedWords(x));
 
 // The presets that are exactly this spec.
-const canonical = (x) => JSON.stringify(x, (_, value) => (isRecord(value) ? Object.fromEntries(Object.entries(value).sort()) : value));
-const presetsOf = (spec) => Object.keys(DATA.presets).filter((name) => canonical(DATA.presets[name].spec) === canonical(spec));
+const canonical = (x) =>
+  JSON.stringify(x, (_, value) =>
+    isRecord(value) ? Object.fromEntries(Object.entries(value).sort()) : value,
+  );
+const presetsOf = (spec) =>
+  Object.keys(DATA.presets).filter(
+    (name) => canonical(DATA.presets[name].spec) === canonical(spec),
+  );
 
 const pythonValue = (x) => {
   if (x === null) return "None";
@@ -254,19 +324,43 @@ const pythonValue = (x) => {
 
 function pythonPart(slot, part) {
   const options = DATA.slots[slot][part.type].fields
-    .filter((field) => !Object.hasOwn(field, "default") || canonical(field.default) !== canonical(part[field.name]))
-    .map(({ name, kind }) => `${name}=${kind === "part" ? pythonPart(slot, part[name]) : pythonValue(part[name])}`);
+    .filter(
+      (field) =>
+        !Object.hasOwn(field, "default") ||
+        canonical(field.default) !== canonical(part[field.name]),
+    )
+    .map(
+      ({ name, kind }) =>
+        `${name}=${kind === "part" ? pythonPart(slot, part[name]) : pythonValue(part[name])}`,
+    );
   return `pl.${part.type}(${options.join(", ")})`;
 }
 
 // The spec as Python: the name of a preset, or every slot that is not the default.
 function pythonOf(spec) {
-  const [preset] = presetsOf(spec), names = Object.keys(DATA.default);
-  const several = (slot, parts) => (parts.length === 1 ? pythonPart(slot, parts[0]) : `(${parts.map((part) => pythonPart(slot, part)).join(", ")})`);
-  const written = { rejected: pythonValue, entropy_coef: pythonValue, correction: (x) => several("correction", x), kl: () => several("kl", pullsOf(spec)) };
-  const slots = names.filter((slot) => canonical(spec[slot]) !== canonical(DATA.default[slot]))
-    .map((slot) => `    ${slot}=${written[slot] ? written[slot](spec[slot]) : pythonPart(slot, spec[slot])},\n`);
-  const code = preset ? `spec = pl.preset(${JSON.stringify(preset)})` : slots.length ? `spec = pl.LossSpec(\n${slots.join("")})` : "spec = pl.LossSpec()";
+  const [preset] = presetsOf(spec),
+    names = Object.keys(DATA.default);
+  const several = (slot, parts) =>
+    parts.length === 1
+      ? pythonPart(slot, parts[0])
+      : `(${parts.map((part) => pythonPart(slot, part)).join(", ")})`;
+  const written = {
+    rejected: pythonValue,
+    entropy_coef: pythonValue,
+    correction: (x) => several("correction", x),
+    kl: () => several("kl", pullsOf(spec)),
+  };
+  const slots = names
+    .filter((slot) => canonical(spec[slot]) !== canonical(DATA.default[slot]))
+    .map(
+      (slot) =>
+        `    ${slot}=${written[slot] ? written[slot](spec[slot]) : pythonPart(slot, spec[slot])},\n`,
+    );
+  const code = preset
+    ? `spec = pl.preset(${JSON.stringify(preset)})`
+    : slots.length
+      ? `spec = pl.LossSpec(\n${slots.join("")})`
+      : "spec = pl.LossSpec()";
   return `${code.includes("math.inf") ? "import math\n\n" : ""}import policyloss as pl\n\n${code}\n`;
 }
 
@@ -275,13 +369,20 @@ function elsewhereOf(spec) {
   const [preset] = presetsOf(spec);
   if (preset) return DATA.presets[preset].elsewhere.map((i) => DATA.elsewhere[i]);
   const words = new Set(spec.entropy_coef ? ["entropy"] : []);
-  const parts = { ratio: [spec.ratio], trust: [spec.trust], correction: spec.correction, kl: pullsOf(spec), aggregate: [spec.aggregate] };
-  for (const [slot, list] of Object.entries(parts)) for (const part of list) {
-    variantOf(slot, part, spec.ratio.anchor).words.forEach((word) => words.add(word));
-    for (const [field, more] of Object.entries(DATA.slots[slot][part.type].words_if_infinite)) {
-      if (part[field] === "inf") more.forEach((word) => words.add(word));
+  const parts = {
+    ratio: [spec.ratio],
+    trust: [spec.trust],
+    correction: spec.correction,
+    kl: pullsOf(spec),
+    aggregate: [spec.aggregate],
+  };
+  for (const [slot, list] of Object.entries(parts))
+    for (const part of list) {
+      variantOf(slot, part, spec.ratio.anchor).words.forEach((word) => words.add(word));
+      for (const [field, more] of Object.entries(DATA.slots[slot][part.type].words_if_infinite)) {
+        if (part[field] === "inf") more.forEach((word) => words.add(word));
+      }
     }
-  }
   const holds = (need) => (need.startsWith("-") ? !words.has(need.slice(1)) : words.has(need));
   return DATA.elsewhere.filter(({ needs }) => needs.every(holds));
 }
