@@ -4,8 +4,8 @@ every preset and of random compositions of parts.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,28 +19,12 @@ import policyloss as pl
 from cases import PRESETS, Batch, make_batch, run
 from policyloss.explain.formula import Formula, Line
 from policyloss.explain.traits import elsewhere
-from policyloss.explore import explorer_page
 from policyloss.parts.data import VARIANTS
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-sync_api = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium")
 
 POINTS = 200
 LOGP = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
+SEEDED = pl.preset("clip_cov", seed=7, fraction=0.1, cov_low=0.1)
 TOLERANCE = 1e-9  # relative, or absolute below 1
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    file = tmp_path_factory.mktemp("explorer") / "explorer.html"
-    file.write_text(explorer_page(), encoding="utf-8")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        shown = browser.new_page()
-        shown.goto(file.as_uri())
-        yield shown
-        browser.close()
 
 
 def as_step(batch: Batch) -> dict[str, Any]:
@@ -85,9 +69,9 @@ def batches(first: int, points: int = POINTS) -> list[Batch]:
     return steps
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, "a seed"])
 def test_the_browser_computes_what_pytorch_computes(page: Any, name: str) -> None:
-    assert_computes(page, PRESETS[name], batches(first=1000))
+    assert_computes(page, PRESETS.get(name, SEEDED), batches(first=1000))
 
 
 def known_to_the_page(spec: pl.LossSpec) -> bool:
@@ -122,3 +106,40 @@ def test_any_composition_is_computed_and_written_down(
     assert scope["spec"] == spec
     names = page.evaluate("(spec) => policyloss.elsewhere(spec)", data)
     assert names == [[entry.part, entry.what] for entry in elsewhere(spec)]
+
+
+# One-line mistakes in the evaluator, and the preset whose numbers must notice.
+MISTAKES = {
+    "a clip keeps its slope beyond its bounds": (
+        "[x >= a && x <= b ? 1 : 0, 0, 0]",
+        "[1, 0, 0]",
+        "ppo",
+    ),
+    "a tie gives both sides the slope": ("(a === b ? 0.5 : 0)", "(a === b ? 1 : 0)", "ppo"),
+    "a gradient is not stopped": ("sg: (x) => leaf(x.value)", "sg: (x) => x", "cispo"),
+    "a mean sends its slope back as a sum": ("slope / by[i])", "slope)", "gspo"),
+    "turns are sequences": (
+        "overKeys(runs(), x, true)",
+        "overKeys(step.row, x, true)",
+        "gspo_turn",
+    ),
+    "a rank counts from the smallest": ("a < b ? 1 : a > b ? -1 : 0", "a < b ? -1 : 1", "kl_cov"),
+    "a draw ignores its seed": ("BigInt(seed) * 0x9e3779b9n", "0n", "clip_cov"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_notices_a_mistake(
+    browser: Any, explorer_html: str, tmp_path: Path, mistake: str
+) -> None:
+    old, new, name = MISTAKES[mistake]
+    assert explorer_html.count(old) == 1
+    file = tmp_path / "wrong.html"
+    unprotected = re.sub(r"<meta http-equiv=[^>]*>", "", explorer_html)
+    file.write_text(unprotected.replace(old, new), encoding="utf-8")
+    wrong = browser.new_page()
+    wrong.goto(file.as_uri())
+    spec = SEEDED if name == "clip_cov" else PRESETS[name]
+    with pytest.raises(AssertionError):
+        assert_computes(wrong, spec, batches(first=1000))
+    wrong.close()

@@ -9,7 +9,15 @@ from policyloss.report.offline import asset, content_policy
 from policyloss.report.text import island
 from policyloss.spec import LossSpec
 
-_SCRIPTS = ("formula.js", "spec.js", "controls.js", "curves.js", "tokens.js", "explorer.js")
+_SCRIPTS = (
+    "formula.js",
+    "spec.js",
+    "controls.js",
+    "curves.js",
+    "tokens.js",
+    "written.js",
+    "explorer.js",
+)
 
 
 def explorer_page(losses: Sequence[LossSpec | str] = FIRST) -> str:

@@ -177,7 +177,6 @@ def _preset(name: str) -> dict[str, Any]:
         "title": explanation.title,
         "paper": explanation.paper,
         "note": explanation.note,
-        "also": list(explanation.also),
         "spec": explanation.spec.to_dict(),
         "formula": str(explanation.formula),
         "elsewhere": [i for i, entry in enumerate(ELSEWHERE) if entry in explanation.elsewhere],

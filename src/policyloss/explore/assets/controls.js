@@ -28,13 +28,10 @@ function numberControl(parent, { id, label, low, high, value, change, least, mos
   });
   if (least !== undefined) box.min = least;
   if (most !== undefined) box.max = most;
-  const show = (x) => {
-    slider.value = x;
-    box.value = x;
-  };
-  show(value);
+  slider.value = box.value = value;
   slider.addEventListener("input", () => {
     if (change(Number(slider.value))) box.value = slider.value;
+    else slider.value = box.value;
   });
   box.addEventListener("change", () => {
     const ok = box.value !== "" && change(Number(box.value));
@@ -186,4 +183,18 @@ function withValue(spec, path, value) {
   else owner[last] = value;
   if (!changed.correction.length) changed.rejected = "keep";
   return changed;
+}
+
+// Changes to try one after the other: the change alone, then with another number of the same part
+// switched on or off, because some choices need a number, and others forbid one.
+function* possibleChanges(spec, path, value) {
+  const changed = withValue(spec, path, value);
+  yield changed;
+  const owner = path.slice(0, -1).reduce((part, key) => part[key], changed);
+  if (!owner?.type) return;
+  const { fields } = DATA.slots[path[0]][owner.type];
+  for (const { name, optional, start } of fields) {
+    if (!optional || name === path.at(-1)) continue;
+    yield withValue(changed, [...path.slice(0, -1), name], owner[name] === null ? start : null);
+  }
 }

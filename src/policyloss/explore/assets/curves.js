@@ -175,10 +175,9 @@ function drawCurves(losses) {
       ({ samples, label }) =>
         `${label}: from ${short(samples[sign][of][0])} to ${short(samples[sign][of].at(-1))}`,
     );
-    svg.setAttribute(
-      "aria-label",
-      `${title}, over the ratio from ${view.zoom.map((v) => short(v)).join(" to ")}. ${says.join("; ")}. The table below reads the curves at any ratio.`,
-    );
+    const from = `${title}, over the ratio from ${view.zoom.map((v) => short(v)).join(" to ")}`;
+    const more = "The table below reads the curves at any ratio.";
+    svg.setAttribute("aria-label", `${from}. ${says.join("; ")}. ${more}`);
   }
 }
 

@@ -23,6 +23,8 @@ const first = () => ({
 let view = first(),
   drawn = [];
 const opened = new Set();
+const NO_CURVE =
+  "It compares the tokens of the whole step, so a token alone has no curve; see the small step.";
 
 const labelOf = (spec) => presetsOf(spec)[0] ?? "your own";
 const say = (text) => {
@@ -88,7 +90,14 @@ function briefSpec(spec) {
   );
 }
 
+// The address follows the state, but not every step of a drag: browsers limit such changes.
+let waiting = 0;
 function save() {
+  clearTimeout(waiting);
+  waiting = setTimeout(saveNow, 100);
+}
+
+function saveNow() {
   const start = first(),
     out = new URLSearchParams(view.losses.map((spec) => ["loss", briefSpec(spec)]));
   for (const name of [...Object.keys(SETTINGS), "ratios", "weights", "advantages", "theme"]) {
@@ -108,11 +117,7 @@ function drawnLosses() {
       twin = labels.indexOf(labels[index]) !== labels.lastIndexOf(labels[index]);
     const label = twin ? `${labels[index]} (${index + 1})` : labels[index],
       loss = { spec, lines, index, label };
-    if (needsStep(lines))
-      return {
-        ...loss,
-        note: "compares the tokens of the whole step, so a token alone has no curve: see the small step below",
-      };
+    if (needsStep(lines)) return { ...loss, note: NO_CURVE };
     const beside = reads.filter((name) => ["divergence", "entropy"].includes(name));
     const note = beside.length
       ? `the ${beside.join(" and ")} acts on the whole distribution, beside the weight shown here`
@@ -156,22 +161,35 @@ function setReading(ratio) {
 
 // Change a loss, if the change fits; otherwise say why in its card.
 function editLoss(index, path, value, rebuild) {
-  const problem = document.querySelector(`#editors [data-index="${index}"] .problem`);
-  try {
-    const changed = withValue(view.losses[index], path, value),
+  const problems = [];
+  let spec = null;
+  for (const changed of possibleChanges(view.losses[index], path, value)) {
+    try {
       spec = checkedSpec(changed);
-    formulaOf(spec);
-    view.losses[index] = spec;
-  } catch (error) {
-    problem.textContent = error.message;
-    return false;
+      break;
+    } catch (error) {
+      problems.push(error.message);
+      if (!rebuild) break;
+    }
   }
-  problem.textContent = "";
+  const card = document.querySelector(`#editors [data-index="${index}"]`);
+  card.querySelector(".problem").textContent = spec ? "" : problems[0];
+  if (!spec) return false;
+  view.losses[index] = spec;
   if (rebuild) rebuildEditors();
-  else $(`preset-${index}`).value = presetsOf(view.losses[index])[0] ?? "";
+  else showPreset(card, index);
   rebuildSettings();
   redraw();
   return true;
+}
+
+// Which preset the loss of a card is.
+function showPreset(card, index) {
+  const [preset] = presetsOf(view.losses[index]),
+    about = DATA.presets[preset];
+  card.querySelector("select").value = preset ?? "";
+  const text = about ? `${about.title}. ${about.paper}` : "A composition of your own.";
+  card.querySelector(".title").textContent = text;
 }
 
 function rebuildEditors() {
@@ -181,13 +199,11 @@ function rebuildEditors() {
   view.losses.forEach((spec, index) => {
     const card = add(holder, "div", { class: "card", "data-index": index }),
       head = add(card, "div", { class: "pick" });
-    const [preset] = presetsOf(spec);
     add(head, "i", { class: `swatch run${index}` });
     add(head, "label", { for: `preset-${index}` }, `Loss ${index + 1}`);
     const select = add(head, "select", { id: `preset-${index}` });
     add(select, "option", { value: "" }, "your own");
     for (const name of Object.keys(DATA.presets)) add(select, "option", { value: name }, name);
-    select.value = preset ?? "";
     select.addEventListener("change", () => {
       if (select.value) view.losses[index] = checkedSpec(DATA.presets[select.value].spec);
       rebuild();
@@ -205,13 +221,8 @@ function rebuildEditors() {
         $("preset-0").focus();
       });
     }
-    const about = preset ? DATA.presets[preset] : null;
-    add(
-      card,
-      "p",
-      { class: "quiet" },
-      about ? `${about.title}. ${about.paper}` : "A composition of your own.",
-    );
+    add(card, "p", { class: "quiet title" });
+    showPreset(card, index);
     add(card, "p", { class: "problem", role: "alert" });
     const details = add(card, "details");
     details.open = opened.has(index);
@@ -306,77 +317,6 @@ function rebuildSettings() {
   });
 }
 
-async function copy(text, what) {
-  try {
-    await navigator.clipboard.writeText(text);
-    say(`${what} copied.`);
-  } catch {
-    say(
-      `This browser does not let a page copy; ${what === "Link" ? "the address bar holds the link" : "select the text instead"}.`,
-    );
-  }
-}
-
-// The names of a loss in frameworks, one row for each framework, and what has no name there.
-function namesTable(parent, spec) {
-  const entries = elsewhereOf(spec),
-    counts = new Map();
-  for (const { names } of entries)
-    for (const who of Object.keys(names)) counts.set(who, (counts.get(who) ?? 0) + 1);
-  const body = add(
-    add(add(parent, "div", { class: "wide" }), "table", { class: "settings" }),
-    "tbody",
-  );
-  for (const who of [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a))) {
-    const row = add(body, "tr"),
-      cell = (add(row, "th", { scope: "row" }, who), add(row, "td"));
-    for (const { part, names } of entries)
-      if (names[who]) add(cell, "div", {}, `${part}: ${names[who]}`);
-    const missing = entries.filter(({ names }) => !names[who]).map(({ part }) => part);
-    if (missing.length)
-      add(cell, "div", { class: "quiet" }, `no name known for: ${missing.join(", ")}`);
-  }
-  if (!entries.length)
-    add(parent, "p", { class: "quiet" }, "No framework is known to have these parts.");
-}
-
-function drawWritten(losses) {
-  const holder = $("written"),
-    wasOpen = [...holder.querySelectorAll("details")].map((details) => details.open);
-  holder.replaceChildren();
-  losses.forEach(({ spec, lines, label, index }, place) => {
-    const card = add(holder, "div", { class: "card" }),
-      title = add(card, "h3"),
-      [preset] = presetsOf(spec);
-    add(title, "i", { class: `swatch run${index}` });
-    add(title, "span", {}, label);
-    const formula = preset
-      ? DATA.presets[preset].formula
-      : lines.map(([name, x]) => `${name} = ${expressionText(x)}`).join("\n");
-    const pre = add(card, "pre", { class: "formula", tabindex: 0 });
-    for (const line of formula.split("\n")) add(pre, "span", {}, line);
-    const used = new Set(formula.match(/[A-Za-z_]\w*/g)),
-      words = Object.keys(DATA.vocabulary).filter((word) => used.has(word));
-    if (words.length)
-      add(
-        card,
-        "p",
-        { class: "quiet" },
-        `${words.map((word) => DATA.vocabulary[word]).join("; ")}.`,
-      );
-    const python = pythonOf(spec);
-    add(card, "pre", { class: "python", tabindex: 0 }, python);
-    const button = add(card, "button", { type: "button" }, "Copy the Python");
-    button.addEventListener("click", () => copy(python, "Python"));
-    if (preset && DATA.presets[preset].note)
-      add(card, "p", { class: "quiet" }, DATA.presets[preset].note);
-    const details = add(card, "details");
-    details.open = wasOpen[place] ?? false;
-    add(details, "summary", {}, "In frameworks");
-    namesTable(details, spec);
-  });
-}
-
 function rebuild() {
   rebuildEditors();
   rebuildSettings();
@@ -388,7 +328,10 @@ $("add").addEventListener("click", () => {
   rebuild();
   $(`preset-${view.losses.length - 1}`).focus();
 });
-$("copy-link").addEventListener("click", () => copy(location.href, "Link"));
+$("copy-link").addEventListener("click", () => {
+  saveNow();
+  copy(location.href, "Link");
+});
 $("theme").addEventListener("click", () => {
   view.theme = THEMES[(THEMES.indexOf(view.theme) + 1) % 3];
   redraw();

@@ -9,8 +9,10 @@ const WEIGHTS = [1.0, 1.1, 0.9, 1.0, 1.6, 1.0, 0.95, 1.0, 1.05];
 const REACH = [0.25, 4];
 const MARKS = { ratios: "ratio π / π_old", weights: "engine weight π_old / π_rollout" };
 
-const tokenName = (i) =>
-  `token ${ROWS.slice(0, i).filter((row) => row === ROWS[i]).length + 1} of sequence ${ROWS[i] + 1}`;
+const tokenName = (i) => {
+  const place = ROWS.slice(0, i).filter((row) => row === ROWS[i]).length + 1;
+  return `token ${place} of sequence ${ROWS[i] + 1}`;
+};
 const readsEngine = (losses) => losses.some(({ lines }) => readsOf(lines).includes("rollout_logp"));
 
 // What a loss does in the step of the page.
