@@ -1,4 +1,4 @@
-"""The explorer used as a person would: sliders, links, keys, drags, hostile links, small screens."""
+"""The explorer as a person uses it: sliders, links, keys, drags, hostile links, small screens."""
 
 from __future__ import annotations
 
@@ -233,11 +233,14 @@ def test_a_hostile_link_is_inert(open_page: Open, fragment: str) -> None:
     assert kept == {"loss": ["ppo", "gspo"]}
 
 
-VALUES = [-1, 0, 0.5, 1, 1.5, 2, 3, 1e9, "inf", "-inf", None, True, "k1", "token", [], {}, [1, 2]]
+VALUES = [-1, 0, 0.5, 1, 1.5, 2, 3, 10**9, "inf", "-inf", None, True, "k1", "token", [], {}, [1, 2]]
 
 
 def test_the_page_accepts_what_the_library_accepts(page: Any) -> None:
-    """Every field of every preset's parts with every value: both take it, or both refuse it."""
+    """Every field of every preset's parts with every value: both take it, or both refuse it.
+
+    But see `narrower_here`.
+    """
     cases = []
     for name in pl.presets():
         data = pl.preset(name).to_dict()
@@ -247,22 +250,33 @@ def test_the_page_accepts_what_the_library_accepts(page: Any) -> None:
                 for field in each if isinstance(each, dict) else ():
                     for value in VALUES:
                         changed = {**each, field: value}
-                        whole = [*parts[:i], changed, *parts[i + 1 :]]
-                        cases.append({slot: whole if isinstance(part, list) else changed})
-    cases = [json.loads(text) for text in sorted({json.dumps(case) for case in cases})]
+                        several = [*parts[:i], changed, *parts[i + 1 :]]
+                        case = {slot: several if isinstance(part, list) else changed}
+                        if not narrower_here(changed):
+                            cases.append(json.dumps(case))
+    cases = sorted(set(cases))
     accepts = page.evaluate(
-        "(cases) => cases.map((data) => { try { policyloss.check(data); return true; }"
+        "(cases) => cases.map((data) => { try { policyloss.check(JSON.parse(data)); return true; }"
         " catch { return false; } })",
         cases,
     )
     wrong = [c for c, ok in zip(cases, accepts, strict=True) if ok is not library_accepts(c)]
     assert len(cases) > 1000
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
-def library_accepts(data: dict[str, Any]) -> bool:
+def narrower_here(part: dict[str, Any]) -> bool:
+    """The page alone refuses a lower bound at infinity, a weight by a tensor that it does not have,
+    and an upper bound that is left to follow the lower one.
+    """
+    endless = part.get("low") == "inf" or part.get("cov_low") == "-inf"
+    by_tensor = part["type"] == "Divergence" and part["weight"] in ("k1", "token")
+    return endless or by_tensor or (part["type"] == "Clip" and part["eps_high"] is None)
+
+
+def library_accepts(text: str) -> bool:
     try:
-        pl.LossSpec.from_dict(data)
+        pl.LossSpec.from_dict(json.loads(text))
     except PolicyLossError:
         return False
     return True

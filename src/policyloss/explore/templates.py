@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from policyloss.errors import PolicyLossError
@@ -71,6 +72,7 @@ class Template(NamedTuple):
 RATIO_ANCHOR = "anchor of the ratio"
 
 
+@cache
 def template(part: type) -> Template:
     """The variants of a class of parts, by the choices that make a difference."""
     axes: dict[str, tuple[Any, ...]] = {

@@ -171,18 +171,25 @@ function checkFit(spec) {
 const isNormalising = (part) => part.type === "SelfNormalise";
 const pullsOf = (spec) => (Array.isArray(spec.kl) ? spec.kl : spec.kl === null ? [] : [spec.kl]);
 
-// What a part is for its choices. An infinite bound that may be None is none.
+// What a part is for its choices. An infinite bound of a field that may be None is none, if the
+// part may do without it.
 function variantOf(slot, part, anchor) {
   const { keys, variants, fields } = DATA.slots[slot][part.type];
-  let place = 0;
-  for (const [key, options] of keys) {
-    const field = fields.find(({ name }) => name === key);
-    let value = key === RATIO_ANCHOR ? anchor : part[key];
-    if (field?.kind === "number") value = value === null || value === "inf" ? null : "number";
-    place = place * options.length + options.indexOf(value);
-  }
-  const variant = DATA.variants[variants[place]];
-  return variant.error ? fail(variant.error) : variant;
+  const variant = (infinite) => {
+    let place = 0;
+    for (const [key, options] of keys) {
+      let value = key === RATIO_ANCHOR ? anchor : part[key];
+      if (value === "inf") value = infinite;
+      else if (fields.some(({ name, kind }) => name === key && kind === "number") && value !== null)
+        value = "number";
+      place = place * options.length + options.indexOf(value);
+    }
+    return DATA.variants[variants[place]];
+  };
+  const { error } = variant("number"),
+    unbounded = variant(null);
+  if (error) fail(error);
+  return unbounded.error ? variant("number") : unbounded;
 }
 
 // The numbers of a part by the names of its parameters.
