@@ -83,7 +83,7 @@ def any_loss() -> st.SearchStrategy[pl.LossSpec]:
     return specs().filter(known_to_the_page)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spec=any_loss(), seed=st.integers(0, 999))
 def test_any_composition_is_computed_and_written_down(
     page: Any, spec: pl.LossSpec, seed: int
@@ -128,6 +128,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_comparison_notices_a_mistake(
     browser: Any, explorer_html: str, tmp_path: Path, mistake: str

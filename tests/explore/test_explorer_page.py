@@ -80,6 +80,7 @@ def test_a_number_beyond_its_limit_is_refused_and_explained(open_page: Open) -> 
     assert python_of(page) == pl.preset("ppo")
 
 
+@pytest.mark.slow
 def test_a_loss_is_built_part_by_part(open_page: Open) -> None:
     page = open_page("#loss=ppo")
     open_editor(page)
@@ -165,7 +166,7 @@ def shown_weights(page: Any) -> list[float]:
     return [float(row[-1].split(" ")[0]) for row in rows_of(page, "#step-table")]
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_turn", "gmpo", "clip_cov", "dr_grpo", "icepop"])
+@pytest.mark.parametrize("name", ["gspo_turn", "clip_cov"])
 def test_a_token_is_moved_by_keys_and_all_weights_follow(open_page: Open, name: str) -> None:
     page, spec = open_page(f"#loss={name}"), pl.preset(name)
     assert shown_weights(page) == pytest.approx(expected_weights(spec, RATIOS), rel=1e-3)
@@ -184,6 +185,7 @@ def test_a_token_is_moved_by_keys_and_all_weights_follow(open_page: Open, name: 
     assert token.evaluate("(node) => node === document.activeElement")
 
 
+@pytest.mark.slow
 def test_a_token_is_dragged(open_page: Open) -> None:
     """With GSPO one token moves the weights of its sequence, with PPO its own alone."""
     for name, others_move in (("ppo", False), ("gspo", True)):
@@ -222,15 +224,19 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("fragment", HOSTILE)
-def test_a_hostile_link_is_inert(open_page: Open, fragment: str) -> None:
-    page = open_page(fragment)
-    assert page.locator("#status").text_content().startswith("The link could not be read")
-    assert [python_of(page, i) for i in (0, 1)] == [pl.preset("ppo"), pl.preset("gspo")]
-    assert page.locator("img, b, main script").count() == 0
-    assert page.evaluate("({}).polluted") is None
-    kept = parse_qs(link_of(page, "loss=ppo")[1:])
-    assert kept == {"loss": ["ppo", "gspo"]}
+def test_a_hostile_link_is_inert(open_page: Open) -> None:
+    page = open_page(HOSTILE[0])
+    for fragment in HOSTILE:
+        page.evaluate("(fragment) => { location.hash = fragment; }", fragment)
+        refused = "() => document.getElementById('status').textContent.startsWith('The link')"
+        page.wait_for_function(refused)
+        assert [python_of(page, i) for i in (0, 1)] == [pl.preset("ppo"), pl.preset("gspo")]
+        assert page.locator("img, b, main script").count() == 0
+        assert page.evaluate("({}).polluted") is None
+        assert parse_qs(link_of(page, "loss=ppo&loss=gspo")[1:]) == {"loss": ["ppo", "gspo"]}
+        page.evaluate("location.hash = '#loss=cispo'")
+        page.wait_for_function("document.getElementById('status').textContent === ''")
+        assert python_of(page) == pl.preset("cispo")
 
 
 VALUES = [-1, 0, 0.5, 1, 1.5, 2, 3, 10**9, "inf", "-inf", None, True, "k1", "token", [], {}, [1, 2]]
@@ -282,6 +288,7 @@ def library_accepts(text: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_three_losses_at_most_stand_side_by_side(open_page: Open) -> None:
     page = open_page("#loss=ppo")
     add = page.get_by_role("button", name="Add a loss")
@@ -313,6 +320,7 @@ def test_the_reading_is_what_pytorch_computes(open_page: Open) -> None:
             assert [float(cell) for cell in cells] == pytest.approx(values, rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1200])
 def test_every_control_has_a_name_and_nothing_overflows(open_page: Open, width: int) -> None:
     page = open_page("#loss=seq_mask_tis&loss=up_grpo&loss=sdpo", width=width, height=800)

@@ -1,7 +1,7 @@
 // The curves of one token over its ratio, for both signs of the advantage.
 
 const DASHES = ["", "7 4", "2 3"];
-const POINTS = 241;
+const POINTS = 181;
 // How a token's other probabilities compare with the old policy's: argument, setting, label.
 const POLICIES = [
   ["rollout_logp", "rollout", "π_old / π_rollout (engine)"],

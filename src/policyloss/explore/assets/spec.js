@@ -316,7 +316,11 @@ const canonical = (x) =>
   JSON.stringify(x, (_, value) =>
     isRecord(value) ? Object.fromEntries(Object.entries(value).sort()) : value,
   );
-const presetsOf = (spec) =>
-  Object.keys(DATA.presets).filter(
-    (name) => canonical(DATA.presets[name].spec) === canonical(spec),
-  );
+const PRESET_TEXTS = Object.entries(DATA.presets).map(([name, { spec }]) => [
+  canonical(spec),
+  name,
+]);
+const presetsOf = (spec) => {
+  const text = canonical(spec);
+  return PRESET_TEXTS.filter(([each]) => each === text).map(([, name]) => name);
+};
