@@ -136,7 +136,7 @@ function drawCurves(losses) {
       for (const [low, high] of samples[sign].zero) {
         const size = { x: x(low), width: Math.max(0, x(high) - x(low)) };
         add(svg, "rect", {
-          class: `zero run${index}`,
+          class: `flat run${index}`,
           ...size,
           y: box.top,
           height: box.bottom - box.top,

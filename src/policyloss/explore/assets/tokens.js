@@ -31,12 +31,12 @@ function stepResult(lines) {
 function moveToken(kind, i, value, focus) {
   view[kind][i] = Math.min(Math.max(Number(value.toPrecision(4)), REACH[0]), REACH[1]);
   redrawStep();
-  if (focus) document.querySelector(`#tokens [data-kind="${kind}"][data-i="${i}"]`)?.focus();
+  if (focus) document.querySelector(`#token-marks [data-kind="${kind}"][data-i="${i}"]`)?.focus();
 }
 
 // The marks of the tokens, each a slider for the keyboard and the pointer.
 function drawTokens(losses) {
-  const svg = $("tokens"),
+  const svg = $("token-marks"),
     kinds = readsEngine(losses) ? ["ratios", "weights"] : ["ratios"];
   $("tokens-title").textContent = kinds
     .map((kind) => `${kind === "ratios" ? "●" : "■"} ${MARKS[kind]}`)
@@ -130,7 +130,7 @@ function drawBars(losses) {
     add(title, "i", { class: `swatch run${index}` });
     add(title, "span", {}, label);
     add(caption, "span", { class: "quiet" }, `loss of the step ${short(loss)}`);
-    const svg = figure.appendChild(document.createElementNS($("tokens").namespaceURI, "svg"));
+    const svg = figure.appendChild(document.createElementNS($("token-marks").namespaceURI, "svg"));
     const says = weight.map(
       (w, i) => `${tokenName(i)} ${short(w)}${kept && !kept[i] ? ", rejected" : ""}`,
     );
