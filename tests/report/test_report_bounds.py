@@ -213,20 +213,13 @@ def test_rows_and_long_texts_count_towards_the_budget(
         rollouts=[rollout(s, ["x"], group=k) for s in range(4) for k in range(3)],
     )
     found = run_of(short)
-    # Every second step back from the last.
-    assert [row["step"] for row in found["rollouts"]] == [
-        1,
-        1,
-        1,
-        3,
-        3,
-        3,
-    ]
+    # One group of every step, and a second one of the last two.
+    assert [row["step"] for row in found["rollouts"]] == [0, 1, 2, 2, 3, 3]
     assert (
-        "6 of 12 rollouts are shown, from 2 of 4 steps, to keep the page small." in found["notes"]
+        "6 of 12 completions in rollouts.jsonl are shown, from 4 of 4 steps, to keep the page "
+        "small." in found["notes"]
     )
     monkeypatch.setattr(limits, "TOKEN_BUDGET", 100)
-    monkeypatch.setattr("policyloss.report.rollouts.read_rollouts.__defaults__", (100,))
     long = write_run(
         tmp_path / "long", [], rollouts=[rollout(s, ["x"], prompt="p" * 256 * 60) for s in range(4)]
     )
@@ -356,7 +349,7 @@ def test_the_bounds_are_documented() -> None:
     table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
     counts = (
         "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET ALL_POINTS "
-        "HISTOGRAMS BINS TOKEN_BUDGET ROWS"
+        "HISTOGRAMS BINS TOKEN_BUDGET ALL_TOKENS ROWS"
     )
     for name in [*counts.split(), "CHARACTERS_PER_TOKEN", "TEXT_LENGTH", "TOKEN_LENGTH"]:
         assert f" {getattr(limits, name):,} " in table.replace(",\n", " \n").replace(

@@ -17,7 +17,7 @@ from policyloss.report.view import view
 
 _SCRIPTS = (
     *("charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
-    *("ratios.js", "tokens.js", "live.js", "page.js"),
+    *("ratios.js", "tokens.js", "completions.js", "live.js", "page.js"),
 )
 
 
@@ -40,7 +40,7 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
         *charts.values(),
         _section(
             "tokens",
-            "Tokens",
+            "Completions",
             _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
         ),
         _section(
@@ -134,6 +134,5 @@ def _figure(index: int, title: str, hint: str, judge: str) -> str:
 
 _NO_STEPS = '<p class="quiet">No step has been written yet.</p>'
 _NO_TOKENS = (
-    '<p class="quiet">No rollouts were recorded (rollouts.jsonl), so there are no tokens to '
-    "show.</p>"
+    '<p class="quiet">No completions were recorded (rollouts.jsonl), so there are none to show.</p>'
 )

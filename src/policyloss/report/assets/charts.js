@@ -3,8 +3,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SVG = document.querySelector("svg")?.namespaceURI;
 const DASHES = ["", "7 4", "2 3", "10 3 2 3", "1 5", "14 4"];
-const state = { run: 0, step: null, sample: 0, token: 0, color: "ratio", smooth: 0, theme: "system", log: new Set(), hidden: new Set(), keys: new Set(),
-  x: "step", zoom: null, base: "", bands: false, marked: new Set() };
+const state = { run: 0, step: null, group: null, sample: 0, token: 0, color: "ratio", only: null, find: "", show: "all", sort: "step",
+  smooth: 0, theme: "system", log: new Set(), hidden: new Set(), keys: new Set(), x: "step", zoom: null, base: "", bands: false, marked: new Set() };
 const charts = []; // {figure, draw}; after drawing also x (value → pixel), unit (of x) and line (the crosshair)
 const $ = (id) => document.getElementById(id);
 const visibleRuns = () => DATA.runs.map((run, index) => ({ run, index })).filter(({ index }) => !state.hidden.has(index));

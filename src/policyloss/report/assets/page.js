@@ -1,16 +1,17 @@
 // The page as a whole: its state, which is also in the address after #, so that a view can be linked; the toolbar; redrawing.
-const NUMBERS = ["run", "step", "sample", "token", "smooth"], SETS = ["log", "hidden", "marked"], OF_RUNS = ["hidden", "marked"];
+const NUMBERS = ["run", "step", "group", "sample", "token", "only", "smooth"], TEXTS = ["find", "show", "sort", "base"];
+const SETS = ["log", "hidden", "marked"], OF_RUNS = ["hidden", "marked"];
 let waiting = []; // charts that are drawn when there is time, because they are not on the screen
 
 function load() {
   const given = new URLSearchParams(location.hash.slice(1)), numeric = (text) => text !== "" && Number.isFinite(Number(text));
   for (const name of NUMBERS) if (numeric(given.get(name) ?? "")) state[name] = Number(given.get(name));
   for (const name of SETS) if (given.has(name)) state[name] = new Set(given.get(name).split(",").filter(Boolean).map((v) => (OF_RUNS.includes(name) ? Number(v) : v)));
+  for (const name of TEXTS) if (given.has(name)) state[name] = given.get(name);
   if (Object.hasOwn(COLOURS, given.get("color") ?? "")) state.color = given.get("color");
   if (["system", "light", "dark"].includes(given.get("theme"))) state.theme = given.get("theme");
   if (Object.hasOwn(UNITS, given.get("x") ?? "")) state.x = given.get("x");
   if (given.has("bands")) state.bands = given.get("bands") === "1" && DATA.groups.some(({ runs }) => runs.length > 1);
-  if (given.has("base")) state.base = given.get("base");
   const zoom = (given.get("zoom") ?? "").split(",");
   if (given.has("zoom")) state.zoom = zoom.length === 2 && zoom.every(numeric) && Number(zoom[0]) < Number(zoom[1]) ? zoom.map(Number) : null;
   state.run = Math.max(0, Math.min(Math.trunc(state.run), DATA.runs.length - 1));
@@ -20,7 +21,7 @@ function load() {
 
 function save() {
   const out = new URLSearchParams();
-  for (const name of [...NUMBERS, "color", "theme", "x", "base"]) if (state[name] !== null) out.set(name, state[name]);
+  for (const name of [...NUMBERS, ...TEXTS, "color", "theme", "x"]) if (state[name] !== null) out.set(name, state[name]);
   for (const name of SETS) out.set(name, [...state[name]].join(","));
   out.set("bands", Number(state.bands));
   out.set("zoom", (state.zoom ?? []).join(","));
@@ -64,7 +65,7 @@ function update() {
 
 function selectStep(step) {
   if (step === null) return;
-  state.step = step;
+  Object.assign(state, { step, group: null, sample: 0, token: 0 });
   update();
 }
 

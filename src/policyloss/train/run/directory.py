@@ -5,6 +5,7 @@
     metrics.jsonl      one line per step, only numbers that a rerun repeats bit for bit
     timing.jsonl       seconds and tokens per second of each step
     rollouts.jsonl     sampled completions, token by token
+    answers.jsonl      the answers to some held-out prompts at each evaluation, token by token
     tensorboard/       events
     checkpoints/       step_000010/, …
     lock               the process that uses the directory
@@ -56,9 +57,8 @@ class RunDir:
         self.path, self._lock = path, lock
         self.config: dict[str, Any] = contents["config"]
         self.spec: dict[str, Any] = contents["loss"]
-        self._lines = {
-            name: JsonLines(path / f"{name}.jsonl") for name in ("metrics", "timing", "rollouts")
-        }
+        names = ("metrics", "timing", "rollouts", "answers")
+        self._lines = {name: JsonLines(path / f"{name}.jsonl") for name in names}
         self._board = TensorBoard(path / "tensorboard")
         self._trackers: list[TensorBoard | Service] = [self._board]
 
@@ -174,6 +174,14 @@ class RunDir:
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled completions, each a dict with its "step"."""
         self._lines["rollouts"].append(rows)
+
+    def answers(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write answers to held-out prompts, each a dict with its "step"."""
+        self._lines["answers"].append(rows)
+
+    def size(self, name: str) -> int:
+        """How many bytes the lines of a file take."""
+        return self._lines[name].size
 
     def truncate(self, step: int) -> None:
         """Go back to the end of `step`: later lines are dropped, later checkpoints set aside, and
