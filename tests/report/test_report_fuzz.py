@@ -139,8 +139,9 @@ def test_any_directory_gives_a_page_or_an_error_of_ours(made: list[dict[str, byt
         page, data_file = folder / "page.html", folder / "data.json"
         code = main(["report", *runs, "--out", str(page), "--json", str(data_file)])
         readable = all({"config.json", "metrics.jsonl"} & set(files) for files in made)
-        assert code == (0 if readable else 2)
-        if not readable:
+        # What lies there without these may be a run of another trainer.
+        assert code == 0 or (code == 2 and not readable)
+        if code:
             assert not page.exists()
             return
         text = page.read_text(encoding="utf-8")

@@ -4,10 +4,14 @@ and the page must open.
 
 from __future__ import annotations
 
-MIB = 2**20
+from policyloss.logs.lines import LINE_BYTES as LINE_BYTES
+from policyloss.logs.lines import MIB as MIB
+
 OBJECT_BYTES = MIB  # of config.json and environment.json
-LINE_BYTES = 16 * MIB  # of one line: about 100,000 tokens with all their numbers
-FILE_BYTES = 2048 * MIB  # of one file of lines
+METRIC_BYTES = 64 * MIB  # of the metrics of all runs that are read; of larger files, parts are
+ROLLOUT_BYTES = 128 * MIB  # the same of their completions
+LEAST_BYTES = MIB  # the share of one run, however many there are
+PATHS = 20_000  # in one folder that is searched for logs
 DEPTH = 20  # of settings inside settings
 SETTINGS = 2_000  # in one file
 INDEXED = 200_000  # steps of metrics, and rows of rollouts, whose offset is kept in memory
@@ -15,9 +19,11 @@ NAMES = 300  # of metrics in one file, beside those that the charts of the page 
 NAME_LENGTH = 200
 POINTS = 5_000  # of one metric
 POINT_BUDGET = 400_000  # of all metrics of one file together
+ALL_POINTS = 2_000_000  # of all runs together
 HISTOGRAMS = 1_000  # steps with a histogram
 BINS = 500  # of one histogram
 TOKEN_BUDGET = 60_000  # tokens of one run, and of one row
+ALL_TOKENS = 300_000  # tokens of all runs together
 ROWS = 2_000  # of rollouts
 CHARACTERS_PER_TOKEN = 256  # of prompt, completion and answer count as one token of the budget
 TEXT_LENGTH = 20_000  # of a prompt, a completion, an answer
@@ -26,6 +32,16 @@ NOTE_LENGTH = 500
 NOTES = 40  # about one run
 LARGEST = 1e150  # beyond it, sums, squares and the scales of a chart would overflow
 LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
+
+
+def share(total: int, most: int, runs: int) -> int:
+    """What one of `runs` may take of `total`, at most `most`."""
+    return min(most, total // max(1, runs))
+
+
+def bytes_of(total: int, runs: int) -> int:
+    """How many bytes of the files of one of `runs` are read."""
+    return max(LEAST_BYTES, total // max(1, runs))
 
 
 def cut(text: str, length: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from policyloss.logs.completions import PARTS
 from policyloss.report import limits
 from policyloss.report.limits import cut
 from policyloss.report.reading import (
@@ -26,16 +27,21 @@ Index = dict[int, list[tuple[int, int]]]
 
 
 def read_rollouts(
-    path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET
+    path: Path,
+    notes: Notes,
+    budget: int = limits.TOKEN_BUDGET,
+    size: int = limits.ROLLOUT_BYTES,
 ) -> list[dict[str, Any]]:
-    """The rows of `rollouts.jsonl`, cleaned, by step; at most about `budget` tokens."""
+    """The rows of `rollouts.jsonl`, cleaned, by step; at most about `budget` tokens. Of more than
+    `size` bytes, parts are read that are evenly spaced.
+    """
     index: Index = {}
     total = without = 0
     file = open_regular(path, notes)
     if file is None:
         return []
     with file:
-        for offset, row in json_lines(file, path.name, notes):
+        for offset, row in json_lines(file, path.name, notes, size, PARTS):
             step = step_of(row)
             if step is None:
                 without += 1
@@ -137,7 +143,7 @@ def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]
     out |= {name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()}
     out |= {name: finite(row.get(name)) for name in ("reward", "advantage")}
     out |= {
-        "finished": bool(row.get("finished")),
+        "finished": None if row.get("finished") is None else bool(row["finished"]),
         "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens],
     }
     out["ids"] = _fitted([integer(v) for v in _list(row.get("ids"))], len(tokens))

@@ -76,7 +76,7 @@ function drawTokens() {
   state.sample = Math.max(0, Math.min(state.sample, rows.length - 1));
   fill($("run"), DATA.runs.map((run, i) => [i, run.label + (run.rollouts.length ? "" : " (no rollouts)")]), state.run);
   fill($("step"), steps.map((s) => [s, s]), step);
-  fill($("sample"), rows.map((r, i) => [i, `${i + 1} of ${rows.length} · reward ${short(r.reward, 3)} · ${r.tokens.length} tokens${r.finished ? "" : " · cut"}`]), state.sample);
+  fill($("sample"), rows.map((r, i) => [i, `${i + 1} of ${rows.length} · reward ${short(r.reward, 3)} · ${r.tokens.length} tokens${r.finished === false ? " · cut" : ""}`]), state.sample);
   fill($("color"), Object.entries(COLOURS).map(([id, { name }]) => [id, name]), state.color);
   const row = rows[state.sample], list = $("token-list");
   list.replaceChildren();
