@@ -7,7 +7,7 @@ out = pl.policy_loss(spec, logp, old_logp, advantages, mask)
 out.loss.backward()
 """
 
-from policyloss import advantage, compat, functional, hf
+from policyloss import advantage, compat, functional, hf, report
 from policyloss.accumulate import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.check.loss import check_loss
@@ -161,6 +161,7 @@ __all__ = [
     "policy_loss",
     "preset",
     "presets",
+    "report",
     "value_loss",
     "whiten",
 ]

@@ -1,8 +1,8 @@
 """Completions as other trainers store them, as rows of `rollouts.jsonl`.
 
-TRL's `log_completions` (parquet), the tables that it logs to W&B (`*.table.json`), verl's dumps of
-rollouts and validation (`<step>.jsonl`), prime-rl's token exports (`rank_<n>.jsonl`), and JSON
-lines with a prompt and a completion under usual names.
+TRL's `log_completions` (parquet), the tables that it logs to W&B (`*.table.json`) and trackio,
+verl's dumps of rollouts and validation (`<step>.jsonl`), prime-rl's token exports
+(`rank_<n>.jsonl`), and JSON lines with a prompt and a completion under usual names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from policyloss.errors import InputError
 from policyloss.logs.lines import LINE_BYTES, Lines
 from policyloss.logs.scalars import number_of
+from policyloss.logs.trackio import trackio_rows
 
 Rows = Iterator[dict[str, Any]]
 PARTS = 32  # of a file that is too large to be read completely
@@ -42,6 +43,7 @@ _PRIME = {
     "clipped": "is_masked",
 }
 _STEP_IN_NAME = re.compile(r"(\d{1,15})(?=\D*$)")
+_STEP_OF_TABLE = re.compile(r"_(\d{1,15})_\w+\.table\.json$")
 
 
 def holds_completions(head: bytes) -> bool:
@@ -59,11 +61,11 @@ def holds_completions(head: bytes) -> bool:
 
 
 def step_in_name(path: Path) -> int:
-    """The last number in the name of a file, or of its folder, or 0: `completions_00010.parquet`,
-    `10.jsonl`, `step_10/rank_0.jsonl`.
+    """The step that a file or its folder is named for, or 0: `completions_00010.parquet`,
+    `10.jsonl`, `step_10/rank_0.jsonl`, `completions_10_<digest>.table.json`.
     """
     name = path.parent.name if path.stem.startswith("rank_") else path.name.partition(".")[0]
-    match = _STEP_IN_NAME.search(name)
+    match = _STEP_OF_TABLE.search(path.name) or _STEP_IN_NAME.search(name)
     return int(match[1]) if match else 0
 
 
@@ -84,6 +86,16 @@ def stored_completions(
     lines = Lines(file, budget, PARTS)
     parsed = (_object(line) for _, line in lines)
     return _ours((row for row in parsed if row is not None), path, ()), lines.sampled
+
+
+def trackio_tables(path: Path, run: str, budget: int, rewards: Iterable[str]) -> Rows:
+    """The same of the tables with completions that were logged to trackio."""
+    for entry in trackio_rows(path, run, budget):
+        for table in entry.values():
+            rows = table.get("_value") if isinstance(table, dict) else None
+            if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+                inside = ({"step": entry["step"], **row} for row in rows if isinstance(row, dict))
+                yield from _ours(inside, path, tuple(rewards))
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

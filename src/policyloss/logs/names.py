@@ -106,6 +106,8 @@ def _ours(name: str) -> tuple[str | None, int]:
     if (match := _VALIDATION.match(name)) is not None:
         score = {"acc": "eval/accuracy", "reward": "eval/reward"}.get(match[1])
         return score, 1
+    if name.startswith("eval_") and name not in _OURS:  # of the Hugging Face trainers
+        return f"eval/{name.removeprefix('eval_')}", 1
     return _OURS.get(name, (None, 0))
 
 

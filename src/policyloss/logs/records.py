@@ -10,10 +10,11 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from policyloss.logs.lines import LINE_BYTES
 
+Item = TypeVar("Item")
 Row = dict[str, float]
 Field = tuple[int, "int | float | bytes"]
 WANDB_HEAD = b":W&B"
@@ -29,7 +30,7 @@ def is_tensorboard(head: bytes) -> bool:
 
 def events(file: BinaryIO, share: float = 1.0) -> Iterator[tuple[int, Row]]:
     """The scalars of an events file, by step. share: of the records that are looked at."""
-    for body in _chosen(_event_records(file), share):
+    for body in chosen(_event_records(file), share):
         step = 0
         row: Row = {}
         for number, value in fields(body):
@@ -41,13 +42,13 @@ def events(file: BinaryIO, share: float = 1.0) -> Iterator[tuple[int, Row]]:
             yield step, row
 
 
-def _chosen(records: Iterator[bytes], share: float) -> Iterator[bytes]:
+def chosen(records: Iterator[Item], share: float) -> Iterator[Item]:
     """About `share` of the records. The golden ratio is never in step with a log that repeats the
     same metrics in the same order, as every k-th record would be.
     """
-    for place, body in enumerate(records):
+    for place, record in enumerate(records):
         if share >= 1 or place * _GOLDEN % 1.0 < share:
-            yield body
+            yield record
 
 
 def _event_records(file: BinaryIO) -> Iterator[bytes]:
@@ -96,7 +97,7 @@ def wandb_history(file: BinaryIO, share: float = 1.0) -> Iterator[dict[str, obje
     """The rows of the `.wandb` file that W&B writes beside a run, also offline, with what JSON
     makes of each value. share: as for `events`.
     """
-    for body in _chosen(_wandb_records(file), share):
+    for body in chosen(_wandb_records(file), share):
         for number, history in fields(body):
             if number == 2 and isinstance(history, bytes):
                 yield _without_media(dict(_wandb_items(history)))

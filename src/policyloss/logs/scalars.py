@@ -37,14 +37,14 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     if is_tensorboard(head):
         return events(file, share)
     if head.startswith(WANDB_HEAD):
-        return _numbered(wandb_history(file, share))
+        return numbered(wandb_history(file, share))
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if start == b"{" and (name.endswith("trainer_state.json") or _is_document(head)):
-        return _numbered(_history(file, name))
+        return numbered(_history(file, name))
     lines = (line for _, line in Lines(file, budget, PARTS))
     texts = (line.decode("utf-8", "replace") for line in lines)
     if start == b"{":
-        return _numbered(row for text in texts if (row := _object(text)) is not None)
+        return numbered(row for text in texts if (row := _object(text)) is not None)
     if b"\x00" in head:
         return iter(())
     if _CONSOLE.search(head.decode("utf-8", "replace")) or b"," not in head.partition(b"\n")[0]:
@@ -57,7 +57,8 @@ def _is_document(head: bytes) -> bool:
     return b'"log_history"' in head or head.lstrip().partition(b"\n")[0].rstrip() == b"{"
 
 
-def _numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
+def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
+    """(step, numbers) of each entry that has a step; what is no number is left out."""
     for entry in entries:
         inner = entry.get("data")  # verl writes {"step": …, "data": {…}}
         flat = {**entry, **inner} if isinstance(inner, dict) else entry
@@ -155,9 +156,14 @@ def _csv(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:
                     f"the columns {columns[first]!r} and {columns[place]!r} are the same metric of "
                     "several runs; export one run."
                 )
+        run = None
         for values in reader:
-            cells = zip(names, values, strict=False)
-            row = {k: x for k, v in cells if k and (x := number_of(v)) is not None}
+            cells = dict(zip(names, values, strict=False))
+            # trackio has the runs of a chart below each other.
+            if run not in (None, cells.get("run")):
+                raise InputError(f"the table holds {run!r} and other runs; export one run.")
+            run = cells.get("run")
+            row = {k: x for k, v in cells.items() if k and (x := number_of(v)) is not None}
             step = step_of(row)
             if step is not None:
                 yield step, row

@@ -24,7 +24,8 @@ def report_command(arguments: Sequence[str]) -> int:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="a run directory, as `policyloss train` writes it",
+        help="a run directory, as `policyloss train` and policyloss.report.Recorder write it, or "
+        "files of TRL, verl, OpenRLHF, prime-rl, TensorBoard, W&B or trackio (docs/report.md)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"

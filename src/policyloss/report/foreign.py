@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.logs.completions import step_in_name, stored_completions
+from policyloss.logs.completions import step_in_name, stored_completions, trackio_tables
 from policyloss.logs.names import STEPS, our_names
 from policyloss.logs.records import wandb_config
-from policyloss.logs.scalars import rows_of
+from policyloss.logs.scalars import numbered, rows_of
+from policyloss.logs.trackio import trackio_config, trackio_rows
 from policyloss.report import limits
 from policyloss.report.reading import Notes, open_regular, sampled_note, strict
 from policyloss.report.rollouts import read_rollouts
@@ -83,8 +84,8 @@ def read_foreign(path: Path, notes: Notes, runs: int) -> StoredRun:
         raise InputError(f"{path} holds no row with a step and numbers; it is no log of a run.")
     if files.kind == "state":
         run.planned = _planned(files.numbers[0])
-    if files.kind == "wandb":
-        run.config = _wandb_settings(files.numbers[0], notes)
+    if files.kind in ("wandb", "trackio"):
+        run.config = _settings(files, notes)
     run.rollouts = _completions(files, run.table, notes, runs)
     return run
 
@@ -102,7 +103,10 @@ def _numbers(files: Files, notes: Notes, runs: int) -> Columns:
             if size > budget and files.kind != "state":
                 notes.append(sampled_note(path.name, size, budget))
             try:
-                for step, row in rows_of(file, path.name, budget):
+                rows = rows_of(file, path.name, budget)
+                if files.kind == "trackio":
+                    rows = numbered(trackio_rows(path, files.run, budget))
+                for step, row in rows:
                     if abs(step) < limits.LARGEST_STEP:
                         columns.add(step, row)
             except OSError as error:
@@ -128,11 +132,14 @@ def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[di
         spool = Path(folder) / "completions.jsonl"
         with spool.open("w", encoding="utf-8") as out:
             before: list[str] = []
+            if files.kind == "trackio":
+                tables = trackio_tables(files.numbers[0], files.run, budget, rewards)
+                out.writelines(_line(row) for row in tables)
             for path in chosen:
                 lines = _spooled(path, budget // max(1, len(chosen)), rewards, notes)
                 # TRL stores the completions of a batch again at each step that is made with it.
                 texts = [line.partition(",")[2] for line in lines]
-                if texts != before:
+                if texts != before or path.suffix == ".jsonl":
                     out.writelines(lines)
                 before = texts
         if not spool.stat().st_size:
@@ -149,7 +156,7 @@ def _spooled(path: Path, budget: int, rewards: list[str], notes: Notes) -> list[
     with file:
         try:
             rows, sampled = stored_completions(file, path, budget, rewards)
-            lines = [json.dumps(_cut(row), default=str) + "\n" for row in rows]
+            lines = [_line(row) for row in rows]
         except (InputError, OSError) as error:
             notes.append(str(error))
             return []
@@ -158,10 +165,11 @@ def _spooled(path: Path, budget: int, rewards: list[str], notes: Notes) -> list[
     return lines
 
 
-def _cut(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose texts are a little longer than what is shown, so that a note says they are."""
+def _line(row: dict[str, Any]) -> str:
+    """A row as a line. Its texts are a little longer than what is shown, so that a note says so."""
     most = limits.TEXT_LENGTH + 1
-    return {name: x[:most] if isinstance(x, str) else x for name, x in row.items()}
+    short = {name: x[:most] if isinstance(x, str) else x for name, x in row.items()}
+    return json.dumps(short, default=str) + "\n"
 
 
 def _evenly(paths: list[Path], budget: int) -> list[Path]:
@@ -185,12 +193,15 @@ def _planned(path: Path) -> int | None:
     return int(match[1]) if match and int(match[1]) else None
 
 
-def _wandb_settings(path: Path, notes: Notes) -> dict[str, Any]:
-    file = open_regular(path, notes)
-    if file is None:
-        return {}
-    with file:
-        settings: dict[str, Any] = strict(wandb_config(file), path.name, notes)
+def _settings(files: Files, notes: Notes) -> dict[str, Any]:
+    """The settings of a run that a tracker stored."""
+    path = files.numbers[0]
+    stored = trackio_config(path, files.run) if files.kind == "trackio" else {}
+    file = open_regular(path, notes) if files.kind == "wandb" else None
+    if file is not None:
+        with file:
+            stored = wandb_config(file)
+    settings: dict[str, Any] = strict(stored, path.name, notes)
     return settings
 
 

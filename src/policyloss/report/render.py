@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from policyloss.report import cards
+from policyloss.report.origins import origins
 from policyloss.report.panels import OTHER
 from policyloss.report.text import escaped, island
 from policyloss.report.view import view
@@ -25,9 +26,10 @@ def render(data: Mapping[str, Any]) -> str:
     shown = view(data)
     style = _asset("page.css")
     script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"
-    names = ", ".join(run["label"] for run in data["runs"])
+    labels = ", ".join(run["label"] for run in data["runs"])
     charts = _charts(shown["panels"])
     more = charts.pop(OTHER, "")
+    names = origins(data["runs"])
     sections = [
         *(charts.pop(name, "") for name in ("Learning", "Policy")),
         _section("ratios", "Ratio distribution", _asset("ratios.html"))
@@ -43,6 +45,9 @@ def render(data: Mapping[str, Any]) -> str:
             "losses", "The loss" if len(data["runs"]) == 1 else "The losses", cards.losses(data)
         ),
         _section("settings", "Settings", cards.settings(data, "config")),
+        _section("names", "Names of the metrics", names)
+        if (names := origins(data["runs"]))
+        else "",
         more,
         _section("environment", "Environment", cards.settings(data, "environment")),
     ]
@@ -51,7 +56,7 @@ def render(data: Mapping[str, Any]) -> str:
 <html lang="en"><head><meta charset="utf-8">\
 <meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">\
-<title>{escaped(names)} · training report</title>
+<title>{escaped(labels)} · training report</title>
 <style>{style}</style></head><body>
 <header><h1>Training report</h1>{cards.overview(data["runs"])}\
 {cards.health(data["runs"])}{cards.notes(data["runs"])}</header>

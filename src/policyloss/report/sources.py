@@ -12,6 +12,7 @@ from pathlib import Path
 from policyloss.errors import InputError
 from policyloss.logs.completions import holds_completions
 from policyloss.logs.records import WANDB_HEAD, is_tensorboard
+from policyloss.logs.trackio import SQLITE_HEAD, run_names
 from policyloss.report import limits
 from policyloss.report.reading import Notes, is_regular, open_regular
 
@@ -22,21 +23,25 @@ KINDS = {
     "state": f"{STATE} of the Hugging Face trainers, such as TRL's",
     "lines": "JSON lines with a step and numbers (verl, prime-rl and others)",
     "wandb": "a .wandb file of Weights & Biases",
+    "trackio": "a project database of trackio",
     "events": "TensorBoard events",
     "table": "a CSV export of W&B or trackio",
     "console": "verl's console output",
 }
-_ENDINGS = (".jsonl", ".json", ".csv", ".wandb", ".parquet", ".log", ".txt", ".out")
-_DEPTH = 4  # of folders inside folders
+_ENDINGS = (".jsonl", ".json", ".csv", ".wandb", ".parquet", ".db", ".log", ".txt", ".out")
+_DEPTH = 8  # of folders inside folders
 _STEP = re.compile(rb'"(_?step|[\w/]*global_step)"\s*:')
 _OURS = ("config.json", "metrics.jsonl")
 
 
 @dataclass
 class Files:
-    """The files of one run. kind: of those with numbers, a key of `KINDS`, or "" without any."""
+    """The files of one run. kind: of those with numbers, a key of `KINDS`, or "" without any. run:
+    its name in a database of several.
+    """
 
     kind: str = ""
+    run: str = ""
     numbers: list[Path] = field(default_factory=list)
     completions: list[Path] = field(default_factory=list)
 
@@ -56,6 +61,9 @@ def files_of(path: Path, notes: Notes) -> Files:
     """The files of the run in `path`; an `InputError` that says what was looked for if there are
     none.
     """
+    place, _, run = path.name.partition("#")
+    if run and not path.exists():
+        path = path.with_name(place)
     if not path.exists():
         raise InputError(f"{path} does not exist; give the folder or the file of a run.")
     inside = sorted(file.parent for file in islice(path.glob("*/config.json"), 100))
@@ -78,7 +86,9 @@ def files_of(path: Path, notes: Notes) -> Files:
     others = sorted(kind for kind in KINDS if kind != chosen and kinds.get(kind))
     if others:
         notes.append(f"The numbers are from {KINDS[chosen]}; not read: {_words(others)}.")
-    return Files(chosen, numbers, completions)
+    if chosen == "trackio":
+        run = _of_project(numbers[0], run)
+    return Files(chosen, run, numbers, completions)
 
 
 def _words(kinds: list[str]) -> str:
@@ -121,6 +131,8 @@ def kind_of_file(path: Path) -> str | None:
         return "events"
     if head.startswith(WANDB_HEAD):
         return "wandb"
+    if head.startswith(SQLITE_HEAD):
+        return "trackio"
     if (path.suffix != ".json" or path.name.endswith(".table.json")) and holds_completions(head):
         return "completions"
     first = head.partition(b"\n")[0]
@@ -143,7 +155,7 @@ def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[
     folders = sorted({file.parent for file in files})
     if kind in ("events", "console") and len(folders) == 1:
         return sorted(files)
-    if kind == "wandb" or len(folders) > 1:
+    if kind in ("wandb", "trackio") or len(folders) > 1:
         names = ", ".join(str(folder.relative_to(path)) for folder in folders[:5])
         raise InputError(
             f"{path} holds several runs ({KINDS[kind]}), in {names}"
@@ -151,6 +163,17 @@ def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[
         )
     notes.append(f"{path.name} holds {len(files)} files of {KINDS[kind]}; all were read.")
     return sorted(files)
+
+
+def _of_project(path: Path, run: str) -> str:
+    """The run of a trackio project that is meant."""
+    names = run_names(path)
+    if run in names or (len(names) == 1 and not run):
+        return run or names[0]
+    listed = ", ".join(names[:10])
+    raise InputError(
+        f"{path} holds the runs {listed}; give one as {path.name}#{names[0] if names else 'RUN'}."
+    )
 
 
 def _number(name: str) -> int:

@@ -34,6 +34,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "label": run["label"],
         "engine": run["summary"]["engine"],
+        "names": run["names"],
         "steps": [list(steps) for steps in places],
         "series": series,
         "histogram": _cut(run["ratio_histogram"]),

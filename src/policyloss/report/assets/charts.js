@@ -130,6 +130,7 @@ function point(chart, step, clientX, clientY) {
     const row = add(tip, "div");
     add(row, "i", { class: `swatch run${line.index % 8}` });
     add(row, "span", {}, chart.panel.keys.length > 1 ? `${line.run.label} · ${brief(line.key)}` : line.run.label);
+    if (line.run.names[line.key]) add(row, "small", {}, line.run.names[line.key]);
     add(row, "b", {}, line.values[at] === null ? "NaN or ∞" : short(line.shown[at]));
   }
   tip.style.left = `${Math.max(4, Math.min(clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;

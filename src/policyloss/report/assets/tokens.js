@@ -80,6 +80,7 @@ function drawTokens() {
   fill($("color"), Object.entries(COLOURS).map(([id, { name }]) => [id, name]), state.color);
   const row = rows[state.sample], list = $("token-list");
   list.replaceChildren();
+  if (row && !row.tokens.length) list.textContent = readable(row.completion); // stored without its tokens
   $("prompt").textContent = row ? readable(row.prompt) : "";
   $("answer").textContent = row ? readable(row.answer) : "";
   $("facts").textContent = row ? `reward ${short(row.reward)} · advantage ${short(row.advantage)} · ${row.clipped.filter(Boolean).length} of ${row.tokens.length} tokens held${source(row)}` : "";
