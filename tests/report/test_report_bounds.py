@@ -287,8 +287,8 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
 
 
 def test_the_report_needs_no_trainer() -> None:
-    """It asks the trainer's lock, and loads nothing else of the trainer,
-    nor any package that the core does without.
+    """It asks the trainer's lock, and its recorder writes the files of a run; it loads nothing else
+    of the trainer, nor any package that the core does without.
 
     To load a module is to run the `__init__` of its packages, so those are asked as well.
     """
@@ -300,8 +300,10 @@ def test_the_report_needs_no_trainer() -> None:
     assert sorted(name for name in seen if name.startswith("policyloss.train")) == [
         "policyloss.train.__init__",
         "policyloss.train.run.__init__",
+        "policyloss.train.run.environment",
         "policyloss.train.run.files",
         "policyloss.train.run.lock",
+        "policyloss.train.run.records",
     ]
     foreign = {name.partition(".")[0] for module in seen for name in imports_of(module)}
     assert not foreign & {"transformers", "numpy", "rich", "safetensors", "tyro"}

@@ -246,7 +246,7 @@ import wandb
 wandb.init(project="p", dir=sys.argv[1], mode="offline", config={"lr": 0.001, "nested": {"b": 2}})
 for step in (10, 20, 30):
     table = wandb.Table(columns=["step", "prompt", "completion", "right", "advantage"],
-                        data=[[step, "1+1=", "2", 1.0, 0.5], [step, "1+1=", "3", 0.0, -0.5]])
+                        data=[[step, "1+1=", "2", 1.0, 0.5], [step, "1+1=", f"-{step}", 0.0, -0.5]])
     wandb.log({"train/reward": step / 40, "train/global_step": step, "train/kl": float("nan"),
                "completions": table})
 wandb.finish()
@@ -258,7 +258,7 @@ import trackio
 for name in sys.argv[2:]:
     trackio.init(project="p", name=name, config={"lr": 0.001})
     for step in (10, 20, 30):
-        rows = [[step, "1+1=", "2", 1.0, 0.5], [step, "1+1=", "3", 0.0, -0.5]]
+        rows = [[step, "1+1=", "2", 1.0, 0.5], [step, "1+1=", f"-{step}", 0.0, -0.5]]
         columns = ["step", "prompt", "completion", "right", "advantage"]
         trackio.log({"train/reward": step / 40, "train/kl": float("nan"),
                      "completions": trackio.Table(columns=columns, data=rows)}, step=step)
@@ -282,7 +282,7 @@ def check_tracked(run: dict[str, Any]) -> None:
     columns = ("step", "prompt", "completion", "reward", "advantage", "group")
     assert [[row[name] for name in columns] for row in run["rollouts"]][:2] == [
         [10, "1+1=", "2", 1.0, 0.5, 0],
-        [10, "1+1=", "3", 0.0, -0.5, 0],
+        [10, "1+1=", "-10", 0.0, -0.5, 0],
     ]
     assert [row["step"] for row in run["rollouts"]] == [10, 10, 20, 20, 30, 30]
 

@@ -42,9 +42,9 @@ class Recorder:
     its preset; the page explains it. config: settings, as JSON can hold them; "steps" is the
     planned number of them, "model" and "task" are shown at the top. resume_after: continue the run
     in `path` after this step; what was recorded of later steps is dropped. rollout_bytes: the most
-    that rollouts.jsonl may grow to. As it fills, fewer calls of `completions` are stored: every
-    second one from half of it on, every fourth from three quarters on, and so forth. A warning and
-    the metric `completions_left_out` say so.
+    that rollouts.jsonl may grow to. When it is full, every second step in it is dropped, and from
+    then on every second call of `completions` is stored, and so forth: what is there is evenly
+    spaced over the run. A warning and the metric `completions_left_out` say so.
     """
 
     def __init__(
@@ -56,15 +56,16 @@ class Recorder:
         resume_after: int | None = None,
         rollout_bytes: int = ROLLOUT_BYTES,
     ) -> None:
-        import policyloss
-
         self.path = Path(path)
-        self._bytes, self._calls, self._left_out = rollout_bytes, 0, 0
+        self._bytes, self._left_out = rollout_bytes, 0
+        self._calls, self._stride = 0, 1
         settings = dict(config or {})
         if isinstance(spec, str):
             settings.setdefault("loss", spec)
         loss = None if spec is None else as_spec(spec).to_dict()
-        contents = {"policyloss": policyloss.__version__, "config": settings, "loss": loss}
+        about = environment()
+        version = about["packages"].get("policyloss", "")
+        contents = {"policyloss": version, "config": settings, "loss": loss}
         data = files.to_json(contents, "config", indent=2)
         try:
             files.make_folder(self.path)
@@ -81,8 +82,8 @@ class Recorder:
                     "resume_after=STEP to continue it."
                 )
             files.replace_file(self.path / "config.json", data)
-            about = files.to_json(environment(), "environment", indent=2)
-            files.replace_file(self.path / "environment.json", about)
+            started = files.to_json(about, "environment", indent=2)
+            files.replace_file(self.path / "environment.json", started)
             self._lines = {name: JsonLines(self.path / f"{name}.jsonl") for name in _FILES}
             for lines in self._lines.values():
                 lines.truncate(resume_after)
@@ -194,22 +195,24 @@ class Recorder:
         self._store(rows)
 
     def _store(self, rows: list[dict[str, Any]]) -> None:
-        """Write the rows if it is their turn and they fit."""
+        """Write the rows if it is their turn, and make room first if there is none."""
         size = sum(len(line_of(row)) + 1 for row in rows)
-        used = (self.path / "rollouts.jsonl").stat().st_size
-        stride = 1
-        while self._bytes * (1 - 1 / (2 * stride)) < used:
-            stride *= 2
-        if self._calls % stride == 0 and used + size <= self._bytes:
+        file = self.path / "rollouts.jsonl"
+        left_out = 0
+        while 0 < size <= self._bytes < size + file.stat().st_size:
+            left_out += self._lines["rollouts"].thin()
+            self._stride *= 2
+        if self._calls % self._stride == 0 and size <= self._bytes:
             self._lines["rollouts"].append(rows)
         else:
-            if not self._left_out:
-                warnings.warn(
-                    f"{self.path / 'rollouts.jsonl'} has {used} of rollout_bytes={self._bytes}; "
-                    "from here on, some completions are left out.",
-                    stacklevel=3,
-                )
-            self._left_out += len(rows)
+            left_out += len(rows)
+        if left_out and not self._left_out:
+            warnings.warn(
+                f"{file} has reached rollout_bytes={self._bytes}; from here on, completions of "
+                "every second step are left out, and of more as the run goes on.",
+                stacklevel=3,
+            )
+        self._left_out += left_out
         self._calls += 1
 
     def close(self) -> None:
