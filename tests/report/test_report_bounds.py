@@ -293,7 +293,7 @@ def test_the_report_needs_no_trainer() -> None:
     To load a module is to run the `__init__` of its packages, so those are asked as well.
     """
     seen: set[str] = set()
-    left = {"policyloss.report.command"}
+    left = {"policyloss.report.command", "policyloss.report.recorder"}
     while left:
         seen |= left
         left = {name for module in left for name in loads(module)} - seen

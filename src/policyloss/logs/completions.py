@@ -33,6 +33,7 @@ FIELDS = {
     "advantage": ("advantage",),
     "group": ("group", "group_id", "uid"),
     "finish_reason": ("finish_reason", "stop_reason"),
+    "finished": ("finished",),
 }
 _PRIME = {
     "logp": "trainer_logprobs",

@@ -153,8 +153,10 @@ class RunDir:
             tracker.log(step, {**metrics, **{f"timing/{name}": x for name, x in timing.items()}})
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled completions, each a dict with its "step"."""
+        """Write sampled completions, each a dict with its "step"; to trackers as a table."""
         self._lines["rollouts"].append(rows)
+        for tracker in self._trackers:
+            tracker.completions(rows)
 
     def truncate(self, step: int) -> None:
         """Go back to the end of `step`: later lines are dropped, later checkpoints set aside, and
