@@ -130,6 +130,13 @@ def test_a_model_beside_the_log_is_not_a_run_of_ours(tmp_path: Path) -> None:
     assert run["summary"]["state"] == "stopped"
 
 
+def test_a_run_of_ours_that_a_tracker_wrote_into_is_ours(tmp_path: Path) -> None:
+    run = realistic_run(tmp_path / "run", steps=8)
+    (run / "wandb").mkdir()
+    (run / "trainer_state.json").write_text((TRL / "trainer_state.json").read_text())
+    assert run_of(run)["source"] == "policyloss"
+
+
 @pytest.mark.parametrize("name", ["verl.jsonl", "verl_console.txt"])
 def test_a_run_of_verl(name: str) -> None:
     run = run_of(RECORDED / "doctor/logs" / name)

@@ -63,11 +63,12 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 def _run(path: Path, label: str, runs: int) -> dict[str, Any]:
     """What the page shows of one of `runs`, which share the bounds on what is read and drawn."""
     notes: Notes = []
-    read = read_our_run if is_our_run(path) else read_foreign
-    stored = read(path, notes, runs)
+    ours = is_our_run(path)
+    stored = (read_our_run if ours else read_foreign)(path, notes, runs)
+    file = "metrics.jsonl" if ours else path.name
     names = renamed(stored.table, stored.times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
-    metrics = stored.table.series("metrics.jsonl", notes, points)
+    metrics = stored.table.series(file, notes, points)
     run: dict[str, Any] = {
         "label": label,
         "path": str(path),

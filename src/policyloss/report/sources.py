@@ -14,7 +14,7 @@ from policyloss.logs.completions import holds_completions
 from policyloss.logs.records import WANDB_HEAD, is_tensorboard
 from policyloss.logs.trackio import SQLITE_HEAD, run_names
 from policyloss.report import limits
-from policyloss.report.reading import Notes, is_regular, open_regular
+from policyloss.report.reading import Notes, is_regular, json_object, open_regular
 
 STATE = "trainer_state.json"
 # The kinds of files with numbers. If a folder holds several, they are of the same run, and the
@@ -32,6 +32,7 @@ _ENDINGS = (".jsonl", ".json", ".csv", ".wandb", ".parquet", ".db", ".log", ".tx
 _DEPTH = 8  # of folders inside folders
 _STEP = re.compile(rb'"(_?step|[\w/]*global_step)"\s*:')
 _OURS = ("config.json", "metrics.jsonl")
+_OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
 
 
 @dataclass
@@ -50,9 +51,13 @@ def is_our_run(path: Path) -> bool:
     """Whether a folder is one as `policyloss train` and `Recorder` write it."""
     if not path.is_dir() or not any(is_regular(path / name) for name in _OURS):
         return False
-    # Models of Hugging Face have a config.json, too, and others write metrics.jsonl.
-    others = ("trainer_state.json", "completions", "token_exports", "wandb")
-    if any((path / name).exists() for name in others) or any(path.glob(f"checkpoint-*/{STATE}")):
+    if "policyloss" in json_object(path / "config.json", []):
+        return True
+    # Of what was damaged, or never had a config. Models of Hugging Face have a config.json, too,
+    # and others write metrics.jsonl.
+    if any((path / name).exists() for name in _OF_OTHERS) or any(
+        path.glob(f"checkpoint-*/{STATE}")
+    ):
         return False
     return kind_of_file(path / "metrics.jsonl") != "lines of others"
 
