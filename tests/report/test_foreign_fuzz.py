@@ -97,13 +97,16 @@ def drawn(files: dict[str, bytes]) -> int:
         return code
 
 
-@pytest.mark.parametrize("name", TEXT_FILES)
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_broken_text_files(name: str, data: st.DataObject) -> None:
+def broken_lines(name: str) -> st.SearchStrategy[tuple[str, bytes]]:
     row = broken(TEXT_FILES[name]).map(lambda value: json.dumps(value).encode())
-    content = data.draw(st.lists(row | st.binary(max_size=20), min_size=1, max_size=3))
-    drawn({name: b"\n".join(content)})
+    content = st.lists(row | row | st.binary(max_size=20), min_size=1, max_size=3).map(b"\n".join)
+    return st.tuples(st.just(name), content)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(list(TEXT_FILES)).flatmap(broken_lines))
+def test_broken_text_files(file: tuple[str, bytes]) -> None:
+    drawn(dict([file]))
 
 
 @pytest.mark.parametrize(

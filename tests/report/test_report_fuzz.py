@@ -79,7 +79,7 @@ def _changed(value: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> Any:
         with suppress(LookupError, TypeError):
             for key in at[:-1]:
                 inner = inner[key]
-            inner[at[-1]] = replacement
+            inner[at[-1]] = json.loads(json.dumps(replacement))  # the next change may be inside
     return value
 
 

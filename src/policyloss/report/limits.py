@@ -10,7 +10,7 @@ from policyloss.logs.lines import MIB as MIB
 OBJECT_BYTES = MIB  # of config.json and environment.json
 METRIC_BYTES = 32 * MIB  # of the metrics of all runs that are read; of larger files, parts are
 ROLLOUT_BYTES = 64 * MIB  # the same of their completions
-LEAST_BYTES = MIB  # the share of one run, however many there are
+LEAST_BYTES = MIB // 4  # the share of one run, however many there are
 PATHS = 20_000  # in one folder that is searched for logs
 DEPTH = 20  # of settings inside settings
 SETTINGS = 2_000  # in one file
