@@ -1,10 +1,10 @@
 """A whole training step: forward and backward of a random-weight Qwen3 with each head and loss.
 
-`python -m benchmarks.step --device cuda --peers peers/src` measures every model and size, and the
-largest batch that fits; `--small` runs all of it on tiny models, to see that it runs. Sequences
-have 2048 tokens, half of them prompt; the body recomputes its activations. The body alone (with the
-mean of its last hidden states as loss) is the floor. Every head is compared with the eager one on
-one sequence first, and one that is wrong is not timed.
+`python -m benchmarks.step --device cuda --peers peers/src` measures every model and size (smaller
+ones with `--device cpu`), and with `--largest` the largest batch that fits; `--small` runs all of
+it on tiny models, to see that it runs. Half of a sequence is prompt; the body recomputes its
+activations. The body alone (with the mean of its last hidden states as loss) is the floor. Every
+head is compared with the eager one on one sequence first, and one that is wrong is not timed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,37 @@ from benchmarks.harness import environment, time_interleaved, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SPEC = pl.preset("ppo")  # whose numbers every head below can make
-LENGTH, VOCABULARY = 2048, 151_936
-# Qwen3's sizes: hidden, intermediate, layers, heads, heads of keys and values.
-MODELS = {
-    "0.6B": (1024, 3072, 28, 16, 8),
-    "1.7B": (2048, 6144, 28, 16, 8),
-    "4B": (2560, 9728, 36, 32, 8),
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. models: hidden, intermediate, layers, heads, heads of keys and values."""
+
+    models: dict[str, tuple[int, ...]]
+    tokens: tuple[int, ...]
+    length: int
+    vocabulary: int
+
+
+SIZES = {
+    "cuda": Sizes(  # Qwen3's
+        {
+            "0.6B": (1024, 3072, 28, 16, 8),
+            "1.7B": (2048, 6144, 28, 16, 8),
+            "4B": (2560, 9728, 36, 32, 8),
+        },
+        (16_384, 65_536, 262_144),
+        2048,
+        151_936,
+    ),
+    "cpu": Sizes({"31M": (512, 1536, 6, 4, 2)}, (1024, 4096), 256, 32_000),
 }
-TOKENS = (16_384, 65_536, 262_144)
-SMALL = {"tiny": (64, 96, 2, 4, 2)}
-SMALL_LENGTH, SMALL_VOCABULARY, SMALL_TOKENS = 32, 500, (64, 128)
+SMALL = Sizes({"tiny": (64, 96, 2, 4, 2)}, (64, 128), 32, 500)
 OURS, EAGER, BODY = "pl.hf.policy_loss", "eager logits", "body alone"
 # Of the loss, and of the gradient's length: logits that are rounded to bfloat16 are off by as much.
 ALLOWED = 0.05
 LONG_S = 2.0  # a step that takes longer is timed twice
+VERY_LONG_S = 10.0  # and one that takes longer than this once
 
 
 @dataclass(frozen=True)
@@ -165,9 +182,7 @@ def verl_chunked(folder: Path) -> Step:
 
 def torch_linear_cross_entropy(_: Path) -> Step:
     """PyTorch's own function, from torch 2.13 on, on the live rows."""
-    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
-    if function is None:
-        raise peers.MissingPeerError("this torch has no linear_cross_entropy")
+    function = peers.torch_linear_cross_entropy()
 
     def step(model: Any, batch: Batch) -> Tensor:
         live, ids = _hidden(model, batch)[batch.mask], batch.ids[:, 1:][batch.mask]
@@ -273,24 +288,44 @@ def first_step(step: Step, model: Any, batch: Batch) -> First | None:
             torch.cuda.empty_cache()
 
 
-def largest(step: Step, model: Any, most: int, make: Callable[[int], Batch]) -> int:
-    """The most rows that fit, by doubling and then halving the gap; `most` at most."""
-    low, high = 0, 1
-    while high <= most and first_step(step, model, make(high)):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+def largest(step: Step, model: Any, most: int, make: Callable[[int], Batch], memory: int) -> int:
+    """The most rows that fit, to a sixteenth; `most` at most.
+
+    Rows are doubled up to 64. Their memory foretells what fits into `memory` bytes (0: unknown), so
+    that few of the long steps near the limit are taken; halving the gap does the rest.
+    """
+    low, high = 0, most + 1
+    peaks: list[tuple[int, int]] = []
+
+    def fits(rows: int) -> bool:
+        nonlocal low, high
+        first = first_step(step, model, make(rows))
+        low, high = (low, rows) if first is None else (rows, high)
+        if first is not None and first.peak_bytes:
+            peaks.append((rows, first.peak_bytes))
+        return first is not None
+
+    rows = 1
+    while rows < high and fits(rows):
+        rows *= 4 if memory and rows < 64 else 2
+        if memory and rows > 64:
+            break
+    if memory and len(peaks) > 1:
+        (few, least), (many, greatest) = peaks[-2:]
+        limit = many + (memory - greatest) * (many - few) // max(greatest - least, 1)
+        for guess in (limit * 15 // 16, limit * 17 // 16):
+            if low < guess < high:
+                fits(guess)
     while high - low > max(low // 16, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if first_step(step, model, make(middle)) else (low, middle)
+        fits((low + high) // 2)
     return low
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Every model and size: times, peaks, and the largest batches."""
     device, rounds = options.device, options.rounds
-    models, sizes = (SMALL, SMALL_TOKENS) if options.small else (MODELS, TOKENS)
-    length = SMALL_LENGTH if options.small else LENGTH
-    vocabulary = SMALL_VOCABULARY if options.small else VOCABULARY
+    sizes = SMALL if options.small else SIZES[device]
+    length, vocabulary = sizes.length, sizes.vocabulary
     present, absent = steps(options.peers, device)
     present = {who: step for who, step in present.items() if who in (options.head or present)}
 
@@ -298,22 +333,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return Batch.of(rows, length, vocabulary, device)
 
     rows, most, refused = [], [], dict(absent)
-    for name in options.model or models:
-        model = make_model(models[name], vocabulary, length, device)
+    for name in options.model or sizes.models:
+        model = make_model(sizes.models[name], vocabulary, length, device)
         checked: dict[str, Step] = {}
         for who, step in present.items():
             problem = "" if step is body_alone else wrong(step, model, batch_of(1))
             refused |= {who: f"wrong: {problem}"} if problem else {}
             checked |= {} if problem else {who: step}
-        for tokens in options.tokens or sizes:
+        for tokens in options.tokens or sizes.tokens:
             batch = batch_of(tokens // length)
-            firsts = {who: first_step(step, model, batch) for who, step in checked.items()}
+            torch.compiler.reset()  # of Liger's: torch 2.11 cannot compile it for a second size
+            firsts: dict[str, First | None] = {}
+            for who, step in checked.items():
+                try:
+                    firsts[who] = first_step(step, model, batch)
+                except Exception as error:  # a peer that fails at one size is left out there
+                    refused[f"{who}, {name}, {tokens}"] = f"{type(error).__name__}: {error}"[:200]
             fitting = {who: first for who, first in firsts.items() if first is not None}
             calls = {who: partial(forward_backward, checked[who], model, batch) for who in fitting}
             # The first step was the warm-up, and long steps are steady.
-            few = {who: 2 for who, first in fitting.items() if first.seconds > LONG_S}
+            few = {
+                who: 1 if first.seconds > VERY_LONG_S else 2
+                for who, first in fitting.items()
+                if first.seconds > LONG_S
+            }
             times = time_interleaved(calls, rounds, device, warmup=0, few=few)
-            for who in checked:
+            for who in firsts:
                 row = {"model": name, "tokens": tokens, "head": who}
                 if who in fitting:
                     row |= {**times[who], "peak_bytes": fitting[who].peak_bytes}
@@ -321,8 +366,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 print(row, flush=True)
             del batch, calls
         if options.largest:
+            memory = torch.cuda.mem_get_info()[1] if device == "cuda" else 0
             for who, step in checked.items():
-                count = largest(step, model, options.largest, batch_of)
+                count = largest(step, model, options.largest, batch_of, memory)
                 most.append({"model": name, "head": who, "tokens": count * length})
                 print(most[-1], flush=True)
         del model

@@ -15,7 +15,7 @@ from docs import performance_page
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return step.make_model(step.SMALL["tiny"], 500, 32, "cpu")
+    return step.make_model(step.SMALL.models["tiny"], 500, 32, "cpu")
 
 
 def test_the_gate_lets_right_heads_pass_and_stops_a_wrong_one(model: Any) -> None:
@@ -30,15 +30,27 @@ def test_the_gate_lets_right_heads_pass_and_stops_a_wrong_one(model: Any) -> Non
 
 def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
+    limit, each = 11, None
 
     def first_step(_step: Any, _model: Any, rows: Any) -> step.First | None:
         tried.append(rows)
-        return step.First(None, 0.0) if rows <= 11 else None
+        return step.First(each and 100 + each * rows, 0.0) if rows <= limit else None
+
+    def largest(most: int, memory: int = 0) -> int:
+        tried.clear()
+        return step.largest(step.ours, None, most, lambda rows: rows, memory)  # type: ignore[arg-type, return-value]
 
     monkeypatch.setattr(step, "first_step", first_step)
-    assert step.largest(step.ours, None, 64, lambda rows: rows) == 11  # type: ignore[arg-type, return-value]
+    assert largest(64) == 11
     assert tried == [1, 2, 4, 8, 16, 12, 10, 11]
-    assert step.largest(step.ours, None, 4, lambda rows: rows) == 4  # type: ignore[arg-type, return-value]
+    assert largest(4) == 4
+    # Memory of 100 + 10 per row: 440 rows fit into 4500, and few steps are taken near there.
+    limit, each = 440, 10
+    assert largest(4096, 4500) == 439
+    assert tried == [1, 4, 16, 64, 412, 467, 439, 453]
+    assert largest(20, 4500) == 20
+    limit = 50  # less than memory says: a third of it went elsewhere
+    assert largest(4096, 4500) in range(48, 51)
 
 
 def test_the_page_shows_times_peaks_and_what_did_not_fit() -> None:
@@ -50,14 +62,16 @@ def test_the_page_shows_times_peaks_and_what_did_not_fit() -> None:
             {**row, "head": "body alone", "median_ms": 1200.0, "peak_bytes": 2**30},
             {**row, "head": "ours", "median_ms": 1234.4, "peak_bytes": 3 * 2**30},
             {**row, "head": "eager logits"},
+            {**row, "head": "later", "median_ms": 1500.0, "body_ms": 1000.0, "peak_bytes": 2**30},
             {**row, "tokens": 1, "head": "body alone", "median_ms": 1.0, "peak_bytes": 2**30},
         ],
         "largest": [{"model": "4B", "head": "ours", "tokens": 262144}],
         "absent": {"Liger": "not here"},
     }
     page = performance_page.step_section(run, "cpu")
-    cells = "| 4B, 65,536 | 1200 ms, 1.0 GiB | 1234 ms (+2.9%), 3.0 GiB | does not fit |"
+    cells = "| 4B, 65,536 | 1200 ms, 1.0 GiB | 1234 ms (+2.9%), 3.0 GiB | does not fit | "
+    cells += "1500 ms (+50.0%), 1.0 GiB |"
     assert cells in page
-    assert "| 4B, 1 | 1 ms, 1.0 GiB | not measured | not measured |" in page
-    assert "| 4B | 0 | 262,144 | 0 |" in page
+    assert "| 4B, 1 | 1 ms, 1.0 GiB | not measured | not measured | not measured |" in page
+    assert "| 4B | not measured | 262,144 | not measured | not measured |" in page
     assert "Not measured: Liger (not here)." in page

@@ -3,8 +3,9 @@
 """
 
 from policyloss.report.collect import collect
+from policyloss.report.inline import show
 from policyloss.report.recorder import Recorder
 from policyloss.report.render import render
 from policyloss.report.write import write_report
 
-__all__ = ["Recorder", "collect", "render", "write_report"]
+__all__ = ["Recorder", "collect", "render", "show", "write_report"]

@@ -8,13 +8,16 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.report import limits
+from policyloss.report.branches import with_branches
 from policyloss.report.compare import differences, loss_card, loss_differences
 from policyloss.report.foreign import read_foreign, renamed
 from policyloss.report.health import health_of
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
 from policyloss.report.reading import Notes
+from policyloss.report.seeds import identical_runs, seed_groups
 from policyloss.report.sources import is_our_run
 from policyloss.report.stored import StoredRun, read_our_run
+from policyloss.report.verdict import verdict_of
 from policyloss.train.run.lock import is_held
 
 SCHEMA = 1
@@ -25,8 +28,9 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     run directory of ours, or a folder or a file of another trainer (docs/report.md lists them).
 
     {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
-    […]}}. A file that is missing or half-written gives a note in the run's "notes". A folder that
-    is no run is an `InputError`.
+    […]}, "groups": [{"label", "runs", "end"}], "identical": [[index of a run, …]]}. A file that is
+    missing or half-written gives a note in the run's "notes". A folder that is no run is an
+    `InputError`.
     """
     if isinstance(paths, (str, Path)):
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
@@ -42,6 +46,8 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
         "schema": SCHEMA,
         "runs": runs,
         "differences": {**between, "loss": loss_differences(runs)},
+        "groups": seed_groups(runs),
+        "identical": identical_runs(runs),
     }
 
 
@@ -68,25 +74,31 @@ def _run(path: Path, label: str, runs: int) -> dict[str, Any]:
     file = "metrics.jsonl" if ours else path.name
     names = renamed(stored.table, stored.times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
-    metrics = stored.table.series(file, notes, points)
+    table, times = stored.table, stored.times
     run: dict[str, Any] = {
         "label": label,
         "path": str(path),
         "source": stored.source,
         "policyloss": stored.version,
         "config": stored.config,
+        "defaults": stored.defaults,
         "environment": stored.environment,
         "loss": loss_card(stored.spec, stored.config, notes),
         "summary": _summary(path, stored),
-        "metrics": metrics,
+        "metrics": table.series(file, notes, points),
         "names": names,
-        "timing": stored.times.series("timing.jsonl", notes, points),
-        "ratio_histogram": stored.table.histograms.data(notes),
+        "timing": times.series("timing.jsonl", notes, points),
+        "progress": {"tokens": table.sums("tokens"), "seconds": times.sums("step_s")},
+        "ratio_histogram": table.histograms.data(notes),
         "rollouts": stored.rollouts,
-        "notes": _bounded(notes + stored.table.nonfinite_notes()),
+        "answers": stored.answers,
+        "notes": _bounded(notes + table.nonfinite_notes()),
     }
-    judged, symptoms = health_of(metrics, run["rollouts"])
-    return {**run, "health": symptoms, "judged_steps": judged}
+    run["rollouts"] = with_branches(run["rollouts"], run["loss"])
+    sampled = table.sampled()
+    judged, symptoms = health_of(sampled, run["rollouts"])
+    verdict = verdict_of(sampled, run["summary"], stored.config)
+    return {**run, "verdict": verdict, "health": symptoms, "judged_steps": judged}
 
 
 def _bounded(notes: Notes) -> Notes:

@@ -147,7 +147,7 @@ def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[di
         if not spool.stat().st_size:
             return []
         tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
-        return read_rollouts(spool, notes, tokens, 2 * budget)
+        return read_rollouts(spool, notes, tokens, size=2 * budget)
 
 
 def _spooled(path: Path, budget: int, rewards: list[str], notes: Notes) -> list[str]:

@@ -81,6 +81,11 @@ class JsonLines:
             os.fsync(self._handle)
         self.last = last
 
+    @property
+    def size(self) -> int:
+        """How many bytes the rows take."""
+        return os.fstat(self._handle).st_size
+
     def thin(self) -> int:
         """Keep the rows of every second step, the first among them; returns how many were dropped.
         A crash leaves the old file or the new one.
