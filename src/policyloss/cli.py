@@ -106,12 +106,14 @@ TRAINING = {
     "export": "write the policy of a run as a Hugging Face folder",
     "report": "draw one or more runs as one HTML page",
     "doctor": "say why engine and trainer disagree, or what is wrong with a run",
+    "explore": "write a page to play with losses: curves, gradients, formulas, names",
 }
 # The commands that need torch alone, and the module of each.
 LIGHT = {
     "choose": "policyloss.choose",
     "report": "policyloss.report.command",
     "doctor": "policyloss.doctor.command",
+    "explore": "policyloss.explore.command",
 }
 
 

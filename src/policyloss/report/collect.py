@@ -95,7 +95,7 @@ def _run(path: Path, label: str, runs: int) -> dict[str, Any]:
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
     run["rollouts"] = with_branches(run["rollouts"], run["loss"])
-    sampled = table.sampled()
+    sampled = table.sampled(points)
     judged, symptoms = health_of(sampled, run["rollouts"])
     verdict = verdict_of(sampled, run["summary"], stored.config)
     return {**run, "verdict": verdict, "health": symptoms, "judged_steps": judged}
