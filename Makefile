@@ -6,13 +6,19 @@ STAMP  := $(VENV)/.installed
 
 ENGINE := .engines/vllm
 
-.PHONY: demo tour evidence test test-slow engines lint format docs site bench peers conformance record lock licences loop clean
+.DEFAULT_GOAL := help
+.PHONY: help env dist test-core demo tour evidence test test-slow engines lint format docs site bench peers conformance record lock licences loop clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' Makefile
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+env: $(STAMP)  ## the environment in .venv, which every other target makes by itself
 
 demo: $(STAMP)  ## train a small model by reinforcement (about a minute), and draw the run as a page
 	rm -rf out/demo
@@ -35,6 +41,13 @@ test: $(STAMP)  ## the whole test suite
 test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned
 	$(BIN)/python -m pytest -n 2 -m slow
 
+TORCH := 2.6.0
+test-core:  ## the tests of the core beside PYTHON (3.10 or newer) and TORCH (the lowest supported) alone
+	rm -rf build/core
+	$(PYTHON) -m venv build/core
+	build/core/bin/pip install --quiet torch==$(TORCH) numpy hypothesis pytest .
+	build/core/bin/python -m pytest tests/core
+
 $(ENGINE)/.installed: pyproject.toml tests/engines/constraints.txt
 	$(PYTHON) -m venv $(ENGINE)
 	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt torch
@@ -50,7 +63,7 @@ lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(STAMP)  ## let ruff mend and lay out the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -77,10 +90,13 @@ lock: $(STAMP)  ## write requirements.lock: the versions of this environment wit
 licences: $(STAMP)  ## write docs/dependencies.md: every package that the extras need, with its licence
 	$(BIN)/python -m dependencies.licences
 
+dist: $(STAMP)  ## build the sdist and the wheel in dist, and check what they hold
+	$(BIN)/python -m release.dist
+
 bench: $(STAMP)  ## time the head, the loss and GAE on this CPU, checked first; peers are used if importable or under --peers
 	$(BIN)/python -W ignore -m benchmarks.head --device cpu
 	$(BIN)/python -W ignore -m benchmarks.loss --device cpu
 	$(BIN)/python -W ignore -m benchmarks.gae --device cpu
 
-clean:
+clean:  ## remove the environment and what was built
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -83,9 +83,15 @@ PROJECT = Section(
     (
         Group(
             "The code",
-            ("docs/architecture.md", "CONTRIBUTING.md", "SECURITY.md", "docs/dependencies.md"),
+            (
+                "docs/architecture.md",
+                "CONTRIBUTING.md",
+                "CODE_OF_CONDUCT.md",
+                "SECURITY.md",
+                "docs/dependencies.md",
+            ),
         ),
-        Group("History", ("CHANGELOG.md",)),
+        Group("History", ("docs/versions.md", "CHANGELOG.md")),
     ),
 )
 DECISION_PAGES = Section(

@@ -89,8 +89,8 @@ def template(part: type) -> Template:
     keys = list(axes)
     for key in axes:
         i = keys.index(key)
-        shorter = {(*values[:i], *values[i + 1 :]): v for values, v in variants.items()}
-        if all(shorter[(*values[:i], *values[i + 1 :])] == v for values, v in variants.items()):
+        shorter = {values[:i] + values[i + 1 :]: v for values, v in variants.items()}
+        if all(shorter[values[:i] + values[i + 1 :]] == v for values, v in variants.items()):
             variants = shorter
             keys.remove(key)
     return Template(part, tuple(keys), variants, _words_if_infinite(part))
