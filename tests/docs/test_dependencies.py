@@ -19,18 +19,14 @@ LOCKED = dict(
 )
 _ROW = re.compile(r"^\| (\S+) \| (\d\S*) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 LISTED = {row[0].strip("*"): (row[0], *row[1:]) for row in _ROW.findall(licences.PAGE.read_text())}
-NOT_NEEDED = {"hatchling"}  # builds the package, in an environment of its own
 
 
 def test_the_pinned_versions_are_listed_and_locked() -> None:
     """After a change of constraints.txt, `make licences lock` is due."""
     versions = {name: row[1] for name, row in LISTED.items()}
     for name, version in pins().items():
-        if name not in NOT_NEEDED:
-            assert versions[name] == version, "run `make licences`"
-            assert LOCKED.get(name) == (None if name in lock.LEFT_OUT else version), (
-                "run `make lock`"
-            )
+        assert versions[name] == version, "run `make licences`"
+        assert LOCKED.get(name) == (None if name in lock.LEFT_OUT else version), "run `make lock`"
 
 
 def test_the_lock_holds_all_that_is_listed() -> None:
@@ -51,7 +47,7 @@ def test_the_page_is_what_the_installed_packages_say() -> None:
     """
     made = {row[0].strip("*"): row for row in licences.rows()}
     for name, version in pins().items():
-        if name not in NOT_NEEDED and made[name][1] == version:
+        if made[name][1] == version:
             assert tuple(made[name]) == LISTED[name], "run `make licences`"
 
 
