@@ -60,7 +60,7 @@ LAYERS = (
     Layer(
         "Around the loss", ("value", "accumulate", "head", "compiled", "check", "explain", "doctor")
     ),
-    Layer("The edge", ("compat", "train", "report")),
+    Layer("The edge", ("compat", "train", "report", "whatif")),
     Layer("The command", ("cli",)),
 )
 

@@ -72,6 +72,7 @@ from policyloss.teacher import Teacher, TopK
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 from policyloss.value import value_loss
+from policyloss.whatif import WhatIf, what_if
 
 __version__ = "0.1.0"
 
@@ -136,6 +137,7 @@ __all__ = [
     "TwoSidedClip",
     "Unbounded",
     "Veto",
+    "WhatIf",
     "accumulate",
     "advantage",
     "aggregate_tokens",
@@ -162,5 +164,6 @@ __all__ = [
     "preset",
     "presets",
     "value_loss",
+    "what_if",
     "whiten",
 ]

@@ -105,9 +105,14 @@ TRAINING = {
     "export": "write the policy of a run as a Hugging Face folder",
     "report": "draw one or more runs as one HTML page",
     "doctor": "say why engine and trainer disagree, or what is wrong with a run",
+    "what-if": "try every loss on the tokens that a run stored",
 }
 # The commands that need torch alone, and the module of each.
-LIGHT = {"report": "policyloss.report.command", "doctor": "policyloss.doctor.command"}
+LIGHT = {
+    "report": "policyloss.report.command",
+    "doctor": "policyloss.doctor.command",
+    "what-if": "policyloss.whatif.command",
+}
 
 
 def _loss(name: str) -> Any:
@@ -167,8 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     """What runs a command that reads its own options, or an error that says what to install."""
     module = {**LIGHT, "export": "policyloss.train.export"}.get(name, "policyloss.train.commands")
+    function = f"{name.replace('-', '_')}_command"
     try:
-        command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
+        command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
     except ModuleNotFoundError as error:
         if name in LIGHT or (error.name or "").partition(".")[0] == "policyloss":
             raise  # these need torch alone, so nothing that could be installed is missing

@@ -79,18 +79,17 @@ class Outcome:
 
     def masses(self, tokens: StoredTokens) -> dict[str, dict[str, float]]:
         """Where the gradient is: shares of `Σ|gradient|` by sign of the advantage, by ratio to the
-        old policy, by place in the sequence and by branch.
+        old policy and by place in the sequence; and shares of `Σ|on_policy|` by branch, which say
+        how much a bound or a rejection met.
         """
-        mass = self.gradient.abs()
-        total = float(mass.sum()) or 1.0
-        return {
-            kind: {
-                name: float(mass[places == i].sum()) / total
-                for i, name in enumerate(names)
-                if kind != "branch" or bool((places == i).any())
-            }
-            for kind, (names, places) in buckets(tokens, self.branch).items()
-        }
+        out = {}
+        for kind, (names, places) in buckets(tokens, self.branch).items():
+            mass = (self.on_policy if kind == "branch" else self.gradient).abs()
+            total = float(mass.sum()) or 1.0
+            shares = [float(mass[places == i].sum()) / total for i in range(len(names))]
+            pairs = zip(names, shares, strict=True)
+            out[kind] = {name: x for name, x in pairs if x or kind != "branch"}
+        return out
 
 
 def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, ...], Tensor]]:
@@ -98,7 +97,8 @@ def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, 
     it is not trained on.
     """
     t, mask = tokens.inputs, tokens.inputs.mask
-    out = {"sign": (SIGNS, t.advantages.sign().long() + 1)}
+    out: dict[str, tuple[tuple[str, ...], Tensor]] = {}
+    out["sign"] = (SIGNS, t.advantages.sign().long() + 1)
     if t.old_logp is not None:
         edges = torch.tensor(RATIO_EDGES, dtype=torch.float64)
         low, high = (0.0, *RATIO_EDGES), (*RATIO_EDGES, float("inf"))

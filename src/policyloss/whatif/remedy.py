@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from policyloss.errors import PolicyLossError
+from policyloss.explain import diff
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
 from policyloss.whatif.outcome import Outcome, outcome_of
@@ -145,14 +146,18 @@ def _changes(spec: LossSpec) -> Iterator[tuple[str, list[tuple[str, LossSpec]]]]
         )
     for slot, names in PARTS.items():
         yield (
-            f"change of a part ({slot})",
+            "change of a part",
             [
-                (f"{slot} of the preset {name}, {getattr(PRESETS[name].spec, slot)!r}", changed)
+                (_part_words(spec, changed, name), changed)
                 for name in names
-                if (changed := _with_part(spec, slot, getattr(PRESETS[name].spec, slot)))
-                is not None
+                if (changed := _with_part(spec, slot, name)) is not None
             ],
         )
+
+
+def _part_words(spec: LossSpec, changed: LossSpec, name: str) -> str:
+    (change,) = diff(spec, changed).changes
+    return f"{change.slot} {change.a} → {change.b}, as the preset {name} has it"
 
 
 def _numbers(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, float]]:
@@ -179,8 +184,10 @@ def _with_number(data: Any, path: tuple[Any, ...], number: float) -> LossSpec | 
         return None
 
 
-def _with_part(spec: LossSpec, slot: str, part: Any) -> LossSpec | None:
+def _with_part(spec: LossSpec, slot: str, name: str) -> LossSpec | None:
+    """The spec with the part of a preset; None if it has it already, or if that does not fit."""
     try:
-        return spec.replace(**{slot: part})  # type: ignore[arg-type]
-    except PolicyLossError:  # it does not fit the rest
+        changed = spec.replace(**{slot: getattr(PRESETS[name].spec, slot)})
+    except PolicyLossError:
         return None
+    return None if changed == spec else changed

@@ -22,6 +22,7 @@ from policyloss.whatif.tangent import EachToken, HeadWeight, Parameters, Product
 from policyloss.whatif.tokens import StoredTokens
 
 YOURS = "yours"
+SAME_WEIGHTS = 0.05  # nats between stored log-probabilities and the model's, as the median
 THROUGH = (EachToken.name, HeadWeight.name, Parameters.name)
 
 
@@ -120,12 +121,14 @@ class WhatIf:
 
     def __str__(self) -> str:
         d = self.to_dict()
-        lines = [f"{d['tokens']} tokens of {d['sequences']} sequences, {_THROUGH[self.through]}"]
+        lines = [
+            f"{d['tokens']} tokens of {d['sequences']} sequences, {THROUGH_WORDS[self.through]}"
+        ]
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"wrong: {r.problem.sentence}\n  {r.sentence}" for r in self.remedies]
-        cells = [list(HEADING), *(_cells(row) for row in d["losses"])]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(HEADING))]
-        for row in cells:
+        table = [list(HEADING), *(cells(row) for row in d["losses"])]
+        widths = [max(len(row[i]) for row in table) for i in range(len(HEADING))]
+        for row in table:
             name, *numbers = (cell.rjust(w) for cell, w in zip(row, widths, strict=True))
             lines.append("  ".join([name.strip().ljust(widths[0]), *numbers]).rstrip())
         lines += [f"{name}: not tried, {why}" for name, why in self.refused.items()]
@@ -134,7 +137,7 @@ class WhatIf:
     def _repr_html_(self) -> str:
         problems = [f"{r.problem.sentence}. {r.sentence}" for r in self.remedies]
         refused = [f"{name}: not tried, {why}" for name, why in self.refused.items()]
-        table = notebook.table(HEADING, [_cells(row) for row in self.rows()])
+        table = notebook.table(HEADING, [cells(row) for row in self.rows()])
         return notebook.listed([*problems, *self.notes]) + table + notebook.listed(refused)
 
 
@@ -152,14 +155,15 @@ COLUMNS = {
     "gain": "advantage-weighted change of the log-probabilities for a step of length 1",
 }
 HEADING = tuple(COLUMNS)
-_THROUGH = {
+THROUGH_WORDS = {
     EachToken.name: "each log-probability a weight of its own",
     HeadWeight.name: "through the weight of the head",
     Parameters.name: "through all parameters of the model",
 }
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of the table as texts, in the order of `COLUMNS`."""
     positive = row["mass"]["sign"]["advantage above 0"]
     shares = [row[name] for name in ("lost", "limited", "rejected")] + [positive]
     cosines = [row["cosine"], row["model_cosine"]]
@@ -226,12 +230,24 @@ def what_if(
     by_model = None
     if not isinstance(tangent, EachToken):
         by_model = tangent.products(gradients, tokens)
+        notes += _other_weights(Parameters(model, temperature).logp(tokens), tokens)
     cures: tuple[Remedy, ...] = ()
     if yours and outcomes[0].name == YOURS:
         cures = remedies(outcomes[0], tokens, limits or Limits())
     return WhatIf(
         tokens, tuple(outcomes), refused, by_token, by_model, tangent.name, cures, tuple(notes)
     )
+
+
+def _other_weights(logp: Tensor, tokens: StoredTokens) -> list[str]:
+    """A sentence if the model gives the tokens other log-probabilities than those stored."""
+    gap = float((logp - tokens.inputs.logp)[tokens.inputs.mask].abs().median())
+    if gap <= SAME_WEIGHTS:
+        return []
+    return [
+        f"The model's log-probabilities of these tokens are {gap:.2g} nats from the stored ones "
+        "(median): it does not have the weights that the tokens were stored with."
+    ]
 
 
 def _tokens(source: Any, step: int | str | None) -> StoredTokens:

@@ -99,7 +99,7 @@ class Parameters:
         columns = []
         for place, logp in self._chunks(tokens):
             sequence = tokens.sequence[place].to(logp.device)
-            for s in sequence.unique().tolist():
+            for s in torch.unique(sequence).tolist():
                 columns.append(directions @ self._backward(logp, (sequence == s).to(logp)))
         out = directions.new_zeros(directions.shape[0], tokens.lengths.shape[0])
         with_tokens = (tokens.sums(tokens.inputs.mask.long()) > 0).nonzero().flatten()
@@ -190,8 +190,10 @@ def _logit_products(
 ) -> Tensor:
     """`⟨e, e'⟩` of every two tokens, `[M, M]` float32; a part of the vocabulary at a time."""
     rows = torch.arange(target.shape[0], device=target.device)
-    weights = matrices.weight.split(_VOCABULARY)
-    biases = [None] * len(weights) if matrices.bias is None else matrices.bias.split(_VOCABULARY)
+    weights = torch.split(matrices.weight, _VOCABULARY)
+    biases = (
+        [None] * len(weights) if matrices.bias is None else torch.split(matrices.bias, _VOCABULARY)
+    )
     parts = [Matrices(w, b) for w, b in zip(weights, biases, strict=True)]
 
     def logits(part: Matrices) -> Tensor:
@@ -222,7 +224,9 @@ class _ModelBatch(NamedTuple):
     place: Tensor
 
 
-def model_batches(tokens: StoredTokens, device: torch.device) -> Iterator[_ModelBatch]:
+def model_batches(
+    tokens: StoredTokens, device: torch.device, at_once: int = _ROWS
+) -> Iterator[_ModelBatch]:
     """The sequences that have a trained token, prompt and completion, some at a time."""
     if tokens.ids is None or tokens.prompts is None:
         raise InputError(
@@ -236,11 +240,13 @@ def model_batches(tokens: StoredTokens, device: torch.device) -> Iterator[_Model
     every = torch.arange(tokens.ids.shape[0])
     rows = [
         (torch.tensor([int(x) for x in prompt]), place)
-        for prompt, place in zip(tokens.prompts, every.split(tokens.lengths.tolist()), strict=True)
+        for prompt, place in zip(
+            tokens.prompts, torch.split(every, tokens.lengths.tolist()), strict=True
+        )
         if bool(tokens.inputs.mask[place].any())
     ]
-    for start in range(0, len(rows), _ROWS):
-        some = rows[start : start + _ROWS]
+    for start in range(0, len(rows), at_once):
+        some = rows[start : start + at_once]
         ids = [torch.cat([prompt, tokens.ids[place]]) for prompt, place in some]
         mask = [
             torch.cat([torch.zeros(len(prompt) - 1).bool(), tokens.inputs.mask[place]])

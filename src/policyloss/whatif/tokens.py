@@ -54,8 +54,8 @@ class StoredTokens:
                 f"unknown tensors {', '.join(sorted(map(str, unknown)))}; the names are those of "
                 f"policy_loss and {', '.join(BESIDE)}."
             )
-        first = [tensors.get(name) for name in ("logp", "old_logp", "advantages", "mask")]
-        inputs = Inputs.of(*first, others)
+        logp, advantages, mask = (tensors[name] for name in NEEDED)
+        inputs = Inputs.of(logp, tensors.get("old_logp"), advantages, mask, others)
         packed = _packed(inputs)
         count = _lengths(packed).shape[0]
         ids, rewards = tensors.get("ids"), tensors.get("rewards")
