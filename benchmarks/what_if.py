@@ -96,7 +96,8 @@ class World:
         """The mean reward of one sample for each held-out prompt."""
         examples = self.task.held_out[:HELD_OUT]
         drawn = self.samples(model, examples, 1, 10**6)
-        return sum(self.task.score(examples[s.example], s.text) for s in drawn) / len(drawn)
+        scores = [float(self.task.score(examples[s.example], s.text)) for s in drawn]
+        return sum(scores) / len(scores)
 
 
 def loss_of(model: Any, spec: pl.LossSpec, tokens: StoredTokens) -> Tensor:
@@ -105,7 +106,8 @@ def loss_of(model: Any, spec: pl.LossSpec, tokens: StoredTokens) -> Tensor:
     (batch,) = model_batches(tokens, device, at_once=len(tokens.lengths))
     now = pl.hf.logprobs(model, batch.ids, batch.attention_mask, mask=batch.mask)[batch.mask]
     logp = torch.zeros_like(t.logp).index_put((batch.place,), now.double())
-    return pl.policy_loss(spec, **{**t.tensors(), "logp": logp}, totals="local").loss
+    arguments: dict[str, Any] = {**t.tensors(), "logp": logp}
+    return pl.policy_loss(spec, **arguments, totals="local").loss
 
 
 def train(
@@ -190,7 +192,8 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 def different(result: pl.WhatIf) -> list[int]:
     """The losses that have a gradient, each direction once."""
     assert result.by_model is not None
-    cosine, chosen = result.by_model.cosine, []
+    cosine = result.by_model.cosine
+    chosen: list[int] = []
     for i, outcome in enumerate(result.outcomes):
         if outcome.norm > 0 and all(float(cosine[i, j]) < 0.9999 for j in chosen):
             chosen.append(i)

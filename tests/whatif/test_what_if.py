@@ -251,7 +251,7 @@ def test_bad_options_are_refused_in_words() -> None:
         pl.what_if(four_tokens(), through="weights")
     with pytest.raises(InputError, match="losses must be a list"):
         pl.what_if(four_tokens(), "ppo")
-    with pytest.raises(InputError, match="no loss could be tried.*grpo: it reads ref_logp"):
+    with pytest.raises(InputError, match=r"no loss could be tried.*grpo: it reads ref_logp"):
         pl.what_if(four_tokens(), ["grpo"])
 
 

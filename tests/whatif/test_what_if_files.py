@@ -205,7 +205,10 @@ def test_a_hostile_run_is_read_as_data(hostile: Path) -> None:
     assert "<img" not in html
     for invisible in ("\u202e", "\u200b", "\x00", "\x1b", "\ud800"):
         assert invisible not in html
-    json.loads(re.findall(r'id="data">(.*?)</script>', html, re.DOTALL)[0])
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', html, re.DOTALL)[0])
+    shown = "".join(data["sequences"][0]["texts"]) + data["sequences"][0]["prompt"]
+    assert "\\u202egnp.exe" in shown
+    assert not {"\u202e", "\u200b", "\x00", "\x1b", "\ud800"} & set(shown)
 
 
 def test_the_page_forbids_every_request_and_every_other_script(hostile: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from policyloss.errors import PolicyLossError
-from policyloss.explain import diff
+from policyloss.explain.diff import diff
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
 from policyloss.whatif.outcome import Outcome, outcome_of
