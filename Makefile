@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 ENGINE := .engines/vllm
 
-.PHONY: demo tour evidence test test-slow engines lint format docs bench peers conformance record lock licences loop clean
+.PHONY: demo tour evidence test test-slow engines lint format docs site bench peers conformance record lock licences loop clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,9 @@ format: $(STAMP)
 
 docs: $(STAMP)  ## write the generated pages (one page per preset, metrics, names, …)
 	$(BIN)/python -m docs.generate
+
+site: $(STAMP)  ## build the documentation site in build/site and check it (two minutes on two cores)
+	$(BIN)/python -m docs.site
 
 peers: $(STAMP)  ## unpack the packages the benchmarks compare with; nothing of them is installed or committed
 	$(BIN)/pip download --quiet --no-deps --only-binary :all: -d peers/wheels verl==0.9.1 openrlhf==0.11.2 trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1

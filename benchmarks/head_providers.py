@@ -250,6 +250,18 @@ def trl_chunked(case: Case, folder: Path) -> Run:
     return run
 
 
+def torch_head(case: Case, _: Path) -> Run:
+    """PyTorch's `linear_cross_entropy` and a plain loss."""
+    head = peers.torch_linear_cross_entropy()
+
+    def run() -> Result:
+        nll = head(case.hidden.flatten(0, 1), case.weight, case.ids.flatten(), reduction="none")
+        logp = -nll.float().view(case.ids.shape)
+        return with_gradients(case, logp, plain_loss(logp, case))
+
+    return run
+
+
 def cut_cross_entropy(filter_eps: str | None, impl: str = "cce") -> Make:
     """Apple's kernels and a plain loss; the filter leaves out gradients of small probabilities."""
 
@@ -319,6 +331,7 @@ def _peer_heads() -> list[Entry]:
         Entry("verl, Triton", verl_triton, every, devices=gpu, chunked=True),
         Entry("verl, chunked torch", verl_chunked, every, chunked=True),
         Entry("TRL, chunked", trl_chunked, every, chunked=True),
+        Entry("torch linear_cross_entropy", torch_head, every, chunked=True),
         Entry("cut-cross-entropy", cut_cross_entropy("high"), every, devices=gpu, chunked=True),
         Entry(
             "cut-cross-entropy, no filter",

@@ -135,6 +135,14 @@ def _module(name: str, **contents: Any) -> None:
     sys.modules[name] = module
 
 
+def torch_linear_cross_entropy() -> Callable[..., Any]:
+    """PyTorch's own head and cross entropy, from torch 2.13 on."""
+    function: Callable[..., Any] | None = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    if function is None:
+        raise MissingPeerError("this torch has no linear_cross_entropy")
+    return function
+
+
 def verl_linear_cross_entropy(peers: Path) -> Callable[..., Any]:
     """verl's Triton head: (hidden, weight, labels, temperature, reduction) → (logp, entropy)."""
     with _alone(_found(peers, "verl"), ("verl", "verl.utils"), ()):

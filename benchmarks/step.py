@@ -182,9 +182,7 @@ def verl_chunked(folder: Path) -> Step:
 
 def torch_linear_cross_entropy(_: Path) -> Step:
     """PyTorch's own function, from torch 2.13 on, on the live rows."""
-    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
-    if function is None:
-        raise peers.MissingPeerError("this torch has no linear_cross_entropy")
+    function = peers.torch_linear_cross_entropy()
 
     def step(model: Any, batch: Batch) -> Tensor:
         live, ids = _hidden(model, batch)[batch.mask], batch.ids[:, 1:][batch.mask]

@@ -56,11 +56,9 @@ LAYERS = (
     Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output")),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
     Layer("What a loss is", ("parts", "spec", "presets")),
-    Layer("The loss", ("policy_metrics", "loss")),
-    Layer(
-        "Around the loss", ("value", "accumulate", "head", "compiled", "check", "explain", "doctor")
-    ),
-    Layer("The edge", ("compat", "train", "report", "whatif")),
+    Layer("The loss", ("policy_metrics", "loss", "value", "completions")),
+    Layer("Around the loss", ("accumulate", "head", "compiled", "check", "explain", "doctor")),
+    Layer("The edge", ("compat", "train", "report", "whatif", "choose")),
     Layer("The command", ("cli",)),
 )
 

@@ -1,4 +1,4 @@
-"""Writes the generated pages: presets, their index, metrics, names, architecture,
+"""Writes the generated pages: presets, their index, metrics, names, choices, architecture,
 conformance, performance, evidence, the doctor's matrix.
 
 python -m docs.generate          write them
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import policyloss as pl
 from docs.architecture_page import architecture_pages
+from docs.choose_page import choose_page
 from docs.conformance_page import conformance_page
 from docs.doctor_logs_page import doctor_logs_pages
 from docs.doctor_page import doctor_pages
@@ -56,6 +57,7 @@ def pages() -> dict[str, str]:
     made["docs/presets/README.md"] = index_page()
     made["docs/metrics.md"] = metrics_page()
     made["docs/names.md"] = names_page()
+    made["docs/choose.md"] = choose_page()
     made["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
     made |= architecture_pages()
     made |= performance_pages(ROOT / BENCHMARKS)

@@ -44,6 +44,7 @@ def performance_page(runs: dict[str, Run]) -> str:
     sections += [loss_section(runs[f"loss_{d}"], d) for d in WHERE if f"loss_{d}" in runs]
     sections += [training_section(runs[f"train_{d}"], d) for d in WHERE if f"train_{d}" in runs]
     sections += [gae_section(runs[f"gae_{d}"], d) for d in WHERE if f"gae_{d}" in runs]
+    sections += [bits_section(runs[f"bits_{d}"], d) for d in WHERE if f"bits_{d}" in runs]
     return join(
         "# Performance",
         GENERATED,
@@ -196,7 +197,7 @@ def targets_section(runs: dict[str, Run]) -> str:
     return join("## Targets", said, table(columns, [[where, *_target(t)] for where, t in found]))
 
 
-PARTS = ("head", "divergence", "loss", "gae")
+PARTS = ("head", "divergence", "loss", "gae", "bits")
 LATENCY = (
     "On a GPU each call is timed alone, from an idle device: its time includes the Python before "
     "its first kernel starts, for the head some milliseconds on the machine of these runs. That "
@@ -425,7 +426,7 @@ def loss_section(run: Run, device: str) -> str:
         f"{machine(run)}. Peak extra memory is what tensors held beyond the inputs. The mask is "
         "float32, as frameworks pass it: torch's CPU compiler reads a bool mask slowly, for "
         "every provider. verl returns three metrics; under torch.compile, the figure that "
-        "compares like with like is ours with verl's metrics."
+        "compares like with like is ours with the same few metrics."
     )
     heading = ["provider", f"speed against {against} eager", "ms (p20 to p80)", "peak extra"]
     title = f"## The loss {WHERE[device]}, forward and backward"
@@ -446,6 +447,14 @@ def _loss_notes(times: Run) -> str:
             "`compiled_loss` is `pl.compiled_loss(spec)`: loss, all metrics and gradient as one "
             "graph compiled from the eager source, then `backward()`. `value_and_gradient` is its "
             "method that goes without autograd."
+        ),
+        "policyloss, basic": (
+            '`basic` and `no metrics` are `metrics="basic"`, which is about what verl returns, '
+            'and `metrics="none"`.'
+        ),
+        "policyloss, operation by operation": (
+            "On a GPU `policy_loss` takes two Triton kernels that are written from its own traced "
+            "graph; `operation by operation` is the same call under `pl.unfused()`."
         ),
         "coati's form": (
             "coati's form is ColossalChat's formula, written out because its package cannot be "
@@ -515,3 +524,27 @@ def gae_section(run: Run, device: str) -> str:
             )
     title = f"## GAE {WHERE[device]}, no loop over time"
     return join(title, about, table(["case", "provider", "ms (p20 to p80)", "times faster"], rows))
+
+
+def bits_section(run: Run, device: str) -> str:
+    """What the same bits cost."""
+    sequences, length, vocabulary, hidden = run["shape"]
+    about = (
+        f"{sequences * length} tokens × vocabulary {vocabulary} × hidden size {hidden}, "
+        f"{machine(run)}. Within `pl.exact()` rows are multiplied {run['tile']} at a time (fewer "
+        f"if their logits would not fit), by {run['parts']} parts of the vocabulary "
+        "([bits](bits.md)). The bits of every row were compared first: in another order, among "
+        "others, alone, in other windows."
+    )
+    rows = [
+        [
+            what,
+            *(_milliseconds(case["times"][mode]) for mode in ("default", "exact")),
+            f"{case['ratio']:.3f}",
+            str(max(case["bits"]["default"].values())),
+        ]
+        for what, case in run["cases"].items()
+        if "times" in case
+    ]
+    columns = ["call", "default ms", "exact ms", "ratio", "rows with other bits by default"]
+    return join(f"## The same bits {WHERE[device]}", about, table(columns, rows))

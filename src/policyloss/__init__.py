@@ -7,15 +7,17 @@ out = pl.policy_loss(spec, logp, old_logp, advantages, mask)
 out.loss.backward()
 """
 
-from policyloss import advantage, compat, functional, hf
+from policyloss import advantage, compat, functional, hf, report
 from policyloss.accumulate import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
+from policyloss.check.bits import BitsReport, bits_check
 from policyloss.check.loss import check_loss
 from policyloss.check.partition import PartitionReport, partition_check
-from policyloss.compiled import CompiledLoss, compiled_loss
+from policyloss.compiled import CompiledLoss, compiled_loss, explain_path, unfused
 from policyloss.doctor import Diagnosis, RunDiagnosis, doctor, doctor_run
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explain import diff, explain
+from policyloss.functional.exact import exact
 from policyloss.head.divergence import divergence, linear_divergence
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
@@ -81,6 +83,7 @@ __all__ = [
     "OPSM",
     "Accumulation",
     "Band",
+    "BitsReport",
     "BySign",
     "Clip",
     "CompiledLoss",
@@ -141,6 +144,7 @@ __all__ = [
     "accumulate",
     "advantage",
     "aggregate_tokens",
+    "bits_check",
     "check_loss",
     "compat",
     "compiled_loss",
@@ -148,7 +152,9 @@ __all__ = [
     "divergence",
     "doctor",
     "doctor_run",
+    "exact",
     "explain",
+    "explain_path",
     "explain_plan",
     "functional",
     "gae",
@@ -163,6 +169,8 @@ __all__ = [
     "policy_loss",
     "preset",
     "presets",
+    "report",
+    "unfused",
     "value_loss",
     "what_if",
     "whiten",

@@ -25,6 +25,7 @@ from policyloss.functional.segments import Sequences
 from policyloss.inputs import TOKEN_SHAPED
 from policyloss.loss import measure, policy_loss, ready_spec
 from policyloss.metrics import Invalid, Metrics
+from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
@@ -45,6 +46,7 @@ def accumulate(
     cp_group: Any = None,
     dp_size: int | None = None,
     logp: Callable[[MicroBatch], Tensor] | None = None,
+    metrics: MetricsLevel = "all",
 ) -> Accumulation:
     """Count one optimizer step, and give out its micro-batches with the right totals.
 
@@ -65,8 +67,10 @@ def accumulate(
     logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It
     gives the current log-probabilities of a micro-batch, in the shape of its mask; it is called
     without gradient for all of them first, and they are given to `measure`.
+    metrics: how much `micro.loss` measures, as in `policy_loss`.
     """
     spec = ready_spec(spec)
+    check_level(metrics)
     _check(micro_batches)
     check_group("group", group)
     check_group("cp_group", cp_group)
@@ -79,7 +83,7 @@ def accumulate(
         )
     group = data_parallel_group(group, cp_group)
     counts, number = _counted(micro_batches, group, cp_group, dp_size)
-    step = Accumulation(spec, counts, counts, group, cp_group)
+    step = Accumulation(spec, counts, counts, group, cp_group, metrics)
     last = micro_batches[-1]
     empty = {**last, "mask": torch.zeros_like(last["mask"], dtype=torch.bool)}
     shares = [*micro_batches, *[empty] * (number - len(micro_batches))]
@@ -108,6 +112,7 @@ class Accumulation:
     counts: Totals
     group: Any = None
     cp_group: Any = None
+    level: MetricsLevel = "all"
     metrics: Metrics = field(default_factory=Metrics, init=False)
     _micro_batches: list[MicroBatch] = field(default_factory=list, init=False)
     _iterated: bool = field(default=False, init=False)
@@ -222,9 +227,10 @@ class MicroBatch(Mapping[str, Any]):
                 "gradient and metrics again; keep the first, or call policyloss.policy_loss(spec, "
                 "logp, **micro.arguments()) to look at it."
             )
-        out = policy_loss(self._step.spec, logp, **self.arguments(**tensors))
+        step = self._step
+        out = policy_loss(step.spec, logp, **self.arguments(**tensors), metrics=step.level)
         self._has_loss = True
-        self._step.add(out.metrics)
+        step.add(out.metrics)
         return out.loss
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -27,6 +29,27 @@ _WANTED: dict[str, str] = {
     "float": "a floating-point tensor",
     "integer": "a tensor of integers",
 }
+
+
+_traced = threading.local()
+
+
+def is_compiling() -> bool:
+    """Whether a compiler traces this call in this thread, so that there are no values to look at.
+
+    Either `torch.compile` or `tracing`.
+    """
+    return torch.compiler.is_compiling() or getattr(_traced, "depth", 0) > 0
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """A context in which `is_compiling` holds in this thread: the library traces itself."""
+    _traced.depth = getattr(_traced, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _traced.depth -= 1
 
 
 def description(x: Any) -> str:
@@ -137,7 +160,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_group(name: str, group: Any) -> None:
     """Raise unless `group` is None, or a process group of an initialised `torch.distributed`."""
-    if group is None or torch.compiler.is_compiling():
+    if group is None or is_compiling():
         return
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
@@ -183,7 +206,7 @@ def by_annotation(
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 arguments = dict(zip(names, args, strict=False)) | kwargs
                 _check_call(arguments, rules, alike, floating)
                 if also is not None:

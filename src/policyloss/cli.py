@@ -99,6 +99,7 @@ COMMANDS = (
 
 
 TRAINING = {
+    "choose": "name a loss for what you know about your run, with the reasons",
     "train": "train a language model with any of these losses",
     "eval": "evaluate the policy of a run on held-out prompts",
     "sample": "sample completions from the policy of a run",
@@ -109,6 +110,7 @@ TRAINING = {
 }
 # The commands that need torch alone, and the module of each.
 LIGHT = {
+    "choose": "policyloss.choose",
     "report": "policyloss.report.command",
     "doctor": "policyloss.doctor.command",
     "what-if": "policyloss.whatif.command",

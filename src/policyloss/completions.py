@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from policyloss.inputs import Inputs
-from policyloss.loss import corrected_tokens, ready_spec, with_ratio
+from policyloss.loss import corrected_tokens, with_ratio
 from policyloss.parts.trust import Surrogate
+from policyloss.presets import as_spec
 from policyloss.spec import LossSpec
 from policyloss.totals import local_totals
 
@@ -62,7 +63,7 @@ def token_branches(
     entropy terms have no branches, so their tensors may be left out. Where several names fit, the
     last of `BRANCHES` counts.
     """
-    spec = ready_spec(spec)
+    spec = as_spec(spec)
     before = Inputs.of(logp, old_logp, advantages, mask, rest).tokens()
     t, corrected = corrected_tokens(spec, before, None)
     t = with_ratio(spec, t)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor, description
 from policyloss.errors import InputError, InputTypeError, unknown_name
-from policyloss.functional.masking import compute_dtype, fill
+from policyloss.functional.masking import compute_dtype
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
 
 if TYPE_CHECKING:
@@ -116,13 +116,17 @@ class Inputs:
             )
         return dict(self.extras)
 
-    def tokens(self) -> Tokens:
-        """Check the tensors against each other and lay them out for the parts."""
-        check_tensor("logp", self.logp, "float")
+    def tokens(self, logp: Tensor | None = None) -> Tokens:
+        """Check the tensors against each other and lay them out for the parts.
+
+        logp: other numbers in its place.
+        """
+        logp = self.logp if logp is None else logp
+        check_tensor("logp", logp, "float")
         named = {name: getattr(self, name) for name in TOKEN_SHAPED}
         named |= {f"extras.{name}": x for name, x in self.named_extras().items()}
         layout = laid_out(
-            self.logp,
+            logp,
             self.mask,
             called="logp",
             cu_seqlens=self.cu_seqlens,
@@ -132,18 +136,18 @@ class Inputs:
         )
         for name, x in named.items():
             if x is not None:
-                check_like(name, x, ("logp", self.logp))
+                check_like(name, x, ("logp", logp))
         dtype = self.dtype
         # Upcast once, here: several parts may read logp, and their gradients must add up before
         # they are rounded to half precision.
-        raw: dict[str, Tensor | None] = {"logp": self.logp.to(dtype)}
+        raw: dict[str, Tensor | None] = {"logp": logp.to(dtype)}
         for name, x in named.items():
             raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()
-        check_tensor("advantages", self.advantages, like=("logp", self.logp))
+        check_tensor("advantages", self.advantages, like=("logp", logp))
         per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
-        return Tokens(
-            **layout, dtype=dtype, advantages=fill(per_token, layout["mask"], dtype), raw=raw
-        )
+        tokens = Tokens(**layout, dtype=dtype, advantages=per_token, raw=raw)
+        tokens.advantages = tokens.fill(per_token)
+        return tokens
 
 
 # What carries a gradient beside logp.

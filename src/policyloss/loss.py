@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor
+from policyloss.arguments import check_tensor, is_compiling
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import weighted_sum, weighted_total
+from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
+from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import fill
 from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
-from policyloss.parts.aggregate import known_horizon
+from policyloss.parts.aggregate import known_horizon, weight_factors
 from policyloss.parts.combined import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.ratio import SegmentRatio
+from policyloss.parts.ratio import SegmentRatio, TokenRatio
 from policyloss.parts.trust import Surrogate
-from policyloss.policy_metrics import policy_metrics
+from policyloss.policy_metrics import MetricsLevel, check_level, policy_metrics
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import Layout, Tokens
@@ -41,6 +43,11 @@ class LossOutput:
     metrics: Metrics
 
 
+# Faster ways to the same output; each answers None where it cannot serve a call. They are made of
+# the pipeline below, so that they stand above this module and put themselves here.
+SHORTCUTS: list[Callable[[LossSpec, Inputs, Totals | None, MetricsLevel], LossOutput | None]] = []
+
+
 @takes_tensors
 def policy_loss(
     spec: LossSpec | PresetName | str,
@@ -50,6 +57,7 @@ def policy_loss(
     mask: Tensor,
     *,
     totals: Totals | Literal["local"] | None = None,
+    metrics: MetricsLevel = "all",
     **tensors: Unpack[CallTensors],
 ) -> LossOutput:
     """The loss `spec` describes, over per-token log-probabilities.
@@ -82,28 +90,41 @@ def policy_loss(
       they are read only with `cp_group`, by parts that depend on the order of tokens
       (`SegmentRatio`), and only at valid tokens.
     - `extras` maps names to token-shaped tensors for parts that read more: `t.extra(name)`.
+    - `metrics` says how much is measured: "all"; "basic", which is loss, tokens, clip_fraction,
+      clip_fraction_dual and kl_old_k1; or "none". The loss and its gradient are the same.
     """
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
-    return loss_of(ready_spec(spec), inputs, resolve(totals))
+    return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
 
-def loss_of(spec: LossSpec, inputs: Inputs, step: Totals | None) -> LossOutput:
+def loss_of(
+    spec: LossSpec, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
+) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
+    check_level(metrics)
+    if is_exact() and torch.compiler.is_compiling():
+        # A compiler chooses the order of operations by itself.
+        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
+        return eager
     check_gradients(spec, inputs)
-    if torch.compiler.is_compiling() and _is_one_loop(spec, inputs):
+    if is_compiling() and _is_one_loop(spec, inputs):
         # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
         # the backward is one product. The upcast comes first, so that a half-precision gradient is
         # rounded after the backward has scaled it; the scale last, so that the loop need not wait
         # for the count it divides by.
         wide = inputs.logp.to(inputs.dtype)
-        gradient = torch.func.grad(
-            lambda x: pipeline(spec, inputs.replace(logp=x).tokens(), step).total
-        )(wide.detach())
-        parts = pipeline(spec, inputs.replace(logp=wide.detach()).tokens(), step)
+        gradient = torch.func.grad(lambda x: pipeline(spec, inputs.tokens(x), step, "none").total)(
+            wide.detach()
+        )
+        parts = pipeline(spec, inputs.tokens(wide.detach()), step, metrics)
         total = with_known_gradient(wide, parts.total, gradient)
-        return LossOutput(total * parts.scale, parts.metrics)
-    parts = pipeline(spec, inputs.tokens(), step)
-    return LossOutput(parts.total * parts.scale, parts.metrics)
+        return LossOutput(_scaled(total, parts.scale), parts.metrics)
+    for shortcut in () if is_compiling() else SHORTCUTS:
+        out = shortcut(spec, inputs, step, metrics)
+        if out is not None:
+            return out
+    parts = pipeline(spec, inputs.tokens(), step, metrics)
+    return LossOutput(parts.loss, parts.metrics)
 
 
 def _is_one_loop(spec: LossSpec, inputs: Inputs) -> bool:
@@ -117,11 +138,16 @@ def _is_one_loop(spec: LossSpec, inputs: Inputs) -> bool:
 
 
 class _Parts(NamedTuple):
-    """The loss as `total · scale`: a sum over tokens, and the 0-dim factor they share."""
+    """The loss as `total · scale`: a sum over tokens, and the 0-dim factor they share, if any."""
 
     total: Tensor
-    scale: Tensor
+    scale: Tensor | None
+    loss: Tensor
     metrics: Metrics
+
+
+def _scaled(total: Tensor, scale: Tensor | None) -> Tensor:
+    return total if scale is None else total * scale
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
@@ -160,20 +186,27 @@ def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
     return spec
 
 
-def pipeline(spec: LossSpec, tokens: Tokens, step: Totals | None) -> _Parts:
-    """The slots in order, on one call's tokens. step: the totals, None if this call is it."""
+def pipeline(
+    spec: LossSpec, tokens: Tokens, step: Totals | None, level: MetricsLevel = "all"
+) -> _Parts:
+    """The slots in order, on one call's tokens. step: the totals, None if this call is it. level:
+    how much is measured.
+    """
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
-    t = t.with_totals(local_totals(t) if step is None else step)
+    t = t.replace(step=local_totals(t) if step is None else step, flags=level != "none")
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
-    total, scale = weighted_total(token_loss, spec.aggregate(t))
+    weight, shared = weight_factors(spec.aggregate, t)
+    total, scale = weighted_total(token_loss, weight, shared)
+    loss = _scaled(total, scale)
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
-    t, surrogate = replace(t, ratio_value=None), surrogate._replace(loss=total)
+    t, surrogate = t.replace(ratio_value=None), surrogate._replace(loss=total)
     with torch.no_grad():
+        share = step_share(token_loss, weight, loss, t.totals.dp_size)
         metrics = policy_metrics(
-            spec, tokens, t, surrogate, corrected, token_loss, kl, total * scale, step
+            spec, tokens, t, surrogate, corrected, token_loss, kl, share, step, level
         )
-    return _Parts(total, scale, metrics)
+    return _Parts(total, scale, loss, metrics)
 
 
 class TokenLosses(NamedTuple):
@@ -205,7 +238,19 @@ def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosse
             kl = pull if kl is None else kl + pull
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * t.entropy
-    return TokenLosses(surrogate, kl, fill(loss, t.mask))
+    if weight is None and _is_zero_where_masked(spec):
+        return TokenLosses(surrogate, kl, loss)
+    return TokenLosses(surrogate, kl, fill(loss, t.mask, zero=t.zero))
+
+
+def _is_zero_where_masked(spec: LossSpec) -> bool:
+    """Whether a masked token, which has no advantage and ratio 1, has no loss either.
+
+    (A ratio that tokens share may overflow, and 0·inf is NaN.)
+    """
+    if not spec.is_data or not isinstance(spec.ratio, TokenRatio):
+        return False
+    return spec.follows_advantage and getattr(spec.trust, "reach", None) == "token"
 
 
 def aggregate_tokens(
@@ -259,7 +304,7 @@ def corrected_tokens(
                 "totals with policyloss.measure(spec, …) on the step's tensors, or pass "
                 'totals="local" if this call is the whole batch.'
             )
-        t = replace(t, measured=step.statistics)
+        t = t.replace(measured=step.statistics)
     corrected = combine(spec.correction, t)
     if spec.rejected != "keep" and corrected.keep is not None:
         keep = corrected.keep
@@ -277,10 +322,10 @@ def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
         *getattr(spec.ratio, "reads", ()),
     ]
     if not spec.reads_ratio_value and not all(map(t.has, made_of)):
-        return replace(t, anchor=anchor)
+        return t.replace(anchor=anchor)
     log_ratio, clamp = spec.ratio(t), getattr(spec.ratio, "log_clamp", 20.0)
     value = bounded_exp(log_ratio, clamp)
-    return replace(t, anchor=anchor, raw_log_ratio=log_ratio, log_clamp=clamp, ratio_value=value)
+    return t.replace(anchor=anchor, raw_log_ratio=log_ratio, log_clamp=clamp, ratio_value=value)
 
 
 @takes_tensors

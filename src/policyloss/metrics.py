@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss import notebook
-from policyloss.arguments import check_group, description
+from policyloss.arguments import check_group, description, is_compiling
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
+from policyloss.functional.exact import QUANTA, added, as_limbs, folded, is_exact
 from policyloss.functional.masking import accumulator_dtype
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
+    "sum": added,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -32,13 +33,13 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Record:
     """A metric as sufficient statistics: 0-dim tensors, and the value that they stand for.
 
-    Records of one kind merge by one operation.
+    Records of one kind merge by one operation. In the exact mode a sum is limbs `[3]`.
     """
 
     op: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():  # a compiler traces what the loss itself makes
+        if is_compiling():  # a compiler traces what the loss itself makes
             return
         device = None
         for name, part in self.__dict__.items():
@@ -46,7 +47,7 @@ class Record:
             if (
                 not dense
                 or part.is_complex()
-                or part.dim()
+                or (part.dim() and part.shape != (len(QUANTA),))
                 or part.device != (device or part.device)
             ):
                 raise InputError(
@@ -64,6 +65,11 @@ class Record:
     def wide(self) -> tuple[Tensor, ...]:
         """The parts in a dtype wide enough for exact counts and for quotients of integers."""
         return tuple(p.to(accumulator_dtype(p.device)) for p in self.parts)
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """The parts as 0-dim numbers, wide as in `wide`."""
+        return tuple(folded(p) if p.dim() else p for p in self.wide)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -103,7 +109,7 @@ class Stat(Record):
 
     @property
     def value(self) -> Tensor:
-        total, count = self.wide
+        total, count = self.numbers
         return total / count
 
 
@@ -115,7 +121,7 @@ class Sum(Record):
 
     @property
     def value(self) -> Tensor:
-        return self.total
+        return folded(self.total) if self.total.dim() else self.total
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,7 @@ class EffectiveSampleSize(Record):
 
     @property
     def value(self) -> Tensor:
-        weights, squares, count = self.wide
+        weights, squares, count = self.numbers
         return weights**2 / (count * squares)
 
 
@@ -213,7 +219,7 @@ class ExplainedVariance(Record):
 
     @property
     def value(self) -> Tensor:
-        count, error, error_squares, target, target_squares = self.wide
+        count, error, error_squares, target, target_squares = self.numbers
 
         def variance(total: Tensor, squares: Tensor) -> Tensor:
             return squares / count - (total / count) ** 2
@@ -269,6 +275,7 @@ class Metrics(Mapping[str, Record]):
             )
         self._unpacked: dict[str, Record] | None = records or {}
         self._packed: tuple[RecordPlaces, Tensor] | None = None
+        self._make: Callable[[], dict[str, Record]] | None = None
 
     @classmethod
     def packed(cls, places: RecordPlaces, values: Tensor) -> Metrics:
@@ -277,13 +284,27 @@ class Metrics(Mapping[str, Record]):
         metrics._unpacked, metrics._packed = None, (places, values)
         return metrics
 
+    @classmethod
+    def when_read(cls, make: Callable[[], dict[str, Record]]) -> Metrics:
+        """The metrics that `make` makes, of sums that are taken already, when one is read."""
+        metrics = cls()
+        metrics._unpacked, metrics._make = None, make
+        return metrics
+
     @property
     def _records(self) -> dict[str, Record]:
-        if self._unpacked is None:
+        if self._unpacked is None and self._make is not None:
+            with torch.no_grad():
+                self._unpacked = self._make()
+        elif self._unpacked is None:
             assert self._packed is not None
             places, values = self._packed
             self._unpacked = places.unpack(values)
         return self._unpacked
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or another process gets: the records, whether they were read or not."""
+        return {"_unpacked": self._records, "_packed": None, "_make": None}
 
     def __getitem__(self, name: str) -> Record:
         try:
@@ -369,14 +390,20 @@ class Metrics(Mapping[str, Record]):
             n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()
         }
         flat = [(part, record.op) for record in records.values() for part in record.parts]
-        numbers = torch.stack([p.to(wide) for p, _ in flat])
+        # Limbs for all: of ranks in the exact mode, one that counted nothing has plain numbers.
+        numbers = torch.stack([as_limbs(p.to(wide)) for p, _ in flat])
         is_sum = torch.tensor([op == "sum" for _, op in flat], device=numbers.device)
         # A minimum is a maximum with the sign turned, so extremes need one collective, not two.
         signs = [-1.0 if op == "min" else 1.0 for _, op in flat]
         sign = torch.tensor(signs, dtype=wide, device=numbers.device)
-        sums = torch.where(is_sum, numbers, 0)
+        sums = torch.where(is_sum.unsqueeze(-1), numbers, 0)
         dist.all_reduce(sums, group=group)
-        parts = iter(torch.where(is_sum, sums, all_max(numbers * sign, group) * sign))
+        keeps_limbs = is_exact() or any(p.dim() for p, _ in flat)
+        extremes = all_max(numbers[:, 0] * sign, group) * sign
+        parts = iter(
+            (total if keeps_limbs else folded(total)) if op == "sum" else extreme
+            for (_, op), total, extreme in zip(flat, sums, extremes, strict=True)
+        )
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})
 
     def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:

@@ -8,11 +8,16 @@ from `FORMULAS`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from policyloss.arguments import description, is_compiling
+from policyloss.errors import InputError
+from policyloss.functional.exact import total
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
@@ -87,6 +92,17 @@ FORMULAS = {
 }
 
 
+MetricsLevel = Literal["all", "basic", "none"]
+# The kind of each record and its parts: a number, or what computes it from sums that are taken.
+_Records = dict[str, tuple[Any, ...]]
+
+
+def check_level(metrics: Any) -> None:
+    """Raise unless `metrics` is the name of a level."""
+    if not isinstance(metrics, str) or metrics not in get_args(MetricsLevel):
+        raise InputError(f'metrics must be "all", "basic" or "none", got {description(metrics)}.')
+
+
 def policy_metrics(
     spec: LossSpec,
     before: Tokens,
@@ -95,67 +111,98 @@ def policy_metrics(
     corrected: Combined,
     token_loss: Tensor,
     kl: Tensor | None,
-    loss: Tensor,
+    share: Tensor,
     step_totals: Totals | None,
+    level: MetricsLevel = "all",
 ) -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
     `before` is the batch before rejection, `t` after it (the same unless rejected tokens leave the
-    mask). step_totals: the caller's totals.
+    mask). share: what the call adds to the loss of the step. step_totals: the caller's totals.
+    level: "all"; "basic", which is loss, tokens, clip_fraction, clip_fraction_dual and kl_old_k1;
+    or "none". Certain mistakes (`Invalid`) are counted at every level.
+
+    Sums over tokens are taken at once. What follows from them waits until a metric is read, unless
+    the call is compiled or recorded: then all of it belongs to the call.
     """
-    n = count(t.mask)
-    records: dict[str, Record] = {
-        "loss": Sum(loss / t.totals.dp_size),
-        "tokens": Sum(n),
-        "advantage_mean": Stat(t.advantages.sum(), n),
-        **_of_logprobs(t, token_loss),
-        "beyond_totals": Sum(_beyond_totals(spec, t, n, step_totals)),
-        **{name: Invalid(number) for name, number in t.invalid.items()},
-    }
-    _clipping(records, spec, surrogate, t.mask, n)
-    _ratios(records, spec, t, n)
-    if t.has("old_logp") and t.has("rollout_logp"):
-        _mismatch(records, before)
-    _corrections(records, corrected, before)
-    if kl is not None:
-        records["kl_ref"] = Stat(fill(kl, t.mask).sum(), n)
-    if t.has("entropy"):
-        records["entropy"] = Stat(t.entropy.sum(), n)
-    if t.has("divergence"):
-        records["divergence"] = Stat(t.divergence.sum(), n)
-    return Metrics(records)
+    records: _Records = {}
+    everything = level == "all"
+    if level != "none":
+        n = t.count
+        records["loss"] = (Sum, share)
+        records["tokens"] = (Sum, n)
+        if everything:
+            records["advantage_mean"] = (Stat, total(t.advantages), n)
+            _of_logprobs(records, spec, t, token_loss)
+            records["beyond_totals"] = (Sum, _beyond_totals(spec, t, n, step_totals))
+    records |= {name: (Invalid, number) for name, number in t.invalid.items()}
+    if level != "none":
+        _clipping(records, spec, surrogate, t.mask, n, everything)
+        _ratios(records, spec, t, n, everything)
+    if everything:
+        if t.has("old_logp") and t.has("rollout_logp"):
+            _mismatch(records, before)
+        _corrections(records, corrected, before)
+        if kl is not None:
+            records["kl_ref"] = (Stat, total(fill(kl, t.mask, zero=t.zero)), n)
+        if t.has("entropy"):
+            records["entropy"] = (Stat, total(t.entropy), n)
+        if t.has("divergence"):
+            records["divergence"] = (Stat, total(t.divergence), n)
+
+    def made() -> dict[str, Record]:
+        return {
+            name: kind(*(part if isinstance(part, Tensor) else part() for part in parts))
+            for name, (kind, *parts) in records.items()
+        }
+
+    at_once = is_compiling() or (t.mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    return Metrics(made()) if at_once else Metrics.when_read(made)
 
 
-def _of_logprobs(t: Tokens, token_loss: Tensor) -> dict[str, Record]:
+def _of_logprobs(records: _Records, spec: LossSpec, t: Tokens, token_loss: Tensor) -> None:
     """Tokens with a number or log-probability that is none, which a clamp may hide."""
     logprobs = {
         name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
     }
     # A sum is finite if and only if its terms are, for numbers of this size. An engine may report
     # −inf for a token that top-p cut.
-    finite = reduce(
-        torch.add, [x for name, x in logprobs.items() if name != "rollout_logp"], token_loss
-    )
-    positive = reduce(torch.bitwise_or, [x > POSITIVE for x in logprobs.values()]) & t.mask
-    return {
-        "nonfinite_tokens": Sum(nonfinite(fill(finite, t.mask))),
-        "positive_logp_tokens": Sum(count(positive)),
-    }
+    finite, rest = token_loss, {n: x for n, x in logprobs.items() if n != "rollout_logp"}
+    if t.raw_log_ratio is not None and _is_drift(spec, t):
+        finite = finite + t.raw_log_ratio
+        rest = {name: x for name, x in rest.items() if name not in ("logp", "old_logp")}
+    if rest:
+        finite = fill(reduce(torch.add, rest.values(), finite), t.mask, zero=t.zero)
+    records["nonfinite_tokens"] = (Sum, nonfinite(finite))
+    # A NaN is not the larger of two numbers here.
+    positive = (reduce(torch.fmax, logprobs.values()) > POSITIVE) & t.mask
+    records["positive_logp_tokens"] = (Sum, count(positive))
 
 
-def _beyond_totals(spec: LossSpec, t: Tokens, n: Tensor, step_totals: Totals | None) -> Tensor:
+def _is_drift(spec: LossSpec, t: Tokens) -> bool:
+    """Whether the ratio slot's log-ratio is `logp − old_logp` of each token."""
+    return isinstance(spec.ratio, TokenRatio) and t.anchor == "old"
+
+
+def _beyond_totals(
+    spec: LossSpec, t: Tokens, n: Tensor, step_totals: Totals | None
+) -> Callable[[], Tensor]:
     """What this call has beyond the step's count; 0 where it is the step or one rank's share."""
     divisor = getattr(spec.aggregate, "divides_by", None)
     if step_totals is None or divisor is None or t.sequences.cp_group is not None:
-        return torch.zeros_like(n)
+        return lambda: torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
     of_step = getattr(step_totals, divisor)
-    of_step = of_step.to(here.device).reshape(()) if isinstance(of_step, Tensor) else of_step
-    return (here - of_step).clamp(min=0)
+
+    def excess() -> Tensor:
+        most = of_step.to(here.device).reshape(()) if isinstance(of_step, Tensor) else of_step
+        return (here - most).clamp(min=0)
+
+    return excess
 
 
 def _clipping(
-    records: dict[str, Record], spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor
+    records: _Records, spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor, everything: bool
 ) -> None:
     named = zip(s._fields[1:], s[1:], strict=True)
     flags = {name: flag for name, flag in named if flag is not None}
@@ -163,52 +210,56 @@ def _clipping(
     ours = type(spec.trust) in VARIANTS
     if not ours:
         flags = {name: flag & mask for name, flag in flags.items()}
-    counts = {name: count(flag) for name, flag in flags.items()}
+    counts = {name: count(flag) for name, flag in flags.items() if everything or name == "dual"}
     for name, number in counts.items():
-        records[f"clip_fraction_{name}"] = Stat(number, n)
-    if flags and ours:
-        records["clip_fraction"] = Stat(reduce(torch.add, counts.values()), n)
+        records[f"clip_fraction_{name}"] = (Stat, number, n)
+    if flags and ours and everything:
+        records["clip_fraction"] = (Stat, lambda: reduce(torch.add, counts.values()), n)
     elif flags:
-        records["clip_fraction"] = Stat(count(reduce(torch.bitwise_or, flags.values())), n)
+        records["clip_fraction"] = (Stat, count(reduce(torch.bitwise_or, flags.values())), n)
 
 
-def _ratios(records: dict[str, Record], spec: LossSpec, t: Tokens, n: Tensor) -> None:
+def _ratios(records: _Records, spec: LossSpec, t: Tokens, n: Tensor, everything: bool) -> None:
     """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
-    raw, per_token = t.raw_log_ratio, isinstance(spec.ratio, TokenRatio)
-    growth: Tensor | None = None
-    if raw is not None:
-        raw = raw if per_token else fill(raw, t.mask)  # a token's is 0 where masked already
+    raw, growth, drifts = t.raw_log_ratio, None, _is_drift(spec, t)
+    if raw is not None and everything:
+        # A token's is 0 where masked already.
+        raw = raw if isinstance(spec.ratio, TokenRatio) else fill(raw, t.mask, zero=t.zero)
         growth = torch.expm1(raw)
         high, low = extremes(raw, t.mask)
-        records["ratio_mean"] = Stat(growth.sum() + n, n)
-        records["ratio_max"] = Max(torch.where(high == -torch.inf, high, high.exp()))
-        records["ratio_min"] = Min(torch.where(low == torch.inf, low, low.exp()))
+        records["ratio_mean"] = (Stat, total(growth, n), n)
+        records["ratio_max"] = (Max, lambda: torch.where(high == -torch.inf, high, high.exp()))
+        records["ratio_min"] = (Min, lambda: torch.where(low == torch.inf, low, low.exp()))
         if t.log_clamp is not None:
-            records["clamped_tokens"] = Sum(count(beyond(raw, t.log_clamp)))
+            records["clamped_tokens"] = (Sum, count(beyond(raw, t.log_clamp)))
     if t.has("old_logp"):
-        if raw is None or growth is None or not per_token or t.anchor != "old":
-            raw = t.log_ratio_to("old")
-            growth = torch.expm1(raw)
-        records["kl_old_k1"] = Stat(-raw.sum(), n)
-        records["kl_old_k3"] = Stat((growth - raw).sum(), n)
+        if raw is None or not drifts:
+            raw, growth = t.log_ratio_to("old"), None
+        drift = total(raw)
+        records["kl_old_k1"] = (Stat, lambda: -drift, n)
+        if everything:
+            growth = torch.expm1(raw) if growth is None else growth
+            records["kl_old_k3"] = (Stat, total(growth - raw), n)
 
 
-def _mismatch(records: dict[str, Record], before: Tokens) -> None:
-    n, d = count(before.mask), before.log_weight()
-    records["kl_rollout_k1"] = Stat(-d.sum(), n)
-    records["kl_rollout_k3"] = Stat(k3(d).sum(), n)
-    records["rollout_logp_difference_max"] = Max(extremes(d.abs(), before.mask)[0])
+def _mismatch(records: _Records, before: Tokens) -> None:
+    n, d = before.count, before.log_weight()
+    drift = total(d)
+    records["kl_rollout_k1"] = (Stat, lambda: -drift, n)
+    records["kl_rollout_k3"] = (Stat, total(k3(d)), n)
+    records["rollout_logp_difference_max"] = (Max, extremes(d.abs(), before.mask)[0])
 
 
-def _corrections(records: dict[str, Record], corrected: Combined, before: Tokens) -> None:
-    n = count(before.mask)
+def _corrections(records: _Records, corrected: Combined, before: Tokens) -> None:
+    n = before.count
     kept = before.mask if corrected.keep is None else before.mask & corrected.keep
     if corrected.weight is not None:
-        w = fill(corrected.weight, kept)
-        records["correction_weight_mean"] = Stat(w.sum(), n)
-        records["correction_weight_max"] = Max(extremes(w, kept)[0])
-        records["effective_sample_size"] = EffectiveSampleSize(w.sum(), (w * w).sum(), n)
+        w = fill(corrected.weight, kept, zero=before.zero)
+        weights = total(w)
+        records["correction_weight_mean"] = (Stat, weights, n)
+        records["correction_weight_max"] = (Max, extremes(w, kept)[0])
+        records["effective_sample_size"] = (EffectiveSampleSize, weights, total(w * w), n)
     for name, keep in corrected.verdicts.items():
-        records[f"rejected_fraction/{name}"] = Stat(count(before.mask & ~keep), n)
+        records[f"rejected_fraction/{name}"] = (Stat, count(before.mask & ~keep), n)
     if corrected.keep is not None:
-        records["rejected_fraction"] = Stat(count(before.mask & ~corrected.keep), n)
+        records["rejected_fraction"] = (Stat, count(before.mask & ~corrected.keep), n)

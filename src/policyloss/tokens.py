@@ -5,19 +5,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind
+from policyloss.arguments import check_tensor, description, fits_kind, is_compiling
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import checked_positions
-from policyloss.functional.masking import bound, can_be_read, compute_dtype, difference, fill, holds
+from policyloss.functional.masking import (
+    bound,
+    can_be_read,
+    compute_dtype,
+    difference,
+    fill,
+    holds,
+    shared_zero,
+)
 from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences
-from policyloss.functional.stats import neither_0_nor_1
+from policyloss.functional.stats import count, neither_0_nor_1
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # part of typing since Python 3.11
@@ -114,6 +122,7 @@ class Layout:
     step: Totals | None = None
     invalid: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[str, Tensor] = field(default_factory=dict)
+    names: ClassVar[tuple[str, ...]]  # of the fields
 
     @classmethod
     def of(cls, tokens: Tensor, mask: Tensor, *, called: str, **where: Any) -> Layout:
@@ -130,13 +139,42 @@ class Layout:
             )
         return self.step
 
+    def replace(self, **changes: Any) -> Self:
+        """The same call with other values under some names.
+
+        (`dataclasses.replace` takes ten times as long, and of a compiler that traces it every call
+        looks at four properties of each field again.)
+        """
+        if is_compiling():
+            return type(self)(**{**{n: getattr(self, n) for n in self.names}, **changes})
+        changed: Self = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, **changes)
+        return changed
+
     def with_totals(self, step: Totals) -> Self:
         """The same layout with the counts of the whole step."""
-        return replace(self, step=step)
+        return self.replace(step=step)
+
+    @property
+    def zero(self) -> Tensor | float:
+        """What stands where `mask` is False, made once for the call (see `shared_zero`)."""
+        if "zero" not in self.memo:
+            zero = shared_zero(self.mask, self.dtype)
+            if not isinstance(zero, Tensor):
+                return zero
+            self.memo["zero"] = zero
+        return self.memo["zero"]
 
     def fill(self, x: Tensor) -> Tensor:
         """`x` as numbers to compute with: in `dtype`, and 0 where `mask` is False."""
-        return fill(x, self.mask, self.dtype)
+        return fill(x, self.mask, self.dtype, self.zero)
+
+    @property
+    def count(self) -> Tensor:
+        """Valid tokens of this call, on this rank, 0-dim."""
+        if "count" not in self.memo:
+            self.memo["count"] = count(self.mask)
+        return self.memo["count"]
 
     @property
     def counts(self) -> Tensor:
@@ -152,7 +190,7 @@ class Layout:
 
     def with_lengths(self, lengths: Tensor) -> Self:
         """The same layout with other numbers `[S]` in the place of `lengths`."""
-        return replace(self, memo={**self.memo, "lengths": lengths})
+        return self.replace(memo={**self.memo, "lengths": lengths})
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """The mean of `x` over the valid tokens of each sequence, 0 for one that has none.
@@ -205,7 +243,8 @@ class Tokens(Layout):
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
     and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) are the ratio
     slot's, to the policy that `anchor` names. raw: the tensors as the caller gave them, by
-    argument. measured: numbers of the whole batch that were measured beforehand, or None.
+    argument. measured: numbers of the whole batch that were measured beforehand, or None. flags:
+    whether a trust part should flag the tokens that it limits, which only metrics read.
     """
 
     advantages: Tensor
@@ -215,10 +254,12 @@ class Tokens(Layout):
     log_clamp: LogClamp = None
     ratio_value: Tensor | None = None
     measured: dict[str, Tensor] | None = None
+    flags: bool = True
 
     def with_mask(self, mask: Tensor) -> Tokens:
         """The same call with fewer tokens: as if `mask` had been given."""
-        return replace(self, mask=mask, advantages=fill(self.advantages, mask), memo={})
+        advantages = fill(self.advantages, mask, zero=self.zero)
+        return self.replace(mask=mask, advantages=advantages, memo={})
 
     def has(self, name: str) -> bool:
         """Whether the call has a tensor of this name."""
@@ -260,7 +301,7 @@ class Tokens(Layout):
     @property
     def logp(self) -> Tensor:
         """The current policy's log-probability; carries the gradient."""
-        return fill(self.read("logp"), self.mask, self.dtype)
+        return self.fill(self.read("logp"))
 
     @property
     def log_ratio(self) -> Tensor:
@@ -274,7 +315,7 @@ class Tokens(Layout):
     @property
     def entropy(self) -> Tensor:
         """The current policy's entropy at each token; may carry a gradient."""
-        return fill(self.read("entropy"), self.mask, self.dtype)
+        return self.fill(self.read("entropy"))
 
     @property
     def divergence(self) -> Tensor:
@@ -285,21 +326,24 @@ class Tokens(Layout):
                 "divergence= to policy_loss (policyloss.linear_divergence and "
                 "policyloss.divergence make it), or teacher= to linear_policy_loss."
             )
-        return fill(self.read("divergence"), self.mask, self.dtype)
+        return self.fill(self.read("divergence"))
 
     def anchor_logp(self, anchor: str) -> Tensor:
         """The log-probability of a frozen policy: "old", "rollout", "ref", "teacher", or "current"
         for `logp` itself, detached.
         """
-        return fill(self._anchor(anchor), self.mask, self.dtype)
+        return self.fill(self._anchor(anchor))
 
     def log_ratio_to(self, anchor: str) -> Tensor:
         """`logp - anchor_logp`, upcast before subtraction, 0 at masked positions."""
-        return difference(self.read("logp"), self._anchor(anchor), self.mask, self.dtype)
+        return self._difference(self.read("logp"), self._anchor(anchor))
 
     def log_weight(self) -> Tensor:
         """`old_logp - rollout_logp`: trainer against inference engine, on the same weights."""
-        return difference(self.read("old_logp"), self.read("rollout_logp"), self.mask, self.dtype)
+        return self._difference(self.read("old_logp"), self.read("rollout_logp"))
+
+    def _difference(self, a: Tensor, b: Tensor) -> Tensor:
+        return difference(a, b, self.mask, self.dtype, self.zero)
 
     def _anchor(self, anchor: str) -> Tensor:
         if anchor == "current":
@@ -312,3 +356,7 @@ class Tokens(Layout):
             return self.measured
         numbers: dict[str, Tensor] = part.statistics(self)
         return numbers
+
+
+for _kind in (Layout, Tokens):
+    _kind.names = tuple(f.name for f in fields(_kind))

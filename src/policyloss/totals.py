@@ -214,15 +214,33 @@ def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
 
 def local_totals(t: Layout) -> Totals:
     """The counts of this call alone, as tensors (no host sync)."""
-    present = t.counts > 0
-    groups: Tensor | None = None
-    if t.group_ids is not None:
+    return _LocalTotals(t)
+
+
+class _LocalTotals(Totals):
+    """The counts of one call. Each is taken when it is first read: most averages read one."""
+
+    _layout: Layout
+
+    def __init__(self, t: Layout) -> None:
+        object.__setattr__(self, "_layout", t)
+
+    @property
+    def tokens(self) -> Tensor:
+        t = self._layout
+        return t.count if t.sequences.cp_group is None else t.counts.sum()
+
+    @property
+    def sequences(self) -> Tensor:
+        return count(self._layout.counts > 0)
+
+    @property
+    def groups(self) -> Tensor | None:
+        t = self._layout
+        if t.group_ids is None:
+            return None
         order, members = group_index(t.group_ids)
-        groups = count(members.sum(present[order]) > 0)
-    # Without context parallel the counts of sequences are not needed for the tokens, and a compiler
-    # may then skip them.
-    tokens = count(t.mask) if t.sequences.cp_group is None else t.counts.sum()
-    return Totals(tokens, count(present), groups)
+        return count(members.sum((t.counts > 0)[order]) > 0)
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from policyloss.arguments import check_choice, check_like, check_number, check_tensor
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import weighted_sum
+from policyloss.functional.aggregate import step_share, weighted_sum
+from policyloss.functional.exact import total
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
@@ -89,8 +90,10 @@ def value_loss(
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)
     token_loss = fill(token_loss, t.mask)
-    loss = weighted_sum(token_loss, aggregate(t))
-    return LossOutput(loss, _metrics(t, value, target, token_loss, binds, loss))
+    weight = aggregate(t)
+    loss = weighted_sum(token_loss, weight)
+    share = step_share(token_loss, weight, loss, t.totals.dp_size)
+    return LossOutput(loss, _metrics(t, value, target, token_loss, binds, share))
 
 
 def _check_options(
@@ -109,23 +112,24 @@ def _check_options(
 
 @torch.no_grad()
 def _metrics(
-    t: Layout, value: Tensor, target: Tensor, token_loss: Tensor, binds: Tensor | None, loss: Tensor
+    t: Layout,
+    value: Tensor,
+    target: Tensor,
+    token_loss: Tensor,
+    binds: Tensor | None,
+    share: Tensor,
 ) -> Metrics:
     n = count(t.mask)
     error, wide = (target - value).detach(), accumulator_dtype(value.device)
-
-    def total(x: Tensor) -> Tensor:
-        return x.sum(dtype=wide)
+    moments = [error, error.to(wide) ** 2, target, target.to(wide) ** 2]
 
     records: dict[str, Record] = {
-        "loss": Sum(loss.detach() / t.totals.dp_size),
+        "loss": Sum(share),
         "tokens": Sum(n),
-        "value_mean": Stat(value.detach().sum(), n),
-        "return_mean": Stat(target.sum(), n),
-        "value_error": Stat(error.abs().sum(), n),
-        "explained_variance": ExplainedVariance(
-            n, total(error), total(error.to(wide) ** 2), total(target), total(target.to(wide) ** 2)
-        ),
+        "value_mean": Stat(total(value.detach()), n),
+        "return_mean": Stat(total(target), n),
+        "value_error": Stat(total(error.abs()), n),
+        "explained_variance": ExplainedVariance(n, *(total(x, dtype=wide) for x in moments)),
         "nonfinite_tokens": Sum(nonfinite(token_loss)),
         **{name: Invalid(number) for name, number in t.invalid.items()},
     }

@@ -407,7 +407,7 @@ def test_a_callable_in_a_slot_runs_eagerly() -> None:
 def test_a_context_parallel_call_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        compiled, "loss_of", lambda spec, inputs, step: seen.append(inputs.cp_group)
+        compiled, "loss_of", lambda spec, inputs, step, metrics: seen.append(inputs.cp_group)
     )
     compiled_loss(PRESETS["ppo"])(**BATCH.kwargs, cp_group="ranks")
     assert seen == ["ranks"]

@@ -11,8 +11,8 @@ import torch
 
 import policyloss as pl
 from cases import make_batch
+from policyloss.arguments import is_compiling, tracing
 from policyloss.compiled import loss as compiled
-from policyloss.compiled import trace as fusing
 
 THREADS = 4
 
@@ -75,9 +75,7 @@ def test_one_thread_compiles_at_a_time(monkeypatch):
 
 
 def test_a_trace_is_none_in_other_threads():
-    """torch has one flag for all threads; a loss that another thread takes meanwhile still checks
-    what it is given.
-    """
+    """A loss that another thread takes meanwhile still checks what it is given."""
     mask = torch.full((2, 3), -100)
     x = torch.zeros(2, 3)
 
@@ -85,6 +83,6 @@ def test_a_trace_is_none_in_other_threads():
         with pytest.raises(pl.InputError, match="mask"):
             pl.policy_loss(pl.preset("ppo"), x, x, x, mask)
 
-    with fusing._tracing():
-        assert torch.compiler.is_compiling()
+    with tracing():
+        assert is_compiling()
         in_threads([bad_mask])

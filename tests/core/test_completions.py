@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from cases import CORRECTIONS, TRUSTS
 from torch import Tensor
 
 import policyloss as pl
+from cases import CORRECTIONS, TRUSTS
 from policyloss.completions import BRANCHES, choose_groups, spread, token_branches
 
 NAMES = tuple(BRANCHES)

@@ -56,7 +56,8 @@ def test_the_page_is_what_the_installed_packages_say() -> None:
 
 
 def test_what_needs_what() -> None:
-    assert extras() == [CORE, "demo", "train", "lora", "optimizers", "tasks", "recipes", "dev"]
+    optional = ["demo", "train", "lora", "optimizers", "tasks", "recipes", "site", "dev"]
+    assert extras() == [CORE, *optional]
     core = set(closure(CORE))
     assert "torch" in core
     assert not core & {"transformers", "pytest", "numpy", "policyloss"}

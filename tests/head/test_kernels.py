@@ -114,14 +114,11 @@ def row_gradient(
     scaling: Scaling,
     **tiles: int,
 ) -> None:
-    """The kernel, given the entry of each row's own id (before the temperature) from float64."""
+    """The kernel, given the log-probability of each row's own id from float64."""
     s, _ = scaled(z, scaling)
     column = ids.clamp(0, z.shape[1] - 1)[:, None]
     log_p = s.gather(1, column).squeeze(1) - s.logsumexp(-1)
-    target = g.double() * (1 - log_p.exp())
-    if entropy is not None and h is not None:
-        target = target - h.double() * log_p.exp() * (log_p + entropy.double())
-    kernels.row_gradient(z, out, ids, lse, entropy, g, h, target.float(), scaling, **tiles)
+    kernels.row_gradient(z, out, ids, lse, entropy, g, h, log_p.float(), scaling, **tiles)
 
 
 def derivatives(rows: int = ROWS) -> tuple[Tensor, Tensor]:

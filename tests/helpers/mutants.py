@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bits_mutants import BITS
 from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
@@ -104,6 +105,20 @@ MUTANTS = (
         "test_by_sign.py::test_each_side_is_its_part_alone",
     ),
     Mutant(
+        "choose_takes_the_last_loss_that_fits",
+        "choose.py",
+        "base = next(rule for rule in fitting if rule.preset)",
+        "base = [rule for rule in fitting if rule.preset][-1]",
+        "test_choose.py::test_what_is_chosen",
+    ),
+    Mutant(
+        "choose_forgets_the_anchor",
+        "choose.py",
+        "replace(ratio, anchor=rule.anchor)",
+        "ratio",
+        "test_choose.py::test_a_loss_against_the_engine_has_no_correction_and_others_have_one",
+    ),
+    Mutant(
         "sapo_scale",
         "functional/trust.py",
         "-advantages * (4 / tau)",
@@ -134,22 +149,22 @@ MUTANTS = (
     Mutant(
         "masked_by_multiplication",
         "functional/masking.py",
-        "torch.where(mask, x if dtype is None else x.to(dtype), 0)",
+        "torch.where(mask, x if dtype is None else x.to(dtype), zero)",
         "mask * (x if dtype is None else x.to(dtype))",
         _HAND + "test_masked_garbage_is_replaced",
     ),
     Mutant(
         "local_denominator",
         "parts/aggregate.py",
-        "return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)",
-        "return totals.dp_size * reciprocal(t.counts.sum(), t.mask, t.dtype)",
+        "return reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size)",
+        "return reciprocal(t.counts.sum(), t.mask, t.dtype, totals.dp_size)",
         _HAND + "test_totals_are_the_denominator",
     ),
     Mutant(
         "dp_size_forgotten",
         "parts/aggregate.py",
-        "(totals.dp_size * reciprocal(totals.sequences, t.lengths))",
-        "reciprocal(totals.sequences, t.lengths)",
+        "reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)",
+        "reciprocal(t.totals.sequences, t.lengths)",
         "test_totals.py::test_averaging_ranks_give_the_gradient_of_the_batch",
     ),
     Mutant(
@@ -162,8 +177,8 @@ MUTANTS = (
     Mutant(
         "empty_count_unguarded",
         "functional/aggregate.py",
-        "return torch.where(x == 0, 1, 1 / x)",
-        "return 1 / x",
+        "x = x + (x == 0)",
+        "x = x + 0",
         "test_metrics.py::test_a_batch_with_no_valid_token",
     ),
     Mutant(
@@ -218,9 +233,37 @@ MUTANTS = (
     Mutant(
         "mean_of_means",
         "policy_metrics.py",
-        'records[f"clip_fraction_{name}"] = Stat(number, n)',
-        'records[f"clip_fraction_{name}"] = Stat(number / n, n / n)',
+        'records[f"clip_fraction_{name}"] = (Stat, number, n)',
+        'records[f"clip_fraction_{name}"] = (Stat, number / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
+    ),
+    Mutant(
+        "basic_metrics_forget_the_lower_bound",
+        "policy_metrics.py",
+        "count(reduce(torch.bitwise_or, flags.values()))",
+        "count(flags['upper'])",
+        "test_metric_levels.py::test_a_level_is_a_choice_of_the_same_numbers[ppo-padded]",
+    ),
+    Mutant(
+        "metrics_without_being_asked",
+        "loss.py",
+        'flags=level != "none"',
+        "flags=True",
+        "test_metric_levels.py::test_without_metrics_nothing_is_computed_for_them",
+    ),
+    Mutant(
+        "kernel_takes_the_wrong_bound",
+        "compiled/token_graph.py",
+        '"maximum": "tl.maximum(',
+        '"maximum": "tl.minimum(',
+        "test_fused.py::test_the_hand_computed_loss",
+    ),
+    Mutant(
+        "kernel_sums_beyond_its_span",
+        "compiled/token_program.py",
+        'value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"',
+        'value = f"tl.where(live | True, {writer.value(node.args[0], kind)}, {_start(node)})"',
+        "test_fused.py::test_the_kernels_compute_the_loss[icepop]",
     ),
     Mutant(
         "counts_merged_in_float32",
@@ -327,7 +370,7 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*DOCTOR, *HEAD, *PARTS, *TRAIN, *WHATIF)),
+    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *TRAIN, *WHATIF)),
 )
 
 

@@ -275,15 +275,15 @@ PARTS = (
     (
         "sequence_sums_over_tokens",
         _AGGREGATE,
-        "return totals.dp_size * reciprocal(totals.sequences, t.mask, t.dtype)",
-        "return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype) + 0",
+        "return reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size)",
+        "return reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size) + 0",
         _HAND + "test_aggregate",
     ),
     (
         "dr_grpo_over_tokens",
         _AGGREGATE,
-        "(totals.dp_size / known_horizon(self)) * reciprocal(totals.sequences, t.mask, t.dtype)",
-        "(totals.dp_size / known_horizon(self)) * reciprocal(totals.tokens, t.mask, t.dtype)",
+        "reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size / known_horizon(self))",
+        "reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size / known_horizon(self))",
         _HAND + "test_aggregate",
     ),
     (

@@ -22,7 +22,7 @@ from policyloss import output as writing
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.report import collect, render, write_report
-from policyloss.report.rollouts import read_rollouts
+from policyloss.report.rollouts import as_stored, read_rollouts
 from policyloss.report.text import escaped
 
 
@@ -295,52 +295,75 @@ def test_rollouts_are_cleaned_and_fitted_to_their_tokens(tmp_path: Path) -> None
             "step": 3,
             "example": None,
             "group": None,
+            "groups": None,
             "weights": None,
             "prompt": "",
             "completion": "",
             "answer": "",
             "reward": None,
             "advantage": None,
-            "finished": False,
+            "finished": None,
+            "finish_reason": None,
             "tokens": ["a", "b"],
             "ids": [None, None],
             "logp": [-1.0, None],
             "old_logp": [None, None],
             "rollout_logp": [None, None],
+            "ref_logp": [None, None],
+            "teacher_logp": [None, None],
+            "entropy": [None, None],
             "ratio": [1.5, None],
             "token_advantage": [None, None],
+            "mask": [None, None],
             "clipped": [True, None],
+            "branch": [None, None],
         }
     ]
 
 
-def test_too_many_rollouts_are_thinned_by_whole_steps(tmp_path: Path) -> None:
-    # 20 tokens a step, 200 in all.
-    rows = [rollout(step, ["x"] * 10, group=k) for step in range(10) for k in range(2)]
+def test_too_many_completions_are_thinned_by_whole_groups(tmp_path: Path) -> None:
+    """Ten steps of two groups of 10 tokens, 200 in all; the rewards of the second group differ."""
+    rows = [
+        rollout(step, ["x"] * 5, group=k, reward=float(k * i))
+        for step in range(10)
+        for k in range(2)
+        for i in range(2)
+    ]
     write_lines(tmp_path / "rollouts.jsonl", rows)
 
-    def kept(budget: int) -> tuple[list[int], list[str]]:
+    def kept(budget: int) -> tuple[dict[int, list[int]], list[str]]:
         notes: list[str] = []
-        return [
-            row["step"] for row in read_rollouts(tmp_path / "rollouts.jsonl", notes, budget)
-        ], notes
+        steps: dict[int, list[int]] = {}
+        for row in read_rollouts(tmp_path / "rollouts.jsonl", notes, budget):
+            steps.setdefault(row["step"], []).append(row["group"])
+        return steps, notes
 
-    assert kept(200) == ([s for s in range(10) for _ in range(2)], [])
-    # Every second step would be 5 · 20 = 100 tokens; every third, 4 · 20 = 80.
-    assert kept(80)[0] == [
-        0,
-        0,
-        3,
-        3,
-        6,
-        6,
-        9,
-        9,
+    assert kept(200) == ({step: [0, 0, 1, 1] for step in range(10)}, [])
+    # The group with a spread of every step takes 100; then the last steps get their second one.
+    every = {step: [1, 1] for step in range(10)}
+    assert kept(100)[0] == every
+    assert kept(125)[0] == {**every, 8: [0, 0, 1, 1], 9: [0, 0, 1, 1]}
+    # Every second step would be 50 tokens, every third 40.
+    assert kept(45)[0] == {step: [1, 1] for step in (0, 3, 6, 9)}
+    # One group is too long: its first row, which is shown in any case.
+    assert kept(9)[0] == kept(3)[0] == {9: [1]}
+    assert kept(45)[1] == [
+        "8 of 40 completions in rollouts.jsonl are shown, from 4 of 10 steps, to keep the page "
+        "small."
     ]
-    assert kept(15)[0] == [9]  # even one step is too long: its first row
-    assert kept(5)[0] == [9]  # and one row is shown in any case
-    assert kept(80)[1] == [
-        "8 of 20 rollouts are shown, from 4 of 10 steps, to keep the page small."
+
+
+def test_held_out_answers_are_thinned_by_prompt(tmp_path: Path) -> None:
+    """The same prompts at every step, so that they can be followed, whatever their rewards."""
+    rows = [
+        rollout(step, ["x"] * 10, group=k, reward=float(k == step % 3))
+        for step in range(4)
+        for k in range(3)
+    ]
+    write_lines(tmp_path / "answers.jsonl", rows)
+    found = read_rollouts(tmp_path / "answers.jsonl", [], 85, as_stored)
+    assert [(row["step"], row["group"]) for row in found] == [
+        (s, k) for s in range(4) for k in (0, 1)
     ]
 
 

@@ -5,6 +5,7 @@ and what was left out is said.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tracemalloc
@@ -120,8 +121,8 @@ def test_too_many_metrics_keep_those_that_the_charts_name(tmp_path: Path) -> Non
 
 
 def test_a_long_series_is_thinned_and_its_summary_is_of_all_points(tmp_path: Path) -> None:
-    """12,001 steps, an evaluation every 10th: the thinned line of each keeps its last point,
-    and no number is lost.
+    """12,001 steps, an evaluation every 10th: the thinned line of each keeps its last point, its
+    lowest, its highest and its gap, and no number is lost.
     """
     steps = 12_001
     rows: list[dict[str, Any]] = [
@@ -130,13 +131,23 @@ def test_a_long_series_is_thinned_and_its_summary_is_of_all_points(tmp_path: Pat
     for s in range(0, steps, 10):
         rows[s]["eval/accuracy"] = 0.5
     rows[7_777] |= {"reward/mean": 0.75, "tokens": float("nan")}
+    rows[7_778]["reward/mean"] = -0.25
     rows[-1]["reward/mean"] = 0.5
     found = run_of(write_run(tmp_path / "run", rows))
     reward = found["metrics"]["reward/mean"]
     assert len(reward["step"]) <= 5_000
     assert (reward["step"][-1], reward["value"][-1]) == (12_000, 0.5)
-    gaps = {b - a for a, b in zip(reward["step"], reward["step"][1:], strict=False)}
-    assert gaps == {4}  # every second of them while reading, and every second of those for the page
+    # Of the first 10,001 points, one of every 4 stands for those that are equal; in the stretch
+    # from 7,776, two are not.
+    expected = sorted({*range(0, 10_001, 4), 7_777, 7_778, *range(10_001, steps)} - {7_776})
+    assert reward["step"] == expected
+    assert [v for v in reward["value"] if v != 0.25] == [0.75, -0.25, 0.5]
+    tokens = found["metrics"]["tokens"]
+    assert tokens["value"][tokens["step"].index(7_777)] is None
+    # The sums up to a step are of all points, too: 2 a step, one of which was NaN.
+    sums = dict(zip(*found["progress"]["tokens"].values(), strict=True))
+    assert all(total == 2 * (step + (step < 7_777)) for step, total in sums.items())
+    assert sums[12_000] == 24_000
     assert found["metrics"]["eval/accuracy"]["step"] == list(range(0, steps, 10))
     assert found["summary"]["steps"] == steps
     assert found["summary"]["tokens"] == 24_000  # 2 · 12,000; one was NaN
@@ -157,10 +168,28 @@ def test_the_points_of_many_metrics_share_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "POINT_BUDGET", 1_000)
-    names = {f"m{i:02d}": 1.0 for i in range(50)}
-    found = run_of(write_run(tmp_path / "run", [{"step": s, **names} for s in range(200)]))
-    assert {len(line["step"]) for line in found["metrics"].values()} == {20}  # 1,000 / 50
-    assert all(line["step"][-1] == 199 for line in found["metrics"].values())
+    rows = [{"step": s, **{f"m{i:02d}": float(s) for i in range(50)}} for s in range(200)]
+    found = run_of(write_run(tmp_path / "run", rows))
+    # 1,000 / 50 points for each, so stretches of 3·200/20 = 30, each with its ends.
+    ends = [step for start in range(0, 200, 30) for step in (start, min(start + 29, 199))]
+    for line in found["metrics"].values():
+        assert line["step"] == line["value"] == ends
+
+
+def test_the_points_of_many_runs_share_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a hundred runs must open, too."""
+    monkeypatch.setattr(limits, "ALL_POINTS", 1_000)
+    rows = [{"step": s, "a": float(s)} for s in range(500)]
+    runs = [write_run(tmp_path / f"run{i}", rows) for i in range(10)]
+    for run in collect(runs)["runs"]:
+        # 1,000 / 10 points, so stretches of 3·500/100 = 15.
+        assert len(run["metrics"]["a"]["step"]) == 2 * math.ceil(500 / 15)
+        assert any(
+            "1 metric(s) of metrics.jsonl have up to 500 points; about 100" in note
+            for note in run["notes"]
+        )
 
 
 def test_histograms_are_thinned(tmp_path: Path) -> None:
@@ -184,20 +213,13 @@ def test_rows_and_long_texts_count_towards_the_budget(
         rollouts=[rollout(s, ["x"], group=k) for s in range(4) for k in range(3)],
     )
     found = run_of(short)
-    # Every second step back from the last.
-    assert [row["step"] for row in found["rollouts"]] == [
-        1,
-        1,
-        1,
-        3,
-        3,
-        3,
-    ]
+    # One group of every step, and a second one of the last two.
+    assert [row["step"] for row in found["rollouts"]] == [0, 1, 2, 2, 3, 3]
     assert (
-        "6 of 12 rollouts are shown, from 2 of 4 steps, to keep the page small." in found["notes"]
+        "6 of 12 completions in rollouts.jsonl are shown, from 4 of 4 steps, to keep the page "
+        "small." in found["notes"]
     )
     monkeypatch.setattr(limits, "TOKEN_BUDGET", 100)
-    monkeypatch.setattr("policyloss.report.rollouts.read_rollouts.__defaults__", (100,))
     long = write_run(
         tmp_path / "long", [], rollouts=[rollout(s, ["x"], prompt="p" * 256 * 60) for s in range(4)]
     )
@@ -326,8 +348,8 @@ def test_the_bounds_are_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
     table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
     counts = (
-        "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET HISTOGRAMS BINS TOKEN_BUDGET "
-        "ROWS"
+        "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET ALL_POINTS "
+        "HISTOGRAMS BINS TOKEN_BUDGET ALL_TOKENS ROWS"
     )
     for name in [*counts.split(), "CHARACTERS_PER_TOKEN", "TEXT_LENGTH", "TOKEN_LENGTH"]:
         assert f" {getattr(limits, name):,} " in table.replace(",\n", " \n").replace(

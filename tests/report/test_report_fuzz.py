@@ -19,6 +19,7 @@ from report_runs import rollout
 
 import policyloss as pl
 from policyloss.cli import main
+from policyloss.completions import BRANCHES
 from policyloss.report import collect
 
 FILES = (
@@ -27,9 +28,20 @@ FILES = (
     "metrics.jsonl",
     "timing.jsonl",
     "rollouts.jsonl",
+    "answers.jsonl",
     "lock",
 )
 NAN = float("nan")
+STORED = {
+    **rollout(1, ["a", "b"]),
+    "groups": 4,
+    "finish_reason": "end",
+    "ref_logp": [-0.5, -0.25],
+    "teacher_logp": [-0.5, -0.25],
+    "entropy": [0.5, 0.25],
+    "mask": [True, False],
+    "branch": ["upper", "plain"],
+}
 WRONG: list[Any] = [
     None, True, False, 0, -1, 1.5, NAN, float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 10**400,
     -(10**400), 2**53, 2**63,
@@ -39,6 +51,7 @@ WRONG: list[Any] = [
     {"edges": [1e308, 1.5e308, 1.6e308, float("inf")], "counts": [1, 1, 10**400]},
     {"nan": {"": [None, True, "x", {"y": 1e308}]}},
 ]  # fmt: skip
+COLUMNS = ("ids", "logp", "ratio", "clipped", "entropy", "ref_logp", "mask", "branch")
 METRICS = {
     "step": 1,
     "reward/mean": 0.5,
@@ -106,7 +119,8 @@ contents = {
     "environment.json": broken({"python": "3", "nested": {"a": [1]}}).map(encoded),
     "metrics.jsonl": lines({**METRICS, **HISTOGRAM}),
     "timing.jsonl": lines(TIMING),
-    "rollouts.jsonl": lines(rollout(1, ["a", "b"])),
+    "rollouts.jsonl": lines(STORED),
+    "answers.jsonl": lines(STORED),
     "lock": broken(LOCK).map(encoded),
 }
 mess = st.binary(max_size=40) | st.sampled_from(
@@ -162,19 +176,27 @@ def _check_numbers(value: Any) -> None:
             assert len(line["step"]) == len(line["value"])
             assert all(type(step) is int and abs(step) < 2**53 for step in line["step"])
             assert all(v is None or abs(v) <= 1e150 for v in line["value"])
-        for row in run["rollouts"]:
+        on_page = "answers" not in run
+        for row in [] if on_page else [*run["rollouts"], *run["answers"]]:
             assert all(isinstance(token, str) and len(token) <= 201 for token in row["tokens"])
-            assert all(
-                len(row[name]) == len(row["tokens"]) for name in ("ids", "logp", "ratio", "clipped")
-            )
+            assert all(len(row[name]) == len(row["tokens"]) for name in COLUMNS)
+            assert all(v is None or v in BRANCHES for v in row["branch"])
+        for group in run["rollouts"] if on_page else []:
+            for name in COLUMNS:  # one value for all tokens, or one for each
+                values = [row[name] for row in group["rows"] if isinstance(row[name], list)]
+                assert all(len(v) in {len(row["tokens"]) for row in group["rows"]} for v in values)
 
 
 @pytest.mark.parametrize("value", WRONG, ids=range(len(WRONG)))
 @pytest.mark.parametrize(
-    "field", ["ids", "example", "group", "tokens", "logp", "reward", "prompt", "step", "clipped"]
+    "field",
+    [
+        *("ids", "example", "group", "tokens", "logp", "reward", "prompt", "step", "clipped"),
+        *("groups", "finish_reason", "ref_logp", "entropy", "mask", "branch", "finished"),
+    ],
 )
 def test_a_wrong_value_in_any_field_of_a_rollout(tmp_path: Path, field: str, value: Any) -> None:
-    row = rollout(1, ["a", "b"])
+    row = STORED
     inside = [value, value] if isinstance(row[field], list) else value
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rollouts.jsonl").write_text(

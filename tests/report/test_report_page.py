@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from report_runs import realistic_run, rollout, write_run
 
+from policyloss.completions import BRANCHES
 from policyloss.report import collect, render, write_report
 from policyloss.report.panels import panels_for
 from policyloss.report.text import duration, escaped, island, number
@@ -67,7 +68,10 @@ def hostile_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             for s in range(3)
         ]
         texts = "".join(HOSTILE)
-        rows = [rollout(2, HOSTILE, prompt=texts, answer=texts, completion=texts)]
+        named = {"prompt": texts, "answer": texts, "completion": texts, "finish_reason": texts}
+        rows = [
+            {**rollout(2, HOSTILE, **named), "branch": HOSTILE, "example": texts, "group": texts}
+        ]
         settings = {
             "model": HOSTILE[0],
             "task": HOSTILE[3],
@@ -152,12 +156,17 @@ def test_the_colour_scales_hold_98_percent_of_the_tokens(tmp_path: Path) -> None
         "token_advantage": [-float(i) for i in range(101)],
     }
     row |= {"logp": [0.0] * 101, "rollout_logp": [0.0] * 101}
+    row |= {"old_logp": [0.0] * 101, "entropy": [i / 10 for i in range(101)]}
+    row |= {"ref_logp": [-i / 50 for i in range(101)]}
     scales = view(collect([write_run(tmp_path / "run", [], rollouts=[row])]))["scales"]
-    # The differences are all 0, which gets no colour.
+    # The differences to the sampler are all 0, which gets no colour; there is no teacher.
     assert scales == {
         "ratio": 0.98,
         "advantage": 98.0,
-        "rollout": 0.01,
+        "entropy": 9.8,
+        "surprise": 0.1,
+        "mismatch": 0.01,
+        "ref": 1.96,
     }
 
 
@@ -215,7 +224,9 @@ def test_hostile_texts_add_no_element_and_no_attribute(hostile_runs: list[Path])
     inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert inside is not None
     assert not re.search("[<>&\u2028\u2029]", inside[1])
-    assert json.loads(inside[1])["runs"][0]["rollouts"][0]["tokens"] == HOSTILE
+    (group,) = json.loads(inside[1])["runs"][0]["rollouts"]
+    assert group["rows"][0]["tokens"] == HOSTILE
+    assert group["rows"][0]["finish_reason"] == "".join(HOSTILE)[:200] + "…"
 
 
 def test_escaping() -> None:
@@ -251,26 +262,31 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
     page = tmp_path / "report.html"
     data = write_report(two_runs, page)
     dom, said = browser(
-        page, "#run=1&step=20&sample=3&token=2&color=advantage&theme=dark&smooth=0.5"
+        page, "#run=1&step=20&group=1&sample=1&token=2&color=advantage&theme=dark&smooth=0.5"
     )
     assert said == []
-    row = [r for r in data["runs"][1]["rollouts"] if r["step"] == 20][3]
+    row = [r for r in data["runs"][1]["rollouts"] if (r["step"], r["group"]) == (20, 1)][1]
     values = [part for part in element(dom, "token-values").split("|") if part]
     assert dict(zip(values[::2], values[1::2], strict=True)) == {
         "token": json.dumps(row["tokens"][2]),
         "id": "2",
         "position": f"3 of {len(row['tokens'])}",
-        "clipped": "held, advantage above 0" if row["clipped"][2] else "no",
+        "branch": BRANCHES[row["branch"][2]][0],
+        "policy gradient": "none"
+        if row["clipped"][2]
+        else "up"
+        if row["token_advantage"][2] > 0
+        else "down",
         **{
             name: six_digits(row[name][2]) for name in ("ratio", "logp", "old_logp", "rollout_logp")
         },
         "advantage": six_digits(row["token_advantage"][2]),
-        "logp − rollout_logp": six_digits(
-            float(six_digits(row["logp"][2])) - float(six_digits(row["rollout_logp"][2]))
+        "old_logp − rollout_logp": six_digits(
+            float(six_digits(row["old_logp"][2])) - float(six_digits(row["rollout_logp"][2]))
         ),
     }
-    assert f"reward {row['reward']:.0f}" in element(dom, "facts")
-    assert element(dom, "facts").endswith(" · sampled by vllm with the weights of step 19")
+    assert f"<b>reward {row['reward']:.0f}</b>" in dom
+    assert element(dom, "group-facts").endswith(" · sampled by vllm with the weights of step 19")
     strength = 100 * abs(row["token_advantage"][2]) / view(data)["scales"]["advantage"]
     sign = "plus" if row["token_advantage"][2] > 0 else "minus"
     assert f"var(--{sign}) {min(100, strength):.0f}%" in dom
@@ -279,6 +295,7 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
     assert 'data-theme="dark"' in dom
     assert element(dom, "smoothness") == "0.50"
     assert element(dom, "histogram-step") == "20"
+    # The other completion of the group is not on the screen.
     assert dom.count('role="option"') == len(row["tokens"])
     figures = re.findall(r'<figure class="chart" data-panel="\d+".*?</figure>', dom, re.DOTALL)
     lines = [figure.count('<path class="line') for figure in figures]
@@ -290,7 +307,7 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
 DRIVER = """
 const seen = {}, text = (id) => document.getElementById(id).textContent;
 const hash = () => new URLSearchParams(location.hash.slice(1));
-const boxes = () => document.querySelectorAll("#token-list .token");
+const boxes = () => document.querySelectorAll(".tokens .token");
 const first = (inside) => document.querySelector(`figure[data-panel="0"] ${inside}`);
 const colour = document.getElementById("color");
 const point = (node, type, at = {}) =>
@@ -301,6 +318,7 @@ seen.tokens = [...boxes()].map((box) => box.textContent);
 point(boxes()[4], "pointerover"); seen.hovered = text("token-values");
 boxes()[0].focus(); press("ArrowRight"); seen.right = document.activeElement.dataset.i;
 press("End"); seen.end = document.activeElement.dataset.i; seen.token = hash().get("token");
+first("> svg").scrollIntoView();  // what is far from the screen is drawn later
 const where = first("> svg").getBoundingClientRect();
 point(first("> svg"), "pointermove", {clientX: where.right - 20, clientY: where.top + 50});
 seen.tip = text("tip");

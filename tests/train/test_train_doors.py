@@ -266,6 +266,7 @@ OF_A_RUN = (
     "metrics.jsonl",
     "timing.jsonl",
     "rollouts.jsonl",
+    "answers.jsonl",
     "lock",
     ".config.json.tmp",
 )

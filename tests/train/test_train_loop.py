@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
 
 def assert_same_run(out: Path, expected: Path) -> None:
     """The same bytes in what was logged and in the last checkpoint."""
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "answers.jsonl"):
         assert (out / name).read_bytes() == (expected / name).read_bytes(), name
     last = sorted(path.name for path in (expected / "checkpoints").iterdir())[-1]
     kept = [path / "checkpoints" / last for path in (out, expected)]

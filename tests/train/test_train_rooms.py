@@ -31,6 +31,7 @@ OUTSIDE = {
     "run": {"config", "distributed", "finite", "loss_options", "options", "view.track"},
     "view": {
         "batches",
+        "config",
         "distributed",
         "learner",
         "run.files",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, is_number
+from policyloss.arguments import check_tensor, description, is_compiling, is_number
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import WholeSequences, checked_positions
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
@@ -195,7 +195,7 @@ def _runs_as_kernel(
     return (
         isinstance(mask, Tensor)
         and mask.is_cuda
-        and not torch.compiler.is_compiling()
+        and not is_compiling()
         and kernels(KERNEL) is not None
     )
 

@@ -46,5 +46,5 @@ def together(*shares: Record) -> Stat:
 def guarded_mean(record: Record, epsilon: float) -> Tensor:
     """`sum / (count + epsilon)` of a mean, so that the mean of nothing is 0 and not NaN. 0-dim."""
     assert isinstance(record, Stat)
-    total, count = record.wide
+    total, count = record.numbers
     return total / (count + epsilon)

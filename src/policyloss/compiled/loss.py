@@ -17,18 +17,30 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss.arguments import is_compiling
+from policyloss.compiled.call import (
+    Call,
+    loss_function,
+    numbers_of,
+    rebuilt,
+    requiring_grad,
+    scaled,
+    with_gradients,
+)
 from policyloss.compiled.cuda_graph import Graphed, can_be_graphed
 from policyloss.compiled.trace import fused
 from policyloss.compiled.two_stage_sums import in_two_stages
-from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype
+from policyloss.functional.exact import is_exact
+from policyloss.functional.masking import can_be_read
 from policyloss.functional.segments import Sequences, check_cu_seqlens
 from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
-from policyloss.loss import LossOutput, check_gradients, loss_of, pipeline, ready_spec
-from policyloss.metrics import Invalid, Metrics, RecordPlaces
+from policyloss.loss import LossOutput, check_gradients, loss_of, ready_spec
+from policyloss.metrics import Metrics, RecordPlaces
+from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
-from policyloss.tokens import LOGP_ARGUMENTS, Tokens, as_mask
-from policyloss.totals import GroupTokens, Totals, resolve
+from policyloss.tokens import as_mask
+from policyloss.totals import Totals, resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -37,8 +49,8 @@ if TYPE_CHECKING:
 # themselves are kept.
 MOST_SHAPES = 4096
 MOST_RECORDED = 64  # where each holds GPU memory
-# Tracing sets flags of torch that all threads share, so that one thread traces at a time, whichever
-# loss it compiles.
+# The compiler of torch has state that all threads share, so that one thread compiles at a time,
+# whichever loss it is.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -49,6 +61,7 @@ def compiled_loss(
     options: dict[str, Any] | None = None,
     two_stages: bool | None = None,
     cuda_graph: bool = False,
+    metrics: MetricsLevel = "all",
 ) -> CompiledLoss:
     """A fused `policy_loss` for one spec: make it once, then call it with the arguments of
     `policy_loss` that follow the spec.
@@ -65,12 +78,13 @@ def compiled_loss(
     cuda_graph: on a GPU, record the kernels of each shape once and replay them: the least time per
     call, for shapes that come again (another shape is recorded anew). Each keeps a copy of its
     arguments in GPU memory.
+    metrics: how much is measured, as in `policy_loss`.
 
     Runs eagerly instead, with the same result, where a graph could be wrong or cannot exist: a
     callable in a slot (it may do anything), `cp_group` (collectives), tensor subclasses, a batch
-    without tokens, and inside someone else's `torch.compile`.
+    without tokens, within `exact()`, and inside someone else's `torch.compile`.
     """
-    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph)
+    return CompiledLoss(as_spec(spec), dynamic, options, two_stages, cuda_graph, metrics)
 
 
 class Gradients(NamedTuple):
@@ -90,8 +104,10 @@ class CompiledLoss:
     options: dict[str, Any] | None = None
     two_stages: bool | None = None
     cuda_graph: bool = False
+    metrics: MetricsLevel = "all"
 
     def __post_init__(self) -> None:
+        check_level(self.metrics)
         self.spec = ready_spec(self.spec)
         self._is_data = self.spec.is_data
         self._by_key: dict[tuple[Any, ...], _Graph] = {}
@@ -117,11 +133,11 @@ class CompiledLoss:
         inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
         check_gradients(self.spec, inputs)
         if not self._traceable(inputs):
-            return loss_of(self.spec, inputs, resolve(totals))
-        leaves = _requiring_grad(inputs)
+            return loss_of(self.spec, inputs, resolve(totals), self.metrics)
+        leaves = requiring_grad(inputs)
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
         if leaves:
-            loss = _Known.apply(loss, known, *(getattr(inputs, name) for name in leaves))  # type: ignore[no-untyped-call]
+            loss = with_gradients(loss, known, [getattr(inputs, name) for name in leaves])
         return LossOutput(loss, Metrics.packed(graph.places, packed))
 
     @takes_tensors
@@ -146,9 +162,9 @@ class CompiledLoss:
         present = (name for name in DIFFERENTIATED if getattr(inputs, name) is not None)
         leaves = ("logp", *present)
         if not self._traceable(inputs):
-            return _eager_value_and_gradient(self.spec, inputs, leaves, totals)
+            return self._eager_value_and_gradient(inputs, leaves, resolve(totals))
         graph, (loss, packed, *known) = self._run(inputs, totals, leaves)
-        gradients = _scaled(known, len(leaves), None)
+        gradients = scaled(known, len(leaves), None)
         like = {
             name: x.to(getattr(inputs, name).dtype)
             for name, x in zip(leaves, gradients, strict=True)
@@ -158,7 +174,7 @@ class CompiledLoss:
     def _run(
         self, inputs: Inputs, totals: Totals | Literal["local"] | None, leaves: tuple[str, ...]
     ) -> tuple[_Graph, list[Tensor]]:
-        """The graph of this call, and what it gives: loss, packed metrics, what `_scaled` takes."""
+        """The graph of this call, and what it gives: loss, packed metrics, what `scaled` takes."""
         tensors = inputs.tensors()
         logp, mask, cu_seqlens = inputs.logp, inputs.mask, inputs.cu_seqlens
         if cu_seqlens is not None:
@@ -170,8 +186,8 @@ class CompiledLoss:
             tensors["advantages"] = sequences.with_clear_shape(tensors["advantages"], "advantages")
         step_totals = resolve(totals)
         if step_totals is not None:
-            tensors |= _numbers(step_totals, logp.device)
-        call = _Call(tensors, None if step_totals is None else step_totals.dp_size, leaves)
+            tensors |= numbers_of(step_totals, logp.device)
+        call = Call(tensors, None if step_totals is None else step_totals.dp_size, leaves)
         key = call.key
         graph = self._by_key.get(key) or self._graph(call, key)
         results = graph.run(*[x.detach() if x.requires_grad else x for x in tensors.values()])
@@ -179,9 +195,22 @@ class CompiledLoss:
             as_mask(mask, logp)  # complains, as the eager loss does
         return graph, results
 
+    def _eager_value_and_gradient(
+        self, inputs: Inputs, names: tuple[str, ...], totals: Totals | None
+    ) -> tuple[LossOutput, Gradients]:
+        """Where there is no graph."""
+        with torch.enable_grad():
+            leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
+            out = loss_of(self.spec, inputs.replace(**leaves), totals, self.metrics)
+            gradients = torch.autograd.grad(
+                out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
+            )
+        known = dict(zip(names, gradients, strict=True))
+        return LossOutput(out.loss.detach(), out.metrics), Gradients(**known)
+
     def _traceable(self, inputs: Inputs) -> bool:
         """Whether a graph may stand for the call: plain tensors, tokens, nothing of a user's."""
-        if inputs.cp_group is not None or not self._is_data or torch.compiler.is_compiling():
+        if is_exact() or inputs.cp_group is not None or not self._is_data or is_compiling():
             return False
         if not all(
             type(x) is Tensor or type(x) is torch.nn.Parameter for x in inputs.tensors().values()
@@ -190,7 +219,7 @@ class CompiledLoss:
         needed = (inputs.logp, inputs.advantages, inputs.mask)
         return all(x is not None for x in needed) and inputs.logp.numel() > 0
 
-    def _graph(self, call: _Call, key: tuple[Any, ...]) -> _Graph:
+    def _graph(self, call: Call, key: tuple[Any, ...]) -> _Graph:
         """A graph that fits this call: one that was compiled for any shape, or a new one."""
         tensors = list(call.tensors.values())
         with _ONE_AT_A_TIME:
@@ -199,9 +228,10 @@ class CompiledLoss:
             known = self._by_kind.setdefault(call.kind, [])
             graph = next((g for g in known if g.fits(tensors)), None)
             if graph is None:
-                _rebuilt(call)  # complains about wrong shapes in this call's own numbers
+                rebuilt(call)  # complains about wrong shapes in this call's own numbers
                 dynamic = bool(known) if self.dynamic is None else self.dynamic
-                graph = _compile(self.spec, call, dynamic, self.options, self.two_stages)
+                level, rest = self.metrics, (dynamic, self.options, self.two_stages)
+                graph = _compile(self.spec, level, call, *rest)
                 known.append(graph)
             if self.cuda_graph and can_be_graphed(tensors):
                 with torch.no_grad():
@@ -224,123 +254,10 @@ class _Graph(NamedTuple):
     places: RecordPlaces
 
 
-class _Call(NamedTuple):
-    """One call: its tensors, those that carry a gradient, and what is a constant of its graph."""
-
-    tensors: dict[str, Tensor]
-    dp_size: int | None
-    leaves: tuple[str, ...]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for calls that one graph of fixed shapes can serve."""
-        exact = tuple(
-            [(name, x.dtype, x.device, x.shape, x.stride()) for name, x in self.tensors.items()]
-        )
-        return exact, self.dp_size, self.leaves
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Equal for calls that one graph of any shape may serve."""
-        kinds = tuple([(name, x.dtype, x.device, x.dim()) for name, x in self.tensors.items()])
-        return kinds, self.dp_size, self.leaves
-
-
-class _Known(torch.autograd.Function):
-    """`value`, which depends on each of `leaves` with a known gradient (see `_scaled`)."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(*known)
-        ctx.count = len(leaves)
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            return _refuse_a_second_derivative(ctx, *grads)
-        return None, None, *_scaled(ctx.saved_tensors, ctx.count, grads[0])
-
-
-@torch.autograd.function.once_differentiable
-def _refuse_a_second_derivative(ctx: Any, grad: Tensor) -> Any:
-    """The gradients are constants here: a derivative of them would be wrong.
-
-    (The check takes time, so it has its own way.)
-    """
-    return None, None, *_scaled(ctx.saved_tensors, ctx.count, grad)
-
-
-def _scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
-    """The first `count` of `known` times the scale behind them (if there is one) times `grad`: one
-    product over the tokens each.
-    """
-    factors = [x for x in (grad, *known[count:]) if x is not None]
-    if not factors:
-        return list(known[:count])
-    factor = factors[0] if len(factors) == 1 else factors[0] * factors[1]
-    return [gradient * factor for gradient in known[:count]]
-
-
-def _requiring_grad(inputs: Inputs) -> tuple[str, ...]:
-    """Which tensors carry a gradient in this call."""
-    if not torch.is_grad_enabled():
-        return ()
-    tensors = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
-    return tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
-
-
-def _eager_value_and_gradient(
-    spec: LossSpec, inputs: Inputs, names: tuple[str, ...], totals: Totals | Literal["local"] | None
-) -> tuple[LossOutput, Gradients]:
-    """Where there is no graph."""
-    with torch.enable_grad():
-        leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names}
-        out = loss_of(spec, inputs.replace(**leaves), resolve(totals))
-        gradients = torch.autograd.grad(
-            out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
-        )
-    known = dict(zip(names, gradients, strict=True))
-    return LossOutput(out.loss.detach(), out.metrics), Gradients(**known)
-
-
-def _numbers(totals: Totals, device: torch.device) -> dict[str, Tensor]:
-    """The totals as tensors: their values change from step to step, so they are data."""
-    numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
-    if isinstance(totals.groups, GroupTokens):
-        numbers |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
-    elif totals.groups is not None:
-        numbers["totals.groups"] = totals.groups
-    numbers |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
-    wide = accumulator_dtype(device)
-    return {
-        name: x.to(device)
-        if isinstance(x, Tensor)
-        else torch.full((), float(x), device=device, dtype=wide)
-        for name, x in numbers.items()
-    }
-
-
-def _rebuilt(call: _Call) -> tuple[Tokens, Totals | None]:
-    """The arguments as the pipeline takes them."""
-    x = call.tensors
-
-    def under(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): y for name, y in x.items() if name.startswith(prefix)}
-
-    named = {name: value for name, value in x.items() if "." not in name}
-    tokens = Inputs(**named, extras=under("extras.")).tokens()
-    if call.dp_size is None:
-        return tokens, None
-    counts, of_groups = under("totals."), under("groups.")
-    groups = GroupTokens(**of_groups) if of_groups else counts.pop("groups", None)
-    statistics = under("statistics.") or None
-    return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)
-
-
 def _compile(
     spec: LossSpec,
-    call: _Call,
+    level: MetricsLevel,
+    call: Call,
     dynamic: bool,
     options: dict[str, Any] | None,
     two_stages: bool | None,
@@ -348,48 +265,12 @@ def _compile(
     """The eager pipeline, its metrics and its gradients as one graph."""
     places: list[RecordPlaces] = []
 
-    def fused_call(*tensors: Tensor) -> list[Tensor]:
-        x = dict(zip(call.tensors, tensors, strict=True))
-        # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
-        wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
-        leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
-        with torch.enable_grad():
-            tokens, totals = _rebuilt(call._replace(tensors={**x, **leaves}))
-            parts = pipeline(spec, tokens, totals)
-            gradients = _gradients(parts.total, list(leaves.values()))
-        metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
-        # Where a call looks at once, and need not report what it did not find.
-        if x["mask"].device.type == "cpu":
-            invalid = tokens.invalid.get("invalid_mask_values", invalid)
-            metrics = Metrics(
-                {
-                    name: record
-                    for name, record in metrics.items()
-                    if not isinstance(record, Invalid)
-                }
-            )
-        places.append(RecordPlaces(metrics))
-        loss, scale = (parts.total * parts.scale).detach(), parts.scale.detach()
-        packed = RecordPlaces.pack(metrics, invalid)
-        if totals is not None:
-            # The scale is known before the first token is read: the gradient is written once, as it
-            # is.
-            return [loss, packed, *(gradient * scale for gradient in gradients)]
-        # The scale divides by a count of this very batch, for which the loop over the tokens need
-        # not wait.
-        return [loss, packed, *gradients, scale]
-
     logp = call.tensors["logp"]
+    # On a CPU a call looks at once.
+    run_eagerly = loss_function(spec, level, call, places, looks=logp.device.type == "cpu")
     split = logp.is_cuda if two_stages is None else two_stages
     rewrite = (lambda graph: in_two_stages(graph, logp.numel())) if split else None
     run, fits = fused(
-        fused_call, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
+        run_eagerly, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
     )
     return _Graph(run, fits, places[0])
-
-
-def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
-    """Of a total that some of the leaves, or all, may not enter."""
-    if not leaves or not total.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    return torch.autograd.grad(total, leaves, materialize_grads=True)

@@ -1,16 +1,50 @@
-"""Traces a function of tensors, its autograd included, and compiles it to a few kernels."""
+"""Traces a function of tensors, its autograd included, and compiles it to a few kernels.
+
+What is used of torch beyond its public interface stands in `NEEDED_OF_TORCH`.
+"""
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+
+from policyloss.arguments import tracing
+
+# Functions of torch that have no public name yet, and what they are used for.
+NEEDED_OF_TORCH = {
+    "torch.fx.experimental.proxy_tensor.make_fx": "traces a function and its gradient to a graph",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.produce_guards_expression": (
+        "says what a graph for every shape assumes about sizes"
+    ),
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_guards_expression": (
+        "says whether other sizes fit that"
+    ),
+    "torch._inductor.compile": "compiles a graph that was traced",
+    "torch._assert_async": "reads a condition on a CPU without a graph break",
+    "torch._foreach_copy_": "fills the memory of a recorded CUDA graph by one kernel",
+}
+
+
+def missing_of_torch() -> list[str]:
+    """Those of `NEEDED_OF_TORCH` that the installed torch does not have."""
+    return [name for name in NEEDED_OF_TORCH if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    module, *rest = name.rsplit(".", 2 if ".ShapeEnv." in name else 1)
+    try:
+        thing: Any = import_module(module)
+        for attribute in rest:
+            thing = getattr(thing, attribute)
+    except (ImportError, AttributeError):
+        return False
+    return callable(thing)
 
 
 class Fused(NamedTuple):
@@ -25,6 +59,26 @@ class Fused(NamedTuple):
     fits: Callable[[Sequence[Tensor]], bool]
 
 
+def traced(
+    function: Callable[..., list[Tensor]], examples: Sequence[Tensor], *, dynamic: bool = False
+) -> GraphModule:
+    """The operations of `function(*examples)`, with fixed or with `dynamic` sizes.
+
+    The function runs once, on stand-ins that have shapes but no values, so it must not read a value
+    back; it may use autograd. A size of 1 stays fixed, because it broadcasts.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Where a tensor begins in its storage is no matter.
+    outlines = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in examples
+    ]
+    with torch.no_grad(), tracing():
+        trace = make_fx(function, tracing_mode="symbolic" if dynamic else "fake")
+        graph: GraphModule = trace(*outlines)
+    return graph
+
+
 def fused(
     function: Callable[..., list[Tensor]],
     examples: Sequence[Tensor],
@@ -33,37 +87,17 @@ def fused(
     options: dict[str, Any] | None = None,
     rewrite: Callable[[GraphModule], GraphModule] | None = None,
 ) -> Fused:
-    """Compile `function(*tensors) → list of tensors` for tensors like `examples`, with fixed or
-    with `dynamic` shapes.
+    """Compile `function(*tensors) → list of tensors` for tensors like `examples`.
 
-    The function runs once, on stand-ins that have shapes but no values, so it must not read a value
-    back; it may use autograd. A size of 1 stays fixed, because it broadcasts. options: Inductor's
-    (see `torch._inductor.config`). rewrite: what is done to the traced graph before it is compiled.
+    options: Inductor's (see `torch._inductor.config`). rewrite: what is done to the traced graph
+    before it is compiled.
     """
-    from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor import compile as inductor
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    shapes = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shapes, static_shapes=not dynamic)
-
-    def stand_in(x: Tensor) -> FakeTensor:
-        # Where x begins in its storage is no matter.
-        x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        if not dynamic:
-            return mode.from_tensor(x)
-        sizes = [DimDynamic.STATIC if size == 1 else DimDynamic.DYNAMIC for size in x.shape]
-        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
+    graph = traced(function, examples, dynamic=dynamic)
+    stand_ins = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    graph = graph if rewrite is None else rewrite(graph)
     with torch.no_grad():
-        stand_ins = [stand_in(x) for x in examples]
-        # The dispatcher in Python knows operations with symbols for sizes that the one in C++ would
-        # fix to a number.
-        with _tracing(), mode, enable_python_dispatcher():
-            graph = make_fx(function)(*stand_ins)
-        graph = graph if rewrite is None else rewrite(graph)
         try:
             run = inductor(graph, list(stand_ins), options=options)
         except RuntimeError as problem:  # Inductor's and Triton's own failures are of this kind
@@ -75,6 +109,7 @@ def fused(
             run = graph
     if not dynamic:
         return Fused(run, lambda tensors: False)
+    shapes: Any = graph.shape_env
     # All that was assumed about the sizes, by the function (equal shapes) and by the compiler
     # (32-bit indices).
     assumed = shapes.produce_guards_expression(stand_ins, ignore_static=False) or "True"
@@ -84,24 +119,3 @@ def fused(
         return bool(shapes.evaluate_guards_expression(assumed, outlines))
 
     return Fused(run, fits)
-
-
-class _InThisThread:
-    """True in the thread that made it: torch's flag is one for all, and others do not trace."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    """Set `torch.compiler.is_compiling()`: values cannot be checked on stand-ins."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = _InThisThread()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before

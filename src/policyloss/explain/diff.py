@@ -128,7 +128,7 @@ def _slot_change(slot: str, a: LossSpec, b: LossSpec) -> SlotChange:
     if slot == "correction" and len(mine) == len(theirs) == 1:
         pair = (mine[0], theirs[0])
     fields = tuple(_field_changes(*pair)) if _alike(*pair) else ()
-    return SlotChange(slot, _name(mine), _name(theirs), fields, _meaning(slot, a, b))
+    return SlotChange(slot, part_text(mine), part_text(theirs), fields, _meaning(slot, a, b))
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -142,12 +142,15 @@ def _field_changes(a: Any, b: Any, prefix: str = "") -> Iterator[FieldChange]:
         if _alike(first, second):
             yield from _field_changes(first, second, f"{name}.")
         elif first != second:
-            yield FieldChange(name, *(_name(x) if has_fields(x) else x for x in (first, second)))
+            yield FieldChange(
+                name, *(part_text(x) if has_fields(x) else x for x in (first, second))
+            )
 
 
-def _name(value: Any) -> str:
+def part_text(value: Any) -> str:
+    """A part as it is written, without the fields that have their defaults."""
     if isinstance(value, tuple):
-        return " + ".join(_name(v) for v in value) or "none"
+        return " + ".join(part_text(v) for v in value) or "none"
     if value is None or isinstance(value, (str, int, float)):
         return "none" if value is None else str(shown(value))
     if not has_fields(value):
@@ -159,7 +162,7 @@ def _name(value: Any) -> str:
 
 def _value_text(value: Any) -> str:
     if has_fields(value):
-        return _name(value)
+        return part_text(value)
     return str(shown(value)) if isinstance(value, (int, float)) else repr(value)
 
 

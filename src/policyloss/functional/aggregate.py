@@ -6,19 +6,25 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.exact import exact_total, is_exact, total
 from policyloss.functional.segments import Sequences
 
 
-def reciprocal(count: Tensor | float, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`1 / count`, and 1 where the count is 0: an empty batch has weight one and sum zero.
+def reciprocal(
+    count: Tensor | float, like: Tensor, dtype: torch.dtype | None = None, times: float = 1
+) -> Tensor:
+    """`times / count`, and `times` where the count is 0: an empty batch has sum zero.
 
     The result is on the device of `like`, in `dtype` (by default that of `like`).
     """
     dtype = like.dtype if dtype is None else dtype
-    if not isinstance(count, Tensor):
-        count = torch.full((), float(count), device=like.device, dtype=dtype)
-    x = count.to(like.device, dtype)
-    return torch.where(x == 0, 1, 1 / x)
+    if isinstance(count, Tensor):
+        x = count.to(like.device, dtype)
+        x = x + (x == 0)
+    else:
+        x = torch.full((), float(count) or 1.0, device=like.device, dtype=dtype)
+    inverse = x.reciprocal()
+    return inverse if isinstance(times, int) and times == 1 else times * inverse
 
 
 def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
@@ -36,16 +42,35 @@ def check_alignment(rule: str, x: Tensor, tokens: Tensor) -> None:
         )
 
 
-def weighted_total(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The two factors of `Σ weight·x`: a total and a 0-dim scale.
+def weighted_total(
+    x: Tensor, weight: Tensor, shared: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The two factors of `Σ weight·x·shared`: a total, and a 0-dim scale if there is one.
 
-    One weight for all tokens becomes the scale; weights per token are multiplied into the total.
+    One weight for all tokens becomes the scale; weights per token are multiplied into the total,
+    and what they share (0-dim) is the scale.
     """
     check_alignment("an aggregation must return one weight, or one per token", weight, x)
-    return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), x.new_ones(()))
+    if is_exact():
+        return exact_total(_products(x, weight)).to(x.dtype), None
+    return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), shared)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """`Σ weight·x`. `x` must be 0 at masked positions (see `fill`)."""
-    total, scale = weighted_total(x, weight)
-    return total * scale
+    sums, scale = weighted_total(x, weight)
+    return sums if scale is None else sums * scale
+
+
+def step_share(x: Tensor, weight: Tensor, loss: Tensor, dp_size: float) -> Tensor:
+    """What `loss = Σ weight·x` adds to the loss of the step: `loss / dp_size`, a sum to be merged.
+
+    0-dim; in the exact mode limbs `[3]`.
+    """
+    if is_exact():
+        return total(_products(x, weight) / dp_size)
+    return loss.detach() if isinstance(dp_size, int) and dp_size == 1 else loss.detach() / dp_size
+
+
+def _products(x: Tensor, weight: Tensor) -> Tensor:
+    return x.to(torch.float64) * weight.to(torch.float64)

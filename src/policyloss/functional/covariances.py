@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from policyloss.functional.collectives import all_sum
+from policyloss.functional.exact import folded, is_exact, total
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.stats import count
 from policyloss.functional.trust import covariance
 
 # How many roundings a mean may be off by: some of its sum, and one of each number in it.
@@ -29,12 +29,13 @@ def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> 
     must be 0 where masked.
     """
     wide = accumulator_dtype(mask.device)
-    sums = [x.sum(dtype=wide) for x in (advantages, logp, advantages.abs(), logp.abs())]
-    total = torch.stack([count(mask).to(wide), *sums])
+    terms = (mask, advantages, logp, advantages.abs(), logp.abs())
+    sums = torch.stack([total(x, dtype=wide) for x in terms])
     for group in groups:
-        total = all_sum(total, group)
-    tokens = total[0]
-    means = (total[1:] / tokens.clamp(min=1)).to(logp.dtype)
+        sums = all_sum(sums, group)
+    sums = folded(sums) if is_exact() else sums
+    tokens = sums[0]
+    means = (sums[1:] / tokens.clamp(min=1)).to(logp.dtype)
     roundings = means[2:] * (ROUNDINGS * torch.finfo(logp.dtype).eps)
     return {
         "tokens": tokens,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from policyloss.arguments import is_compiling
+
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any of `tensors` is float64, else float32: half precision is never subtracted."""
@@ -21,14 +23,31 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def fill(x: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` where `mask`, exactly 0 elsewhere, whatever `x` holds there (NaN and inf included)."""
-    return torch.where(mask, x if dtype is None else x.to(dtype), 0)
+def shared_zero(like: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """A 0 for `fill` on the device of `like`: one tensor for a whole call.
+
+    (`torch.where` makes a tensor of a number each time. For a compiler it is a constant.)
+    """
+    if is_compiling() or not isinstance(like, Tensor):
+        return 0
+    return torch.zeros((), dtype=dtype, device=like.device)
 
 
-def difference(a: Tensor, b: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def fill(
+    x: Tensor, mask: Tensor, dtype: torch.dtype | None = None, zero: Tensor | float = 0
+) -> Tensor:
+    """`x` where `mask`, exactly 0 elsewhere, whatever `x` holds there (NaN and inf included).
+
+    zero: `shared_zero` in the dtype of the result, where there is one.
+    """
+    return torch.where(mask, x if dtype is None else x.to(dtype), zero)
+
+
+def difference(
+    a: Tensor, b: Tensor, mask: Tensor, dtype: torch.dtype, zero: Tensor | float = 0
+) -> Tensor:
     """`a - b` where `mask`, 0 elsewhere; both are upcast *before* they are subtracted."""
-    return torch.where(mask, a.to(dtype) - b.to(dtype), 0)
+    return torch.where(mask, a.to(dtype) - b.to(dtype), zero)
 
 
 def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | None) -> Tensor:
@@ -39,9 +58,16 @@ def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | 
     return log_ratio if low is None and high is None else log_ratio.clamp(min=low, max=high)
 
 
+def where_equal(a: Tensor, b: Tensor) -> Tensor:
+    """1 where `a` equals `b`, else 0, in the dtype of `a`; a NaN equals nothing."""
+    if is_compiling():
+        return (a == b).to(a.dtype)
+    return torch.eq(a, b, out=torch.empty_like(a))  # no flags in between
+
+
 def can_be_read(x: Tensor) -> bool:
     """Whether `x` can be read without a wait: it is on a CPU, and no compiler traces the call."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not is_compiling()
 
 
 def holds(condition: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,21 @@ from torch import Tensor
 from policyloss.functional.triton_modules import kernels
 
 
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.function.once_differentiable`, without its cost where it has nothing to do.
+
+    The gradients are constants there: a derivative of them would be wrong, so it is an error. Only
+    a backward that records itself (`create_graph=True`) could ask for one.
+    """
+    refusing = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def of_gradients(ctx: Any, *grads: Any) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return of_gradients
+
+
 class _KnownGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -18,7 +34,7 @@ class _KnownGradient(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
         (gradient,) = ctx.saved_tensors
         return grads[0] * gradient, None, None
@@ -47,7 +63,7 @@ class _KnownGradients(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
         _ = ctx.saved_tensors  # raises if an input was changed since, or if this graph was freed
         gradients, ctx.gradients = ctx.gradients, None

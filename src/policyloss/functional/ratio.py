@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.masking import bound
+from policyloss.functional.masking import bound, where_equal
+from policyloss.functional.precomputed import first_derivative_only
 
 LogClamp = float | tuple[float | None, float | None] | None
 
@@ -27,13 +28,11 @@ class _BoundedExp(torch.autograd.Function):
         inside = bound(d, limit)
         value = inside.exp()
         ctx.may_overflow = _may_overflow(d, limit)
-        ctx.save_for_backward(
-            value if limit is None else value * torch.eq(inside, d, out=torch.empty_like(d))
-        )
+        ctx.save_for_backward(value if limit is None else value * where_equal(inside, d))
         return value
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
         (slope,) = ctx.saved_tensors
         product = grads[0] * slope
@@ -49,7 +48,7 @@ def _may_overflow(d: Tensor, limit: LogClamp) -> bool:
 
 def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
     """`exp(log_ratio)`, the log-ratio clamped first (`bound`); no gradient beyond the clamp."""
-    # A compiler derives and fuses the slope by itself, and a symbol has none.
+    # torch.compile derives and fuses the slope by itself, and a symbol has none.
     compiling = torch.compiler.is_compiling() and not _may_overflow(log_ratio, limit)
     if compiling or not isinstance(log_ratio, Tensor):
         return bound(log_ratio, limit).exp()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from policyloss.arguments import is_compiling
 from policyloss.functional.masking import bound
 from policyloss.functional.ratio import LogClamp
 
@@ -17,7 +18,7 @@ def count(flags: Tensor) -> Tensor:
 
     (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return flags.sum(dtype=torch.int32)
     return torch.count_nonzero(flags)
 
@@ -36,7 +37,7 @@ def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def nonfinite(x: Tensor) -> Tensor:
     """How many of `x` are NaN or infinite: only for these is `x - x` not 0."""
-    return count((x - x) != 0) if torch.compiler.is_compiling() else torch.count_nonzero(x - x)
+    return count((x - x) != 0) if is_compiling() else torch.count_nonzero(x - x)
 
 
 def beyond(log_ratio: Tensor, limit: LogClamp) -> Tensor:

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.functional.exact import sigmoid
 from policyloss.functional.kl import binary_divergence
+from policyloss.functional.masking import where_equal
+from policyloss.functional.precomputed import first_derivative_only
 from policyloss.functional.segments import Sequences
 
 
@@ -25,18 +28,20 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 def _clip_formula(
     r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|`.
 
     The latter binds only where A < 0, as the rest is ≤ 0 elsewhere.
-    The second result is `-A·r`, the loss without limits.
+    The second result is `-A·r`, the loss without limits, the third `-A`.
     """
     push = -a
     free = push * r
     loss = torch.maximum(
         free if cap is None else push * r.clamp(max=cap), push * r.clamp(low, high)
     )
-    return loss if dual is None or dual == math.inf else torch.minimum(loss, dual * a.abs()), free
+    if dual is not None and dual != math.inf:
+        loss = torch.minimum(loss, dual * a.abs())
+    return loss, free, push
 
 
 class _Clipped(torch.autograd.Function):
@@ -56,12 +61,12 @@ class _Clipped(torch.autograd.Function):
         cap: float | None,
         dual: float | None,
     ) -> Tensor:
-        loss, free = _clip_formula(r, a, low, high, cap, dual)
-        ctx.save_for_backward(torch.eq(loss, free, out=torch.empty_like(loss)).mul_(a).neg_())
+        loss, free, push = _clip_formula(r, a, low, high, cap, dual)
+        ctx.save_for_backward(where_equal(loss, free).mul_(push))
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
         (slope,) = ctx.saved_tensors
         return grads[0] * slope, None, None, None, None, None
@@ -82,7 +87,7 @@ def clipped(
     Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2019 (arXiv 1912.09729).
     """
     low, high = 1 - eps_low, 1 + eps_high
-    # A compiler derives and fuses the slope by itself, and a symbol has none.
+    # torch.compile derives and fuses the slope by itself, and a symbol has none.
     if torch.compiler.is_compiling() or not isinstance(ratio, Tensor):
         return _clip_formula(ratio, advantages, low, high, cap, dual)[0]
     loss: Tensor = _Clipped.apply(ratio, advantages, low, high, cap, dual)  # type: ignore[no-untyped-call]
@@ -133,7 +138,7 @@ def soft_gated(
     Slope −A at r = 1, fading on both sides.
     """
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
-    return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+    return -advantages * (4 / tau) * sigmoid(tau * (ratio - 1))
 
 
 def outside_band(

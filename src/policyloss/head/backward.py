@@ -102,6 +102,31 @@ def gradients_by_columns(
     return Gradients(dhidden, dweight, dbias)
 
 
+def gradients_by_rows(
+    head: Head,
+    index: Tensor | None,
+    s: Statistics,
+    derivatives: Derivatives,
+    rows: int,
+    wanted: Wanted,
+) -> Gradients:
+    """Compute the logits again, some rows at a time, as the forward did: for the exact mode.
+
+    By columns, a product would have another shape in every plan. index: the rows that have a
+    gradient, None for all; s, derivatives: of every row.
+    """
+    n = head.ids.shape[0] if index is None else index.shape[0]
+    sums, room = Sums(head, wanted), head.room(min(rows, n))
+    for w in windows(n, rows, head.tiles):
+        at = w if index is None else index[w]
+        window = head.rows(at)
+        z = head.logits(window, room)
+        here = Statistics(s.logp[at], None if s.entropy is None else s.entropy[at], s.lse[at])
+        sums.add(at, window, z, room, here, [None if d is None else d[at] for d in derivatives])
+    gradients = zip(sums.finished(), wanted, strict=True)
+    return Gradients(*(None if g is None else g.to(dtype) for g, dtype in gradients))
+
+
 def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """`Σ_rows dz / scale`. `[R, V]` → `[V]`."""
     return dz.sum(0, dtype=dtype).div_(scale)
@@ -175,13 +200,16 @@ class Sums:
             self.places, self.filled = [], 0
 
     def _multiply(self, at: Index, x: Tensor, dz: Tensor, scale: float) -> None:
-        w = self.head.weight
-        if self.hidden is not None and isinstance(at, slice):
-            rounded_product(dz, w, self.hidden[at], 1 / scale)
-        elif self.hidden is not None:
-            part = torch.empty_like(x, dtype=self.hidden.dtype)
-            rounded_product(dz, w, part, 1 / scale)
-            self.hidden[at] = part
+        w, tiles = self.head.weight, self.head.tiles
+        if self.hidden is not None:
+            in_place = isinstance(at, slice)
+            part = self.hidden[at] if in_place else torch.empty_like(x, dtype=self.hidden.dtype)
+            if tiles is None:
+                rounded_product(dz, w, part, 1 / scale)
+            else:
+                tiles.hidden_gradient(dz, w, part)
+            if not in_place:
+                self.hidden[at] = part
         if self.wanted.weight is not None:
             if self.weight is None:
                 self.weight = torch.empty_like(
@@ -198,11 +226,13 @@ class Sums:
         self._flush()
         if self.weight is None and self.wanted.weight is not None:
             self.weight = torch.zeros_like(self.head.weight, dtype=self.wanted.weight)
-        return Gradients(
-            None if self.hidden is None else self.head.vocabulary.summed(self.hidden),
-            self.weight,
-            self.bias,
-        )
+        vocabulary, tiles = self.head.vocabulary, self.head.tiles
+        hidden = self.hidden
+        if hidden is not None and tiles is not None:
+            hidden = tiles.summed(hidden, vocabulary)
+        elif hidden is not None:
+            hidden = vocabulary.summed(hidden)
+        return Gradients(hidden, self.weight, self.bias)
 
 
 def _one_index(places: list[Index], ids: Tensor) -> Index:

@@ -36,6 +36,7 @@ from policyloss.head.validate import (
     strays,
     unusable_temperatures,
 )
+from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK, refuse_counts
 
 
@@ -224,6 +225,11 @@ def comparison_of(
 
     head: the student's. tokens: the shape of the student's tokens.
     """
+    if head.tiles is not None:
+        raise InputError(
+            "exact() does not cover a teacher: the comparison of two distributions has no fixed "
+            "order of sums. Leave the mode for this call."
+        )
     entries = head.weight.shape[0]
     if isinstance(teacher, TopK):
         return _of_top_k(teacher, measure, head, tokens)
@@ -290,3 +296,23 @@ def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
         f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first "
         f"{n} entries are the same tokens, compare those: pass {how}."
     )
+
+
+def comparison_of_spec(
+    spec: LossSpec, teacher: Any, head: Head, tokens: tuple[int, ...]
+) -> Comparison | None:
+    """The teacher that the spec's divergence compares with; None if it has none."""
+    part = spec.divergence
+    if part is None and teacher is not None:
+        raise InputError(
+            "teacher is given, but nothing in the spec compares with it; put a Divergence into its "
+            "kl slot, or leave teacher out."
+        )
+    if part is None:
+        return None
+    if teacher is None:
+        raise InputError(
+            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
+            "a TopK or logits)."
+        )
+    return comparison_of(teacher, part.measure, head, tokens)

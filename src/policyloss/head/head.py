@@ -15,8 +15,16 @@ from torch import Tensor
 
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.matmul import Room, mixed, product
-from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.softmax_rows import (
+    Partials,
+    Scaling,
+    Statistics,
+    finished,
+    row_gradient,
+    row_partials,
+)
 from policyloss.head.support import Kept, Support
+from policyloss.head.tiles import Tiles
 from policyloss.head.vocab_parallel import Vocabulary
 
 if TYPE_CHECKING:
@@ -38,6 +46,7 @@ class Head:
 
     hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a
     number or `[N]`. support: the vocabulary entries that each token was drawn from; None for all.
+    tiles: how the exact mode cuts the products; None outside of it.
     """
 
     hidden: Tensor
@@ -48,6 +57,7 @@ class Head:
     softcap: float | None
     vocabulary: Vocabulary
     support: Support | None = None
+    tiles: Tiles | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,13 +90,22 @@ class Head:
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
         z = self.logits(rows, room)
+        return z, finished(self.partials(rows, z, entropy))
+
+    def partials(self, rows: Rows, z: Tensor, entropy: bool) -> Partials:
+        """The partials of `rows`, whose logits z are, over the whole vocabulary."""
+        if self.tiles is not None:
+            return self.tiles.partials(z, rows.ids, rows.scaling, entropy, self.vocabulary)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
-        return z, finished(self.vocabulary.merged(partials, self.ids_here(rows, z)))
+        return self.vocabulary.merged(partials, self.ids_here(rows, z))
 
     def logits(self, rows: Rows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""
         z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
-        product(rows.hidden, self.weight.t(), z)
+        if self.tiles is None:
+            product(rows.hidden, self.weight.t(), z)
+        else:
+            self.tiles.logits(rows.hidden, self.weight, z)
         if rows.kept is not None:
             rows.kept.restrict(z)
         return z
@@ -136,11 +155,15 @@ class Rows(NamedTuple):
         row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
 
 
-def windows(n: int, rows: int) -> list[slice]:
-    """n rows, cut into as few windows of at most `rows` as possible, all of about one size."""
+def windows(n: int, rows: int, tiles: Tiles | None = None) -> list[slice]:
+    """n rows, cut into as few windows of at most `rows` as possible, all of about one size.
+
+    With tiles, all but the last hold full ones if `rows` is a multiple of theirs.
+    """
     count = -(-n // rows)
     step = -(-n // count) if count else 1
-    step = min(rows, -(-step // 128) * 128) if step > 128 else step
+    unit = 128 if tiles is None else tiles.rows
+    step = min(rows, -(-step // unit) * unit) if step > unit else step
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 

@@ -172,6 +172,15 @@ def _partials_kernel(
 
 
 @triton.jit
+def _complement(x):
+    """`1 - e^x` of x ≤ 0, to the last digits also where e^x is near 1."""
+    # Eight terms of the series are exact in float32 there.
+    near = 1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))
+    near = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * near)))
+    return tl.where(x > -0.35, near, 1 - tl.exp2(x * LOG2_E))
+
+
+@triton.jit
 def _tile_gradient(
     u,
     softcap,
@@ -212,7 +221,7 @@ def _gradient_kernel(
     entropy_ptr,
     dlogp_ptr,
     dentropy_ptr,
-    target_ptr,
+    logp_ptr,
     inverse_temperature,
     bias_ptr,
     softcap,
@@ -252,11 +261,15 @@ def _gradient_kernel(
         rate = tl.load(inverse_temperature + row).to(tl.float32) if PER_ROW else inverse_temperature
         lse2 = tl.load(lse_ptr + row) * LOG2_E
         scale = rate * LOG2_E
-        target = rate * tl.load(target_ptr + row)
+        # The entry of y is `target_gradient` of the row's log-probability.
+        logp = tl.load(logp_ptr + row)
+        target = rate * g * _complement(logp)
         base = -rate * g
         bend = 0.0
         if ENTROPY:
-            base = -rate * (g + h * tl.load(entropy_ptr + row))
+            entropy = tl.load(entropy_ptr + row)
+            target -= rate * h * tl.exp2(logp * LOG2_E) * (logp + entropy)
+            base = -rate * (g + h * entropy)
             bend = -rate * h * LN_2
         for start in range(0, full, BLOCK):
             column = start + within
@@ -358,7 +371,7 @@ def row_gradient(
     entropy_value: Tensor | None,
     dlogp: Tensor,
     dentropy: Tensor | None,
-    target: Tensor,
+    logp: Tensor,
     scaling: Scaling,
     *,
     _block: int | None = None,
@@ -366,9 +379,9 @@ def row_gradient(
 ) -> None:
     """`softmax_rows.row_gradient` in one read of z and one write of `out`.
 
-    z, out: `[R, V]`, last dimension contiguous. target: `[R]`, the entry of each row's id, before
-    the temperature. `out` may be `z` itself, or a narrower type over the same memory, each row
-    starting at the byte where its row of z starts.
+    z, out: `[R, V]`, last dimension contiguous. logp: `[R]`, of each row's id. `out` may be `z`
+    itself, or a narrower type over the same memory, each row starting at the byte where its row of
+    z starts.
     """
     rows, vocabulary = z.shape
     with_entropy = entropy_value is not None and dentropy is not None
@@ -385,7 +398,7 @@ def row_gradient(
             entropy_value.contiguous() if with_entropy and entropy_value is not None else None,
             dlogp.contiguous(),
             dentropy.contiguous() if with_entropy and dentropy is not None else None,
-            target.contiguous(),
+            logp.contiguous(),
             rate,
             scaling.bias,
             1.0 if scaling.softcap is None else float(scaling.softcap),

@@ -18,6 +18,7 @@ from policyloss.head.backward import (
     TeacherColumns,
     Wanted,
     gradients_by_columns,
+    gradients_by_rows,
     gradients_from_stash,
     keep_probabilities,
 )
@@ -26,8 +27,9 @@ from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
-from policyloss.head.softmax_rows import Statistics
+from policyloss.head.softmax_rows import Partials, Statistics, finished, joined
 from policyloss.head.support import Support, SupportArgument
+from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
     check_ids,
     check_mask,
@@ -174,7 +176,8 @@ def head_of(
     rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
-    return Head(x, w, flat, b, rate, softcap, vocabulary, Support.of(support, flat))
+    tiles = Tiles.of(x, w, vocabulary)
+    return Head(x, w, flat, b, rate, softcap, vocabulary, Support.of(support, flat), tiles)
 
 
 def live_rows(valid: Tensor | None) -> Tensor | None:
@@ -232,21 +235,32 @@ class _LinearLogprobs(torch.autograd.Function):
         room = head.room(min(plan.rows, live))
         beside = None if comparison is None else comparison.room(min(plan.rows, live))
         known: PairStatistics | Entries | None = None
+        parts: list[Partials] = []
         check = None
-        for w in windows(live, plan.rows):
+        for w in windows(live, plan.rows, head.tiles):
             at = w if index is None else index[w]
-            rows, z, s = examined(head, comparison, at, room, beside, outputs.entropy)
-            if rows.compared is not None:
-                known = placed(rows.compared.numbers, at, known, n)
-                if slopes is not None:
-                    rows.write_gradient(z, slopes[w], s, (None, None, torch.ones_like(s.lse)))
-            logp[at], lse[at] = s.logp, s.lse
-            if s.entropy is not None:
-                spread[at] = s.entropy
-            if stash is not None:
-                keep_probabilities(z, stash[w], rows, s)
+            if comparison is None and stash is None:
+                # Nobody needs the statistics of this window now. Those of all are finished
+                # together, so that a window is two kernels.
+                rows = head.rows(at)
+                parts.append(head.partials(rows, head.logits(rows, room), outputs.entropy))
+            else:
+                rows, z, s = examined(head, comparison, at, room, beside, outputs.entropy)
+                if rows.compared is not None:
+                    known = placed(rows.compared.numbers, at, known, n)
+                    if slopes is not None:
+                        rows.write_gradient(z, slopes[w], s, (None, None, torch.ones_like(s.lse)))
+                logp[at], lse[at] = s.logp, s.lse
+                if s.entropy is not None:
+                    spread[at] = s.entropy
+                if stash is not None:
+                    keep_probabilities(z, stash[w], rows, s)
             if check is None:
                 check = ask()
+        if parts:
+            s = finished(joined(parts))
+            logp, lse = at_rows(s.logp, index, n), at_rows(s.lse, index, n)
+            spread = spread if s.entropy is None else at_rows(s.entropy, index, n)
         if check is not None:
             check()
         ctx.set_materialize_grads(False)
@@ -255,7 +269,13 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             head.hidden, head.weight, head.ids, head.bias, index, logp, lse, spread
         )
-        ctx.rest = (head.inverse_temperature, head.softcap, head.vocabulary, head.support)
+        ctx.rest = (
+            head.inverse_temperature,
+            head.softcap,
+            head.vocabulary,
+            head.support,
+            head.tiles,
+        )
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)
         ctx.comparison, ctx.known = comparison, known
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -282,6 +302,13 @@ class _LinearLogprobs(torch.autograd.Function):
         stash, ctx.stash = ctx.stash, (None, None)
         if all(kept is None for kept in stash):
             index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
+        if head.tiles is not None:
+            everywhere = Statistics(logp, spread, lse)
+            gradients = gradients_by_rows(
+                head, index, everywhere, (dlogp, dentropy), ctx.plan.rows, wanted
+            )
+            shaped = None if gradients.hidden is None else gradients.hidden.view(ctx.shape)
+            return shaped, gradients.weight, gradients.bias, None, None, None, None, None
         at = slice(None) if index is None else index
         rows = head.rows(at)
         s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
@@ -335,5 +362,5 @@ def _rows_with_gradient(index: Tensor | None, *derivatives: Tensor | None) -> Te
 
 
 def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:
-    """`x` `[R, D]` as rows `index` of `[n, D]`, the others 0; x itself if it holds all rows."""
-    return x if index is None else x.new_zeros(n, x.shape[1]).index_copy_(0, index, x)
+    """`x` `[R, …]` as rows `index` of `[n, …]`, the others 0; x itself if it holds all rows."""
+    return x if index is None else x.new_zeros(n, *x.shape[1:]).index_copy_(0, index, x)

@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, LogProbs, windows
-from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_gradient, row_partials
+from policyloss.head.softmax_rows import (
+    Partials,
+    Scaling,
+    Statistics,
+    finished,
+    row_gradient,
+    row_partials,
+)
 from policyloss.head.support import Support, SupportArgument
+from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
     check_ids,
     check_logits,
@@ -136,7 +145,7 @@ class _Logprobs(torch.autograd.Function):
         overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
         parts = [
-            finished(row_partials(z, ids[at], scaling.of_rows(at), entropy))
+            finished(_partials(z, ids[at], scaling.of_rows(at), entropy))
             for z, at, _ in _restricted(logits, support)
         ]
         logp, lse = _concatenated([p.logp for p in parts]), _concatenated([p.lse for p in parts])
@@ -168,6 +177,15 @@ class _Logprobs(torch.autograd.Function):
             # that saved these logits fails instead of reading them.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None, None, None
+
+
+def _partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
+    """`row_partials`; in the exact mode in the order of sums that the head has."""
+    if not is_exact():
+        return row_partials(z, ids, scaling, entropy)
+    vocabulary = Vocabulary(z.shape[1], z.shape[1])
+    tiles = Tiles.of_vocabulary(vocabulary, z.t())
+    return tiles.partials(z, ids, scaling, entropy, vocabulary)
 
 
 def _at_valid(x: Any, valid: Tensor | None) -> Any:

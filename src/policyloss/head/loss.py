@@ -14,7 +14,7 @@ from torch import Tensor
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
-from policyloss.head.comparison import Comparison, comparison_of
+from policyloss.head.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.head import Head
 from policyloss.head.linear import Outputs, head_of, live_rows, rows_with_gradient, work_of
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
@@ -33,6 +33,7 @@ from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
 from policyloss.parts.divergence import Divergence
 from policyloss.parts.precomputed import GivenWeight
+from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
@@ -72,6 +73,7 @@ def linear_policy_loss(
     skip_zero_advantage: bool = False,
     support: SupportArgument | None = None,
     teacher: Teacher | TopK | Tensor | None = None,
+    metrics: MetricsLevel = "all",
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
     """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without
@@ -110,6 +112,7 @@ def linear_policy_loss(
         skip_zero_advantage=skip_zero_advantage,
         support=support,
         teacher=teacher,
+        metrics=metrics,
         **tensors,
     ).run()
 
@@ -200,6 +203,7 @@ class _Call:
     skip_zero_advantage: bool
     comparison: Comparison | None
     on_policy: bool
+    metrics: MetricsLevel
 
     @classmethod
     def of(
@@ -221,6 +225,7 @@ class _Call:
         skip_zero_advantage: bool = False,
         support: SupportArgument | None = None,
         teacher: Teacher | TopK | Tensor | None = None,
+        metrics: MetricsLevel = "all",
         **tensors: Unpack[SharedTensors],
     ) -> _Call:
         """The arguments of `linear_policy_loss`, checked but for the values of the ids."""
@@ -229,6 +234,7 @@ class _Call:
                 raise InputTypeError(
                     f"{name} is no argument of linear_policy_loss: the head computes it."
                 )
+        check_level(metrics)
         spec = ready_spec(spec)
         head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
         step = resolve(totals)
@@ -240,9 +246,10 @@ class _Call:
                 "linear_policy_loss got a teacher and a support, but the teacher's distribution "
                 "is over the whole vocabulary; leave out one of them."
             )
-        comparison = _comparison(spec, teacher, head, tuple(ids.shape))
+        comparison = comparison_of_spec(spec, teacher, head, tuple(ids.shape))
         on_policy = isinstance(old_logp, str)
-        return cls(spec, *of_head, inputs, step, plan, skip_zero_advantage, comparison, on_policy)
+        options = (plan, skip_zero_advantage, comparison, on_policy, metrics)
+        return cls(spec, *of_head, inputs, step, *options)
 
     def run(self) -> HeadOutput:
         """The loss, by the plan that fits."""
@@ -318,7 +325,7 @@ class _Call:
         detached = {name: x.detach() for name, x in known.items()}
         if not entropy_has_slope(self.spec):
             known["entropy"] = detached["entropy"]
-        loss = loss_of(self.spec, self._inputs_with(known), self.step)
+        loss = loss_of(self.spec, self._inputs_with(known), self.step, self.metrics)
         return HeadOutput(loss.loss, loss.metrics, **detached)
 
     def _inputs_with(self, known: dict[str, Tensor]) -> Inputs:
@@ -329,9 +336,10 @@ class _Call:
     def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
         """The loss window by window, each one's gradient before its logits are gone."""
         head, _, work, plan = decided
-        all_windows = (sequence_windows if self.spec.reach == "sequence" else token_windows)(
-            batch, work, plan.rows
-        )
+        if self.spec.reach == "sequence":
+            all_windows = sequence_windows(batch, work, plan.rows)
+        else:
+            all_windows = token_windows(batch, work, plan.rows, head.tiles)
         wanted = Wanted.of(self.hidden, self.weight, self.bias)
 
         def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
@@ -371,29 +379,10 @@ class _Call:
         """The loss and its metrics, from what is known of all windows together."""
         inputs = self._inputs_with(known)
         if not self.skip_zero_advantage:
-            return loss_of(self.spec, inputs, self.step)
+            return loss_of(self.spec, inputs, self.step, self.metrics)
         correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
         spec = self.spec.replace(
             correction=correction, rejected="keep", aggregate=lambda t: batch.average
         )
-        return loss_of(spec, inputs.replace(mask=batch.live.view(self.ids.shape)), self.step)
-
-
-def _comparison(
-    spec: LossSpec, teacher: Any, head: Head, tokens: tuple[int, ...]
-) -> Comparison | None:
-    """The teacher that the spec's divergence compares with; None if it has none."""
-    part = spec.divergence
-    if part is None and teacher is not None:
-        raise InputError(
-            "teacher is given, but nothing in the spec compares with it; put a Divergence into its "
-            "kl slot, or leave teacher out."
-        )
-    if part is None:
-        return None
-    if teacher is None:
-        raise InputError(
-            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
-            "a TopK or logits)."
-        )
-    return comparison_of(teacher, part.measure, head, tokens)
+        inputs = inputs.replace(mask=batch.live.view(self.ids.shape))
+        return loss_of(spec, inputs, self.step, self.metrics)

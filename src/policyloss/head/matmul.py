@@ -16,6 +16,7 @@ from torch import Tensor
 from policyloss.functional.masking import compute_dtype
 
 WIDE_BYTES = 64 << 20  # of float32 sums that are not yet rounded
+CPU_BYTES = 63 << 20  # of logits, in any plan; with the blocks they are worked on in, 64 MiB
 
 
 def mixed(a: Tensor) -> bool:

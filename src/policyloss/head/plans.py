@@ -16,7 +16,7 @@ from torch import Tensor
 from policyloss.errors import InputError, unknown_name
 from policyloss.head.comparison import Comparison
 from policyloss.head.head import Head
-from policyloss.head.matmul import WIDE_BYTES
+from policyloss.head.matmul import CPU_BYTES, WIDE_BYTES
 from policyloss.head.softmax_rows import explain_kernels
 
 LOSS_PLANS = ("one_pass", "recompute", "stash")
@@ -31,7 +31,6 @@ GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
 # smaller, but still take the device longer than the host.
 GATHER_BYTES, GATHER_ROWS = 5 << 30, 3072
 GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
-CPU_BYTES = 63 << 20  # of logits, in any plan; with the blocks they are worked on in, 64 MiB
 LEAST_ROWS = 128
 # The share of free memory that a plan may count on; the rest is the caller's and the allocator's.
 SHARE, STASH_SHARE = 0.8, 0.25
@@ -196,7 +195,7 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     budget = SHARE * _free(head)
     gathered = _gathered(head, work, budget)
     if gathered:
-        rows = max(GATHER_ROWS // (1 + work.compares_logits), least)
+        rows = max(_rows(head, work, GATHER_ROWS), least)
     while rows > least and _one_pass_bytes(head, work, rows, gathered) > budget:
         rows = max(least, rows // 2)
     need = _one_pass_bytes(head, work, rows, gathered)
@@ -226,7 +225,7 @@ def _gathered(head: Head, work: Work, budget: float) -> int:
 
 
 def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
-    if head.hidden.device.type != "cpu" and head.softcap is None:
+    if head.hidden.device.type != "cpu" and head.softcap is None and head.tiles is None:
         stash = _stash(head, work, f"{why}; the probabilities fit into memory")
         if stash.extra_bytes <= STASH_SHARE * _free(head):
             return stash
@@ -249,6 +248,11 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
         raise InputError(
             "plan='stash' keeps probabilities, from which a softcap's slope is not known; use "
             "plan='recompute'."
+        )
+    if head.tiles is not None:
+        raise InputError(
+            "plan='stash' keeps rounded probabilities, whose gradient has other bits than that of "
+            "the other plans; within exact() use plan='recompute'."
         )
     # The backward needs more room than windows of both models' logits do.
     rows = _rows(head, work, GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS)
@@ -297,8 +301,11 @@ def _logit_bytes(head: Head, work: Work) -> int:
 def _rows(head: Head, work: Work, most: int) -> int:
     if head.hidden.device.type == "cpu":
         fit = CPU_BYTES // (_logit_bytes(head, work) * max(head.vocabulary.largest, 1))
-        return max(fit // 16 * 16, 16)
-    return most // (1 + work.compares_logits)
+        most = max(fit // 16 * 16, 16)
+    else:
+        most //= 1 + work.compares_logits
+    # Tiles that are not full are multiplied as if they were.
+    return most if head.tiles is None else max(most // head.tiles.rows, 1) * head.tiles.rows
 
 
 def _window_bytes(head: Head, work: Work, rows: int) -> int:

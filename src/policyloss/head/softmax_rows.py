@@ -95,10 +95,26 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
     if fused is not None:
         partials: Partials = fused.row_partials(z, ids, scaling, entropy)
         return partials
+    if z.shape[0] == 1 and z.device.type == "cpu":
+        # Several threads share the sum of a lone row, in another order than that of one among
+        # others.
+        twice = row_partials(z.expand(2, -1), ids.expand(2), _twice(scaling), entropy)
+        return Partials(*(None if x is None else x[:1] for x in twice))  # type: ignore[arg-type]
     parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
+    return joined(parts)
+
+
+def joined(parts: list[Partials]) -> Partials:
+    """The partials of all rows, from those of some after others; one part at least."""
     if len(parts) == 1:
         return parts[0]
     return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+def _twice(scaling: Scaling) -> Scaling:
+    """The scaling of one row, for two copies of it."""
+    t = scaling.inverse_temperature
+    return scaling._replace(inverse_temperature=t.expand(2)) if isinstance(t, Tensor) else scaling
 
 
 def row_gradient(
@@ -117,11 +133,11 @@ def row_gradient(
     where its row of z starts.
     """
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
-    target = target_gradient(s.logp, h, dlogp, dh)
     fused = kernels_for(z, scaling)
     if fused is not None:
-        fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, target, scaling)
+        fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, s.logp, scaling)
         return
+    target = target_gradient(s.logp, h, dlogp, dh)
     for b in blocks(z):
         spread = None if h is None or dh is None else (h[b], dh[b])
         d = _block_gradient(
@@ -147,9 +163,14 @@ def target_gradient(
 
 def blocks(z: Tensor) -> Iterator[slice]:
     """The rows of z in blocks that a CPU finds in its cache; one block elsewhere."""
-    step = max(1, BLOCK // max(z.shape[1], 1)) if z.device.type == "cpu" else max(z.shape[0], 1)
-    for start in range(0, max(z.shape[0], 1), step):
-        yield slice(start, start + step)
+    n = max(z.shape[0], 1)
+    step = max(2, BLOCK // max(z.shape[1], 1)) if z.device.type == "cpu" else n
+    start = 0
+    while start < n:
+        # No row stays alone: see `row_partials`.
+        stop = n if start + step == n - 1 else start + step
+        yield slice(start, stop)
+        start = stop
 
 
 def scaled(z: Tensor, scaling: Scaling) -> Tensor:

@@ -21,6 +21,7 @@ from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.segments import Sequences
 from policyloss.head.head import Index, windows
 from policyloss.head.plans import Work
+from policyloss.head.tiles import Tiles
 from policyloss.loss import corrected_tokens, token_losses, with_ratio
 from policyloss.parts.combined import correction_name
 from policyloss.parts.correction import Corrected, SelfNormalise
@@ -101,7 +102,8 @@ class Batch:
                 )
                 t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
                 weight = corrected.weight
-            each = token_losses(self.spec, with_ratio(self.spec, t), weight).loss
+            t = with_ratio(self.spec, t).replace(flags=False)
+            each = token_losses(self.spec, t, weight).loss
             average = (
                 self.average
                 if self.average.dim() == 0
@@ -255,7 +257,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
     return Batch(spec, t, step, weight, corrections, live, on_policy)
 
 
-def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
+def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = None) -> list[Window]:
     """Rows in any order: first those with a gradient, then those that only the metrics want (if
     `work` counts them).
     """
@@ -269,9 +271,10 @@ def token_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
         )
     )
     all_windows = [
-        Window(w if order is None else order[w], w.stop - w.start, True) for w in windows(n, rows)
+        Window(w if order is None else order[w], w.stop - w.start, True)
+        for w in windows(n, rows, tiles)
     ]
-    for w in windows(work.computed - n, rows):
+    for w in windows(work.computed - n, rows, tiles):
         assert order is not None
         all_windows.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
     return all_windows

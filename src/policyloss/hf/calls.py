@@ -21,6 +21,7 @@ from policyloss.hf.one_call import Call, check_choice
 from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError
 from policyloss.inputs import SharedTensors, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
+from policyloss.policy_metrics import MetricsLevel
 from policyloss.presets import PresetName
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
@@ -50,6 +51,7 @@ def policy_loss(
     vocab_group: Any = None,
     plan: str | Plan = "auto",
     skip_zero_advantage: bool = False,
+    metrics: MetricsLevel = "all",
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
     """The loss `spec` describes, of a causal language model: its body runs, with
@@ -85,7 +87,7 @@ def policy_loss(
         {"old_logp": old_logp, "advantages": advantages, "mask": mask, **tensors}
     )
     call.check_boundaries(arguments["mask"])
-    options: dict[str, Any] = {"totals": totals}
+    options: dict[str, Any] = {"totals": totals, "metrics": metrics}
     fused = {
         "vocab_group": vocab_group,
         "plan": plan,

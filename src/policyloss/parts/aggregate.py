@@ -14,13 +14,14 @@ i.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal
+from policyloss.functional.exact import is_exact
 from policyloss.functional.segments import group_sum
 from policyloss.parts.validate import Part, within
 from policyloss.parts.wording import number, spoken
@@ -62,7 +63,7 @@ class TokenMean:
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return totals.dp_size * reciprocal(totals.tokens, t.mask, t.dtype)
+        return reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size)
 
     def sentence(self) -> str:
         return "every token of the step counts the same"
@@ -77,11 +78,14 @@ class SeqMeanTokenMean:
 
     divides_by: ClassVar[str] = "sequences"
 
+    def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
+        """`1 / L_i` of each token, and `1 / B`, which all share."""
+        shared = reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)
+        return per_sequence_mean(t.lengths, t.sequences), shared
+
     def __call__(self, t: Layout) -> Tensor:
-        totals = t.totals
-        return per_sequence_mean(t.lengths, t.sequences) * (
-            totals.dp_size * reciprocal(totals.sequences, t.lengths)
-        )
+        per_token, shared = self.factors(t)
+        return per_token * shared
 
     def sentence(self) -> str:
         return "every sequence counts the same, each as the mean of its tokens"
@@ -98,7 +102,7 @@ class SeqMeanTokenSum:
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return totals.dp_size * reciprocal(totals.sequences, t.mask, t.dtype)
+        return reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size)
 
     def sentence(self) -> str:
         return "every sequence as the sum of its tokens, mean over sequences"
@@ -120,9 +124,7 @@ class SeqMeanTokenSumNorm(Part):
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
-        return (totals.dp_size / known_horizon(self)) * reciprocal(
-            totals.sequences, t.mask, t.dtype
-        )
+        return reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size / known_horizon(self))
 
     def sentence(self) -> str:
         return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
@@ -189,7 +191,7 @@ class PromptMean:
             group_count: Tensor | int | float = (groups.tokens > 0).sum()
         else:
             n_g, group_count = group_sum(t.counts, t.group_ids), groups
-        each = totals.dp_size * reciprocal(group_count, t.lengths)
+        each = reciprocal(group_count, t.lengths, times=totals.dp_size)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
     def sentence(self) -> str:
@@ -254,10 +256,14 @@ class LocalTokenMean:
 class LocalSeqMeanTokenMean:
     """Legacy: mean over *this call's* sequences of token means; depends on the cut (TRL `grpo`)."""
 
+    def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
+        """`1 / L_i` of each token, and `1 / b`, which all share."""
+        shared = reciprocal((t.counts > 0).sum(), t.lengths)
+        return per_sequence_mean(t.lengths, t.sequences), shared
+
     def __call__(self, t: Layout) -> Tensor:
-        return per_sequence_mean(t.lengths, t.sequences) * reciprocal(
-            (t.counts > 0).sum(), t.lengths
-        )
+        per_token, shared = self.factors(t)
+        return per_token * shared
 
     def sentence(self) -> str:
         return "every sequence of this call counts the same, each as the mean of its tokens"
@@ -278,3 +284,14 @@ VARIANTS = (
     LocalTokenMean,
     LocalSeqMeanTokenMean,
 )
+
+
+def weight_factors(part: Any, t: Layout) -> tuple[Tensor, Tensor | None]:
+    """The weights of an aggregation, apart from a factor that all tokens share, if it knows one.
+
+    A sum over tokens need not wait for such a factor, which a count of this call may enter.
+    """
+    if type(part) in VARIANTS and hasattr(part, "factors") and not is_exact():
+        per_token, shared = part.factors(t)
+        return per_token, shared
+    return part(t), None

@@ -19,6 +19,7 @@ from torch import Tensor
 from policyloss.errors import SpecError
 from policyloss.functional import correction, kl
 from policyloss.functional.collectives import all_sum
+from policyloss.functional.exact import folded, is_exact, total
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.parts.validate import NotNegative, Part, Positive, Real, not_below, within
 from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
@@ -330,11 +331,12 @@ class SelfNormalise(Part):
         """The batch-wide mean weight."""
         wide = accumulator_dtype(weight.device)
         if self.over == "tokens":
-            total, n = t.sequences.sum(weight).sum(dtype=wide), t.counts.sum()
+            each, counted = t.sequences.sum(weight), t.counts
         else:
-            total, n = t.sequence_mean(weight).sum(dtype=wide), (t.counts > 0).sum()
-        total, n = all_sum(torch.stack([total, n.to(wide)]), group).unbind()
-        return {"weight_mean": total / n.clamp(min=1)}
+            each, counted = t.sequence_mean(weight), t.counts > 0
+        sums = all_sum(torch.stack([total(x, dtype=wide) for x in (each, counted)]), group)
+        weights, n = (folded(sums) if is_exact() else sums).unbind()
+        return {"weight_mean": weights / n.clamp(min=1)}
 
     def sentence(self) -> str:
         return f"the weights are divided by their mean over the step's {self.over}"

@@ -124,6 +124,8 @@ def clipped_surrogate(
     """PPO's clip, with flags for the tokens that it limits."""
     r, a = t.ratio, t.advantages
     loss = trust.clipped(r, a, eps_low, eps_high, dual)
+    if not t.flags:
+        return Surrogate(loss)
     with torch.no_grad():
         positive, negative = a > 0, a < 0
         return Surrogate(
@@ -175,6 +177,8 @@ class TwoSidedClip(Part):
         r, a = t.ratio, t.advantages
         high = 1 + self.eps_high
         loss = trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)
+        if not t.flags:
+            return Surrogate(loss)
         with torch.no_grad():
             positive, negative = a > 0, a < 0
             return Surrogate(
@@ -228,6 +232,8 @@ class DetachedClip(Part):
         loss = trust.detached_clipped(
             r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside
         )
+        if not t.flags:
+            return Surrogate(loss)
         with torch.no_grad():
             return Surrogate(
                 loss, upper=t.mask & (r > self.ratio_max), lower=t.mask & (r < self.ratio_min)
@@ -331,6 +337,8 @@ class GeometricClip(Part):
         # As `trust.geometric_clipped`, with sum and count in one all-reduce where they cross ranks.
         mean = t.sequence_mean(trust.geometric_log_ratio(d, a, self.eps_low, self.eps_high))
         loss = -a * t.sequences.expand(mean.exp())
+        if not t.flags:
+            return Surrogate(loss)
         with torch.no_grad():
             return Surrogate(
                 loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low)

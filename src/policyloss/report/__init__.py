@@ -3,7 +3,8 @@ nothing beyond the core.
 """
 
 from policyloss.report.collect import collect
+from policyloss.report.inline import show
 from policyloss.report.render import render
 from policyloss.report.write import write_report
 
-__all__ = ["collect", "render", "write_report"]
+__all__ = ["collect", "render", "show", "write_report"]

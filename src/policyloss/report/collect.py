@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
+from policyloss.report import limits
+from policyloss.report.branches import with_branches
 from policyloss.report.compare import differences, loss_card, loss_differences
 from policyloss.report.health import health_of
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
 from policyloss.report.reading import Notes, integer, is_regular, json_object
-from policyloss.report.rollouts import read_rollouts
+from policyloss.report.rollouts import as_stored, read_rollouts
+from policyloss.report.seeds import identical_runs, seed_groups
 from policyloss.report.series import Table, read_table
+from policyloss.report.verdict import verdict_of
 from policyloss.train.run.lock import is_held
 
 SCHEMA = 1
@@ -23,20 +28,26 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     """Everything a report shows of the runs in `paths`, as JSON-able data without NaN.
 
     {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
-    […]}}. A file that is missing or half-written gives a note in the run's "notes". A folder that
-    is no run is an `InputError`.
+    […]}, "groups": [{"label", "runs", "end"}], "identical": [[index of a run, …]]}. A file that is
+    missing or half-written gives a note in the run's "notes". A folder that is no run is an
+    `InputError`.
     """
     if isinstance(paths, (str, Path)):
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
     if not paths:
         raise InputError("paths is empty; give at least one run directory.")
     folders = [_run_folder(Path(p)) for p in paths]
-    runs = [_run(folder, label) for folder, label in zip(folders, _labels(folders), strict=True)]
+    labels = _labels(folders)
+    runs = [
+        _run(folder, label, len(folders)) for folder, label in zip(folders, labels, strict=True)
+    ]
     between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
     return {
         "schema": SCHEMA,
         "runs": runs,
         "differences": {**between, "loss": loss_differences(runs)},
+        "groups": seed_groups(runs),
+        "identical": identical_runs(runs),
     }
 
 
@@ -72,13 +83,17 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _run(folder: Path, label: str) -> dict[str, Any]:
+def _run(folder: Path, label: str, runs: int) -> dict[str, Any]:
+    """What the page shows of one of `runs`, which share the bounds on what is drawn."""
     notes: Notes = []
+    points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
+    tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
     stored = json_object(folder / "config.json", notes)
     config = stored.get("config")
     config = config if isinstance(config, dict) else {}
+    defaults = stored.get("defaults")
     table = read_table(folder / "metrics.jsonl", notes)
-    metrics = table.series("metrics.jsonl", notes)
+    metrics = table.series("metrics.jsonl", notes, points)
     histogram = table.histograms.data(notes)
     times = read_table(folder / "timing.jsonl", notes)
     version = stored.get("policyloss")
@@ -87,17 +102,28 @@ def _run(folder: Path, label: str) -> dict[str, Any]:
         "path": str(folder),
         "policyloss": version if isinstance(version, str) else "",
         "config": config,
+        "defaults": defaults if isinstance(defaults, dict) else {},
         "environment": json_object(folder / "environment.json", notes),
         "loss": loss_card(stored.get("loss"), config, notes),
         "summary": _summary(folder, config, table, times),
         "metrics": metrics,
-        "timing": times.series("timing.jsonl", notes),
+        "timing": times.series("timing.jsonl", notes, points),
+        "progress": {"tokens": table.sums("tokens"), "seconds": times.sums("step_s")},
         "ratio_histogram": histogram,
-        "rollouts": read_rollouts(folder / "rollouts.jsonl", notes),
+        "rollouts": read_rollouts(folder / "rollouts.jsonl", notes, tokens),
+        "answers": _answers(folder / "answers.jsonl", notes, tokens // limits.ANSWERS_SHARE),
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
-    judged, symptoms = health_of(metrics, run["rollouts"])
-    return {**run, "health": symptoms, "judged_steps": judged}
+    run["rollouts"] = with_branches(run["rollouts"], run["loss"])
+    sampled = table.sampled()
+    judged, symptoms = health_of(sampled, run["rollouts"])
+    verdict = verdict_of(sampled, run["summary"], config)
+    return {**run, "verdict": verdict, "health": symptoms, "judged_steps": judged}
+
+
+def _answers(path: Path, notes: Notes, budget: int) -> list[dict[str, Any]]:
+    """The answers to held-out prompts; that a run has stored none needs no note."""
+    return read_rollouts(path, notes, budget, as_stored) if os.path.lexists(path) else []
 
 
 def _bounded(notes: Notes) -> Notes:

@@ -15,9 +15,12 @@ NAMES = 300  # of metrics in one file, beside those that the charts of the page 
 NAME_LENGTH = 200
 POINTS = 5_000  # of one metric
 POINT_BUDGET = 400_000  # of all metrics of one file together
+ALL_POINTS = 600_000  # of all runs together
 HISTOGRAMS = 1_000  # steps with a histogram
 BINS = 500  # of one histogram
 TOKEN_BUDGET = 60_000  # tokens of one run, and of one row
+ALL_TOKENS = 300_000  # tokens of all runs together
+ANSWERS_SHARE = 4  # held-out answers may have this part of the tokens of a run, on top of them
 ROWS = 2_000  # of rollouts
 CHARACTERS_PER_TOKEN = 256  # of prompt, completion and answer count as one token of the budget
 TEXT_LENGTH = 20_000  # of a prompt, a completion, an answer
@@ -26,6 +29,11 @@ NOTE_LENGTH = 500
 NOTES = 40  # about one run
 LARGEST = 1e150  # beyond it, sums, squares and the scales of a chart would overflow
 LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
+
+
+def share(total: int, most: int, runs: int) -> int:
+    """What one of `runs` may take of `total`, at most `most`."""
+    return min(most, total // max(1, runs))
 
 
 def cut(text: str, length: int) -> str:

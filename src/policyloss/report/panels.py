@@ -10,14 +10,15 @@ OTHER = "More metrics"
 
 
 class Panel(NamedTuple):
-    """One chart: its name in links, its section and title, a hint for the reader, the metrics it
-    draws, and the scale it starts with.
+    """One chart: its name in links, its section and title, what it shows in plain words, what is
+    good and bad in it, the metrics it draws, and the scale it starts with.
     """
 
     id: str
     section: str
     title: str
     hint: str
+    judge: str
     patterns: tuple[str, ...]
     log: bool = False
     share: bool = False  # the axis is 0 to 1
@@ -28,7 +29,9 @@ PANELS = (
         "accuracy",
         "Learning",
         "Accuracy",
-        "reward ≥ the task's success (1 unless set): held-out (greedy), and of the samples",
+        "Share of answers that are right (reward ≥ the task's success, 1 unless set): on held-out "
+        "prompts, answered greedily, and of the training samples.",
+        "Good: both rise and stay high. Bad: only that of the samples rises, or they fall.",
         ("eval/accuracy", "accuracy"),
         share=True,
     ),
@@ -36,14 +39,17 @@ PANELS = (
         "reward",
         "Learning",
         "Reward",
-        "mean over a step's samples, and its spread",
+        "Mean over the samples of a step, and their spread (standard deviation).",
+        "Good: the mean rises. Bad: it falls, or the spread is 0, which teaches nothing.",
         ("reward/mean", "reward/std", "eval/reward"),
     ),
     Panel(
         "kl",
         "Policy",
         "KL estimates",
-        "k3: never negative",
+        "How far the policy is from the one before the step, from the sampler and from the "
+        "reference, in nats.",
+        "Good: small and steady. Bad: it jumps, or grows without end.",
         ("policy/kl_old_k3", "policy/kl_rollout_k3", "policy/kl_ref"),
         log=True,
     ),
@@ -51,7 +57,8 @@ PANELS = (
         "clip",
         "Policy",
         "Clip fractions",
-        "share of tokens the trust region holds",
+        "Share of tokens that the trust region holds back, which get no gradient.",
+        "Good: small, and it falls. Bad: near 0.5, so the steps are too large.",
         (
             "policy/clip_fraction",
             "policy/clip_fraction_upper",
@@ -59,68 +66,139 @@ PANELS = (
             "policy/clip_fraction*",
         ),
     ),
-    Panel("entropy", "Policy", "Entropy", "nats per token", ("policy/entropy",)),
+    Panel(
+        "entropy",
+        "Policy",
+        "Entropy",
+        "How undecided the policy is, in nats per token.",
+        "Good: it falls slowly. Bad: it drops to 0 while the reward is low, or it explodes.",
+        ("policy/entropy",),
+    ),
     Panel(
         "grad",
         "Policy",
         "Gradient norm",
-        "before clipping",
+        "Length of the gradient before it is clipped.",
+        "Good: steady. Bad: spikes, 0, or NaN (×).",
         ("grad_norm", "critic_grad_norm"),
         log=True,
     ),
-    Panel("ratio", "Policy", "Ratio", "mean and extremes", ("policy/ratio_m*",), log=True),
+    Panel(
+        "ratio",
+        "Policy",
+        "Ratio",
+        "New probability of a token over its old one: mean and extremes.",
+        "Good: the mean is near 1. Bad: extremes that grow from step to step.",
+        ("policy/ratio_m*",),
+        log=True,
+    ),
     Panel(
         "loss",
         "Policy",
         "Policy loss",
-        "its value says little: see the traps of the loss",
+        "What the optimiser makes small. Its value says little: see the traps of the loss.",
+        "Do not judge a run by it; a good run need not lower it.",
         ("policy/loss",),
     ),
     Panel(
         "length",
         "Rollouts",
         "Completion length",
-        "tokens",
+        "Tokens of a completion.",
+        "Good: it settles. Bad: it runs into the limit, or shrinks to nothing.",
         ("length/mean", "length/max", "eval/length"),
     ),
-    Panel("truncated", "Rollouts", "Truncated", "share cut at the length limit", ("truncated",)),
+    Panel(
+        "truncated",
+        "Rollouts",
+        "Truncated",
+        "Share of completions that were cut at the length limit.",
+        "Good: near 0. Bad: it rises; answers that are cut cannot be right.",
+        ("truncated",),
+    ),
     Panel(
         "groups",
         "Rollouts",
         "Groups",
-        "kept, and without spread in reward",
+        "Groups of completions that were kept, and those whose rewards are all equal.",
+        "Good: few are equal while the reward is low. Bad: all are equal, so nothing is learned.",
         ("groups/kept", "groups/zero_variance"),
     ),
-    Panel("value", "Critic", "Value loss", "as it is trained", ("value/loss",), log=True),
+    Panel(
+        "value",
+        "Critic",
+        "Value loss",
+        "How wrong the critic is about the return.",
+        "Good: it falls and stays low. Bad: it grows.",
+        ("value/loss",),
+        log=True,
+    ),
     Panel(
         "explained",
         "Critic",
         "Explained variance",
-        "of the returns; 1 is all of it",
+        "Share of the returns' variance that the critic foresees; 1 is all of it.",
+        "Good: it nears 1. Bad: 0 or below, no better than a constant.",
         ("value/explained_variance",),
     ),
     Panel(
         "values",
         "Critic",
         "Values and returns",
-        "means over tokens",
+        "Means over tokens of what the critic expects and of what came.",
+        "Good: they lie close together. Bad: a gap that stays.",
         ("value/value_mean", "value/return_mean"),
     ),
     Panel(
         "speed",
         "Speed",
         "Tokens per second",
-        "trained tokens over the whole step",
+        "Trained tokens over the time of a whole step.",
+        "Good: high and steady.",
         ("timing/*tokens*",),
     ),
     Panel(
         "seconds",
         "Speed",
         "Seconds per step",
-        "in all, and of its parts",
+        "In all, and of its parts.",
+        "Good: low and steady. Bad: it grows from step to step.",
         ("timing/step_s", "timing/*"),
     ),
 )
+
+
+# What a line is called in its chart, where the name of the metric says little; a pointer on it
+# shows that name.
+LABELS = {
+    "eval/accuracy": "held-out",
+    "accuracy": "training samples",
+    "reward/mean": "mean",
+    "reward/std": "spread",
+    "eval/reward": "held-out mean",
+    "policy/kl_old_k3": "from the start of the step",
+    "policy/kl_rollout_k3": "from the sampler",
+    "policy/kl_ref": "from the reference",
+    "policy/clip_fraction": "all",
+    "policy/clip_fraction_upper": "at the upper bound",
+    "policy/clip_fraction_lower": "at the lower bound",
+    "policy/clip_fraction_dual": "at the dual bound",
+    "grad_norm": "policy",
+    "critic_grad_norm": "critic",
+    "policy/ratio_mean": "mean",
+    "policy/ratio_max": "largest",
+    "policy/ratio_min": "smallest",
+    "length/mean": "mean",
+    "length/max": "longest",
+    "eval/length": "held-out mean",
+    "groups/kept": "kept",
+    "groups/zero_variance": "all rewards equal",
+    "value/value_mean": "expected by the critic",
+    "value/return_mean": "return",
+    "timing/step_s": "whole step",
+    "timing/sample_s": "sampling",
+    "timing/learn_s": "learning",
+}
 
 
 def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
@@ -133,7 +211,7 @@ def panels_for(keys: Iterable[str]) -> list[dict[str, Any]]:
         left = [key for key in left if key not in matched]
         if taken:
             charts.append({**panel._asdict(), "keys": taken})
-    signed = {"hint": "", "section": OTHER, "log": False, "share": False}
+    signed = {"hint": "", "judge": "", "section": OTHER, "log": False, "share": False}
     charts += [{**signed, "id": f"m{i}", "title": key, "keys": [key]} for i, key in enumerate(left)]
     return [
         {name: value for name, value in panel.items() if name != "patterns"} for panel in charts

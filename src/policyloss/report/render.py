@@ -10,17 +10,21 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from policyloss.report import cards
+from policyloss.report import cards, tables
 from policyloss.report.panels import OTHER
 from policyloss.report.text import escaped, island
 from policyloss.report.view import view
 
-_SCRIPTS = ("charts.js", "ratios.js", "tokens.js", "page.js")
+_SCRIPTS = (
+    *("charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
+    *("ratios.js", "tokens.js", "completions.js", "live.js", "page.js"),
+)
 
 
-def render(data: Mapping[str, Any]) -> str:
+def render(data: Mapping[str, Any], *, live: int = 0) -> str:
     """The page of `data`, which `collect` returned. A content policy in its head forbids every
-    request and every other script.
+    request and every other script. live: every that many milliseconds, the page asks the server
+    that it came from for itself, and may ask nobody else; 0 is never.
     """
     shown = view(data)
     style = _asset("page.css")
@@ -36,24 +40,24 @@ def render(data: Mapping[str, Any]) -> str:
         *charts.values(),
         _section(
             "tokens",
-            "Tokens",
+            "Completions",
             _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
         ),
         _section(
-            "losses", "The loss" if len(data["runs"]) == 1 else "The losses", cards.losses(data)
+            "losses", "The loss" if len(data["runs"]) == 1 else "The losses", tables.losses(data)
         ),
-        _section("settings", "Settings", cards.settings(data, "config")),
+        _section("settings", "Settings", tables.settings(data, "config")),
         more,
-        _section("environment", "Environment", cards.settings(data, "environment")),
+        _section("environment", "Environment", tables.settings(data, "environment")),
     ]
     sections = sections if shown["panels"] else [_NO_STEPS, *sections]
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">\
-<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">
+<html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
+<meta http-equiv="Content-Security-Policy" content="{_policy(style, script, live)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">\
 <title>{escaped(names)} · training report</title>
 <style>{style}</style></head><body>
-<header><h1>Training report</h1>{cards.overview(data["runs"])}\
+<header><h1>Training report</h1>{cards.verdict(data)}{cards.overview(data["runs"])}\
 {cards.health(data["runs"])}{cards.notes(data["runs"])}</header>
 <noscript><p class="card">\
 The charts and the token view are drawn by a script in this file, which is switched off.\
@@ -68,13 +72,15 @@ def _asset(name: str) -> str:
     return (files("policyloss.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, script: str) -> str:
-    """A content policy that allows this style, this script, the page's pictures, no request."""
+def _policy(style: str, script: str, live: int) -> str:
+    """A content policy that allows this style, this script, the page's pictures, and no request but
+    that of a live page to its own server.
+    """
     allowed = {
         "script-src": f"'{_digest(script)}'",
         "style-src": f"'{_digest(style)}'",
         "img-src": "data:",
-    }
+    } | ({"connect-src": "'self'"} if live else {})
     rules = [
         "default-src 'none'",
         "base-uri 'none'",
@@ -97,7 +103,7 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
     figures: dict[str, list[str]] = {}
     for i, panel in enumerate(panels):
         figures.setdefault(panel["section"], []).append(
-            _figure(i, escaped(panel["title"]), escaped(panel["hint"]))
+            _figure(i, *(escaped(panel[name]) for name in ("title", "hint", "judge")))
         )
     grids = {name: f'<div class="grid">{"".join(inside)}</div>' for name, inside in figures.items()}
     sections = {
@@ -109,21 +115,24 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
     return sections
 
 
-def _figure(index: int, title: str, hint: str) -> str:
-    button = '<button type="button" class="log" aria-pressed="false">log</button>'
-    caption = f'<figcaption><h3>{title}</h3> <span class="quiet">{hint}</span>{button}</figcaption>'
-    picture = (
-        f'<svg tabindex="0" role="img" aria-label="{title} over steps; arrow keys read it step by '
-        'step"></svg>'
+def _figure(index: int, title: str, hint: str, judge: str) -> str:
+    tools = "".join(
+        f'<button type="button" class="{name}" aria-label="{label}: {title}"{state}>{text}</button>'
+        for name, text, label, state in (
+            ("log", "log", "Log scale", ' aria-pressed="false"'),
+            ("csv", "CSV", "Save the numbers as CSV", ""),
+            ("svg", "SVG", "Save the picture as SVG", ""),
+        )
     )
-    return (
-        f'<figure class="chart" data-panel="{index}">{caption}{picture}<p '
-        'class="keys"></p></figure>\n'
-    )
+    words = "".join(f'<span class="quiet">{text}</span>' for text in (hint, judge) if text)
+    return f'''<figure class="chart" data-panel="{index}"><figcaption><h3>{title}</h3> {words}\
+<span class="tools">{tools}</span></figcaption><svg tabindex="0" role="img" aria-label="{title}">\
+</svg><div><p class="keys"></p><p class="same quiet"></p>\
+<details class="numbers"><summary>Numbers</summary></details></div></figure>
+'''
 
 
 _NO_STEPS = '<p class="quiet">No step has been written yet.</p>'
 _NO_TOKENS = (
-    '<p class="quiet">No rollouts were recorded (rollouts.jsonl), so there are no tokens to '
-    "show.</p>"
+    '<p class="quiet">No completions were recorded (rollouts.jsonl), so there are none to show.</p>'
 )

@@ -1,12 +1,14 @@
 """Sampled completions, token by token. A long run has more of them than a page can show, so some
-steps are chosen and shown completely.
+steps are chosen, and of each the groups that say most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from policyloss.completions import BRANCHES, choose_groups
 from policyloss.report import limits
 from policyloss.report.limits import cut
 from policyloss.report.reading import (
@@ -19,16 +21,44 @@ from policyloss.report.reading import (
     step_of,
 )
 
-NUMBERS = ("logp", "old_logp", "rollout_logp", "ratio", "token_advantage")
+NUMBERS = (
+    *("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy"),
+    *("ratio", "token_advantage"),
+)
+FLAGS = ("mask", "clipped")
 TEXTS = ("prompt", "completion", "answer")
-# step → (byte offset, size) of its rows, because a file may be larger than memory
-Index = dict[int, list[tuple[int, int]]]
+
+
+class Place(NamedTuple):
+    """A row that was not kept in memory: its byte offset, how much of the budget it takes, and its
+    reward, 0 if it has none.
+    """
+
+    offset: int
+    size: int
+    reward: float
+
+
+# step → group → its rows, because a file may be larger than memory
+Index = dict[int, dict[Any, list[Place]]]
+# the groups of a step → their order, the most important one first
+Order = Callable[[list[list[Place]]], list[int]]
+
+
+def telling(groups: list[list[Place]]) -> list[int]:
+    """The groups of a step by what their rewards say of it."""
+    return choose_groups([[row.reward for row in group] for group in groups], len(groups))
+
+
+def as_stored(groups: list[list[Place]]) -> list[int]:
+    """The groups of a step as they come, so that the same prompts are chosen at every step."""
+    return list(range(len(groups)))
 
 
 def read_rollouts(
-    path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET
+    path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET, order: Order = telling
 ) -> list[dict[str, Any]]:
-    """The rows of `rollouts.jsonl`, cleaned, by step; at most about `budget` tokens."""
+    """The rows of a file of completions, cleaned, by step; at most about `budget` tokens."""
     index: Index = {}
     total = without = 0
     file = open_regular(path, notes)
@@ -47,23 +77,32 @@ def read_rollouts(
                 )
                 break
             total += 1
-            index.setdefault(step, []).append((offset, _size(row)))
-        chosen = _choose(index, budget)
+            place = Place(offset, _size(row), finite(row.get("reward")) or 0)
+            index.setdefault(step, {}).setdefault(group_of(row), []).append(place)
+        chosen = _choose(index, budget, order)
         shorter = Shortened()
         rows = [
             _clean(row_at(file, offset), step, shorter)
             for step in sorted(chosen)
-            for offset, _ in chosen[step]
+            for offset in sorted(place.offset for place in chosen[step])
         ]
     if len(rows) < total:
         steps = f"{len(chosen)} of {len(index)} steps"
         notes.append(
-            f"{len(rows)} of {total} rollouts are shown, from {steps}, to keep the page small."
+            f"{len(rows):,} of {total:,} completions in {path.name} are shown, from {steps}, to "
+            "keep the page small."
         )
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
     notes += shorter.notes()
     return rows
+
+
+def group_of(row: dict[str, Any]) -> Any:
+    """What the rows of one group of a step share: its number, or the example, or the prompt."""
+    names = (_label(row.get("group")), _label(row.get("example")))
+    known = [name for name in names if name is not None]
+    return known[0] if known else ("prompt", hash(_text(row.get("prompt"))))
 
 
 def _size(row: dict[str, Any]) -> int:
@@ -75,27 +114,44 @@ def _size(row: dict[str, Any]) -> int:
     )
 
 
-def _choose(index: Index, budget: int) -> Index:
-    """Every k-th step, counted back from the last, with the smallest k that fits. If a single step
+def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
+    """Every k-th step, counted back from the last, with the smallest k for which the first group of
+    each, in that order, fits; then the second of each, and so on, while they fit. If a single group
     is too long, its first rows are chosen.
     """
-    steps = sorted(index)
-    sizes = {step: sum(size for _, size in rows) for step, rows in index.items()}
-    stride = 1
-    while stride < len(steps) and (
-        sum(sizes[s] for s in steps[::-stride]) > budget
-        or sum(len(index[s]) for s in steps[::-stride]) > limits.ROWS
+    groups = {
+        step: [list(of_step.values())[i] for i in order(list(of_step.values()))]
+        for step, of_step in index.items()
+    }
+    sizes = {
+        step: [(sum(row.size for row in group), len(group)) for group in of_step]
+        for step, of_step in groups.items()
+    }
+    steps, stride = sorted(index), 1
+    while stride < len(steps) and any(
+        sum(sizes[step][0][kind] for step in steps[::-stride]) > limit
+        for kind, limit in enumerate((budget, limits.ROWS))
     ):
         stride += 1
-    chosen: Index = {}
+    chosen: dict[int, list[Place]] = {}
     left, rows = budget, limits.ROWS
-    for step in steps[::-stride]:
-        for offset, size in index[step]:
-            if (size <= left and rows > 0) or not chosen:
-                chosen.setdefault(step, []).append((offset, size))
-                left -= size
-                rows -= 1
-    return chosen
+    for rank in range(max(map(len, groups.values()), default=0)):
+        for step in steps[::-stride]:
+            size, count = sizes[step][rank] if rank < len(sizes[step]) else (0, 0)
+            if count and size <= left and count <= rows:
+                chosen.setdefault(step, []).extend(groups[step][rank])
+                left, rows = left - size, rows - count
+    return chosen or {step: _first(groups[step][0], budget) for step in steps[-1:]}
+
+
+def _first(group: list[Place], budget: int) -> list[Place]:
+    """The first rows of a group that fit, at least one."""
+    taken = 1
+    while taken < min(len(group), limits.ROWS) and (
+        sum(row.size for row in group[: taken + 1]) <= budget
+    ):
+        taken += 1
+    return group[:taken]
 
 
 class Shortened:
@@ -128,27 +184,25 @@ def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]
     shorter.rows += len(every) > len(tokens)
     shorter.tokens += sum(len(token) > limits.TOKEN_LENGTH for token in tokens)
     shorter.texts += sum(len(text) > limits.TEXT_LENGTH for text in texts.values())
-    out: dict[str, Any] = {
+    numbers = (*NUMBERS, *FLAGS, "ids", "branch")
+    columns = {name: _fitted(_list(row.get(name)), len(tokens)) for name in numbers}
+    reason = row.get("finish_reason")
+    return {
         "step": step,
         "example": _label(row.get("example")),
         "group": _label(row.get("group")),
+        "groups": integer(row.get("groups")),
         "weights": integer(row.get("weights")),
-    }
-    out |= {name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()}
-    out |= {name: finite(row.get(name)) for name in ("reward", "advantage")}
-    out |= {
-        "finished": bool(row.get("finished")),
+        **{name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()},
+        **{name: finite(row.get(name)) for name in ("reward", "advantage")},
+        "finished": None if row.get("finished") is None else bool(row["finished"]),
+        "finish_reason": cut(reason, limits.TOKEN_LENGTH) if isinstance(reason, str) else None,
         "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens],
+        "ids": [integer(v) for v in columns["ids"]],
+        **{name: [finite(v) for v in columns[name]] for name in NUMBERS},
+        **{name: [None if v is None else bool(v) for v in columns[name]] for name in FLAGS},
+        "branch": [v if isinstance(v, str) and v in BRANCHES else None for v in columns["branch"]],
     }
-    out["ids"] = _fitted([integer(v) for v in _list(row.get("ids"))], len(tokens))
-    out |= {
-        name: _fitted([finite(v) for v in _list(row.get(name))], len(tokens)) for name in NUMBERS
-    }
-    out["clipped"] = [
-        None if flag is None else bool(flag)
-        for flag in _fitted(_list(row.get("clipped")), len(tokens))
-    ]
-    return out
 
 
 def _list(value: Any) -> list[Any]:

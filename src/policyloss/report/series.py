@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,30 @@ from policyloss.report.reading import (
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
+SUMMED = ("tokens", "step_s")  # how far a run is, beside its steps
 # The metrics that the charts of the page name are kept, however many others there are.
 _EXPECTED = {
     name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name
 } | {"tokens"}
+
+
+Point = tuple[int, "float | int | None"]
+
+
+def extremes(points: Sequence[Point], size: int) -> list[Point]:
+    """Of every `size` successive points the lowest, the highest and the first that is not finite,
+    each once, in their order.
+    """
+    out: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        values = [value for _, value in part if value is not None]
+        ends = (min(values), max(values)) if values else ()
+        wanted = {next(k for k, (_, v) in enumerate(part) if v == end) for end in ends}
+        if len(values) < len(part):
+            wanted.add(next(k for k, (_, v) in enumerate(part) if v is None))
+        out += [part[k] for k in sorted(wanted)]
+    return out
 
 
 class Line:
@@ -40,18 +60,22 @@ class Line:
         self.best: float | int = -math.inf
         self.first: tuple[int, float | int] | None = None
         self.last: tuple[int, float | int] | None = None
-        self._stride = 1
-        self._points: list[tuple[int, float | int | None]] = []
-        self._newest: tuple[int, float | int | None] = (0, None)
+        self._points: list[Point] = []
+        self._even: list[Point] = []
+        self._stride = 1  # between two points of _even
+        self._newest: Point = (0, None)
 
     def add(self, step: int, value: float | int | None) -> None:
         """Add the next point; None stands for NaN or infinity."""
+        point = self._newest = (step, value)
+        self._points.append(point)
+        if len(self._points) > 2 * limits.POINTS:
+            self._points = extremes(self._points, 4)
         if self.count % self._stride == 0:
-            self._points.append((step, value))
-            if len(self._points) > 2 * limits.POINTS:
-                self._points = self._points[::2]
+            self._even.append(point)
+            if len(self._even) > 2 * limits.POINTS:
+                self._even = self._even[::2]
                 self._stride *= 2
-        self._newest = (step, value)
         self.count += 1
         if value is None:
             self.first_nonfinite = self.first_nonfinite if self.nonfinite else step
@@ -62,12 +86,20 @@ class Line:
         self.best = max(self.best, value)
         self.total += value
 
-    def points(self, limit: int) -> list[tuple[int, float | int | None]]:
-        """At most about `limit` of the points, evenly spaced, the last among them."""
-        points = (
-            self._points if self._points[-1:] == [self._newest] else [*self._points, self._newest]
-        )
-        return points[:: -math.ceil(len(points) / limit)][::-1]
+    def points(self, limit: int) -> list[Point]:
+        """All points if they are at most `limit`; else about as many: the last one, and of every
+        stretch the lowest, the highest and the first gap.
+        """
+        points = self._points
+        if len(points) > limit:
+            points = extremes(points, math.ceil(3 * len(points) / limit))
+        return points if points[-1:] == [self._newest] else [*points, self._newest]
+
+    def sampled(self) -> list[Point]:
+        """Points that are evenly spaced: what statistics are computed from, which the extremes of
+        `points` would mislead.
+        """
+        return self._even
 
     def change(self) -> dict[str, Any] | None:
         """The first, last and best finite value, and where they were; None without any."""
@@ -90,6 +122,8 @@ class Table:
         self.lines: dict[str, Line] = {}
         self.trained = 0  # an evaluation after the last step has a separate line, and is no step
         self.histograms = Histograms()
+        # The sums up to each step, on which other metrics are drawn.
+        self._sums = {name: Line() for name in SUMMED}
         self._left_out: set[str] = set()
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
@@ -107,6 +141,8 @@ class Table:
                 and self._is_kept(key)
             ):
                 self.lines.setdefault(key, Line()).add(step, finite(value))
+                if key in SUMMED:
+                    self._sums[key].add(step, self.lines[key].total)
 
     def _is_kept(self, name: str) -> bool:
         if name in self.lines or name in _EXPECTED:
@@ -117,27 +153,33 @@ class Table:
             self._left_out.add(name[: limits.NAME_LENGTH])
         return False
 
-    def series(self, file: str, notes: Notes) -> Series:
-        """{metric: {"step": […], "value": […]}}; a value is None where not finite."""
+    def series(self, file: str, notes: Notes, budget: int = limits.POINT_BUDGET) -> Series:
+        """{metric: {"step": […], "value": […]}}; a value is None where not finite. budget: how
+        many points all metrics may have together.
+        """
         if self._left_out:
             count = (
                 f"{'at least ' * (len(self._left_out) >= limits.INDEXED)}{len(self._left_out):,}"
             )
             shown = f"{len(self.lines):,} are shown, names of up to {limits.NAME_LENGTH} characters"
             notes.append(f"{file} holds too many metrics: {shown}, and {count} were left out.")
-        limit = min(limits.POINTS, limits.POINT_BUDGET // max(1, len(self.lines)))
+        limit = max(2, min(limits.POINTS, budget // max(1, len(self.lines))))
         thinned = [line.count for line in self.lines.values() if line.count > limit]
         if thinned:
             what = f"{len(thinned)} metric(s) of {file} have up to {max(thinned):,} points"
-            notes.append(f"{what}; about {limit:,} of each are drawn, and the rest is left out.")
-        out: Series = {}
-        for key, line in sorted(self.lines.items()):
-            points = line.points(limit)
-            out[key] = {
-                "step": [step for step, _ in points],
-                "value": [value for _, value in points],
-            }
-        return out
+            notes.append(
+                f"{what}; about {limit:,} of each are drawn, the lowest and the highest of every "
+                "stretch among them, and the rest is left out."
+            )
+        return {key: _columns(line.points(limit)) for key, line in sorted(self.lines.items())}
+
+    def sampled(self) -> Series:
+        """As `series`, with evenly spaced points."""
+        return {key: _columns(line.sampled()) for key, line in self.lines.items()}
+
+    def sums(self, name: str, limit: int = 1_000) -> dict[str, list[Any]] | None:
+        """The sum of a metric of `SUMMED` up to each step; None if it was never written."""
+        return _columns(self._sums[name].points(limit)) if self._sums[name].count else None
 
     def nonfinite_notes(self) -> Notes:
         """A sentence for each metric that was NaN or infinite."""
@@ -155,6 +197,10 @@ class Table:
     def total(self, name: str) -> float | int | None:
         """The sum of a metric over the steps; None if it was never written."""
         return self.lines[name].total if name in self.lines else None
+
+
+def _columns(points: Sequence[Point]) -> dict[str, list[Any]]:
+    return {"step": [step for step, _ in points], "value": [value for _, value in points]}
 
 
 def read_table(path: Path, notes: Notes) -> Table:

@@ -8,21 +8,44 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from policyloss.report.limits import LARGEST
-from policyloss.report.panels import panels_for
+from policyloss.completions import BRANCHES
+from policyloss.report.groups import groups_of, short
+from policyloss.report.panels import LABELS, panels_for
 from policyloss.report.reading import finite
-from policyloss.report.rollouts import NUMBERS
+from policyloss.report.seeds import coinciding
+from policyloss.report.text import visible
 
-# The least size with the full colour, so that the rounding of an on-policy run has no colour.
-_LEAST = {"ratio": 0.01, "advantage": 0.0, "rollout": 0.01}
+# The colourings of tokens by a number, and the least size with the full colour, so that the
+# rounding of an on-policy run has no colour.
+_LEAST = {
+    "ratio": 0.01,
+    "advantage": 0.0,
+    "entropy": 0.1,
+    "surprise": 0.1,
+    "mismatch": 0.01,
+    "ref": 0.01,
+    "teacher": 0.01,
+}
 
 
 def view(data: Mapping[str, Any]) -> dict[str, Any]:
-    """{"runs": […], "panels": […], "scales": {mode: the value of the strongest colour}}."""
+    """{"runs": […], "panels": […], "groups": […], "labels": {metric: its name in a chart}, "same":
+    {metric: runs that coincide}, "scales": {mode: the value of the strongest colour}}.
+    """
     runs = [_run(run) for run in data["runs"]]
     keys = {key for run in runs for key in run["series"]}
-    rows = [row for run in data["runs"] for row in run["rollouts"]]
-    return {"runs": runs, "panels": panels_for(keys), "scales": _scales(rows)}
+    rows = [row for run in data["runs"] for row in (*run["rollouts"], *run["answers"])]
+    return {
+        "runs": runs,
+        "panels": panels_for(keys),
+        "groups": [
+            {"label": visible(group["label"]), "runs": group["runs"]} for group in data["groups"]
+        ],
+        "labels": {key: LABELS[key] for key in keys if key in LABELS},
+        "same": coinciding(runs),
+        "scales": _scales(rows),
+        "branches": list(BRANCHES.items()),
+    }
 
 
 def _run(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,26 +53,24 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     places: dict[tuple[int, ...], int] = {}
     series = {}
     for key, line in named.items():
-        series[key] = [places.setdefault(tuple(line["step"]), len(places)), _short(line["value"])]
+        # The script shows names as they are, and a lone surrogate in them would end a browser.
+        series[visible(key)] = [
+            places.setdefault(tuple(line["step"]), len(places)),
+            short(line["value"]),
+        ]
     return {
-        "label": run["label"],
+        "label": visible(run["label"]),
         "engine": run["summary"]["engine"],
         "steps": [list(steps) for steps in places],
+        "progress": {
+            name: sums and {"step": sums["step"], "value": short(sums["value"])}
+            for name, sums in run["progress"].items()
+        },
         "series": series,
         "histogram": _cut(run["ratio_histogram"]),
         "band": _band(run["loss"]["spec"]),
-        "rollouts": [
-            {**row, **{name: _short(row[name]) for name in NUMBERS}} for row in run["rollouts"]
-        ],
+        "rollouts": groups_of(run),
     }
-
-
-def _short(values: Iterable[Any]) -> list[Any]:
-    """The values with six significant digits, more than a screen can show; tiny ones are 0."""
-    return [
-        v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0
-        for v in values
-    ]
 
 
 def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -62,7 +83,7 @@ def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
     low, high = (used[0], used[-1] + 1) if used else (0, 1)
     counts = [row[low:high] for row in histogram["counts"]]
     return {
-        "edges": _short(histogram["edges"][low : high + 1]),
+        "edges": short(histogram["edges"][low : high + 1]),
         "step": histogram["step"],
         "counts": counts,
     }
@@ -88,18 +109,37 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """For each colouring, the size that gets the full colour. 98 % of the tokens do not exceed it,
-    and all runs share one scale.
+    """For each colouring that has numbers, the size that gets the full colour. 98 % of the tokens
+    do not exceed it, and all runs share one scale.
     """
-    values: dict[str, list[float]] = {"ratio": [], "advantage": [], "rollout": []}
+    values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
     for row in rows:
         values["ratio"] += [abs(math.log(r)) for r in row["ratio"] if r is not None and r > 0]
-        values["advantage"] += [abs(a) for a in row["token_advantage"] if a is not None]
-        pairs = zip(row["logp"], row["rollout_logp"], strict=True)
-        values["rollout"] += [abs(a - b) for a, b in pairs if a is not None and b is not None]
+        values["advantage"] += _sizes(row["token_advantage"])
+        values["entropy"] += _sizes(row["entropy"])
+        sampled = [a if a is not None else b for a, b in _pairs(row, "rollout_logp", "logp")]
+        trained = [a if a is not None else b for a, b in _pairs(row, "old_logp", "logp")]
+        values["surprise"] += _sizes(sampled)
+        values["mismatch"] += _distances(zip(trained, row["rollout_logp"], strict=True))
+        values["ref"] += _distances(_pairs(row, "logp", "ref_logp"))
+        values["teacher"] += _distances(_pairs(row, "logp", "teacher_logp"))
     return {
-        mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0 for mode, sizes in values.items()
+        mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0
+        for mode, sizes in values.items()
+        if sizes
     }
+
+
+def _pairs(row: Mapping[str, Any], a: str, b: str) -> Iterable[tuple[Any, Any]]:
+    return zip(row[a], row[b], strict=True)
+
+
+def _sizes(values: Iterable[Any]) -> list[float]:
+    return [abs(v) for v in values if v is not None]
+
+
+def _distances(pairs: Iterable[tuple[Any, Any]]) -> list[float]:
+    return [abs(a - b) for a, b in pairs if a is not None and b is not None]
 
 
 def _percentile(values: list[float], share: float) -> float:

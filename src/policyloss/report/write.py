@@ -13,6 +13,7 @@ from policyloss.report.collect import collect
 from policyloss.report.render import render
 
 _READ = {
+    "answers.jsonl",
     "config.json",
     "environment.json",
     "lock",

@@ -229,10 +229,15 @@ class TrainConfig:
     """Steps between checkpoints; one is written at the end, and when the run is interrupted."""
     keep: Count = 2
     """Checkpoints that are kept."""
-    rollouts_every: Whole = 20
-    """Steps between samples in rollouts.jsonl, token by token; 0 writes none."""
-    rollouts_rows: Whole = 8
-    """Completions of such a sample."""
+    rollouts_every: Whole = 10
+    """Steps between samples in rollouts.jsonl, token by token; 0 writes none. The groups of the
+    task's first prompts are stored whenever they are trained on, so that they can be followed."""
+    rollouts_rows: Whole = 32
+    """Completions of such a sample: whole groups, at least one, chosen for the spread of their
+    rewards."""
+    rollouts_mib: Positive = 256.0
+    """Largest size of rollouts.jsonl, and of answers.jsonl, in MiB. Every sample may take its share
+    of what is left, so that they cover the whole run."""
     track: Literal["wandb", "trackio"] | None = None
     """Log to this tracker too, if it is installed."""
 

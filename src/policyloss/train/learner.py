@@ -30,10 +30,12 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks, synchronised, unwrapped
 from policyloss.train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
 from policyloss.train.models import Critic, load_weights, weights
-from policyloss.train.policy import logprobs, loss_and_logp
+from policyloss.train.policy import logprobs, loss_and_numbers
 from policyloss.train.routing import Routing
 from policyloss.train.run.checkpoint import count_from, subtree
 from policyloss.train.run.optimizer_state import load_optimizer_state, optimizer_state
+
+Rows = dict[int, Tensor]  # a number of each token, by sequence
 
 
 class Update(NamedTuple):
@@ -49,7 +51,7 @@ class Update(NamedTuple):
 @dataclass
 class Learned:
     """What a step did. metrics, values: of policy and critic, over all updates and ranks. skipped:
-    updates that were not made. logp: `[N]` of this rank's pack, as the loss last saw them.
+    updates that were not made. logp, entropy: `[N]` of this rank's pack, as the loss last saw them.
     """
 
     metrics: dict[str, float]
@@ -60,6 +62,7 @@ class Learned:
     skipped: int
     pack: Pack
     logp: Tensor
+    entropy: Tensor
 
 
 @dataclass
@@ -178,12 +181,14 @@ class Learner:
         policy_updates: list[Update] = []
         critic_updates: list[Update] = []
         logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
+        entropy = list(logp)
         for mine in shares:
             first = fresh and not policy_updates
             frozen = pack if first else pack.with_tokens(old_logp=old_logp)
-            update, new_logp = self._update(frozen, mine, train)
+            update, new_logp, new_entropy = self._update(frozen, mine, train)
             policy_updates.append(update)
             _put(logp, new_logp)
+            _put(entropy, new_entropy)
             if first:
                 old = list(torch.split(old_logp, pack.lengths))
                 _put(old, new_logp)
@@ -203,6 +208,7 @@ class Learner:
             skipped,
             pack.with_tokens(old_logp=old_logp),
             torch.cat(logp),
+            torch.cat(entropy),
         )
 
     @torch.no_grad()
@@ -284,25 +290,29 @@ class Learner:
         attention: Attention = policy.attention
         return attention
 
-    def _update(self, pack: Pack, mine: list[int], train: bool) -> tuple[Update, dict[int, Tensor]]:
-        """One optimizer step of the policy, and the log-probabilities of each sequence in it."""
+    def _update(self, pack: Pack, mine: list[int], train: bool) -> tuple[Update, Rows, Rows]:
+        """One optimizer step of the policy; log-probabilities and entropies of its sequences."""
         packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(
             self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
         )
-        logp_of: dict[int, Tensor] = {}
+        logp_of: Rows = {}
+        entropy_of: Rows = {}
         # A rank with fewer micro-batches than another gets empty ones,
         # of which nothing is remembered.
         for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
-                loss, logp = loss_and_logp(self.policy, micro, step, self.config, self.teacher)
+                loss, *x = loss_and_numbers(self.policy, micro, step, self.config, self.teacher)
                 loss.backward()  # type: ignore[no-untyped-call]
             if chosen:
-                logp_of |= dict(zip(chosen, torch.split(logp, part.lengths), strict=True))
+                logp, entropy = (torch.split(numbers, part.lengths) for numbers in x)
+                logp_of |= dict(zip(chosen, logp, strict=True))
+                entropy_of |= dict(zip(chosen, entropy, strict=True))
         nonfinite = partial(nonfinite_tokens, pack, mine, logp_of)
         metrics = step.reduce_metrics()
-        return self._stepped(self.policy, self.optimizer, metrics, nonfinite, train), logp_of
+        update = self._stepped(self.policy, self.optimizer, metrics, nonfinite, train)
+        return update, logp_of, entropy_of
 
     def _update_critic(self, pack: Pack, mine: list[int]) -> Update:
         """One optimizer step of the critic, on the same sequences."""

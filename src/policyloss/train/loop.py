@@ -33,10 +33,11 @@ from policyloss.train.rollout.protocol import RolloutError
 from policyloss.train.run.directory import RunDir, free_directory
 from policyloss.train.run.resume import Stateful, last_good, restore, store
 from policyloss.train.run.resumed_options import continued, loss_data, resume_command
+from policyloss.train.sampler import Sample, end_ids
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
 from policyloss.train.view.display import Display
-from policyloss.train.view.token_log import ratio_histogram, rollout_rows
+from policyloss.train.view.token_log import ANSWERS, TokenLog, ratio_histogram
 from policyloss.train.view.track import service_module
 from policyloss.train.watch import Watch
 
@@ -71,7 +72,9 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     run = (
         RunDir.open(config.out)
         if config.resume
-        else RunDir.create(config.out, options, loss_data(spec, config.loss))
+        else RunDir.create(
+            config.out, options, loss_data(spec, config.loss), defaults=TrainConfig().to_dict()
+        )
     )
     if options != run.config:
         run.rewrite(options)
@@ -101,6 +104,8 @@ class Training:
         self.task, self.tokenizer, self.model, self.learner = self.setup
         if run is not None:
             run.note(attention=self.learner.attention.name)
+        ends = end_ids(self.model, self.tokenizer)
+        self.token_log = TokenLog(config, spec, self.task, self.tokenizer, ends, warn)
         rollout = make_rollout(config, self.setup, warn)
         self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
         # All that changes in a run beside the number of the step, by its name in a checkpoint.
@@ -214,11 +219,11 @@ class Training:
             metrics |= self._evaluation()
         self._log(metrics, timing)
         self.hints.look(metrics)
-        if self.run_dir is not None and self._due(config.rollouts_every, first=True):
-            shown = completions.samples[: config.rollouts_rows]
-            self.run_dir.rollouts(
-                rollout_rows(self.step, shown, learned, self.task, self.tokenizer, self.spec)
-            )
+        if self.run_dir is not None and config.rollouts_every:
+            due, size = self._due(config.rollouts_every, first=True), self.run_dir.size("rollouts")
+            samples = completions.samples
+            rows = self.token_log.rollouts(self.step, samples, learned, due=due, size=size)
+            self.run_dir.rollouts(rows)
 
     def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
         """Whether what is done every so many steps (0: never) is done after this one. first, last:
@@ -277,15 +282,30 @@ class Training:
         self.watch.at(f"step {self.step}, evaluating")
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
         self.collector.rollout.ready(self.step)
-        results = answered(examples, self.collector.answers(examples), self.score)
+        samples = self.collector.answers(examples)
+        results = answered(examples, samples, self.score)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
         everything = [result for share in self.ranks.gather(results) for result in share]
         evaluation = Evaluation.of(everything, self.task.success)
+        self._store_answers(samples, [result.score for result in results])
         return {
             "eval/accuracy": evaluation.accuracy,
             "eval/reward": evaluation.score,
             "eval/length": evaluation.mean_length,
         }
+
+    def _store_answers(self, samples: list[Sample], scores: list[float]) -> None:
+        """The answers to the first held-out prompts, of all ranks."""
+        if not self.config.rollouts_every:
+            return
+        first = {example.id for example in self.held_out[:ANSWERS]}
+        pairs = [(s, score) for s, score in zip(samples, scores, strict=True) if s.example in first]
+        rows = [row for share in self.ranks.gather(pairs) for row in share]
+        if self.run_dir is not None:
+            rows.sort(key=lambda row: row[0].example)
+            first_samples, rewards = [s for s, _ in rows], [score for _, score in rows]
+            size = self.run_dir.size("answers")
+            self.run_dir.answers(self.token_log.answers(self.step, first_samples, rewards, size))
 
     def _last_good(self) -> str:
         """The sentence that says where to go on from."""

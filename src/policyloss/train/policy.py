@@ -51,16 +51,16 @@ def logprobs(policy: nn.Module, micro: Any, temperature: float) -> Tensor:
     return logp
 
 
-def loss_and_logp(
+def loss_and_numbers(
     policy: nn.Module,
     micro: Any,
     step: pl.Accumulation,
     config: TrainConfig,
     teacher: nn.Module | None,
-) -> tuple[Tensor, Tensor]:
-    """The loss of a micro-batch of `step`, and its log-probabilities; its metrics are merged into
-    the step's. Without `old_logp`, the policy is the old one. teacher: read if the loss compares
-    distributions.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a micro-batch of `step`, the log-probabilities of its tokens, and the entropies
+    at them; its metrics are merged into the step's. Without `old_logp`, the policy is the old one.
+    teacher: read if the loss compares distributions.
     """
     divergence, targets, mask = step.spec.divergence, micro["targets"], micro["mask"]
     support = micro["support"]  # the tokens that the sampler kept
@@ -76,7 +76,7 @@ def loss_and_logp(
             options |= {"support": support}
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
-            return out.loss, out.logp
+            return out.loss, out.logp, out.entropy.detach()
         logits = nn.functional.linear(hidden, weight, bias)
         now = pl.logprobs(logits, targets, entropy=True, mask=mask, support=support, **logits_of)
         if divergence is not None and taught is not None:
@@ -84,10 +84,11 @@ def loss_and_logp(
             more["divergence"] = pl.linear_divergence(
                 hidden, weight, taught, **measure, mask=mask, bias=bias, **logits_of
             )
-        return micro.loss(now.logp, entropy=now.entropy, **more), now.logp.detach()
+        loss = micro.loss(now.logp, entropy=now.entropy, **more)
+        return loss, now.logp.detach(), now.entropy.detach()
 
-    loss, logp = policy(micro, head)
-    return loss, logp
+    loss, logp, entropy = policy(micro, head)
+    return loss, logp, entropy
 
 
 @torch.no_grad()

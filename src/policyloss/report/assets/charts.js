@@ -1,10 +1,11 @@
 "use strict";
-// Charts: lines over steps, all on one step axis, with one crosshair. Text reaches the page through textContent only.
+// What every chart is made of: elements, numbers, axes, the frame. Text reaches the page through textContent only.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SVG = document.querySelector("svg")?.namespaceURI;
 const DASHES = ["", "7 4", "2 3", "10 3 2 3", "1 5", "14 4"];
-const state = { run: 0, step: null, sample: 0, token: 0, color: "ratio", smooth: 0, theme: "system", log: new Set(), hidden: new Set(), keys: new Set() };
-const charts = []; // {figure, draw}; after drawing also x (step → pixel) and line (the crosshair)
+const state = { run: 0, step: null, group: null, sample: 0, token: 0, color: "ratio", only: null, find: "", show: "all", sort: "step",
+  smooth: 0, theme: "system", log: new Set(), hidden: new Set(), keys: new Set(), x: "step", zoom: null, base: "", bands: false, marked: new Set() };
+const charts = []; // {figure, draw}; after drawing also x (value → pixel), unit (of x) and line (the crosshair)
 const $ = (id) => document.getElementById(id);
 const visibleRuns = () => DATA.runs.map((run, index) => ({ run, index })).filter(({ index }) => !state.hidden.has(index));
 
@@ -15,7 +16,7 @@ function add(parent, tag, attributes = {}, text) {
   return parent.appendChild(node);
 }
 
-const brief = (key) => key.replace(/^(policy|timing)\//, "");
+const brief = (key) => DATA.labels[key] ?? key.replace(/^(policy|timing)\//, "");
 
 function short(x, digits = 4) {
   if (x === null || x === undefined) return "–";
@@ -58,8 +59,12 @@ function frame(svg, xAxis, yAxis, height) {
     add(svg, "line", { class: "rule", x1: box.left, x2: box.right, y1: y(t), y2: y(t) });
     add(svg, "text", { class: "tick end", x: box.left - 6, y: y(t) + 4 }, short(t, 3));
   }
-  for (const t of xAxis.ticks) add(svg, "text", { class: "tick", x: x(t), y: height - 6 }, short(t, 6));
-  return { x, y, box, width };
+  for (const t of xAxis.ticks) add(svg, "text", { class: "tick", x: x(t), y: height - 6 }, xAxis.label ? xAxis.label(t) : short(t, 6));
+  const value = (pixel) => {
+    const share = (pixel - box.left) / (box.right - box.left);
+    return xAxis.log ? xAxis.lo * (xAxis.hi / xAxis.lo) ** share : xAxis.lo + share * (xAxis.hi - xAxis.lo);
+  };
+  return { x, y, value, box, width };
 }
 
 function stepAxis(width) {
@@ -72,88 +77,4 @@ function stepAxis(width) {
 function smoothed(values, weight) {
   let sum = 0, mass = 0;
   return values.map((v) => (v === null ? null : ((sum = weight * sum + (1 - weight) * v), (mass = weight * mass + 1 - weight), sum / mass)));
-}
-
-function linesOf(panel) {
-  return visibleRuns().flatMap(({ run, index }) => panel.keys.flatMap((key, k) => {
-    if (!run.series[key] || state.keys.has(key)) return [];
-    const [which, values] = run.series[key], sparse = key.startsWith("eval/");
-    return [{ run, index, key, k, steps: run.steps[which], values, sparse, shown: state.smooth && !sparse ? smoothed(values, state.smooth) : values }];
-  }));
-}
-
-function drawLine(svg, { x, y, box }, line, log, values, kind) {
-  const style = { class: `line run${line.index % 8} ${kind}`, "stroke-dasharray": DASHES[line.k % DASHES.length] };
-  const fits = (v) => v !== null && v !== undefined && (!log || v > 0);
-  let path = "";
-  values.forEach((v, i) => {
-    if (!fits(v)) {
-      if (v === null && kind !== "raw") add(svg, "text", { class: `lost run${line.index % 8}`, x: x(line.steps[i]), y: box.top + 9 }, "×");
-      return;
-    }
-    path += `${fits(values[i - 1]) ? "L" : "M"}${x(line.steps[i]).toFixed(1)} ${y(v).toFixed(1)}`;
-    const alone = !fits(values[i - 1]) && !fits(values[i + 1]);
-    if (kind !== "raw" && (alone || (line.sparse && values.length < 80))) add(svg, "circle", { class: `dot run${line.index % 8}`, cx: x(line.steps[i]), cy: y(v), r: 3 });
-  });
-  add(svg, "path", { ...style, d: path });
-}
-
-function drawPanel(chart) {
-  const { figure, panel } = chart, svg = figure.querySelector("svg"), lines = linesOf(panel);
-  const values = lines.flatMap((line) => (state.smooth ? line.shown.concat(line.values) : line.values));
-  const log = state.log.has(panel.id) && values.some((v) => v > 0);
-  const yAxis = panel.share && !log ? { lo: 0, hi: 1, ticks: [0, 0.25, 0.5, 0.75, 1] } : axis(values, { log });
-  const scales = frame(svg, stepAxis(svg.clientWidth), yAxis, 210);
-  if (state.smooth) for (const line of lines) if (!line.sparse) drawLine(svg, scales, line, log, line.values, "raw");
-  for (const line of lines) drawLine(svg, scales, line, log, line.shown, "");
-  if (!values.some((v) => v !== null)) add(svg, "text", { class: "tick", x: scales.width / 2, y: 100 }, lines.length ? "no finite value" : "nothing to show");
-  if (log && values.some((v) => v !== null && v <= 0)) add(svg, "text", { class: "tick end", x: scales.box.right, y: scales.box.top + 10 }, "0 and below are not on a log scale");
-  Object.assign(chart, scales, { lines, line: add(svg, "line", { class: "cross", y1: scales.box.top, y2: scales.box.bottom, visibility: "hidden" }) });
-  figure.querySelector(".log").setAttribute("aria-pressed", log);
-}
-
-// The crosshair on every chart, and the values at that step beside the one that is pointed at.
-function point(chart, step, clientX, clientY) {
-  for (const other of charts) {
-    if (!other.line) continue;
-    other.line.setAttribute("visibility", step === null ? "hidden" : "visible");
-    if (step !== null) for (const end of ["x1", "x2"]) other.line.setAttribute(end, other.x(step));
-  }
-  const tip = $("tip");
-  tip.hidden = step === null || !chart.lines;
-  if (tip.hidden) return;
-  tip.replaceChildren();
-  add(tip, "b", {}, `step ${step}`);
-  for (const line of chart.lines) {
-    const at = line.steps.indexOf(step);
-    if (at < 0) continue;
-    const row = add(tip, "div");
-    add(row, "i", { class: `swatch run${line.index % 8}` });
-    add(row, "span", {}, chart.panel.keys.length > 1 ? `${line.run.label} · ${brief(line.key)}` : line.run.label);
-    add(row, "b", {}, line.values[at] === null ? "NaN or ∞" : short(line.shown[at]));
-  }
-  tip.style.left = `${Math.max(4, Math.min(clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${Math.max(4, Math.min(clientY + 14, innerHeight - tip.offsetHeight - 8))}px`;
-}
-
-function listen(chart) {
-  const svg = chart.figure.querySelector("svg");
-  const steps = () => [...new Set(chart.lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
-  const nearest = (event) => steps().reduce((best, s) => {
-    const distance = Math.abs(chart.x(s) - (event.clientX - svg.getBoundingClientRect().left));
-    return best === null || distance < best[1] ? [s, distance] : best;
-  }, null)?.[0] ?? null;
-  svg.addEventListener("pointermove", (event) => { chart.at = nearest(event); point(chart, chart.at, event.clientX, event.clientY); });
-  svg.addEventListener("pointerleave", () => point(chart, null));
-  svg.addEventListener("blur", () => point(chart, null));
-  svg.addEventListener("click", (event) => selectStep(nearest(event)));
-  svg.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key], all = steps();
-    if (event.key === "Enter" && chart.at !== undefined) selectStep(chart.at);
-    if (!move || !all.length) return;
-    event.preventDefault();
-    chart.at = all[Math.max(0, Math.min(all.length - 1, all.indexOf(chart.at) + move))];
-    const where = svg.getBoundingClientRect();
-    point(chart, chart.at, where.left + chart.x(chart.at), where.top + 20);
-  });
 }

@@ -1,7 +1,10 @@
 // The ratio's distribution: the histogram of one step, runs overlaid, and each run's histograms over all steps as a picture.
-const histogramSteps = [...new Set(DATA.runs.flatMap((run) => run.histogram?.step ?? []))].sort((a, b) => a - b);
+const histogramSteps = () => [...new Set(DATA.runs.flatMap((run) => run.histogram?.step ?? []))].sort((a, b) => a - b);
 const closest = (steps, step) => steps.reduce((best, s, i) => (Math.abs(s - step) < Math.abs(steps[best] - step) ? i : best), 0);
-const histogramStep = () => histogramSteps[closest(histogramSteps, state.step ?? histogramSteps[histogramSteps.length - 1])];
+const histogramStep = () => {
+  const steps = histogramSteps();
+  return steps[closest(steps, state.step ?? steps[steps.length - 1])];
+};
 const withHistogram = () => visibleRuns().filter(({ run }) => run.histogram);
 const ratioAxis = (count) => axis(DATA.runs.flatMap((run) => run.histogram?.edges ?? []), { log: true, tight: true, count });
 
@@ -22,7 +25,8 @@ function drawHistogram({ figure }) {
   }
   figure.querySelector(".log").setAttribute("aria-pressed", log);
   $("histogram-step").textContent = step;
-  $("step-slider").value = histogramSteps.indexOf(step);
+  $("step-slider").max = histogramSteps().length - 1;
+  $("step-slider").value = histogramSteps().indexOf(step);
 }
 
 // One pixel for each step and bin, stretched to the frame; the run's colour, stronger for a larger share (log scale).
@@ -42,7 +46,7 @@ function picture({ counts }, colour) {
 }
 
 function drawEvolution(chart) {
-  const { figure, run } = chart, svg = figure.querySelector("svg"), { edges, step } = run.histogram;
+  const { figure } = chart, run = DATA.runs[chart.index], svg = figure.querySelector("svg"), { edges, step } = run.histogram;
   figure.hidden = state.hidden.has(chart.index);
   if (figure.hidden) return;
   const scales = frame(svg, stepAxis(svg.clientWidth), ratioAxis(4), 210), { x, y, box } = scales;
@@ -56,19 +60,18 @@ function drawEvolution(chart) {
 }
 
 function startRatios() {
-  if (!histogramSteps.length) return;
-  $("step-slider").max = histogramSteps.length - 1;
-  $("step-slider").addEventListener("input", (event) => { state.step = histogramSteps[event.target.value]; update(); });
+  if (!histogramSteps().length) return;
+  $("step-slider").addEventListener("input", (event) => { state.step = histogramSteps()[event.target.value]; update(); });
   charts.push({ figure: $("histogram"), panel: { id: "histogram", keys: [] }, draw: drawHistogram });
   for (const { run, index } of withHistogram()) {
     const figure = add($("evolution"), "figure", { class: "chart" }), caption = add(figure, "figcaption");
     add(caption, "i", { class: `swatch run${index % 8}` });
     add(caption, "h3", {}, run.label);
     add(caption, "span", { class: "quiet" }, "ratio over steps, share on a log scale; click for its histogram");
-    const svg = figure.appendChild(document.createElementNS(SVG, "svg")), chart = { figure, run, index, draw: drawEvolution };
+    const svg = figure.appendChild(document.createElementNS(SVG, "svg")), chart = { figure, index, draw: drawEvolution };
     svg.addEventListener("click", (event) => {
-      const at = event.clientX - svg.getBoundingClientRect().left, pixels = run.histogram.step.map(chart.x);
-      selectStep(run.histogram.step[closest(pixels, at)]);
+      const at = event.clientX - svg.getBoundingClientRect().left, { step } = DATA.runs[index].histogram;
+      selectStep(step[closest(step.map(chart.x), at)]);
     });
     charts.push(chart);
   }

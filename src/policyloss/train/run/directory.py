@@ -5,6 +5,7 @@
     metrics.jsonl      one line per step, only numbers that a rerun repeats bit for bit
     timing.jsonl       seconds and tokens per second of each step
     rollouts.jsonl     sampled completions, token by token
+    answers.jsonl      the answers to some held-out prompts at each evaluation, token by token
     tensorboard/       events
     checkpoints/       step_000010/, …
     lock               the process that uses the directory
@@ -56,21 +57,28 @@ class RunDir:
         self.path, self._lock = path, lock
         self.config: dict[str, Any] = contents["config"]
         self.spec: dict[str, Any] = contents["loss"]
-        self._lines = {
-            name: JsonLines(path / f"{name}.jsonl") for name in ("metrics", "timing", "rollouts")
-        }
+        names = ("metrics", "timing", "rollouts", "answers")
+        self._lines = {name: JsonLines(path / f"{name}.jsonl") for name in names}
         self._board = TensorBoard(path / "tensorboard")
         self._trackers: list[TensorBoard | Service] = [self._board]
 
     @classmethod
-    def create(cls, path: Path, config: dict[str, Any], spec: dict[str, Any]) -> RunDir:
+    def create(
+        cls,
+        path: Path,
+        config: dict[str, Any],
+        spec: dict[str, Any],
+        defaults: dict[str, Any] | None = None,
+    ) -> RunDir:
         """Start a run in `path`, which is made if need be. A directory that holds a run already is
-        refused: resume it with `open`. config and spec: JSON.
+        refused: resume it with `open`. config and spec: JSON. defaults: what the options would be
+        if nobody had set any; a report marks those that were left so.
         """
         import policyloss
 
         path = Path(path)
-        contents = {"policyloss": policyloss.__version__, "config": config, "loss": spec}
+        contents: dict[str, Any] = {"policyloss": policyloss.__version__, "config": config}
+        contents |= {"loss": spec} | ({} if defaults is None else {"defaults": defaults})
         data = files.to_json(contents, "run", indent=2)
         try:
             files.make_folder(path)
@@ -166,6 +174,14 @@ class RunDir:
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write sampled completions, each a dict with its "step"."""
         self._lines["rollouts"].append(rows)
+
+    def answers(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write answers to held-out prompts, each a dict with its "step"."""
+        self._lines["answers"].append(rows)
+
+    def size(self, name: str) -> int:
+        """How many bytes the lines of a file take."""
+        return self._lines[name].size
 
     def truncate(self, step: int) -> None:
         """Go back to the end of `step`: later lines are dropped, later checkpoints set aside, and

@@ -22,7 +22,7 @@ from policyloss.output import kind_of
 # other files that lie there are nobody's business.
 FILES = (
     *("config.json", "environment.json", "track.json", "lock"),
-    *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl"),
+    *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "answers.jsonl"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither

@@ -81,6 +81,11 @@ class JsonLines:
             os.fsync(self._handle)
         self.last = last
 
+    @property
+    def size(self) -> int:
+        """How many bytes the rows take."""
+        return os.fstat(self._handle).st_size
+
     def sync(self) -> None:
         """Bring the rows to the disk, so that they outlive a crash of the machine."""
         os.fsync(self._handle)

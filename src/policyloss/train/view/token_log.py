@@ -1,20 +1,32 @@
-"""Single tokens of a run: the distribution of ratios, and some completions token by token."""
+"""Single tokens of a run: the distribution of ratios, and some completions token by token.
+
+Which completions: whole groups of a step, chosen by `choose_groups`, and the groups of the task's
+first prompts whenever they are trained on; and the answers to the first held-out prompts at every
+evaluation. So a reader sees what a step learned from, and how the completions of one prompt change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import policyloss as pl
+from policyloss.completions import BRANCHES, choose_groups, token_branches
 from policyloss.train.batches import Pack
+from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.learner import Learned
 from policyloss.train.sampler import Sample
-from policyloss.train.tasks import Task
+from policyloss.train.tasks import Example, Task
 
+FOLLOWED = 2  # training prompts whose groups are stored whenever they are trained on
+ANSWERS = 8  # held-out prompts whose answers are stored at every evaluation
+_OF_POLICIES = ("rollout_logp", "ref_logp", "teacher_logp")
+_NAMES = tuple(BRANCHES)
 # Of a ratio, evenly spaced in its logarithm; the first and the last bin take what lies beyond.
 EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
 
@@ -29,63 +41,176 @@ def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
     return {"edges": EDGES.tolist(), "counts": counts.tolist()}
 
 
-def rollout_rows(
-    step: int,
-    samples: Sequence[Sample],
-    learned: Learned,
-    task: Task,
-    tokenizer: Any,
-    spec: pl.LossSpec,
-) -> list[dict[str, Any]]:
-    """Completions as rows of rollouts.jsonl. samples: the first ones of the pack."""
-    if not samples:
-        return []
-    pack = learned.pack.with_tokens(logp=learned.logp)
-    pack = pack.with_tokens(clipped=clipped(pack, spec)).select(range(len(samples)))
-    pack = pack.to(torch.device("cpu"))
-    rows = []
-    for sample, part in zip(samples, _parts(pack), strict=True):
-        example = task.train[sample.example]
-        ids = sample.completion_ids.tolist()
-        logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
-        rows.append(
-            {
-                "step": step,
-                "example": sample.example,
-                "group": sample.group,
-                "weights": sample.version,
-                "prompt": example.prompt,
-                "completion": sample.text,
-                "answer": example.answer,
-                "reward": sample.reward,
-                "advantage": advantage.mean().item(),
-                "finished": sample.finished,
-                "ids": ids,
-                "tokens": [tokenizer.decode([token]) for token in ids],
-                "logp": logp.tolist(),
-                "old_logp": old.tolist(),
-                "rollout_logp": part["rollout_logp"].tolist(),
-                "ratio": (logp - old).exp().tolist(),
-                "token_advantage": advantage.tolist(),
-                "clipped": part["clipped"].tolist(),
-            }
+class TokenLog:
+    """The rows of rollouts.jsonl and answers.jsonl of a run, each up to `--rollouts-mib`.
+
+    ends: the tokens that end a completion. warn: told once if the bound leaves something out.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: pl.LossSpec,
+        task: Task,
+        tokenizer: Any,
+        ends: Iterable[int],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.config, self.spec, self.task = config, spec, task
+        self.tokenizer, self.ends, self.warn = tokenizer, frozenset(ends), warn
+        self.warned = False
+
+    def rollouts(
+        self, step: int, samples: Sequence[Sample], learned: Learned, *, due: bool, size: int
+    ) -> list[dict[str, Any]]:
+        """The groups of a step to store: the best ones to look at if a sample is due, and those of
+        the prompts that are followed. size: bytes that are stored already.
+        """
+        chosen = stored_groups(samples, self.config.rollouts_rows if due else 0)
+        places = [place for group in chosen for place in group]
+        if not places:
+            return []
+        pack = learned.pack.with_tokens(logp=learned.logp, entropy=learned.entropy)
+        pack = pack.with_tokens(
+            clipped=clipped(pack, self.spec),
+            branch=token_branches(self.spec, **_arguments(pack), **_others(pack)),
         )
-    return rows
+        parts = _parts(pack.select(places).to(torch.device("cpu")))
+        of_step = {"groups": len({s.group for s in samples})}
+        rows = [
+            {**self._row(step, samples[i], self.task.train), **of_step, **_numbers(part)}
+            for i, part in zip(places, parts, strict=True)
+        ]
+        sizes = [len(group) for group in chosen]
+        return self._fitting("rollouts", step, _cut(rows, sizes), self.config.rollouts_every, size)
+
+    def answers(
+        self, step: int, samples: Sequence[Sample], rewards: Sequence[float], size: int
+    ) -> list[dict[str, Any]]:
+        """The answers to held-out prompts, which are `samples`, of one evaluation."""
+        rows = [
+            {
+                **self._row(step, s, self.task.held_out),
+                "group": s.example,
+                "reward": reward,
+                "rollout_logp": _short(s.rollout_logp),
+            }
+            for s, reward in zip(samples, rewards, strict=True)
+        ]
+        groups = [[row] for row in rows]
+        return self._fitting("answers", step, groups, self.config.eval_every, size)
+
+    def _row(self, step: int, s: Sample, examples: Sequence[Example]) -> dict[str, Any]:
+        """What is known of a completion before anything is learned from it."""
+        example, ids = examples[s.example], s.completion_ids.tolist()
+        words = {token: self.tokenizer.decode([token]) for token in set(ids)}
+        ended = "end" if ids[-1] in self.ends else "stop"
+        return {
+            "step": step,
+            "example": s.example,
+            "group": s.group,
+            "weights": s.version,
+            "prompt": example.prompt,
+            "completion": s.text,
+            "answer": example.answer,
+            "reward": s.reward,
+            "finished": s.finished,
+            "finish_reason": ended if s.finished else "length",
+            "ids": ids,
+            "tokens": [words[token] for token in ids],
+        }
+
+    def _fitting(
+        self, name: str, step: int, groups: list[list[dict[str, Any]]], every: int, size: int
+    ) -> list[dict[str, Any]]:
+        """The rows of the groups, the most telling one first, that fit into this step's share of
+        what is left for a file; of the first group also if it fits into all that is left.
+        """
+        left = self.config.rollouts_mib * 2**20 - size
+        steps = self.config.steps // every - (step - 1) // every if every else 1
+        share = left / max(steps, 1)
+        stored: list[dict[str, Any]] = []
+        skipped, used = 0, 0
+        for group in groups:
+            more = sum(len(json.dumps(row)) + 1 for row in group)
+            if used + more <= (share if stored else left):
+                stored, used = stored + group, used + more
+            else:
+                skipped += 1
+        if skipped and not self.warned:
+            self.warned = True
+            self.warn(
+                f"{name}.jsonl leaves out {skipped} of {len(groups)} groups of step {step}, so "
+                f"that it stays below --rollouts-mib {self.config.rollouts_mib:g}; other steps may "
+                "store fewer groups, too."
+            )
+        return sorted(stored, key=lambda row: row["group"])
+
+
+def stored_groups(samples: Sequence[Sample], rows: int) -> list[list[int]]:
+    """The places of the samples of each group to store, the most telling group first: whole groups
+    of about `rows` samples, at least one unless `rows` is 0, and those of the followed prompts.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, s in enumerate(samples):
+        groups.setdefault(s.group, []).append(place)
+    every = list(groups.values())
+    if not every:
+        return []
+    count = max(rows * len(every) // len(samples), 1) if rows else 0
+    chosen = choose_groups([[samples[i].reward for i in group] for group in every], count)
+    followed = [i for i, group in enumerate(every) if samples[group[0]].example < FOLLOWED]
+    return [every[i] for i in dict.fromkeys([*followed, *chosen])]
+
+
+def _cut(rows: list[dict[str, Any]], sizes: Sequence[int]) -> list[list[dict[str, Any]]]:
+    """The rows as groups of these sizes."""
+    rest = iter(rows)
+    return [[next(rest) for _ in range(size)] for size in sizes]
+
+
+def _numbers(part: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a step of learning says of the tokens of one completion."""
+    logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
+    of_others = [name for name in _OF_POLICIES if name in part]
+    return {
+        "advantage": advantage.mean().item(),
+        "logp": _short(logp),
+        "old_logp": _short(old),
+        **{name: _short(part[name]) for name in of_others},
+        "entropy": _short(part["entropy"]),
+        "ratio": _short((logp - old).exp()),
+        "token_advantage": _short(advantage),
+        "mask": part["mask"].tolist(),
+        "clipped": part["clipped"].tolist(),
+        "branch": [_NAMES[code] for code in part["branch"].tolist()],
+    }
+
+
+def _short(x: Tensor) -> list[float]:
+    """The numbers with the nine digits that tell two of float32 apart, half as long as Python's."""
+    return [float(f"{value:.9g}") for value in x.tolist()]
+
+
+def _arguments(pack: Pack) -> dict[str, Tensor]:
+    return {name: pack.tokens[name] for name in ("logp", "old_logp", "advantages", "mask")}
+
+
+def _others(pack: Pack) -> dict[str, Tensor]:
+    """The optional arguments of a loss that the pack holds."""
+    tokens = {name: pack.tokens[name] for name in _OF_POLICIES if name in pack.tokens}
+    return {**tokens, "cu_seqlens": pack.cu_seqlens, "group_ids": pack.sequences["group_ids"]}
 
 
 def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
     """Where the trust region or a correction leaves a token with an advantage no gradient, `[N]`
     bool: the derivative of the loss without its KL and entropy terms by logp is exactly 0 there.
     """
-    t = pack.tokens
-    logp = t["logp"].clone().requires_grad_()
-    others: dict[str, Any] = {name: t[name] for name in ("rollout_logp", "ref_logp") if name in t}
-    others |= {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.sequences["group_ids"]}
-    bare, old_logp = spec.replace(kl=None, entropy_coef=0.0), t["old_logp"]
+    t, logp = pack.tokens, pack.tokens["logp"].clone().requires_grad_()
+    tensors: dict[str, Any] = {**_arguments(pack), **_others(pack), "logp": logp}
     with torch.enable_grad():
-        out = pl.policy_loss(
-            bare, logp, old_logp, t["advantages"], t["mask"], **others, totals="local"
-        )
+        bare = spec.replace(kl=None, entropy_coef=0.0)
+        out = pl.policy_loss(bare, **tensors, totals="local")
         (slope,) = torch.autograd.grad(out.loss, logp)
     return t["mask"] & (slope == 0) & (t["advantages"] != 0)
 

@@ -1,0 +1,101 @@
+"""The page of a loss on the site: the generated page of the preset, with its formula typeset, its
+curves, and what it learned.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import policyloss as pl
+from docs.evidence_page import PRESETS as ALL_PRESETS
+from docs.evidence_page import by_preset, good, options, spread
+from docs.generate import BENCHMARKS, ROOT, preset_page
+from docs.markdown import fenced, join, table
+from docs.site import mathml
+from docs.site.curves import OLD_LOGP, curves, has_curve
+
+FIGURES = "losses/figures"
+
+
+def family(name: str) -> str:
+    """The caption that the loss stands below, by what it reads."""
+    spec = pl.preset(name)
+    if {"teacher_logp", "divergence"} & set(spec.reads) or "opd" in name:
+        return "With a teacher"
+    if spec.correction or "rollout_logp" in spec.reads:
+        return "For another engine or stale data"
+    return "A ratio per token" if isinstance(spec.ratio, pl.TokenRatio) else "A ratio per sequence"
+
+
+def plain_page(name: str) -> str:
+    """The page in plain Markdown: what the repository holds, and the evidence."""
+    page, elsewhere, after = preset_page(pl.explain(name)).partition("## Elsewhere\n")
+    return page + join(evidence(name)) + "\n" + elsewhere + after
+
+
+def loss_page(name: str, plain: str) -> tuple[str, dict[str, str]]:
+    """The page for Sphinx, made from the plain one, and its drawings by their paths on the site."""
+    explanation = pl.explain(name)
+    text = fenced(str(explanation.formula), "text")
+    typeset = join(
+        f'<div class="formula">{mathml.formula(explanation.formula.lines)}</div>',
+        mathml.symbols(explanation.formula.lines),
+        ":::{dropdown} The same as text, which a test evaluates",
+        text,
+        ":::",
+    ).strip("\n")
+    page = plain.replace(text, typeset)
+    if not has_curve(explanation.spec):
+        return page, {}
+    picture = f"![Loss and push of one token over the ratio](figures/{name}.svg)"
+    before, heading, after = page.partition("## Numbers\n")
+    page = join(before, "## Curves", picture, caption(explanation.spec), heading + after)
+    return page, {f"{FIGURES}/{name}.svg": curves(name)}
+
+
+def caption(spec: pl.LossSpec) -> str:
+    """What the drawing shows."""
+    others = [name for name in spec.reads if name not in ("old_logp", "entropy")]
+    agree = f" and {' and '.join(f'`{name}`' for name in others)}" if others else ""
+    text = (
+        f"One sequence of one token, whose `old_logp`{agree} is {OLD_LOGP:g} while `logp` moves. "
+        "Where the push is zero, the token no longer learns."
+    )
+    if spec.needs_statistics:
+        text += " What the loss reads of the whole step is here that of the one token."
+    return text
+
+
+@lru_cache(maxsize=1)
+def _runs() -> tuple[float, dict[str, list[dict[str, Any]]]]:
+    path = Path(ROOT, BENCHMARKS, "evidence.json")
+    if not path.is_file():
+        return 0.0, {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return data["goal"], by_preset(good(data)[ALL_PRESETS])
+
+
+def evidence(name: str) -> str:
+    """What the preset learned on the built-in task."""
+    goal, presets = _runs()
+    runs = presets.get(name, [])
+    if not runs:
+        return "## What it learned\n\nNobody has written down a run of this loss yet."
+    steps = [run["to_goal"]["steps"] if run["to_goal"] else None for run in runs]
+    heading = ["run with", "seeds", "accuracy before", "accuracy after", f"steps to {goal}"]
+    row = [
+        options(runs[0]),
+        str(len(runs)),
+        spread([run["start"] for run in runs], ".2f", only_median=True),
+        spread([run["end"] for run in runs], ".3f"),
+        spread(steps, ".0f"),
+    ]
+    about = (
+        "Held-out accuracy of `policyloss train` on the built-in task, sorting digits: the median "
+        "over the seeds, and the range behind it ([all losses and how they were "
+        "run](../evidence.md))."
+    )
+    return join("## What it learned", about, table(heading, [row]))

@@ -1,0 +1,102 @@
+"""What stands where on the site: sections by what a reader needs, and the pages of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pages below one caption, by their paths from the root of the repository."""
+
+    caption: str
+    pages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One entry of the bar at the top. folder: its address. about: one sentence."""
+
+    folder: str
+    title: str
+    about: str
+    groups: tuple[Group, ...] = ()
+
+
+LOSSES, REFERENCE, DECISIONS, MORE = "losses", "reference", "decisions", "More"
+
+START = Section(
+    "start",
+    "Start",
+    "Install the library, compute a first loss, and look at it in a notebook.",
+    (
+        Group("Begin", ("docs/start.md", "README.md")),
+        Group(
+            "Notebooks",
+            (
+                "docs/tutorials/quickstart.md",
+                "docs/tutorials/first_loss.md",
+                "docs/tutorials/denominators.md",
+                "docs/tutorials/mismatch.md",
+                "docs/tutorials/distil.md",
+            ),
+        ),
+    ),
+)
+GUIDES = Section(
+    "guides",
+    "Guides",
+    "One question each: which loss, which denominator, which correction, which framework.",
+    (
+        Group("Choose", ("docs/choose.md", "docs/evidence.md")),
+        Group(
+            "Accumulate and parallel",
+            ("docs/denominators.md", "docs/partition_check.md", "docs/recipes.md"),
+        ),
+        Group("Rollout engines", ("docs/mismatch.md", "docs/rollout.md")),
+        Group("KL and teachers", ("docs/kl.md", "docs/distillation.md", "docs/teachers.md")),
+        Group("Memory and speed", ("docs/head.md", "docs/models.md", "docs/performance.md")),
+        Group("Your own loss", ("docs/custom.md",)),
+        Group(
+            "TRL, verl, OpenRLHF, ColossalChat",
+            ("docs/frameworks.md", "docs/names.md", "docs/conformance.md"),
+        ),
+        Group("Train", ("docs/train.md", "docs/scale.md", "docs/report.md")),
+        Group("Diagnose", ("docs/doctor.md", "docs/doctor_matrix.md", "docs/doctor_logs.md")),
+    ),
+)
+LOSS_PAGES = Section(
+    LOSSES,
+    "Losses",
+    "One page for each named loss: formula, curves, sources, names elsewhere, traps, evidence.",
+)
+REFERENCE_PAGES = Section(
+    REFERENCE,
+    "Reference",
+    "Every public name with its docstring and an example that a test runs.",
+    (Group("Tables", ("docs/metrics.md",)),),
+)
+PROJECT = Section(
+    "project",
+    "Project",
+    "How the code is built, what it depends on, and how to change it.",
+    (
+        Group(
+            "The code",
+            ("docs/architecture.md", "CONTRIBUTING.md", "SECURITY.md", "docs/dependencies.md"),
+        ),
+        Group("History", ("CHANGELOG.md",)),
+    ),
+)
+DECISION_PAGES = Section(
+    DECISIONS,
+    "Decisions",
+    "Choices that someone may question, each with its reason.",
+)
+SECTIONS = (START, GUIDES, LOSS_PAGES, REFERENCE_PAGES, DECISION_PAGES, PROJECT)
+
+
+def site_path(page: str, section: Section) -> str:
+    """Where a page of the repository stands on the site: `docs/kl.md` → `guides/kl.md`."""
+    name = page.rpartition("/")[2].lower()
+    return f"{section.folder}/{'overview.md' if name == 'readme.md' else name}"

@@ -1,0 +1,266 @@
+"""`bits_check`: whether a log-probability depends on what lies beside it, down to the last bit.
+
+A function is batch-invariant if a sequence gets the same bits alone, in any batch and at any place
+of it. Only then can the log-probabilities of a trainer and of an engine be equal, and only then is
+a difference between them a difference between the two.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss import notebook
+from policyloss.errors import InputError
+
+LogProbFunction = Callable[[list[Any]], Sequence[Any]]
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BEYOND = 1 << 62  # stands for the distance of a number from NaN
+
+
+@dataclass(frozen=True)
+class BitsResult:
+    """Two runs of the same sequences, compared bit by bit.
+
+    name: what was different. tokens: the log-probabilities compared. different: those whose bits
+    differ. first: the sequence and the token of the first of them, in the order of tokens; values:
+    the two numbers there. ulps: the largest distance, in units of the last place. histogram: how
+    many lie at most so many units apart, and more than the key before.
+    """
+
+    name: str
+    tokens: int
+    different: int
+    first: tuple[int, int] | None
+    values: tuple[float, float] | None
+    ulps: int
+    histogram: dict[int, int]
+    dtype: torch.dtype
+
+    def sentence(self) -> str:
+        """Where the first bits differ, and by how much."""
+        if self.first is None or self.values is None:
+            return f"all {self.tokens} log-probabilities have the same bits."
+        digits = 17 if self.dtype == torch.float64 else 9
+        expected, actual = (f"{x:.{digits}g}" for x in self.values)
+        sequence, token = self.first
+        steps = ", ".join(
+            f"{n} against NaN" if most >= _BEYOND else f"{n} by {'at most ' * (most > 2)}{most}"
+            for most, n in self.histogram.items()
+        )
+        return (
+            f"{self.different} of {self.tokens} log-probabilities have other bits. The first is "
+            f"token {token} of sequence {sequence}: {actual} where {expected} was expected. They "
+            f"differ by units in the last place: {steps}."
+        )
+
+
+@dataclass(frozen=True)
+class BitsReport:
+    """The result of `bits_check`; `str()` is a table and sentences.
+
+    arrangements: the same function on the same sequences in other company. against: the function
+    beside another one, or beside recorded numbers; None without.
+    """
+
+    arrangements: tuple[BitsResult, ...]
+    against: BitsResult | None
+    sequences: int
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether the bits of a sequence never depended on what lay beside it."""
+        return not any(result.different for result in self.arrangements)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the bits are those of the other function, too; True if there is none."""
+        return self.against is None or not self.against.different
+
+    def raise_if_different(self) -> None:
+        """Raise an AssertionError with the report if any bit differs, for a test."""
+        if not (self.is_invariant and self.is_equal):
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        width = max(len(row[0]) for row in rows)
+        table = [f"  {'run'.ljust(width)}  tokens  other bits  most ulps"]
+        for name, tokens, different, ulps in rows:
+            table.append(f"  {name.ljust(width)}  {tokens:>6}  {different:>10}  {ulps:>9}")
+        headline, *paragraphs = (
+            textwrap.fill(text, 110, break_on_hyphens=False)
+            for text in [self._headline(), *self._paragraphs()]
+        )
+        return "\n\n".join([headline, "\n".join(table), *paragraphs])
+
+    def _repr_html_(self) -> str:
+        """The report as HTML, for a notebook."""
+        table = notebook.table(("run", "tokens", "other bits", "most ulps"), self._rows())
+        return (
+            notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
+        )
+
+    def _rows(self) -> list[tuple[str, int, int, str]]:
+        results = [*self.arrangements, *([] if self.against is None else [self.against])]
+        return [
+            (r.name, r.tokens, r.different, "NaN" if r.ulps >= _BEYOND else str(r.ulps))
+            for r in results
+        ]
+
+    def _headline(self) -> str:
+        of = f"{self.sequences} sequences, {self.arrangements[0].tokens} log-probabilities"
+        if self.arrangements[0].different:
+            return f"The function does not give the same bits twice ({of})."
+        verdict = "is" if self.is_invariant else "is not"
+        text = f"The function {verdict} batch-invariant ({of})."
+        if self.against is None:
+            return text
+        return f"{text} Against the other log-probabilities, {self.against.sentence()}"
+
+    def _paragraphs(self) -> list[str]:
+        return [
+            f"{result.name[:1].upper()}{result.name[1:]}: {result.sentence()}"
+            for result in self.arrangements
+            if result.different
+        ]
+
+
+def bits_check(
+    fn: LogProbFunction,
+    sequences: Sequence[Any],
+    *,
+    against: LogProbFunction | Sequence[Any] | None = None,
+) -> BitsReport:
+    """Whether `fn` gives a sequence the same bits alone, in any batch and at any place, and where
+    its bits first differ from those of another engine.
+
+        print(pl.bits_check(logprobs_of_trainer, sequences, against=logprobs_of_engine))
+
+    fn: takes a list of sequences, pads or packs them as it likes, and returns the log-probabilities
+    of each, 1-D (a tensor or numbers). sequences: what `fn` takes, one entry per sequence: token
+    ids, or anything else. Some should be longer than others. against: another such function, or
+    recorded log-probabilities, 1-D for each sequence; they are compared in the narrower type.
+    `fn` is called with all sequences, again, one by one, in the reverse order, beside one other
+    each, and with every sequence twice: about `2·S + 4` calls for S sequences.
+    """
+    sequences = list(sequences)
+    if not sequences:
+        raise InputError("sequences is empty; pass at least one, and better several.")
+    n = len(sequences)
+    everyone = list(range(n))
+    arrangements = {
+        "once more": [everyone],
+        "alone": [[i] for i in everyone],
+        "in the reverse order": [everyone[::-1]],
+        "beside one other": [[i, (i + 1) % n] for i in everyone],
+        "every sequence twice": [everyone * 2],
+    }
+    expected = _run(fn, sequences, [everyone], "fn")
+    results = tuple(
+        _compared(name, expected, _run(fn, sequences, calls, "fn"))
+        for name, calls in arrangements.items()
+    )
+    other = None
+    if callable(against):
+        other = _compared("against", _run(against, sequences, [everyone], "against"), expected)
+    elif against is not None:
+        other = _compared("against", _numbers(against, n, "against"), expected)
+    return BitsReport(results, other, n)
+
+
+def _run(fn: LogProbFunction, sequences: list[Any], calls: list[list[int]], name: str) -> Any:
+    """The log-probabilities of each sequence, from calls with these members.
+
+    A sequence that is a member of several takes those of the last.
+    """
+    results: list[Any] = [None] * len(sequences)
+    for members in calls:
+        numbers = _numbers(
+            fn([sequences[i] for i in members]), len(members), f"the result of {name}"
+        )
+        for i, x in zip(members, numbers, strict=True):
+            results[i] = x
+    return results
+
+
+def _numbers(x: Any, count: int, name: str) -> list[Tensor]:
+    """One 1-D tensor of log-probabilities per sequence, on the CPU."""
+    if not hasattr(x, "__len__") or len(x) != count:
+        length = len(x) if hasattr(x, "__len__") else type(x).__name__
+        raise InputError(
+            f"{name} must hold one entry per sequence, {count}, got {length}; return the "
+            "log-probabilities as a list."
+        )
+    tensors = [
+        y.detach().cpu() if isinstance(y, Tensor) else torch.tensor(y, dtype=torch.float64)
+        for y in x
+    ]
+    for i, y in enumerate(tensors):
+        if y.dim() != 1 or not y.is_floating_point():
+            raise InputError(
+                f"{name} has shape {tuple(y.shape)} and dtype {y.dtype} for sequence {i}; give "
+                "its log-probabilities as floats, 1-D and without padding."
+            )
+    return tensors
+
+
+def _compared(name: str, expected: list[Tensor], actual: list[Tensor]) -> BitsResult:
+    """Two runs of the same sequences."""
+    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        if a.shape != b.shape:
+            raise InputError(
+                f"{name}: sequence {i} has {b.shape[0]} log-probabilities, and {a.shape[0]} were "
+                "expected; drop prompt tokens and padding on both sides alike."
+            )
+    types = {x.dtype for x in (*expected, *actual)}
+    dtype = min(types, key=lambda d: (d.itemsize, d == torch.float16))
+    distances = [
+        _distances(a.to(dtype), b.to(dtype)) for a, b in zip(expected, actual, strict=True)
+    ]
+    everything = torch.cat(distances)
+    places = [
+        (int(d.nonzero()[0]), i) for i, d in enumerate(distances) if bool(torch.count_nonzero(d))
+    ]
+    first = values = None
+    if places:
+        token, sequence = min(places)
+        first = (sequence, token)
+        values = (float(expected[sequence][token]), float(actual[sequence][token]))
+    return BitsResult(
+        name,
+        everything.numel(),
+        int(torch.count_nonzero(everything)),
+        first,
+        values,
+        int(everything.max()) if everything.numel() else 0,
+        _histogram(everything[everything > 0]),
+        dtype,
+    )
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """How many numbers of their type lie between two, int64; 0 for two NaN."""
+    kind = _INTEGERS[a.dtype.itemsize]
+    lowest = torch.iinfo(kind).min
+
+    def rank(x: Tensor) -> Tensor:
+        bits = x.contiguous().view(kind).to(torch.int64)
+        return torch.where(bits < 0, lowest - bits, bits)
+
+    distance = (rank(a) - rank(b)).abs().clamp(max=_BEYOND)
+    distance = torch.where(a.isnan() | b.isnan(), _BEYOND, distance)
+    return torch.where(a.isnan() & b.isnan(), 0, distance)
+
+
+def _histogram(distances: Tensor) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for distance in sorted(distances.tolist()):
+        most = 1 << (distance - 1).bit_length()
+        counts[most] = counts.get(most, 0) + 1
+    return counts

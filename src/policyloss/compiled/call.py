@@ -1,0 +1,169 @@
+"""One call of a loss as data: its tensors by name, and the function of them that a graph is traced
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.masking import accumulator_dtype, compute_dtype
+from policyloss.functional.precomputed import first_derivative_only
+from policyloss.inputs import DIFFERENTIATED, Inputs
+from policyloss.loss import pipeline
+from policyloss.metrics import Invalid, Metrics, RecordPlaces
+from policyloss.policy_metrics import MetricsLevel
+from policyloss.spec import LossSpec
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
+from policyloss.totals import GroupTokens, Totals
+
+
+class Call(NamedTuple):
+    """One call: its tensors, those that carry a gradient, and what is a constant of its graph."""
+
+    tensors: dict[str, Tensor]
+    dp_size: int | None
+    leaves: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that one graph of fixed shapes can serve."""
+        exact = tuple(
+            [(name, x.dtype, x.device, x.shape, x.stride()) for name, x in self.tensors.items()]
+        )
+        return exact, self.dp_size, self.leaves
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that one graph of any shape may serve."""
+        kinds = tuple([(name, x.dtype, x.device, x.dim()) for name, x in self.tensors.items()])
+        return kinds, self.dp_size, self.leaves
+
+
+class _Known(torch.autograd.Function):
+    """`value`, which depends on each of `leaves` with a known gradient (see `scaled`)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*known)
+        ctx.count = len(leaves)
+        return value.detach()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *scaled(ctx.saved_tensors, ctx.count, grads[0])
+
+
+def with_gradients(value: Tensor, known: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
+    """`value` as a function of `leaves`, whose gradients are `known` (see `scaled`)."""
+    out: Tensor = _Known.apply(value, known, *leaves)  # type: ignore[no-untyped-call]
+    return out
+
+
+def scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
+    """The first `count` of `known` times the scale behind them (if there is one) times `grad`: one
+    product over the tokens each.
+    """
+    factors = [x for x in (grad, *known[count:]) if x is not None]
+    if not factors:
+        return list(known[:count])
+    factor = factors[0] if len(factors) == 1 else factors[0] * factors[1]
+    return [gradient * factor for gradient in known[:count]]
+
+
+def requiring_grad(inputs: Inputs) -> tuple[str, ...]:
+    """Which tensors carry a gradient in this call."""
+    if not torch.is_grad_enabled():
+        return ()
+    tensors = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
+    return tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
+
+
+def numbers_of(totals: Totals, device: torch.device) -> dict[str, Tensor]:
+    """The totals as tensors: their values change from step to step, so they are data."""
+    numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
+    if isinstance(totals.groups, GroupTokens):
+        numbers |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
+    elif totals.groups is not None:
+        numbers["totals.groups"] = totals.groups
+    numbers |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
+    wide = accumulator_dtype(device)
+    return {
+        name: x.to(device)
+        if isinstance(x, Tensor)
+        else torch.full((), float(x), device=device, dtype=wide)
+        for name, x in numbers.items()
+    }
+
+
+def rebuilt(call: Call) -> tuple[Tokens, Totals | None]:
+    """The arguments as the pipeline takes them."""
+    x = call.tensors
+
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): y for name, y in x.items() if name.startswith(prefix)}
+
+    named = {name: value for name, value in x.items() if "." not in name}
+    tokens = Inputs(**named, extras=under("extras.")).tokens()
+    if call.dp_size is None:
+        return tokens, None
+    counts, of_groups = under("totals."), under("groups.")
+    groups = GroupTokens(**of_groups) if of_groups else counts.pop("groups", None)
+    statistics = under("statistics.") or None
+    return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)
+
+
+def loss_function(
+    spec: LossSpec, level: MetricsLevel, call: Call, places: list[RecordPlaces], looks: bool
+) -> Callable[..., list[Tensor]]:
+    """The eager pipeline, its metrics and its gradients as a function of the call's tensors.
+
+    It gives [loss, packed metrics, gradient …, their scale if they are not scaled yet], and appends
+    to `places` where the metrics lie. looks: the caller looks at the count of wrong values in the
+    mask, the last of the packed numbers, and reports none.
+    """
+
+    def fused_call(*tensors: Tensor) -> list[Tensor]:
+        x = dict(zip(call.tensors, tensors, strict=True))
+        # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
+        wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
+        leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
+        with torch.enable_grad():
+            tokens, totals = rebuilt(call._replace(tensors={**x, **leaves}))
+            parts = pipeline(spec, tokens, totals, level)
+            gradients = _gradients(parts.total, list(leaves.values()))
+        metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
+        if looks:
+            invalid = tokens.invalid.get("invalid_mask_values", invalid)
+            metrics = Metrics(
+                {
+                    name: record
+                    for name, record in metrics.items()
+                    if not isinstance(record, Invalid)
+                }
+            )
+        places.append(RecordPlaces(metrics))
+        loss, scale = parts.loss.detach(), parts.scale
+        packed = RecordPlaces.pack(metrics, invalid)
+        if scale is None:
+            return [loss, packed, *gradients]
+        if totals is not None:
+            # The scale is known before the first token is read: the gradient is written once, as it
+            # is.
+            return [loss, packed, *(gradient * scale for gradient in gradients)]
+        # The scale divides by a count of this very batch, for which the loop over the tokens need
+        # not wait.
+        return [loss, packed, *gradients, scale]
+
+    return fused_call
+
+
+def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
+    """Of a total that some of the leaves, or all, may not enter."""
+    if not leaves or not total.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    return torch.autograd.grad(total, leaves, materialize_grads=True)

@@ -1,0 +1,248 @@
+"""The way that `policy_loss` takes by itself on a GPU: loss, metrics and gradient in two kernels.
+
+It serves padded tokens and losses made of the library's parts, in float32 or narrower, where Triton
+is installed. The first call of a kind makes the kernels, in seconds; they serve every shape. What
+they cannot serve runs operation by operation, with the same result; `explain_path` says which way a
+call takes.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import is_compiling
+from policyloss.compiled.call import (
+    Call,
+    loss_function,
+    numbers_of,
+    requiring_grad,
+    with_gradients,
+)
+from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError
+from policyloss.compiled.token_program import TokenKernels, source_of
+from policyloss.compiled.trace import traced
+from policyloss.errors import PolicyLossError
+from policyloss.functional.collectives import outside_level
+from policyloss.functional.exact import is_exact
+from policyloss.functional.triton_modules import kernels
+from policyloss.inputs import CallTensors, Inputs, takes_tensors
+from policyloss.loss import SHORTCUTS, LossOutput, check_gradients, ready_spec
+from policyloss.metrics import Metrics, RecordPlaces
+from policyloss.parts.aggregate import PromptMean
+from policyloss.policy_metrics import MetricsLevel, check_level
+from policyloss.presets import PresetName
+from policyloss.spec import LossSpec
+from policyloss.totals import Totals, resolve
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # part of typing since Python 3.11
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_SERVED = ("cu_seqlens", "group_ids", "cp_group", "positions")
+# Past this many specs the table of kernels is emptied.
+MOST_SPECS = 256
+_one_at_a_time = threading.Lock()
+_switched = threading.local()
+
+
+class _Ready(NamedTuple):
+    """The kernels of one kind of call, and where its metrics lie in what they write."""
+
+    run: TokenKernels
+    places: RecordPlaces
+
+
+# By the identity of a spec: the spec, and what serves each kind of call or why nothing does.
+_known: dict[int, tuple[LossSpec, dict[tuple[Any, ...], _Ready | str]]] = {}
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """A context in which `policy_loss` runs operation by operation on a GPU, too."""
+    before = getattr(_switched, "off", False)
+    _switched.off = True
+    try:
+        yield
+    finally:
+        _switched.off = before
+
+
+@takes_tensors
+def explain_path(
+    spec: LossSpec | PresetName | str,
+    logp: Tensor,
+    old_logp: Tensor | Literal["current"] | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    totals: Totals | Literal["local"] | None = None,
+    metrics: MetricsLevel = "all",
+    **tensors: Unpack[CallTensors],
+) -> str:
+    """Which way `policy_loss` takes with these very arguments, and why, in a sentence."""
+    check_level(metrics)
+    spec, inputs = ready_spec(spec), Inputs.of(logp, old_logp, advantages, mask, tensors)
+    check_gradients(spec, inputs)
+    tensors_here = inputs.tensors()
+    reason = _elsewhere(inputs) or _refusal(spec, inputs, tensors_here)
+    if not reason:
+        ready = _kernels(spec, metrics, _call(spec, inputs, tensors_here, resolve(totals)))
+        reason = ready if isinstance(ready, str) else ""
+    if reason:
+        return f"Operation by operation, because {reason}."
+    return "Two Triton kernels for loss, metrics and gradient, made from the eager source."
+
+
+def _elsewhere(inputs: Inputs) -> str:
+    """Why nobody asks for the kernels; "" if they are asked for."""
+    if not inputs.logp.is_cuda:
+        return f"logp is on {inputs.logp.device.type}, and the kernels are for a GPU"
+    return "the call is made under policyloss.unfused()" if getattr(_switched, "off", False) else ""
+
+
+def _refusal(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor]) -> str:
+    """Why the kernels cannot serve a call, as far as that shows before one is made; "" if not."""
+    logp = inputs.logp
+    if not spec.is_data:
+        return "a slot of the spec holds a callable, which may do anything"
+    if is_exact():
+        return "the exact mode is on"
+    if is_compiling():
+        return "a compiler traces the call"
+    for name in _NOT_SERVED:
+        if getattr(inputs, name) is not None:
+            return f"the call has {name}"
+    if logp.dim() != 2 or logp.numel() == 0:
+        return "there are no padded tokens [B, T]"
+    for name, x in tensors.items():
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return f"{name} is no plain tensor"
+        if x.device != logp.device or x.layout != torch.strided:
+            return f"{name} lies elsewhere than logp"
+        if x.is_floating_point() and x.dtype not in _FLOATS:
+            return f"{name} is {x.dtype}"
+    try:
+        logp.data_ptr()
+    except RuntimeError:
+        return "a transformation of torch.func is at work"
+    return "" if kernels("triton") is not None else "Triton is not installed"
+
+
+def fused_loss(
+    spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
+) -> LossOutput | None:
+    """`loss_of` by the kernels; None where they cannot serve the call."""
+    return None if _elsewhere(inputs) else served(spec, inputs, step, level)
+
+
+def served(
+    spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
+) -> LossOutput | None:
+    """`fused_loss` on any device: Triton's interpreter runs on a CPU."""
+    tensors_here = inputs.tensors()
+    if _refusal(spec, inputs, tensors_here):
+        return None
+    call = _call(spec, inputs, tensors_here, step)
+    ready = _kernels(spec, level, call)
+    if isinstance(ready, str) or (not ready.run.has_run and _is_recorded(inputs.logp)):
+        return None
+    tensors = [x.detach() if x.requires_grad else x for x in call.tensors.values()]
+    try:
+        loss, packed, *known = ready.run(tensors, inputs.logp.shape)
+    except Exception as error:  # whatever Triton's compiler raises when it is first asked
+        if ready.run.has_run:
+            raise
+        _of_spec(spec)[_key(level, call)] = _gave_up(error)
+        return None
+    if call.leaves:
+        loss = with_gradients(loss, known, [call.tensors[name] for name in call.leaves])
+    return LossOutput(loss, Metrics.packed(ready.places, packed))
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing can be compiled."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _gave_up(error: Exception) -> str:
+    reason = f"its kernels could not be made ({type(error).__name__}: {error})"
+    warnings.warn(
+        f"policy_loss runs operation by operation, because {reason}.", stacklevel=outside_level()
+    )
+    return reason
+
+
+def _call(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor], step: Totals | None) -> Call:
+    if step is not None:
+        numbers = numbers_of(step, inputs.logp.device)
+        if not isinstance(spec.aggregate, PromptMean):  # the only one that reads them
+            numbers = {name: x for name, x in numbers.items() if "groups" not in name}
+        tensors = {**tensors, **numbers}
+    return Call(tensors, None if step is None else step.dp_size, requiring_grad(inputs))
+
+
+def _of_spec(spec: LossSpec) -> dict[tuple[Any, ...], _Ready | str]:
+    """What is known of the calls of this very spec."""
+    known = _known.get(id(spec))
+    if known is None:
+        if len(_known) >= MOST_SPECS:
+            _known.clear()
+        known = _known.setdefault(id(spec), (spec, {}))
+    return known[1]
+
+
+def _key(level: MetricsLevel, call: Call) -> tuple[Any, ...]:
+    """Equal for calls that the same kernels serve."""
+    shape = call.tensors["logp"].shape
+    kinds = tuple([(name, x.dtype, _outline(x, shape)) for name, x in call.tensors.items()])
+    return level, call.dp_size, call.leaves, kinds
+
+
+def _kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | str:
+    """What serves the call, or why nothing does."""
+    known, key = _of_spec(spec), _key(level, call)
+    ready = known.get(key)
+    if ready is None:
+        with _one_at_a_time:
+            ready = known.get(key) or _made(spec, level, call)
+            known[key] = ready
+    return ready
+
+
+def _outline(x: Tensor, tokens: torch.Size) -> tuple[int, ...]:
+    """The shape of `x` in a call whose tokens are `[ROWS, WIDTH]`; (0,) for any other shape."""
+    shapes = {
+        (tokens[0], 1): (ROWS, 1),
+        (tokens[0],): (ROWS,),
+        (): (),
+        tuple(tokens): (ROWS, WIDTH),
+    }
+    return shapes.get(tuple(x.shape), (0,))
+
+
+def _made(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | str:
+    """Trace the call and write its kernels."""
+    shape, places = call.tensors["logp"].shape, list[RecordPlaces]()
+    outlines = {name: _outline(x, shape) for name, x in call.tensors.items()}
+    if (0,) in outlines.values():
+        return "a tensor has neither the shape of the tokens nor one number per sequence"
+    tensors = {name: torch.zeros(outlines[name], dtype=x.dtype) for name, x in call.tensors.items()}
+    try:
+        example = call._replace(tensors=tensors)
+        function = loss_function(spec, level, example, places, looks=False)
+        run = TokenKernels(source_of(traced(function, list(tensors.values()))))
+    except (UnfitGraphError, PolicyLossError) as error:  # a wrong call is refused the other way
+        return str(error)
+    except Exception as error:  # whatever torch raises while it traces
+        return _gave_up(error)
+    return _Ready(run, places[0])
+
+
+SHORTCUTS.append(fused_loss)

@@ -1,0 +1,302 @@
+"""A traced loss as two Triton kernels: one pass over the tokens, and one over its partial sums.
+
+The graph comes from the eager source (see `trace`), so that no formula is written down again: each
+of its operations becomes a line of Triton. That takes seconds where a general compiler may take a
+minute, because there is one shape of program only:
+
+1. a program per span of tokens (a row, if the graph sums over rows; else `SPAN` tokens) writes the
+   gradient of its tokens and one partial result of every sum over all tokens;
+2. a single program adds these up and computes what follows from them: loss, scale and metrics.
+
+A graph that does not fit says why (`UnfitGraphError`): the numbers of a token may not depend on
+sums over all tokens of the same call, nor on anything but elementwise operations and sums of rows.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from functools import partial as with_arguments
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from policyloss.compiled.token_graph import (
+    FLOATS,
+    HELPERS,
+    PROPAGATE,
+    TokenGraph,
+    UnfitGraphError,
+    Writer,
+    name_of,
+)
+from policyloss.functional.triton_modules import kernels, on_device_of
+
+BLOCK, SPAN, WARPS = 1024, 4096, 4
+_NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
+
+
+class Source(NamedTuple):
+    """The text of both kernels, and what they take.
+
+    inputs: which arguments of the graph the first and the second kernel read. by_rows: a span is a
+    row. gradients: how many outputs are tokens. numbers: how many others, and packed ones.
+    """
+
+    text: str
+    inputs: list[int]
+    late_inputs: list[int]
+    by_rows: bool
+    gradients: int
+    partials: int
+    numbers: int
+    packed: int
+
+
+def source_of(module: GraphModule) -> Source:
+    """Both kernels of a graph, or an `UnfitGraphError`."""
+    graph = TokenGraph(module)
+    gradients = [n for n in graph.outputs if graph.kinds[n] == "tokens"]
+    numbers = [n for n in graph.outputs if graph.kinds[n] != "tokens"]
+    if any(graph.kinds[n] != "number" for n in (*numbers, *graph.packed)):
+        raise UnfitGraphError("it returns numbers of rows")
+    by_rows = "rows" in graph.kinds.values()
+    first = _first_kernel(graph, gradients, by_rows)
+    second = _second_kernel(graph, numbers)
+    places = {node: i for i, node in enumerate(graph.inputs)}
+    return Source(
+        f"{HELPERS}\n\n{first.text}\n\n{second.text}\n",
+        [places[n] for n in first.inputs],
+        [places[n] for n in second.inputs],
+        by_rows,
+        len(gradients),
+        len(graph.totals),
+        len(numbers),
+        len(graph.packed),
+    )
+
+
+class _Kernel(NamedTuple):
+    text: str
+    inputs: list[Node]
+
+
+def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _Kernel:
+    """The pass over the tokens: sums over rows first, in the order in which they are needed."""
+    writer = Writer(graph)
+    summed = [n.args[0] for n in graph.totals]
+    everything = graph.needed([*gradients, *summed])
+    inputs = [n for n in everything if n.op == "placeholder"]
+    lines = writer.lines
+    for i, node in enumerate(inputs):
+        if graph.kinds[node] != "tokens":
+            at = " + span" if graph.kinds[node] == "rows" else ""
+            writer.names[node] = f"v{len(writer.names)}"
+            lines.append(f"    {writer.names[node]} = {_loaded(graph, node, f'in{i}{at}')}")
+
+    def loop(targets: list[Node], finish: Callable[[str], None]) -> None:
+        """A pass over the span, in which `targets` and what they are made of exist."""
+        parts = graph.needed(targets, writer.names)
+        apart = [n for n in parts if graph.kinds[n] != "tokens"]
+        writer.write(apart, "    ")
+        before = dict(writer.names)
+        lines.append("    for at_first in range(first, last, BLOCK):")
+        lines.append("        at = at_first + tl.arange(0, BLOCK)")
+        lines.append("        live = at < last")
+        for i, node in enumerate(inputs):
+            if node in parts and graph.kinds[node] == "tokens":
+                writer.names[node] = f"v{len(writer.names)}"
+                lines.append(
+                    f"        {writer.names[node]} = {_loaded(graph, node, f'in{i} + at', True)}"
+                )
+        writer.write(parts, "        ")
+        finish("        ")
+        writer.names.clear()
+        writer.names.update(before)
+
+    for n, node in enumerate(graph.row_sums):
+        if node not in everything:
+            continue
+        lines.append(f"    a{n} = {_beginning(graph, node)}")
+        loop([node.args[0]], with_arguments(_gather, writer, node, f"a{n}"))
+        writer.names[node] = f"r{n}"
+        lines.append(f"    r{n} = {_reduced(node, f'a{n}')}.to({graph.type_of(node)})")
+    tokens = [n for n in graph.totals if graph.kinds[n.args[0]] == "tokens"]
+    for n, node in enumerate(graph.totals):
+        if node in tokens:
+            lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, {_held(graph, node)})")
+
+    def last_loop(indent: str) -> None:
+        for i, node in enumerate(gradients):
+            value = writer.value(node, "tl.float32")
+            lines.append(f"{indent}tl.store(out{i} + at, {value}, mask=live)")
+        for n, node in enumerate(graph.totals):
+            if node in tokens:
+                _gather(writer, node, f"s{n}", indent)
+
+    loop([*gradients, *(n.args[0] for n in tokens)], last_loop)
+    for n, node in enumerate(graph.totals):
+        if node in tokens:
+            value = _reduced(node, f"s{n}")
+        else:
+            writer.write(graph.needed([node.args[0]], writer.names), "    ")
+            value = writer.value(node.args[0], _held(graph, node))
+        lines.append(f"    tl.store(partial + {n} * spans + span, ({value}).to(tl.float32))")
+    arguments = [
+        *(f"in{i}" for i in range(len(inputs))),
+        *(f"out{i}" for i in range(len(gradients))),
+    ]
+    step = "width" if by_rows else "SPAN"
+    text = [
+        "@triton.jit(do_not_specialize=['spans'])",
+        f"def tokens({', '.join(arguments)}, partial, n, width, spans, "
+        "BLOCK: tl.constexpr, SPAN: tl.constexpr):",
+        "    span = tl.program_id(0).to(tl.int64)",
+        f"    first = span * {step}",
+        f"    last = tl.minimum(first + {step}, n)",
+        *lines,
+    ]
+    return _Kernel("\n".join(text), inputs)
+
+
+def _loaded(graph: TokenGraph, node: Node, where: str, masked: bool = False) -> str:
+    mask = ", mask=live, other=0" if masked else ""
+    kind = graph.type_of(node)
+    # Flags are passed as bytes.
+    tail = " != 0" if kind == "tl.int1" else f".to({kind})"
+    return f"tl.load({where}{mask}){tail}"
+
+
+def _held(graph: TokenGraph, node: Node) -> str:
+    """The type in which partial results of a sum are held."""
+    return "tl.float32" if graph.type_of(node) in FLOATS else "tl.int32"
+
+
+def _beginning(graph: TokenGraph, node: Node) -> str:
+    return f"tl.full([BLOCK], {_start(node)}, {_held(graph, node)})"
+
+
+def _start(node: Node) -> str:
+    value = _NEUTRAL[name_of(node)]
+    return f"float('{value}')" if isinstance(value, float) else "0"
+
+
+def _gather(writer: Writer, node: Node, into: str, indent: str) -> None:
+    """Add the tokens of a block to what a sum holds."""
+    kind = _held(writer.graph, node)
+    value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"
+    if name_of(node) == "sum":
+        text = f"{into} + {value}.to({kind})"
+    else:
+        text = f"tl.{name_of(node)[1:]}imum({into}, {value}{PROPAGATE})"
+    writer.lines.append(f"{indent}{into} = {text}")
+
+
+def _reduced(node: Node, held: str) -> str:
+    """One number of what a block holds. (Triton's maximum of a block passes NaN over.)"""
+    if name_of(node) == "sum":
+        return f"tl.sum({held})"
+    bad = f"tl.sum(({held} != {held}).to(tl.int32))"
+    return f"tl.where({bad} > 0, float('nan'), tl.{name_of(node)[1:]}({held}))"
+
+
+def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
+    """What follows from the partial results."""
+    writer = Writer(graph)
+    targets = graph.needed([*numbers, *graph.packed], graph.totals)
+    inputs = [n for n in targets if n.op == "placeholder"]
+    lines = writer.lines
+    for i, node in enumerate(inputs):
+        writer.names[node] = f"v{len(writer.names)}"
+        lines.append(f"    {writer.names[node]} = {_loaded(graph, node, f'in{i}')}")
+    for n, node in enumerate(graph.totals):
+        lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, tl.float64)")
+    lines.append("    for at_first in range(0, spans, BLOCK):")
+    lines.append("        at = at_first + tl.arange(0, BLOCK)")
+    for n, node in enumerate(graph.totals):
+        where = f"partial + {n} * spans + at, mask=at < spans, other={_start(node)}"
+        value = f"tl.load({where}).to(tl.float64)"
+        if name_of(node) == "sum":
+            text = f"s{n} + {value}"
+        else:
+            text = f"tl.{name_of(node)[1:]}imum(s{n}, {value}{PROPAGATE})"
+        lines.append(f"        s{n} = {text}")
+    for n, node in enumerate(graph.totals):
+        writer.names[node] = f"t{n}"
+        lines.append(f"    t{n} = {_reduced(node, f's{n}')}.to({graph.type_of(node)})")
+    writer.write(targets, "    ")
+    for i, node in enumerate(numbers):
+        lines.append(f"    tl.store(numbers + {i}, {writer.value(node, 'tl.float32')})")
+    for i, node in enumerate(graph.packed):
+        lines.append(f"    tl.store(packed + {i}, {writer.value(node, 'tl.float64')})")
+    arguments = [f"in{i}" for i in range(len(inputs))]
+    text_lines = [
+        "@triton.jit(do_not_specialize=['spans'])",
+        f"def finish({', '.join([*arguments, 'partial', 'numbers', 'packed', 'spans'])}, "
+        "BLOCK: tl.constexpr):",
+        *lines,
+    ]
+    return _Kernel("\n".join(text_lines), inputs)
+
+
+class TokenKernels:
+    """The kernels of a graph, which Triton compiles when they first run."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        # Triton reads the text of a kernel again, so that it must be found under a name.
+        name = f"<policyloss kernels {abs(hash(source.text)):x}>"
+        lines = source.text.splitlines(True)
+        linecache.cache[name] = (len(source.text), None, lines, name)
+        names = {"triton": kernels("triton"), "tl": kernels("triton.language")}
+        space: dict[str, Any] = {**names, "__name__": __name__}
+        exec(compile(source.text, name, "exec"), space)
+        self._tokens, self._finish = space["tokens"], space["finish"]
+        self.has_run = False
+
+    def __call__(self, tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
+        """The outputs of the graph, numbers first: [loss, packed, *gradients, *scale].
+
+        tensors: the arguments of the graph. shape: that of the tokens.
+        """
+        source, like = self.source, tensors[0]
+        n = math.prod(shape)
+        spans = shape[0] if source.by_rows else -(-n // SPAN)
+        device = like.device
+        partial = torch.empty(source.partials * spans, dtype=torch.float32, device=device)
+        numbers = torch.empty(source.numbers, dtype=torch.float32, device=device)
+        packed = torch.empty(source.packed, dtype=torch.float64, device=device)
+        gradients = [
+            torch.empty(shape, dtype=torch.float32, device=device) for _ in range(source.gradients)
+        ]
+        read = [_readable(x) for x in tensors]
+        first, second = (
+            [read[i] for i in chosen] for chosen in (source.inputs, source.late_inputs)
+        )
+        with on_device_of(like):
+            self._tokens[(spans,)](
+                *first,
+                *gradients,
+                partial,
+                n,
+                shape[-1],
+                spans,
+                BLOCK=BLOCK,
+                SPAN=SPAN,
+                num_warps=WARPS,
+            )
+            self._finish[(1,)](
+                *second, partial, numbers, packed, spans, BLOCK=BLOCK, num_warps=WARPS
+            )
+        self.has_run = True
+        loss, *scale = numbers.unbind()
+        return [loss, packed, *gradients, *scale]
+
+
+def _readable(x: Tensor) -> Tensor:
+    """`x` as a kernel reads it: in order, and flags as bytes."""
+    x = x if x.is_contiguous() else x.contiguous()
+    return x.view(torch.uint8) if x.dtype == torch.bool else x

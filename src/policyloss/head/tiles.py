@@ -1,0 +1,207 @@
+"""Products of fixed shapes, and sums in a fixed order: the head in the exact mode.
+
+A library of matrix products chooses its kernel, and with it the order of a sum, by the shape. In a
+product of one shape a row has the same bits at every place and beside any others; that is checked
+once for each shape. So rows are multiplied in tiles of one size, the last one filled up with zeros.
+The vocabulary is cut into parts, and what is summed over it is summed in the parts and then over
+them, in one tree; so ranks that hold whole parts get the bits of one rank.
+
+Legend: R rows, D hidden size, V vocabulary entries of this rank, P parts of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.functional.collectives import all_gather
+from policyloss.functional.exact import is_exact
+from policyloss.functional.masking import compute_dtype
+from policyloss.head.matmul import CPU_BYTES, Room, product
+from policyloss.head.softmax_rows import Partials, Scaling, row_partials
+from policyloss.head.vocab_parallel import Vocabulary
+
+# Parts of a vocabulary: a power of two, and the largest number of ranks that may share it.
+PARTS = 8
+# Parts begin at multiples of this, so that the rows of each are aligned in memory.
+ALIGNED = 16
+# Rows of a tile. Fewer cost speed, more cost memory, and work where a call has few rows.
+GPU_ROWS, CPU_ROWS = 2048, 512
+
+_CHECKED: set[tuple[object, ...]] = set()
+
+
+class Tiles(NamedTuple):
+    """How the exact mode cuts the products of a head.
+
+    rows: of a tile. borders: of the parts of the whole vocabulary, `[P + 1]` rising numbers (a
+    small vocabulary has fewer parts). parts: those of this rank, as slices of its entries.
+    """
+
+    rows: int
+    borders: Tensor
+    parts: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, vocabulary: Vocabulary) -> Tiles | None:
+        """The tiles of a head, None outside of the exact mode. They do not depend on the rows."""
+        if not is_exact():
+            return None
+        if x.dtype == torch.float16:
+            raise InputError(
+                "exact() cannot multiply float16, whose gradients are scaled by numbers of a whole "
+                "window; use bfloat16 or float32."
+            )
+        if vocabulary.group is not None:
+            _check_shards(vocabulary)
+        rows = GPU_ROWS
+        if x.device.type == "cpu":
+            fit = CPU_BYTES // (compute_dtype(x).itemsize * vocabulary.size)
+            rows = min(max(fit // 16 * 16, 16), CPU_ROWS)
+        tiles = cls.of_vocabulary(vocabulary, weight)._replace(rows=rows)
+        tiles._check_places(x, weight)
+        return tiles
+
+    @classmethod
+    def of_vocabulary(cls, vocabulary: Vocabulary, entries: Tensor) -> Tiles:
+        """The parts of a vocabulary, without tiles of rows. entries: this rank's, `[V, …]`."""
+        size, first = vocabulary.size, vocabulary.first
+        borders = {size * i // PARTS // ALIGNED * ALIGNED for i in range(PARTS)} | {size}
+        rising = tuple(sorted(borders))
+        parts = tuple(
+            slice(a - first, b - first)
+            for a, b in itertools.pairwise(rising)
+            if first <= a < first + entries.shape[0]
+        )
+        return cls(0, torch.tensor(rising, device=entries.device), parts)
+
+    def _check_places(self, x: Tensor, weight: Tensor) -> None:
+        """Raise unless products of these shapes give equal rows equal bits; once for each shape."""
+        where = (x.device, x.dtype, self.rows, x.shape[1], torch.get_num_threads())
+        for c in self.parts:
+            key = (*where, c.stop - c.start)
+            if key in _CHECKED or x.is_meta:
+                continue
+            w = weight[c]
+            for other in (w.t(), w):
+                row = torch.arange(other.shape[0], device=x.device).sin().to(x.dtype)
+                out = _tile(self.rows, other.shape[1], x, compute_dtype(x))
+                product(row.expand(self.rows, -1).contiguous(), other, out)
+                if not bool(((out == out[:1]) | out.isnan()).all()):
+                    raise InputError(
+                        f"exact() cannot hold here: a product of {self.rows} equal rows by "
+                        f"{tuple(other.shape)} in {x.dtype} on {x.device} does not give equal rows."
+                    )
+            _CHECKED.add(key)
+
+    def _of_rows(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of x in tiles, and where they lie; the last is filled up with zeros."""
+        n = x.shape[0]
+        for start in range(0, n, self.rows):
+            at = slice(start, min(start + self.rows, n))
+            tile = x[at]
+            if tile.shape[0] < self.rows:
+                tile = _tile(self.rows, x.shape[1], x, x.dtype)
+                tile[: at.stop - start] = x[at]
+                tile[at.stop - start :] = 0
+            yield at, tile
+
+    def logits(self, x: Tensor, weight: Tensor, z: Tensor) -> None:
+        """`z = x @ weight.T`. `[R, D]`, `[V, D]` → `[R, V]`."""
+        for at, tile in self._of_rows(x.contiguous()):
+            n = at.stop - at.start
+            for c in self.parts:
+                if n == self.rows:
+                    product(tile, weight[c].t(), z[at, c])
+                    continue
+                out = _tile(self.rows, c.stop - c.start, z, z.dtype)
+                product(tile, weight[c].t(), out)
+                z[at, c] = out[:n]
+
+    def hidden_gradient(self, dz: Tensor, weight: Tensor, out: Tensor) -> None:
+        """`out = dz @ weight`, summed in float32 and rounded once. `[R, V]`, `[V, D]` → `[R, D]`.
+
+        On several ranks it is this rank's share.
+        """
+        dtype = compute_dtype(dz)
+        for at, tile in self._of_rows(dz):
+
+            def share(i: int, tile: Tensor = tile) -> Tensor:
+                c = self.parts[i]
+                part = _tile(self.rows, weight.shape[1], dz, dtype)
+                product(tile[:, c], weight[c], part)
+                return part
+
+            out[at] = _tree(share, 0, len(self.parts))[: at.stop - at.start]
+
+    def partials(
+        self, z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, vocabulary: Vocabulary
+    ) -> Partials:
+        """The partials of whole rows. z: `[R, V]`. ids: `[R]`, counted from this rank's first."""
+        of_parts = []
+        for c in self.parts:
+            p = row_partials(z[:, c], ids - c.start, scaling.of_columns(c), entropy)
+            numbers = (p.max, p.sum, p.target, p.moment)
+            of_parts.append(torch.stack([x for x in numbers if x is not None]))
+        table = torch.stack(of_parts)
+        if vocabulary.group is not None:
+            table = torch.cat(all_gather(table, vocabulary.group))
+        maxima, sums, targets = table[:, 0], table[:, 1], table[:, 2]
+        top = maxima.amax(0)
+        # A part whose entries are all −inf has sum 0 and counts for nothing.
+        distance = torch.where(maxima == -torch.inf, 0, maxima - top)
+        shrink = distance.exp()
+        borders, of_vocabulary = self.borders.unsqueeze(-1), ids + vocabulary.first
+        here = (of_vocabulary >= borders[:-1]) & (of_vocabulary < borders[1:])
+        target = torch.where(here, targets + distance, 0).sum(0)
+        moment = _tree_of((table[:, 3] + distance * sums) * shrink) if entropy else None
+        return Partials(top, _tree_of(sums * shrink), moment, target)
+
+    def summed(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """The shares of all ranks together."""
+        if vocabulary.group is None:
+            return x
+        return _tree_of(torch.stack(all_gather(x, vocabulary.group)))
+
+
+def _check_shards(vocabulary: Vocabulary) -> None:
+    """Raise unless every rank holds whole parts. What is read is the same on every rank."""
+    ranks = dist.get_world_size(vocabulary.group)
+    if (
+        PARTS % ranks
+        or vocabulary.size % (PARTS * ALIGNED)
+        or vocabulary.largest * ranks != vocabulary.size
+    ):
+        raise InputError(
+            f"exact() cuts a vocabulary into {PARTS} equal parts, of which every rank must hold as "
+            f"many, but {vocabulary.size} entries lie on {ranks} ranks, {vocabulary.largest} on "
+            f"one of them; use 1, 2, 4 or 8 ranks with equal shards of a vocabulary that is a "
+            f"multiple of {PARTS * ALIGNED}."
+        )
+
+
+def _tile(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory whose rows are aligned as those of logits are, `[rows, columns]`."""
+    return Room(rows, columns, like, dtype).logits(rows, columns)
+
+
+def _tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
+    """`Σ term(i)` for `count` numbers from `first` on, by halves: the order follows from i alone.
+
+    The terms are overwritten.
+    """
+    if count == 1:
+        return term(first)
+    half = (count + 1) // 2
+    return _tree(term, first, half).add_(_tree(term, first + half, count - half))
+
+
+def _tree_of(x: Tensor) -> Tensor:
+    """`_tree` of the rows of a stack `[P, ...]`, which stay as they are."""
+    return _tree(lambda i: x[i].clone(), 0, x.shape[0])

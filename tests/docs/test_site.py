@@ -1,0 +1,313 @@
+"""The site: every page is reached, links lead somewhere, formulas are typeset as they are printed,
+curves are what the loss computes, and every public name has an example that runs.
+"""
+
+from __future__ import annotations
+
+import doctest
+import math
+import os
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from docs.site import assemble, check, curves, loss_page, mathml, reference
+from docs.site.structure import SECTIONS
+
+import policyloss as pl
+from policyloss.explain.expression import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Assembling -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def assembly() -> assemble.Assembly:
+    return assemble.Assembly(run=False)
+
+
+def test_every_page_of_the_repository_is_on_the_site_once(assembly: assemble.Assembly) -> None:
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    pages |= {
+        f"docs/{folder}/{path.name}"
+        for folder in ("presets", "decisions", "tutorials")
+        for path in (ROOT / "docs" / folder).glob("*.md")
+    }
+    assert pages <= set(assembly.places)
+    assert len(set(assembly.places.values())) == len(assembly.places)
+
+
+def test_every_page_is_in_a_table_of_contents(assembly: assemble.Assembly) -> None:
+    listed = {"index.md"}
+    for path, page in assembly.pages.items():
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```$", page.source, re.DOTALL | re.M):
+            for line in tree.split("\n\n", 1)[1].splitlines():
+                name = re.sub(r"^.*<(.*)>$", r"\1", line)
+                listed.add(os.path.normpath(os.path.join(os.path.dirname(path), f"{name}.md")))
+    assert listed == set(assembly.pages)
+
+
+def test_links_of_the_twins_lead_to_twins_or_files(assembly: assemble.Assembly) -> None:
+    """The same text is what Sphinx reads, apart from formulas, curves and results."""
+    there = set(assembly.pages) | set(assembly.files)
+    checked = 0
+    for page in assembly.pages.values():
+        text = re.sub(r"^(`{3,}).*?^\1$", "", page.plain, flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            target = link.partition("#")[0]
+            if target and not target.startswith("https://"):
+                found_at = os.path.normpath(os.path.join(os.path.dirname(page.path), target))
+                assert found_at in there, f"{page.path}: {link}"
+                checked += 1
+    assert checked > 500
+
+
+def test_a_link_is_changed_to_where_its_target_stands() -> None:
+    places = {"docs/kl.md": "guides/kl.md", "docs/presets/ppo.md": "losses/ppo.md"}
+    text = (
+        "[a](kl.md#x) ![b](figures/b.svg) [`c`](presets/ppo.md) [d](https://d.org) [e](#here) "
+        "[lost](../src/)\n```\n[f](kl.md)\n```\n"
+    )
+    changed = assemble.relinked(
+        text,
+        "docs/a.md",
+        "start/a.md",
+        lambda path: places.get(path, "figures/b.svg") if path != "src" else None,
+    )
+    assert changed == (
+        "[a](../guides/kl.md#x) ![b](../figures/b.svg) [`c`](../losses/ppo.md) [d](https://d.org) "
+        "[e](#here) lost\n```\n[f](kl.md)\n```\n"
+    )
+
+
+def test_llms_txt_lists_every_page(assembly: assemble.Assembly) -> None:
+    text = assembly.llms()
+    assert text.startswith("# policyloss\n\n> The loss functions of LLM reinforcement learning")
+    listed = set(re.findall(r"^- \[.+\]\((\S+\.md)\): ", text, re.MULTILINE))
+    assert listed == set(assembly.pages) - {"index.md"}
+
+
+def test_the_page_of_a_loss_says_what_it_learned(assembly: assemble.Assembly) -> None:
+    page = assembly.pages["losses/dapo.md"].plain
+    cells = page.split("## What it learned")[1].split("\n## ")[0].strip().split("\n")[-1].split("|")
+    evidence = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    (row,) = [line for line in evidence.split("\n") if line.startswith("| [`dapo`]")]
+    assert [cell.strip() for cell in row.split("|")[3:6]] == [c.strip() for c in cells[3:6]]
+
+
+def test_every_loss_stands_in_a_family() -> None:
+    assert loss_page.family("gkd") == loss_page.family("iw_opd") == "With a teacher"
+    assert loss_page.family("icepop") == "For another engine or stale data"
+    assert (loss_page.family("gspo"), loss_page.family("dapo")) == (
+        "A ratio per sequence",
+        "A ratio per token",
+    )
+
+
+# Formulas ---------------------------------------------------------------------------------------
+
+SIGNS = {"·": "*", "−": "-", "≤": "<=", "≥": ">=", "≠": "!=", "=": "==", "∧": "&", "∨": "|"}
+
+
+def linear(element: ET.Element) -> str:
+    """MathML back to the text that `explain` prints; brackets as the eye sees them."""
+    if "data-name" in element.attrib:
+        return element.attrib["data-name"]
+    if "data-number" in element.attrib:
+        return element.attrib["data-number"]
+    children = list(element)
+    call = element.attrib.get("data-call")
+    if call == "where":
+        (yes, condition), (no, _) = (list(row) for row in children)
+        holds = "".join(linear(child) for child in list(condition)[1:])
+        return f"where({holds}, {linear(yes)}, {linear(no)})"
+    if call == "exp":
+        return f"exp({linear(children[1])})"
+    if call is not None:
+        arguments = [linear(child) for child in children if child.tag == "mrow"]
+        if call == "sum" and not [child for child in children if child.text == "("]:
+            arguments = ["".join(linear(child) for child in children[1:])]
+        return f"{call}({', '.join(arguments)})"
+    if element.tag == "mfrac":
+        return f"(({linear(children[0])}) / ({linear(children[1])}))"
+    if element.tag == "msup":
+        return f"{linear(children[0])} ** ({linear(children[1])})"
+    if element.tag == "mo":
+        text = element.text or ""
+        return "~" if text == "¬" else f" {SIGNS.get(text, text)} " if text not in "()" else text
+    text = (element.text or "") + "".join(linear(child) for child in children)
+    compares = any(child.tag == "mo" and (child.text or "") in "<>≤≥=≠" for child in children)
+    return f"({text})" if compares else text
+
+
+def typeset(text: str) -> str:
+    return linear(ET.fromstring(f"<mrow>{mathml.expression(parse(text))}</mrow>")).strip()
+
+
+@pytest.mark.parametrize("name", pl.presets())
+def test_a_typeset_formula_reads_back_as_the_printed_one(name: str) -> None:
+    for line in pl.explain(name).formula.lines:
+        assert parse(typeset(line.expression)) == line.tree, line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a - (b - c)",
+        "-(a + b) * c",
+        "(a + b) ** 2",
+        "(-a) ** 2",
+        "a * (b / c)",
+        "(a | b) & ~(c & d)",
+        "(a < b) & (c > 1e-08)",
+        "sum(a + b) / (N * L)",
+        "a * -b",
+    ],
+)
+def test_brackets_are_typeset_where_they_are_needed(text: str) -> None:
+    assert parse(typeset(text)) == parse(text)
+
+
+def test_how_a_formula_is_typeset() -> None:
+    assert mathml.expression(parse("exp(a) / 2")) == (
+        '<mfrac><mrow><msup data-call="exp"><mi>e</mi><mrow><mrow data-name="a"><mi>a</mi></mrow>'
+        "</mrow></msup></mrow><mrow><mn>2</mn></mrow></mfrac>"
+    )
+    assert "<mi>π</mi><mrow><mi>old</mi></mrow>" in mathml.expression(parse("old_logp"))
+    ET.fromstring(mathml.formula(pl.explain("kl_cov").formula.lines))  # well-formed
+
+
+# Curves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "loss", "push"),
+    [
+        ("ppo", 1.1, 1.0, -1.1, 1.1),  # inside the band: -A·r, whose slope in logp is itself
+        ("ppo", 1.5, 1.0, -1.2, 0.0),  # held from above
+        ("ppo", 0.5, -1.0, 0.8, 0.0),  # held from below
+        ("ppo_dual_clip", 4.0, -1.0, 3.0, 0.0),  # the outer bound
+        ("cispo", 6.0, 1.0, -5.0 * (math.log(6.0) - 2.0), 5.0),  # -sg[5]·logp
+    ],
+)
+def test_a_curve_is_the_loss_of_one_token(
+    name: str, ratio: float, advantage: float, loss: float, push: float
+) -> None:
+    assert curves.token_loss(pl.preset(name), ratio, advantage) == pytest.approx((loss, push))
+
+
+def test_the_bounds_of_a_loss_are_inside_its_drawing() -> None:
+    assert curves.shown_range([("trust.eps_low", 0.2), ("trust.dual", 3.0)]) == (0.02, 3.75)
+    low, high = curves.shown_range([("trust.eps_low", 0.0003), ("trust.eps_high", 0.0004)])
+    assert (low, high) == pytest.approx((1 - 0.0016, 1 + 0.0016))
+    assert curves.shown_range([("trust.eps_low", math.inf), ("kl.coef", 5.0)]) == (0.02, 2.5)
+
+
+def test_a_loss_page_shows_formula_and_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "POINTS", 5)
+    page, figures = loss_page.loss_page("up_grpo", loss_page.plain_page("up_grpo"))
+    assert page.index("<math") < page.index(":::{dropdown}") < page.index("figures/up_grpo.svg")
+    drawing = ET.fromstring(figures["losses/figures/up_grpo.svg"])
+    lines = drawing.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [5, 5, 5, 5]
+    page, figures = loss_page.loss_page("gkd", loss_page.plain_page("gkd"))
+    assert figures == {}
+    assert "## Curves" not in page
+
+
+# Reference --------------------------------------------------------------------------------------
+
+
+def test_every_public_name_has_an_example() -> None:
+    assert reference.without_example() == [], "write one in docs/examples"
+
+
+def test_an_example_of_nothing_public_is_noticed() -> None:
+    names = {entry.name for entry in reference.entries()}
+    doubles = {"advantage.gae", "advantage.group_advantages", "advantage.whiten"}
+    assert set(reference.examples()) - names - doubles == set()
+
+
+def test_a_name_without_an_example_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "examples", lambda: {"Clip": "pl.TwoSidedClip(4.0)"})
+    with pytest.raises(SystemExit, match=r"need an example in .*: KL, OPSM, .*, Clip,"):
+        reference.reference_pages()
+
+
+def example_cases() -> list[Any]:
+    """Each session with its names; to import transformers takes seconds."""
+    names: dict[str, list[str]] = {}
+    for name, session in reference.examples().items():
+        names.setdefault(session, []).append(name)
+    return [
+        pytest.param(
+            session,
+            id="+".join(of_session),
+            marks=[pytest.mark.slow] if "transformers" in session else [],
+        )
+        for session, of_session in names.items()
+    ]
+
+
+@pytest.mark.parametrize("session", example_cases())
+def test_an_example_prints_what_it_shows(session: str) -> None:
+    torch.manual_seed(0)
+    session = reference.batch().strip("`").removeprefix("pycon\n") + session + "\n"
+    test = doctest.DocTestParser().get_doctest(session, {}, "example", None, 0)
+    messages: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False)
+    runner.run(test, out=messages.append)
+    assert not messages, "".join(messages)
+    assert runner.summarize(verbose=False).attempted > 6
+
+
+def test_docstrings_survive_markdown() -> None:
+    def described() -> None:
+        """Multiply `a*b` by *c*, of shape [B, T] where 1 < 2.
+
+        indented:
+
+            x * y
+        """
+
+    assert reference.prose(described) == (
+        "Multiply `a*b` by \\*c\\*, of shape \\[B, T\\] where 1 \\< 2.\n\nindented:\n\n    x * y"
+    )
+
+
+# The built site ---------------------------------------------------------------------------------
+
+
+def test_the_check_of_the_built_site_notices_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<a href="a/b.html#there">1</a><a href="a/b.html#gone">2</a><a href="nowhere.html">3</a>'
+        '<script src="https://cdn.org/x.js"></script><a href="https://arxiv.org">4</a>'
+    )
+    (tmp_path / "a/b.html").write_text('<h2 id="there">b</h2><img src="//cdn.org/y.png">')
+    (tmp_path / "a/b.md").write_text("# b")
+    (tmp_path / "x.css").write_text("@import 'https://fonts.org/z.css'; a { b: url(local.png) }")
+    (tmp_path / "searchindex.js").write_text(
+        'Search.setIndex({"docnames":["losses/tis","guides/denominators","losses/ppo_dual_clip"],'
+        '"terms":{"ti":0,"tis":0,"denomin":[0,1],"dual":2,"clip":[0,2]},"titleterms":{}})'
+    )
+    assert check.problems(tmp_path) == [
+        "a/b.html: loads //cdn.org/y.png",
+        "index.html: loads https://cdn.org/x.js",
+        "index.html: a/b.html#gone names a heading that is not there",
+        "index.html: the link nowhere.html leads nowhere",
+        "index.html: has no Markdown twin",
+        "x.css: loads https://fonts.org/z.css",
+        "a search for 'policy_loss' does not find reference/loss",
+    ]
+    assert check.found_pages(tmp_path, "dual clip") == ["losses/ppo_dual_clip"]
+    assert check.found_pages(tmp_path, "Denominators") == ["guides/denominators", "losses/tis"]
+
+
+def test_the_sections_of_the_site_are_those_a_reader_needs() -> None:
+    titles = [section.title for section in SECTIONS]
+    assert titles == ["Start", "Guides", "Losses", "Reference", "Decisions", "Project"]
