@@ -35,6 +35,7 @@ TOPICS = (
     ("head", "The head", ("head", "teacher", "hf", "compiled")),
     ("check", "Checks", ("check",)),
     ("doctor", "The doctor", ("doctor",)),
+    ("whatif", "What if", ("whatif",)),
     ("functional", "Pure functions", ("functional",)),
     ("others", "Others", ("",)),
 )

@@ -62,7 +62,15 @@ GUIDES = Section(
             ("docs/frameworks.md", "docs/names.md", "docs/conformance.md"),
         ),
         Group("Train", ("docs/train.md", "docs/scale.md", "docs/report.md")),
-        Group("Diagnose", ("docs/doctor.md", "docs/doctor_matrix.md", "docs/doctor_logs.md")),
+        Group(
+            "Diagnose",
+            (
+                "docs/doctor.md",
+                "docs/what_if.md",
+                "docs/doctor_matrix.md",
+                "docs/doctor_logs.md",
+            ),
+        ),
     ),
 )
 LOSS_PAGES = Section(
