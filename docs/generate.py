@@ -101,6 +101,13 @@ def metrics_page() -> str:
         "others, but `.compute()` leaves them out if they are 0, and raises an InputError if they "
         "are not."
     )
+    levels = (
+        '`metrics="all"` is the default. `metrics="basic"` measures `loss`, `tokens`, '
+        "`clip_fraction`, `clip_fraction_dual` and `kl_old_k1`, about what a framework's own "
+        'function returns, and `metrics="none"` nothing but the `invalid_*` counts. The loss and '
+        "its gradient are the same. `linear_policy_loss`, `hf.policy_loss`, `accumulate` and "
+        "`compiled_loss` take the same argument."
+    )
     legend = (
         "Σ runs over the valid tokens and n is their number; lr = logp − old_logp before any "
         "clamp; r is the ratio slot's ratio before its clamp; w is the corrections' weight; A the "
@@ -111,6 +118,7 @@ def metrics_page() -> str:
         "# Metrics",
         GENERATED,
         about,
+        levels,
         "## policy_loss",
         legend,
         table(heading, policy),

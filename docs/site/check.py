@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from sphinx.search.en import SearchEnglish
 
-# What a reader may search for, and a page that must be among the results.
+# What a reader may search for, and a page that the index must lead to.
 WORDS = {
     "dual clip": "losses/ppo_dual_clip",
     "TIS": "losses/tis",

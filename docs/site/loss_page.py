@@ -13,7 +13,7 @@ import policyloss as pl
 from docs.evidence_page import PRESETS as ALL_PRESETS
 from docs.evidence_page import by_preset, good, options, spread
 from docs.generate import BENCHMARKS, ROOT, preset_page
-from docs.markdown import fenced, join, table
+from docs.markdown import GENERATED, fenced, join, table
 from docs.site import mathml
 from docs.site.curves import OLD_LOGP, curves, has_curve
 
@@ -47,7 +47,9 @@ def loss_page(name: str, plain: str) -> tuple[str, dict[str, str]]:
         text,
         ":::",
     ).strip("\n")
-    page = plain.replace(text, typeset)
+    # A search for the name finds this page first, and not the many that mention it.
+    entry = f"```{{index}} ! {name.replace('_', ' ')}\n```"
+    page = plain.replace(GENERATED, entry).replace(text, typeset)
     if not has_curve(explanation.spec):
         return page, {}
     picture = f"![Loss and push of one token over the ratio](figures/{name}.svg)"

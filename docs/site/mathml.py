@@ -65,6 +65,7 @@ def formula(lines: Sequence[Line]) -> str:
 def symbols(lines: Sequence[Line]) -> str:
     """What the letters of a formula stand for, as HTML."""
     used = [str(x.value) for line in lines for x in line.tree.walk() if x.operator == "name"]
+    used += [line.name for line in lines]
     names = dict.fromkeys(name for name in used if name in LETTERS)
     pairs = [f"<math>{_name(name)}</math> is <code>{name}</code>" for name in names]
     return f'<p class="symbols">{", ".join(pairs)}.</p>'

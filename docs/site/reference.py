@@ -10,7 +10,9 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import policyloss as pl
@@ -38,6 +40,12 @@ TOPICS = (
     ("whatif", "What if", ("whatif",)),
     ("functional", "Pure functions", ("functional",)),
     ("others", "Others", ("",)),
+)
+
+
+DROP_INS = (
+    "The names are those of the framework. [How to use them](../guides/frameworks.md) has the "
+    "examples, and [what was compared](../guides/conformance.md) the results."
 )
 
 
@@ -109,30 +117,42 @@ def reference_pages() -> dict[str, tuple[str, str]]:
     pages = {}
     for address, title, _ in TOPICS:
         if address in by_topic:
-            found = sorted(by_topic[address], key=lambda entry: entry.name.lower())
-            plain = [join(f"## {entry.name}", *_plain(entry, sessions)) for entry in found]
-            marked = [_marked(entry, sessions) for entry in found]
             top = join(f"# {title}", "Every example begins with this batch:", batch())
-            pages[f"{address}.md"] = (join(top, *plain), join(top, *marked))
+            pages[f"{address}.md"] = _page(top, by_topic[address], sessions)
+    for name in pl.compat.__all__:
+        module = import_module(f"policyloss.compat.{name}")
+        functions = [
+            Entry(f"compat.{name}.{public}", getattr(module, public)) for public in module.__all__
+        ]
+        top = join(f"# Drop-ins: {name}", prose(module), DROP_INS)
+        named = [entry for entry in functions if not inspect.ismodule(entry.value)]
+        pages[f"compat_{name}.md"] = _page(top, named, {})
     return pages
 
 
-def _plain(entry: Entry, sessions: dict[str, str]) -> Iterator[str]:
-    signature = _signature(entry.value)
-    yield fenced(f"pl.{entry.name}{signature}", "python")
+def _page(top: str, found: list[Entry], sessions: dict[str, str]) -> tuple[str, str]:
+    """The plain page and the one for Sphinx; a name that has no session stands without one."""
+    plain, marked = [top], [top]
+    for entry in sorted(found, key=lambda entry: entry.name.lower()):
+        session = fenced(sessions[entry.name], "pycon") if entry.name in sessions else ""
+        plain.append(join(f"## {entry.name}", *_plain(entry, session)))
+        marked.append(_marked(entry, session))
+    return join(*plain), join(*marked)
+
+
+def _plain(entry: Entry, session: str) -> Iterator[str]:
+    yield fenced(f"pl.{entry.name}{_signature(entry.value)}", "python")
     yield prose(entry.value)
     for name, member in members(entry.value):
         yield f"**`.{name}{_signature(member)}`** {prose(member)}"
-    yield "Example:"
-    yield fenced(sessions[entry.name], "pycon")
+    yield f"Example:\n\n{session}" if session else ""
 
 
-def _marked(entry: Entry, sessions: dict[str, str]) -> str:
+def _marked(entry: Entry, session: str) -> str:
     """The same as a directive, by which Sphinx fills its index and finds the name in a search."""
     kind = "class" if inspect.isclass(entry.value) else "function"
     kind = kind if callable(entry.value) else "data"
-    # Two blocks: the docstring and example are the body of the directive.
-    body = [prose(entry.value), "**Example**", fenced(sessions[entry.name], "pycon")]
+    body = [prose(entry.value), *(["**Example**", session] if session else [])]
     for name, member in members(entry.value):
         inner = "method" if callable(member) else "property"
         body.append(f":::{{py:{inner}}} {name}{_signature(member)}\n\n{prose(member)}\n:::")
@@ -173,7 +193,7 @@ def members(value: Any) -> list[tuple[str, Any]]:
 
 def prose(value: Any) -> str:
     """A docstring as Markdown: what Markdown would read as a mark of its own is escaped."""
-    if not callable(value) and not isinstance(value, property):
+    if not callable(value) and not isinstance(value, (property, ModuleType)):
         return f"A `{type(value).__name__}`."
     text = inspect.getdoc(value) or ""
     if is_dataclass(value) and text.startswith(f"{value.__name__}("):  # type: ignore[union-attr]

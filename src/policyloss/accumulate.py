@@ -227,8 +227,8 @@ class MicroBatch(Mapping[str, Any]):
                 "gradient and metrics again; keep the first, or call policyloss.policy_loss(spec, "
                 "logp, **micro.arguments()) to look at it."
             )
-        step = self._step
-        out = policy_loss(step.spec, logp, **self.arguments(**tensors), metrics=step.level)
+        step, arguments = self._step, self.arguments(**tensors)
+        out = policy_loss(step.spec, logp, **arguments, metrics=step.level)
         self._has_loss = True
         step.add(out.metrics)
         return out.loss

@@ -106,6 +106,7 @@ TRAINING = {
     "export": "write the policy of a run as a Hugging Face folder",
     "report": "draw one or more runs as one HTML page",
     "doctor": "say why engine and trainer disagree, or what is wrong with a run",
+    "explore": "write a page to play with losses: curves, gradients, formulas, names",
     "what-if": "try every loss on the tokens that a run stored",
 }
 # The commands that need torch alone, and the module of each.
@@ -113,6 +114,7 @@ LIGHT = {
     "choose": "policyloss.choose",
     "report": "policyloss.report.command",
     "doctor": "policyloss.doctor.command",
+    "explore": "policyloss.explore.command",
     "what-if": "policyloss.whatif.command",
 }
 

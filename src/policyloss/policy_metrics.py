@@ -150,14 +150,14 @@ def policy_metrics(
         if t.has("divergence"):
             records["divergence"] = (Stat, total(t.divergence), n)
 
-    def made() -> dict[str, Record]:
+    def all_records() -> dict[str, Record]:
         return {
             name: kind(*(part if isinstance(part, Tensor) else part() for part in parts))
             for name, (kind, *parts) in records.items()
         }
 
     at_once = is_compiling() or (t.mask.is_cuda and torch.cuda.is_current_stream_capturing())
-    return Metrics(made()) if at_once else Metrics.when_read(made)
+    return Metrics(all_records()) if at_once else Metrics.when_read(all_records)
 
 
 def _of_logprobs(records: _Records, spec: LossSpec, t: Tokens, token_loss: Tensor) -> None:

@@ -214,6 +214,10 @@ def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
 
 def local_totals(t: Layout) -> Totals:
     """The counts of this call alone, as tensors (no host sync)."""
+    if torch.compiler.is_compiling():
+        # A compiler drops the counts that nobody reads, and that of torch 2.11 cannot trace the
+        # making of a lazy one.
+        return Totals(_tokens(t), _sequences(t), _groups(t))
     return _LocalTotals(t)
 
 
@@ -227,20 +231,30 @@ class _LocalTotals(Totals):
 
     @property
     def tokens(self) -> Tensor:
-        t = self._layout
-        return t.count if t.sequences.cp_group is None else t.counts.sum()
+        return _tokens(self._layout)
 
     @property
     def sequences(self) -> Tensor:
-        return count(self._layout.counts > 0)
+        return _sequences(self._layout)
 
     @property
     def groups(self) -> Tensor | None:
-        t = self._layout
-        if t.group_ids is None:
-            return None
-        order, members = group_index(t.group_ids)
-        return count(members.sum((t.counts > 0)[order]) > 0)
+        return _groups(self._layout)
+
+
+def _tokens(t: Layout) -> Tensor:
+    return t.count if t.sequences.cp_group is None else t.counts.sum()
+
+
+def _sequences(t: Layout) -> Tensor:
+    return count(t.counts > 0)
+
+
+def _groups(t: Layout) -> Tensor | None:
+    if t.group_ids is None:
+        return None
+    order, members = group_index(t.group_ids)
+    return count(members.sum((t.counts > 0)[order]) > 0)
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:

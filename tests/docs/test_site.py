@@ -211,6 +211,7 @@ def test_a_loss_page_shows_formula_and_curves(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(curves, "POINTS", 5)
     page, figures = loss_page.loss_page("up_grpo", loss_page.plain_page("up_grpo"))
     assert page.index("<math") < page.index(":::{dropdown}") < page.index("figures/up_grpo.svg")
+    assert "```{index} ! up grpo\n```" in page, "a search for it finds the page first"
     drawing = ET.fromstring(figures["losses/figures/up_grpo.svg"])
     lines = drawing.findall("{http://www.w3.org/2000/svg}polyline")
     assert [len(line.attrib["points"].split()) for line in lines] == [5, 5, 5, 5]
@@ -263,6 +264,22 @@ def test_an_example_prints_what_it_shows(session: str) -> None:
     runner.run(test, out=messages.append)
     assert not messages, "".join(messages)
     assert runner.summarize(verbose=False).attempted > 6
+
+
+def test_the_reference_has_the_drop_ins_too() -> None:
+    plain, marked = reference.reference_pages()["compat_openrlhf.md"]
+    assert "## compat.openrlhf.PolicyLoss\n\n```python\npl.compat.openrlhf.PolicyLoss(" in plain
+    assert "::::{py:class} compat.openrlhf.PolicyLoss(" in marked
+
+
+def test_the_first_loss_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stranger compares both, letter by letter."""
+    page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (first, program), (second, printed) = blocks[:2]
+    assert (first, second) == ("python", "text")
+    exec(program, {})
+    assert capsys.readouterr().out == printed
 
 
 def test_docstrings_survive_markdown() -> None:

@@ -315,10 +315,34 @@ def test_a_device_whose_products_depend_on_the_place_is_refused(monkeypatch):
         out[-1] *= 1 + 2 * torch.finfo(out.dtype).eps
 
     monkeypatch.setattr(tiles_of, "product", biased)
-    monkeypatch.setattr(tiles_of, "_CHECKED", set())
+    monkeypatch.setattr(tiles_of, "_CHECKED", {})
     case = bits_case("1000x64", torch.float32)
     with pl.exact(), pytest.raises(pl.InputError, match="does not give equal rows"):
         pl.linear_logprobs(case.hidden, case.weight, case.ids)
+
+
+def test_one_product_of_other_bits_is_not_taken(monkeypatch):
+    """A product over all entries that rounds in its own way: the parts are multiplied instead."""
+    widths: list[int] = []
+
+    def by_width(a: Tensor, b: Tensor, out: Tensor) -> None:
+        widths.append(b.shape[1])
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+        if b.shape[1] == 1000:
+            out *= 1 + 2 * torch.finfo(out.dtype).eps
+
+    case = bits_case("1000x64", torch.float32)
+    monkeypatch.setattr(tiles_of, "product", by_width)
+    monkeypatch.setattr(tiles_of, "_CHECKED", {})
+    with pl.exact():
+        pl.linear_logprobs(case.hidden, case.weight, case.ids)
+        widths.clear()
+        pl.linear_logprobs(case.hidden, case.weight, case.ids)
+        assert sorted(set(widths)) == [112, 128, 136]
+        nothing = torch.zeros_like(case.weight)
+        monkeypatch.setattr(tiles_of, "_CHECKED", {})
+        pl.linear_logprobs(case.hidden, nothing, case.ids)
+        assert not any(tiles_of._CHECKED.values())
 
 
 def test_plans_hold_whole_tiles():

@@ -95,9 +95,16 @@ BITS = (
     (
         "exact_never_looks_at_the_device",
         "head/tiles.py",
-        "        tiles._check_places(x, weight)\n",
-        "",
+        "                self._check_places(x, weight[self.parts[sizes.index(size)]])\n",
+        "                pass\n",
         _BITS + "test_a_device_whose_products_depend_on_the_place_is_refused",
+    ),
+    (
+        "exact_takes_one_product_for_granted",
+        "head/tiles.py",
+        "            _CHECKED[key] = self._same_at_once(x, weight)\n",
+        "            _CHECKED[key] = True\n",
+        _BITS + "test_one_product_of_other_bits_is_not_taken",
     ),
     (
         "threads_share_a_lone_row",

@@ -23,6 +23,7 @@ from bits_mutants import BITS
 from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
+from report_mutants import REPORT
 from train_mutants import TRAIN
 from whatif_mutants import WHATIF
 
@@ -370,7 +371,7 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *TRAIN, *WHATIF)),
+    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *REPORT, *TRAIN, *WHATIF)),
 )
 
 

@@ -1,12 +1,11 @@
-// Fills the menu of versions from `policylossVersions`, which versions.js beside the folders of
-// all versions defines. A page that stands alone keeps the one entry it has.
-const versionMenu = document.getElementById("versions");
-if (versionMenu && window.policylossVersions) {
-  const current = versionMenu.value;
-  versionMenu.replaceChildren(
+// Fills the menus of versions from `policylossVersions`, which versions.js beside the folders of
+// all versions defines. On a page that stands alone, a menu keeps the one entry it has.
+for (const menu of window.policylossVersions ? document.querySelectorAll(".versions") : []) {
+  const current = menu.value;
+  menu.replaceChildren(
     ...window.policylossVersions.map((name) => new Option(name, name, false, name === current)),
   );
-  versionMenu.addEventListener("change", () => {
-    location.href = `${versionMenu.dataset.root}/${versionMenu.value}/index.html`;
+  menu.addEventListener("change", () => {
+    location.href = `${menu.dataset.root}/${menu.value}/index.html`;
   });
 }

@@ -211,7 +211,7 @@ def _kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | str:
     ready = known.get(key)
     if ready is None:
         with _one_at_a_time:
-            ready = known.get(key) or _made(spec, level, call)
+            ready = known.get(key) or _new_kernels(spec, level, call)
             known[key] = ready
     return ready
 
@@ -227,7 +227,7 @@ def _outline(x: Tensor, tokens: torch.Size) -> tuple[int, ...]:
     return shapes.get(tuple(x.shape), (0,))
 
 
-def _made(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | str:
+def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | str:
     """Trace the call and write its kernels."""
     shape, places = call.tensors["logp"].shape, list[RecordPlaces]()
     outlines = {name: _outline(x, shape) for name, x in call.tensors.items()}

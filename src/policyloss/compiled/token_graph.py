@@ -158,11 +158,11 @@ class Writer:
 
     def _clamped(self, node: Node, kind: str) -> str:
         """A NaN stays: no comparison with it holds."""
-        given = dict(zip(("x", "min", "max"), node.args, strict=False)) | node.kwargs
-        text = x = self.value(given["x"], kind)
+        bounds = dict(zip(("x", "min", "max"), node.args, strict=False)) | node.kwargs
+        text = x = self.value(bounds["x"], kind)
         for bound, sign in (("min", "<"), ("max", ">")):
-            if given.get(bound) is not None:
-                limit = self.value(given[bound], kind)
+            if bounds.get(bound) is not None:
+                limit = self.value(bounds[bound], kind)
                 text = f"tl.where({x} {sign} {limit}, {limit}, {text})"
         return text
 

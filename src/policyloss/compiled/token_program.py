@@ -35,7 +35,9 @@ from policyloss.compiled.token_graph import (
 )
 from policyloss.functional.triton_modules import kernels, on_device_of
 
-BLOCK, SPAN, WARPS = 1024, 4096, 4
+# A thread holds BLOCK / (32·WARPS) partial results of every sum, for all of which there must be
+# registers.
+BLOCK, SPAN, LAST_BLOCK, WARPS = 512, 4096, 256, 4
 _NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
 
 
@@ -127,7 +129,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
     tokens = [n for n in graph.totals if graph.kinds[n.args[0]] == "tokens"]
     for n, node in enumerate(graph.totals):
         if node in tokens:
-            lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, {_held(graph, node)})")
+            lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, {_sum_type(graph, node)})")
 
     def last_loop(indent: str) -> None:
         for i, node in enumerate(gradients):
@@ -143,7 +145,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
             value = _reduced(node, f"s{n}")
         else:
             writer.write(graph.needed([node.args[0]], writer.names), "    ")
-            value = writer.value(node.args[0], _held(graph, node))
+            value = writer.value(node.args[0], _sum_type(graph, node))
         lines.append(f"    tl.store(partial + {n} * spans + span, ({value}).to(tl.float32))")
     arguments = [
         *(f"in{i}" for i in range(len(inputs))),
@@ -170,13 +172,13 @@ def _loaded(graph: TokenGraph, node: Node, where: str, masked: bool = False) -> 
     return f"tl.load({where}{mask}){tail}"
 
 
-def _held(graph: TokenGraph, node: Node) -> str:
+def _sum_type(graph: TokenGraph, node: Node) -> str:
     """The type in which partial results of a sum are held."""
     return "tl.float32" if graph.type_of(node) in FLOATS else "tl.int32"
 
 
 def _beginning(graph: TokenGraph, node: Node) -> str:
-    return f"tl.full([BLOCK], {_start(node)}, {_held(graph, node)})"
+    return f"tl.full([BLOCK], {_start(node)}, {_sum_type(graph, node)})"
 
 
 def _start(node: Node) -> str:
@@ -186,7 +188,7 @@ def _start(node: Node) -> str:
 
 def _gather(writer: Writer, node: Node, into: str, indent: str) -> None:
     """Add the tokens of a block to what a sum holds."""
-    kind = _held(writer.graph, node)
+    kind = _sum_type(writer.graph, node)
     value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"
     if name_of(node) == "sum":
         text = f"{into} + {value}.to({kind})"
@@ -195,12 +197,12 @@ def _gather(writer: Writer, node: Node, into: str, indent: str) -> None:
     writer.lines.append(f"{indent}{into} = {text}")
 
 
-def _reduced(node: Node, held: str) -> str:
+def _reduced(node: Node, block: str) -> str:
     """One number of what a block holds. (Triton's maximum of a block passes NaN over.)"""
     if name_of(node) == "sum":
-        return f"tl.sum({held})"
-    bad = f"tl.sum(({held} != {held}).to(tl.int32))"
-    return f"tl.where({bad} > 0, float('nan'), tl.{name_of(node)[1:]}({held}))"
+        return f"tl.sum({block})"
+    bad = f"tl.sum(({block} != {block}).to(tl.int32))"
+    return f"tl.where({bad} > 0, float('nan'), tl.{name_of(node)[1:]}({block}))"
 
 
 def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
@@ -289,7 +291,7 @@ class TokenKernels:
                 num_warps=WARPS,
             )
             self._finish[(1,)](
-                *second, partial, numbers, packed, spans, BLOCK=BLOCK, num_warps=WARPS
+                *second, partial, numbers, packed, spans, BLOCK=LAST_BLOCK, num_warps=WARPS
             )
         self.has_run = True
         loss, *scale = numbers.unbind()

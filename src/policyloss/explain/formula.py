@@ -124,13 +124,26 @@ def names_in(expression: str) -> set[str]:
 
 def formula(spec: LossSpec) -> Formula:
     """The formula of `spec`, with only the lines that lead to the loss."""
-    anchor = getattr(spec.ratio, "anchor", "old")
-    trust = _of_slot("trust", spec.trust, anchor, "surrogate")
-    parts = [_corrections(spec), _ratio(spec), trust, _kl(spec), _loss(spec)]
-    lines = [line for slot_lines, _ in parts for line in slot_lines]
-    callables = tuple(c for _, unknown in parts for c in unknown)
-    of_trust = _derived("trust", spec.trust, anchor)
+    slots = lines_by_slot(spec).values()
+    lines = [line for slot_lines, _ in slots for line in slot_lines]
+    callables = tuple(c for _, unknown in slots for c in unknown)
+    of_trust = _derived("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
     return Formula(_live(lines), callables, {} if of_trust is None else of_trust.other_names)
+
+
+def lines_by_slot(spec: LossSpec) -> dict[str, _Slot]:
+    """All lines of the formula in the order of their computation, and each slot's callables.
+
+    Those of "loss" join what the slots returned, and average it.
+    """
+    anchor = getattr(spec.ratio, "anchor", "old")
+    return {
+        "correction": _corrections(spec),
+        "ratio": _ratio(spec),
+        "trust": _of_slot("trust", spec.trust, anchor, "surrogate"),
+        "kl": _kl(spec),
+        "loss": _loss(spec),
+    }
 
 
 # The lines of one slot, and the callables in it that could not be derived.

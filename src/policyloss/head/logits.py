@@ -16,11 +16,13 @@ from policyloss.errors import InputError
 from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, LogProbs, windows
+from policyloss.head.matmul import Room
 from policyloss.head.softmax_rows import (
     Partials,
     Scaling,
     Statistics,
     finished,
+    joined,
     row_gradient,
     row_partials,
 )
@@ -185,7 +187,18 @@ def _partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partia
         return row_partials(z, ids, scaling, entropy)
     vocabulary = Vocabulary(z.shape[1], z.shape[1])
     tiles = Tiles.of_vocabulary(vocabulary, z.t())
-    return tiles.partials(z, ids, scaling, entropy, vocabulary)
+    cuts = [slice(None)]
+    aligned = (z.stride(0) * z.element_size()) % 16 == 0 == z.data_ptr() % 16
+    if z.is_cuda and not aligned:
+        # A kernel is compiled for the alignment of rows, and one for another sums in another order.
+        cuts = windows(z.shape[0], max(1, COPY_BYTES // (z.shape[1] * z.element_size())))
+    parts = []
+    for cut in cuts:
+        rows = z[cut]
+        if z.is_cuda and not aligned:
+            rows = Room(rows.shape[0], rows.shape[1], z, z.dtype).logits(*rows.shape).copy_(rows)
+        parts.append(tiles.partials(rows, ids[cut], scaling.of_rows(cut), entropy, vocabulary))
+    return joined(parts)
 
 
 def _at_valid(x: Any, valid: Tensor | None) -> Any:

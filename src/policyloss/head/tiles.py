@@ -34,19 +34,22 @@ ALIGNED = 16
 # Rows of a tile. Fewer cost speed, more cost memory, and work where a call has few rows.
 GPU_ROWS, CPU_ROWS = 2048, 512
 
-_CHECKED: set[tuple[object, ...]] = set()
+# What is known of products of a shape: whether one over all entries has the bits of those of parts.
+_CHECKED: dict[tuple[object, ...], bool] = {}
 
 
 class Tiles(NamedTuple):
     """How the exact mode cuts the products of a head.
 
     rows: of a tile. borders: of the parts of the whole vocabulary, `[P + 1]` rising numbers (a
-    small vocabulary has fewer parts). parts: those of this rank, as slices of its entries.
+    small vocabulary has fewer parts). parts: those of this rank, as slices of its entries. at_once:
+    whether one product makes the logits of all parts, with the bits that theirs would have.
     """
 
     rows: int
     borders: Tensor
     parts: tuple[slice, ...]
+    at_once: bool = False
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, vocabulary: Vocabulary) -> Tiles | None:
@@ -65,8 +68,7 @@ class Tiles(NamedTuple):
             fit = CPU_BYTES // (compute_dtype(x).itemsize * vocabulary.size)
             rows = min(max(fit // 16 * 16, 16), CPU_ROWS)
         tiles = cls.of_vocabulary(vocabulary, weight)._replace(rows=rows)
-        tiles._check_places(x, weight)
-        return tiles
+        return tiles._replace(at_once=tiles._check_products(x, weight))
 
     @classmethod
     def of_vocabulary(cls, vocabulary: Vocabulary, entries: Tensor) -> Tiles:
@@ -81,24 +83,46 @@ class Tiles(NamedTuple):
         )
         return cls(0, torch.tensor(rising, device=entries.device), parts)
 
-    def _check_places(self, x: Tensor, weight: Tensor) -> None:
-        """Raise unless products of these shapes give equal rows equal bits; once for each shape."""
-        where = (x.device, x.dtype, self.rows, x.shape[1], torch.get_num_threads())
+    def _check_products(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether one product may make the logits of all parts; tried once for each shape.
+
+        Raises unless products of these shapes give equal rows equal bits.
+        """
+        if x.is_meta or not self.parts:
+            return False
+        sizes = tuple(c.stop - c.start for c in self.parts)
+        key = (x.device, x.dtype, self.rows, x.shape[1], torch.get_num_threads(), sizes)
+        if key not in _CHECKED:
+            for size in set(sizes):
+                self._check_places(x, weight[self.parts[sizes.index(size)]])
+            _CHECKED[key] = self._same_at_once(x, weight)
+        return _CHECKED[key]
+
+    def _check_places(self, x: Tensor, w: Tensor) -> None:
+        for other in (w.t(), w):
+            row = torch.arange(other.shape[0], device=x.device).sin().to(x.dtype)
+            out = _tile(self.rows, other.shape[1], x, compute_dtype(x))
+            product(row.expand(self.rows, -1).contiguous(), other, out)
+            if not bool(((out == out[:1]) | out.isnan()).all()):
+                raise InputError(
+                    f"exact() cannot hold here: a product of {self.rows} equal rows by "
+                    f"{tuple(other.shape)} in {x.dtype} on {x.device} does not give equal rows."
+                )
+
+    def _same_at_once(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the logits of a tile have the same bits by one product and part by part."""
+        size = self.rows * x.shape[1]
+        tile = torch.arange(size, device=x.device).sin().to(x.dtype).view(self.rows, -1)
+        out = _tile(self.rows, weight.shape[0], x, compute_dtype(x))
+        product(tile, weight.t(), out)
+        if not bool(out.any()):  # a weight of zeros tells nothing
+            return False
         for c in self.parts:
-            key = (*where, c.stop - c.start)
-            if key in _CHECKED or x.is_meta:
-                continue
-            w = weight[c]
-            for other in (w.t(), w):
-                row = torch.arange(other.shape[0], device=x.device).sin().to(x.dtype)
-                out = _tile(self.rows, other.shape[1], x, compute_dtype(x))
-                product(row.expand(self.rows, -1).contiguous(), other, out)
-                if not bool(((out == out[:1]) | out.isnan()).all()):
-                    raise InputError(
-                        f"exact() cannot hold here: a product of {self.rows} equal rows by "
-                        f"{tuple(other.shape)} in {x.dtype} on {x.device} does not give equal rows."
-                    )
-            _CHECKED.add(key)
+            part = _tile(self.rows, c.stop - c.start, x, out.dtype)
+            product(tile, weight[c].t(), part)
+            if not bool(((part == out[:, c]) | part.isnan()).all()):
+                return False
+        return True
 
     def _of_rows(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The rows of x in tiles, and where they lie; the last is filled up with zeros."""
@@ -114,9 +138,10 @@ class Tiles(NamedTuple):
 
     def logits(self, x: Tensor, weight: Tensor, z: Tensor) -> None:
         """`z = x @ weight.T`. `[R, D]`, `[V, D]` → `[R, V]`."""
+        parts = (slice(0, weight.shape[0]),) if self.at_once else self.parts
         for at, tile in self._of_rows(x.contiguous()):
             n = at.stop - at.start
-            for c in self.parts:
+            for c in parts:
                 if n == self.rows:
                     product(tile, weight[c].t(), z[at, c])
                     continue

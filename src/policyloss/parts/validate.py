@@ -83,7 +83,11 @@ def within(**bounds: Any) -> Check:
 
 def not_below(low: str) -> Check:
     """The check that a field is at least the field called `low`, if neither is None."""
-    return lambda owner, field: interval(owner, low, field)
+    return partial(_at_least_the_other, low=low)
+
+
+def _at_least_the_other(owner: Any, field: str, low: str) -> None:
+    interval(owner, low, field)
 
 
 def choice(owner: Any, field: str, valid: tuple[str, ...]) -> None:

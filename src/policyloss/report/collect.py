@@ -115,7 +115,7 @@ def _run(folder: Path, label: str, runs: int) -> dict[str, Any]:
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
     run["rollouts"] = with_branches(run["rollouts"], run["loss"])
-    sampled = table.sampled()
+    sampled = table.sampled(points)
     judged, symptoms = health_of(sampled, run["rollouts"])
     verdict = verdict_of(sampled, run["summary"], config)
     return {**run, "verdict": verdict, "health": symptoms, "judged_steps": judged}

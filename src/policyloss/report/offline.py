@@ -12,13 +12,15 @@ def asset(package: str, name: str) -> str:
     return (files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
-def content_policy(style: str, script: str) -> str:
-    """A content policy that allows this style, this script, the page's pictures, no request."""
+def content_policy(style: str, script: str, live: int = 0) -> str:
+    """A content policy that allows this style, this script, the page's pictures, and no request but
+    that of a live page to its own server.
+    """
     allowed = {
         "script-src": f"'{_digest(script)}'",
         "style-src": f"'{_digest(style)}'",
         "img-src": "data:",
-    }
+    } | ({"connect-src": "'self'"} if live else {})
     rules = [
         "default-src 'none'",
         "base-uri 'none'",

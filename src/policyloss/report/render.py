@@ -4,19 +4,17 @@ page makes no request.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
 from policyloss.report import cards, tables
+from policyloss.report.offline import asset, content_policy
 from policyloss.report.panels import OTHER
 from policyloss.report.text import escaped, island
 from policyloss.report.view import view
 
 _SCRIPTS = (
-    *("charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
+    *("draw.js", "charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
     *("ratios.js", "tokens.js", "completions.js", "live.js", "page.js"),
 )
 
@@ -53,7 +51,7 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
     sections = sections if shown["panels"] else [_NO_STEPS, *sections]
     return f"""<!doctype html>
 <html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
-<meta http-equiv="Content-Security-Policy" content="{_policy(style, script, live)}">
+<meta http-equiv="Content-Security-Policy" content="{content_policy(style, script, live)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">\
 <title>{escaped(names)} · training report</title>
 <style>{style}</style></head><body>
@@ -69,29 +67,7 @@ The charts and the token view are drawn by a script in this file, which is switc
 
 
 def _asset(name: str) -> str:
-    return (files("policyloss.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _policy(style: str, script: str, live: int) -> str:
-    """A content policy that allows this style, this script, the page's pictures, and no request but
-    that of a live page to its own server.
-    """
-    allowed = {
-        "script-src": f"'{_digest(script)}'",
-        "style-src": f"'{_digest(style)}'",
-        "img-src": "data:",
-    } | ({"connect-src": "'self'"} if live else {})
-    rules = [
-        "default-src 'none'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        *(f"{name} {value}" for name, value in allowed.items()),
-    ]
-    return "; ".join(rules)
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return asset("policyloss.report", name)
 
 
 def _section(name: str, title: str, body: str) -> str:

@@ -95,11 +95,11 @@ class Line:
             points = extremes(points, math.ceil(3 * len(points) / limit))
         return points if points[-1:] == [self._newest] else [*points, self._newest]
 
-    def sampled(self) -> list[Point]:
-        """Points that are evenly spaced: what statistics are computed from, which the extremes of
-        `points` would mislead.
+    def sampled(self, limit: int) -> list[Point]:
+        """At most `limit` points, evenly spaced: what statistics are computed from, which the
+        extremes of `points` would mislead.
         """
-        return self._even
+        return self._even[:: math.ceil(len(self._even) / limit)]
 
     def change(self) -> dict[str, Any] | None:
         """The first, last and best finite value, and where they were; None without any."""
@@ -140,9 +140,10 @@ class Table:
                 and (is_number(value) or (value is None and key in nonfinite))
                 and self._is_kept(key)
             ):
-                self.lines.setdefault(key, Line()).add(step, finite(value))
+                line = self.lines.get(key) or self.lines.setdefault(key, Line())
+                line.add(step, finite(value))
                 if key in SUMMED:
-                    self._sums[key].add(step, self.lines[key].total)
+                    self._sums[key].add(step, line.total)
 
     def _is_kept(self, name: str) -> bool:
         if name in self.lines or name in _EXPECTED:
@@ -163,7 +164,7 @@ class Table:
             )
             shown = f"{len(self.lines):,} are shown, names of up to {limits.NAME_LENGTH} characters"
             notes.append(f"{file} holds too many metrics: {shown}, and {count} were left out.")
-        limit = max(2, min(limits.POINTS, budget // max(1, len(self.lines))))
+        limit = self._limit(budget)
         thinned = [line.count for line in self.lines.values() if line.count > limit]
         if thinned:
             what = f"{len(thinned)} metric(s) of {file} have up to {max(thinned):,} points"
@@ -173,9 +174,14 @@ class Table:
             )
         return {key: _columns(line.points(limit)) for key, line in sorted(self.lines.items())}
 
-    def sampled(self) -> Series:
+    def sampled(self, budget: int = limits.POINT_BUDGET) -> Series:
         """As `series`, with evenly spaced points."""
-        return {key: _columns(line.sampled()) for key, line in self.lines.items()}
+        limit = self._limit(budget)
+        return {key: _columns(line.sampled(limit)) for key, line in self.lines.items()}
+
+    def _limit(self, budget: int) -> int:
+        """How many points a line may have if all together have about `budget`."""
+        return max(2, min(limits.POINTS, budget // max(1, len(self.lines))))
 
     def sums(self, name: str, limit: int = 1_000) -> dict[str, list[Any]] | None:
         """The sum of a metric of `SUMMED` up to each step; None if it was never written."""

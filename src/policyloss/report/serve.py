@@ -60,9 +60,9 @@ class LivePage:
 
 def _state_of(paths: Sequence[Path]) -> object:
     """The size and time of every file of the runs, and whether somebody still writes them."""
-    held = [is_held(path) for path in paths]
+    running = [is_held(path) for path in paths]
     files = ((name, *_size(name)) for path in paths for name in _files(path))
-    return held, [entry for entry, _ in zip(files, range(_WATCHED), strict=False)]
+    return running, [entry for entry, _ in zip(files, range(_WATCHED), strict=False)]
 
 
 def _files(path: Path) -> Iterator[str]:

@@ -52,6 +52,10 @@ function frame(svg, xAxis, yAxis, height) {
     add(svg, "line", { class: "rule", x1: box.left, x2: box.right, y1: y(t), y2: y(t) });
     add(svg, "text", { class: "tick end", x: box.left - 6, y: y(t) + 4 }, short(t, 3));
   }
-  for (const t of xAxis.ticks) add(svg, "text", { class: "tick", x: x(t), y: height - 6 }, short(t, 6));
-  return { x, y, box, width };
+  for (const t of xAxis.ticks) add(svg, "text", { class: "tick", x: x(t), y: height - 6 }, xAxis.label ? xAxis.label(t) : short(t, 6));
+  const value = (pixel) => {
+    const share = (pixel - box.left) / (box.right - box.left);
+    return xAxis.log ? xAxis.lo * (xAxis.hi / xAxis.lo) ** share : xAxis.lo + share * (xAxis.hi - xAxis.lo);
+  };
+  return { x, y, value, box, width };
 }

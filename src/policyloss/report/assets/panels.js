@@ -2,17 +2,38 @@
 const HEIGHT = 210, CLOSE = 24, LISTED = 12, CROWD = 6; // pixels; pixels around a line; rows of a tip; runs
 let hovered = null; // the run that is pointed at
 
+const isCrowded = (lines) => new Set(lines.map((line) => line.index)).size > CROWD;
 const fits = (v, log) => v !== null && v !== undefined && (!log || v > 0);
 
-function drawLine(plot, { x, y, box }, line, log, values, kind) {
-  const colour = `run${line.index % 8}`;
+// Which points of a line are drawn: all, or, where several share a column of pixels, the first, the lowest and the highest
+// of them, the last, and every gap.
+function drawnPoints(line, values, { x, box }, log) {
+  if (values.length < 2 * (box.right - box.left)) return values.map((_, i) => i);
+  const kept = new Set(), inside = (i) => fits(values[i], log);
+  for (let i = 0, j; i < values.length; i = j) {
+    const column = Math.round(x(line.xs[i]));
+    let low = i, high = i;
+    for (j = i; j < values.length && Math.round(x(line.xs[j])) === column; j++) {
+      if (!inside(j)) kept.add(j);
+      else if (!inside(low)) low = high = j;
+      else if (values[j] < values[low]) low = j;
+      else if (values[j] > values[high]) high = j;
+    }
+    for (const one of [i, low, high, j - 1]) kept.add(one);
+  }
+  return [...kept].sort((a, b) => a - b);
+}
+
+function drawLine(plot, scales, line, log, values, kind) {
+  const { x, y, box } = scales, colour = `run${line.index % 8}`, places = drawnPoints(line, values, scales, log);
   let path = "";
-  values.forEach((v, i) => {
+  places.forEach((i, at) => {
+    const v = values[i];
     if (!fits(v, log)) {
       if (v === null && kind !== "raw") add(plot, "text", { class: `lost ${colour}`, x: x(line.xs[i]), y: box.top + 9 }, "×");
       return;
     }
-    const joined = i && fits(values[i - 1], log), alone = !joined && !fits(values[i + 1], log);
+    const joined = at && fits(values[places[at - 1]], log), alone = !joined && !fits(values[places[at + 1]], log);
     path += `${joined ? "L" : "M"}${x(line.xs[i]).toFixed(1)} ${y(v).toFixed(1)}`;
     if (kind !== "raw" && (alone || (line.sparse && !line.low && values.length < 80 && !kind))) add(plot, "circle", { class: `dot ${colour}`, cx: x(line.xs[i]), cy: y(v), r: 3 });
   });
@@ -47,7 +68,7 @@ function drawPanel(chart) {
   for (const line of lines) line.xs.forEach((x, i) => {
     if (inZoom(x)) for (const ys of [line.shown, state.smooth ? line.values : null, line.low, line.high]) if (ys && ys[i] !== null && ys[i] !== undefined) values.push(ys[i]);
   });
-  const log = !compared && state.log.has(panel.id) && values.some((v) => v > 0), many = lines.length > 8;
+  const log = !compared && state.log.has(panel.id) && values.some((v) => v > 0), many = isCrowded(lines);
   const whole = panel.share && !log && !compared && !state.zoom;
   const yAxis = whole ? { lo: 0, hi: 1, ticks: [0, 0.25, 0.5, 0.75, 1] } : axis(compared ? values.concat(0) : values, { log });
   const scales = frame(svg, sharedAxis(svg.clientWidth), yAxis, HEIGHT), { box, y } = scales;
@@ -120,7 +141,7 @@ function point(chart, at, clientX, clientY) {
     return [{ line, i, exact, v, distance: v === null ? Infinity : Math.abs(chart.y(v) - (clientY - top)) }];
   });
   const nearest = rows.reduce((best, row) => (row.distance < (best?.distance ?? CLOSE) ? row : best), null);
-  const many = new Set(chart.lines.map((line) => line.index)).size > CROWD;
+  const many = isCrowded(chart.lines);
   hover(many ? nearest?.line.runs[0] ?? null : null);
   const shown = rows.length > LISTED ? [...rows].sort((a, b) => a.distance - b.distance).slice(0, LISTED) : rows;
   tip.replaceChildren();

@@ -1,0 +1,75 @@
+"""The explorer in a real browser, opened from a file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policyloss.explore import explorer_page
+
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+
+
+@pytest.fixture(scope="session")
+def explorer_html() -> str:
+    return explorer_page()
+
+
+@pytest.fixture(scope="session")
+def explorer_file(explorer_html: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("explorer") / "explorer.html"
+    file.write_text(explorer_html, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def page(browser: Any, explorer_file: Path) -> Any:
+    """One page for tests that only compute."""
+    shown = browser.new_page()
+    shown.goto(explorer_file.as_uri())
+    return shown
+
+
+@pytest.fixture
+def open_page(browser: Any, explorer_file: Path) -> Iterator[Callable[..., Any]]:
+    """Opens the explorer at a fragment. Whatever it writes to the console, or asks for, fails."""
+    complaints: list[str] = []
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+
+    def opened(fragment: str = "", **viewport: int) -> Any:
+        shown = context.new_page()
+        if viewport:
+            shown.set_viewport_size(viewport)
+        shown.on("console", lambda message: complaints.append(message.text))
+        shown.on("pageerror", lambda error: complaints.append(str(error)))
+        shown.on("dialog", lambda dialog: complaints.append(dialog.message))
+        asked = "only the file itself"
+        shown.on(
+            "request",
+            lambda request: (
+                None if request.url.startswith(explorer_file.as_uri()) else complaints.append(asked)
+            ),
+        )
+        shown.goto(explorer_file.as_uri() + fragment)
+        return shown
+
+    yield opened
+    context.close()
+    assert complaints == []
