@@ -140,8 +140,8 @@ def _proof(data: Any) -> str:
         "`python -m benchmarks.what_if` trains a small transformer to sort digits with DAPO, ten "
         "updates for each batch of samples by a copy in bf16, stops in the middle of a batch, and "
         "asks two questions of every preset whose gradient differs from those before it.",
-        f"**One small step: yes.** The predicted change of each sequence's log-probability against the "
-        f"real one after one step, R² over the sequences of a batch, {count} losses on "
+        "**One small step: yes.** The predicted change of each sequence's log-probability against "
+        f"the real one after one step, R² over the sequences of a batch, {count} losses on "
         f"{len(studies)} seed{'s' if len(studies) > 1 else ''}. The size of a step is the root "
         "mean square of the predicted changes. AdamW has the moments of the run, and its step is "
         "shortened to that size.",
