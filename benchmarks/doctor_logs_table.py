@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks.doctor_logs_plan import HEALTHY
 from benchmarks.harness import write_json
-from policyloss.doctor.logs.metric_names import canonical
 from policyloss.doctor.logs.read import read_log
 from policyloss.doctor.logs.run_doctor import diagnose_rows
 from policyloss.errors import InputError
+from policyloss.logs.names import canonical
 from policyloss.train.config import TrainConfig
 
 RESULTS = Path("benchmarks/results/doctor_logs.json")

@@ -41,7 +41,7 @@ from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import read_spec
-from policyloss.train.run import directory
+from policyloss.train.run.environment import environment as made_with
 
 Record = dict[str, Any]
 Work = Callable[[Job], Record]
@@ -159,7 +159,7 @@ class Results:
         self.path = path
         self.runs: dict[tuple[str, str, int], Record] = {}
         self.machines: list[Record] = []
-        transformers = directory.environment()["packages"].get("transformers")
+        transformers = made_with()["packages"].get("transformers")
         self.here = {**environment(), "cpu": cpu_name(), "transformers": transformers, "jobs": jobs}
         if path.is_file():
             try:

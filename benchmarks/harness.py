@@ -108,6 +108,24 @@ def time_interleaved(
     return {name: _summary(x) for name, x in samples.items()}
 
 
+def kernel_ms(provider: Provider, device: str, prepare: Provider | None = None) -> float | None:
+    """Milliseconds that the GPU works in one call: its kernels together, without what lies between.
+
+    The median of three calls; None on a CPU.
+    """
+    if device != "cuda":
+        return None
+    sums: list[float] = []
+    for _ in range(3):
+        (prepare or _nothing)()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            provider()
+            torch.cuda.synchronize()
+        sums.append(sum(event.self_device_time_total for event in profile.key_averages()) / 1e3)
+    return statistics.median(sums)
+
+
 def _nothing() -> None:
     """The preparation of a provider that needs none."""
 

@@ -26,6 +26,7 @@ from benchmarks import head_data, head_logits, head_providers
 from benchmarks import head_reference as reference
 from benchmarks.harness import (
     environment,
+    kernel_ms,
     output_bytes,
     peak_extra_bytes,
     table,
@@ -160,6 +161,8 @@ class Bench:
                 "output_bytes": outputs,
                 "extra_bytes": max(0, peak - outputs),
             }
+            if group == head_providers.FORWARD and self.device == "cuda":
+                found[name]["kernel_ms"] = kernel_ms(run, self.device)
         # A group prints in the order of its providers, not in that of the checks.
         self.groups[group] = {name: found[name] for name in admitted}
 

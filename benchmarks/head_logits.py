@@ -16,7 +16,7 @@ from torch import Tensor
 
 import policyloss as pl
 from benchmarks import peers
-from benchmarks.harness import Provider, time_interleaved
+from benchmarks.harness import Provider, kernel_ms, time_interleaved
 from benchmarks.head_data import Case
 from benchmarks.head_reference import exact_logits, limits, poisoned, refusal, relative
 
@@ -156,6 +156,10 @@ def run_logits(case: Case, folder: Path | None, rounds: int) -> LogitsRun:
         result.providers[name] |= measured | _bandwidth(
             name, measured["median_ms"], times[COPY]["median_ms"]
         )
+    for name, run in runs.items():
+        alone = kernel_ms(run, case.device, prepare.get(name))
+        if alone is not None:
+            result.providers[name]["kernel_ms"] = alone
     return result
 
 

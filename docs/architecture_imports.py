@@ -53,7 +53,7 @@ class Layer:
 # From the ground up. The drawing keeps this order from left to right, so neighbours should import
 # each other.
 LAYERS = (
-    Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output")),
+    Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output", "logs")),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
     Layer("What a loss is", ("parts", "spec", "presets")),
     Layer("The loss", ("policy_metrics", "loss", "value", "completions")),

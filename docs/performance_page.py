@@ -367,12 +367,13 @@ def _logits_group(groups: Run) -> str:
             f"{p['errors'][k]:.1e}" if k in p["errors"] else ""
             for k in ("logp", "entropy", "d_logits")
         ]
-        rows.append(
-            [f"**{name}**" if p["kind"] == "ours" else name, _milliseconds(p), share, *errors]
-        )
+        alone = f"{p['kernel_ms']:.3f}" if "kernel_ms" in p else ""
+        title = f"**{name}**" if p["kind"] == "ours" else name
+        rows.append([title, _milliseconds(p), alone, share, *errors])
     columns = [
         "",
         "ms (p20 to p80)",
+        "kernels alone, ms",
         "share of the copy's bandwidth",
         "log-prob error",
         "entropy",

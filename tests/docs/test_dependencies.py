@@ -56,7 +56,7 @@ def test_the_page_is_what_the_installed_packages_say() -> None:
 
 
 def test_what_needs_what() -> None:
-    optional = ["demo", "train", "lora", "optimizers", "tasks", "recipes", "site", "dev"]
+    optional = ["demo", "train", "report", "lora", "optimizers", "tasks", "recipes", "site", "dev"]
     assert extras() == [CORE, *optional]
     core = set(closure(CORE))
     assert "torch" in core

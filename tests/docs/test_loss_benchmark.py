@@ -21,14 +21,25 @@ def measured(lines: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
 
 def test_our_loss_and_coatis_form_pass_the_check_and_a_wrong_one_does_not() -> None:
     data = loss.batch(4, 40, "cpu")
-    loss.check(loss.steps({"policyloss": loss.ours, loss.COATI: loss.coati_form}, data), data)
+    levels = {name: loss.ours(level) for level, name in loss.LEVELS.items()}
+    plain = {name: loss.ours(level, True) for level, name in loss.BY_OPERATIONS.items()}
+    providers = loss.steps({**levels, **plain, loss.COATI: loss.coati_form}, data)
+    loss.check(providers, data)
+    assert len(providers) == 7
 
     def twice(*args: Any) -> tuple[torch.Tensor, Any]:
-        value, metrics = loss.ours(*args)
+        value, metrics = loss.ours("all")(*args)
         return value * 1.001, metrics
 
     with pytest.raises(AssertionError):
         loss.check(loss.steps({"wrong": twice}, data), data)
+
+    def fails(*args: Any) -> Any:
+        raise OSError("no compiler")
+
+    providers = loss.steps({"fails": fails, "policyloss": loss.ours("none")}, data)
+    loss.check(providers, data)
+    assert list(providers) == ["policyloss"]
     # The two formulas differ: ColossalChat has no dual bound, and averages rows.
     with pytest.raises(AssertionError):
         loss.check(loss.steps({"policyloss": loss.coati_form}, data), data)
@@ -38,9 +49,12 @@ def test_targets_on_a_gpu() -> None:
     times = timed(
         **{
             "policyloss": 2.0,
+            "policyloss, basic": 0.5,
+            "policyloss, basic, torch.compile": 0.5,
             loss.FUSED: 0.1,
             loss.DIRECT: 0.05,
             "verl": 1.5,
+            loss.COATI: 0.8,
             "verl, torch.compile": 0.25,
         }
     )
@@ -66,6 +80,15 @@ def test_targets_on_a_gpu() -> None:
         True,
     )
     assert found["value_and_gradient: milliseconds"] == (0.05, True)
+    # 1.5 / 2, 0.8 / 0.5 and 0.25 / 0.5.
+    assert found["eager, all metrics: times faster than verl's eager function"] == (0.75, False)
+    assert found["eager, basic metrics: times faster than the fastest eager peer"] == (
+        pytest.approx(1.6),
+        True,
+    )
+    assert found[
+        "torch.compile, basic metrics: times faster than verl's function under torch.compile"
+    ] == (0.5, False)
 
 
 def test_targets_on_a_cpu() -> None:

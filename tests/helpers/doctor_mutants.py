@@ -77,14 +77,14 @@ DOCTOR = (
     ),
     (
         "doctor_null_is_no_number",
-        "doctor/logs/read.py",
-        'if isinstance(bad := entry.get("nonfinite"), dict):',
-        'if isinstance(bad := entry.get("none"), dict):',
+        "logs/scalars.py",
+        'if isinstance(bad := flat.get("nonfinite"), dict):',
+        'if isinstance(bad := flat.get("none"), dict):',
         _LAWS + "test_the_origin_of_a_nan_is_named_in_our_own_files",
     ),
     (
         "doctor_skipped_updates_count",
-        "doctor/logs/metric_names.py",
+        "logs/names.py",
         'out.pop("step_kl", None)',
         "pass",
         _LAWS + "test_skipped_updates_are_no_small_steps",
@@ -98,7 +98,7 @@ DOCTOR = (
     ),
     (
         "doctor_runs_of_a_table_are_mixed",
-        "doctor/logs/read.py",
+        "logs/scalars.py",
         "if name and (first := names.index(name)) != place:",
         "if False and (first := names.index(name)) != place:",
         _READERS + "test_a_table_of_several_runs_is_no_log_of_one",

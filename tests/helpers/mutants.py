@@ -260,11 +260,11 @@ MUTANTS = (
         "test_fused.py::test_the_hand_computed_loss",
     ),
     Mutant(
-        "kernel_sums_beyond_its_span",
-        "compiled/token_program.py",
-        'value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"',
-        'value = f"tl.where(live | True, {writer.value(node.args[0], kind)}, {_start(node)})"',
-        "test_fused.py::test_the_kernels_compute_the_loss[icepop]",
+        "kernel_clamps_the_other_side",
+        "compiled/token_graph.py",
+        '(("min", "<"), ("max", ">"))',
+        '(("min", ">"), ("max", "<"))',
+        "test_fused.py::test_the_hand_computed_loss",
     ),
     Mutant(
         "counts_merged_in_float32",

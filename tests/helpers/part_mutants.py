@@ -261,8 +261,8 @@ PARTS = (
     (
         "self_normalised_by_sequences",
         _CORRECTION,
-        "t.sequences.sum(weight).sum(dtype=wide), t.counts.sum()",
-        "t.sequences.sum(weight).sum(dtype=wide), (t.counts > 0).sum()",
+        "each, counted = t.sequences.sum(weight), t.counts\n",
+        "each, counted = t.sequences.sum(weight), t.counts > 0\n",
         _CORRECTIONS + "test_self_normalise",
     ),
     (

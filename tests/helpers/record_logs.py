@@ -1,23 +1,28 @@
-"""Writes tests/recorded/doctor/logs: logs that the packages themselves wrote, for the readers.
+"""Writes tests/recorded/doctor/logs and tests/recorded/report: files that the packages themselves
+wrote, for the readers. TRL's in tests/recorded/report are written by conformance/trl_report_run.py.
 
-    PYTHONPATH=src:. python tests/helpers/record_logs.py trl|verl   # with the package's Python
+    PYTHONPATH=src:. python tests/helpers/record_logs.py trl|verl|verl_dumps   # its Python
 
 `make conformance` builds these environments (.conformance/trl, .conformance/verl).
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
+import json
 import math
 import os
 import sys
 import tempfile
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "recorded/doctor/logs"
+REPORT = Path(__file__).parents[1] / "recorded/report"
 STEPS = 12
 
 
@@ -25,7 +30,7 @@ def trl() -> None:
     """trainer_state.json of TRL's GRPOTrainer: two updates for each batch, a KL term, held-out
     prompts, and a learning rate far too high.
     """
-    from conformance.trl_run import _quiet, _reward, tiny_model
+    from conformance.trl_run import _quiet, reward, tiny_model
 
     package, transformers = import_module("trl"), import_module("transformers")
     rows = {"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]}
@@ -55,7 +60,7 @@ def trl() -> None:
         )
         trainer = package.GRPOTrainer(
             model=str(model),
-            reward_funcs=_reward,
+            reward_funcs=reward,
             args=config,
             train_dataset=prompts,
             eval_dataset=prompts.select(range(4)),
@@ -111,6 +116,32 @@ def verl() -> None:
     (FOLDER / "verl_console.txt").write_text(printed.getvalue().replace(str(FOLDER), "."))
 
 
+def verl_dumps() -> None:
+    """What verl writes into `trainer.rollout_data_dir`: two steps, two prompts, two answers each.
+
+    Its module needs Ray and a dozen packages more, so that only the function is taken out of it.
+    """
+    package = find_spec("verl")
+    assert package is not None
+    assert package.origin is not None
+    source = Path(package.origin).parent / "trainer/ppo/ray_trainer.py"
+    (function,) = [
+        node
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "_write_generations"
+    ]
+    function.decorator_list = []
+    scope: dict[str, Any] = {"json": json, "os": os}
+    exec(compile(ast.Module([function], []), str(source), "exec"), scope)
+    prompts = ["2+2=", "2+2=", "3+3=", "3+3="]
+    for step, answers in ((1, ["4", "5", "5", "é<b>"]), (2, ["4", "4", "6", "7"])):
+        right = ["4", "4", "6", "6"]
+        scores = [float(a == b) for a, b in zip(answers, right, strict=True)]
+        extra = {"acc": [score == 1 for score in scores], "of another length": [1]}
+        folder = REPORT / "verl/rollouts"
+        scope["_write_generations"](prompts, answers, right, scores, extra, str(folder), step)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
-    {"trl": trl, "verl": verl}[sys.argv[1]]()
+    {"trl": trl, "verl": verl, "verl_dumps": verl_dumps}[sys.argv[1]]()

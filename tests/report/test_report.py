@@ -219,10 +219,11 @@ def test_what_is_no_run_is_an_error_that_says_what_is_missing(tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     cases = {
-        "empty": "is no run directory: it has neither config.json nor metrics.jsonl.",
-        "runs": "It holds runs: a.",
-        "gone": "does not exist; give the folder that",
-        "file": "is a file; give the folder that",
+        "empty": "empty holds no run. Looked for: a folder that `policyloss train` or policyloss."
+        "report.Recorder wrote (config.json, metrics.jsonl); trainer_state.json",
+        "runs": "runs holds runs: a; give them as paths.",
+        "gone": "does not exist; give the folder or the file of a run.",
+        "file": "file holds no run. Looked for",
     }
     for name, said in cases.items():
         with pytest.raises(InputError, match=re.escape(said)):
@@ -396,7 +397,4 @@ def test_the_command_writes_both_files_and_says_where(
     assert capsys.readouterr().out == f"{page}: 2 runs; open it in a browser.\n"
     assert page.read_text() == render(json.loads(data.read_text()))
     assert main(["report", str(tmp_path)]) == 2
-    assert (
-        "is no run directory: it has neither config.json nor metrics.jsonl."
-        in capsys.readouterr().err
-    )
+    assert f"{tmp_path} holds no run. Looked for:" in capsys.readouterr().err

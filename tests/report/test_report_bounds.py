@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,30 +56,57 @@ def test_a_text_is_shown_up_to_its_limit(tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_skipped_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("policyloss.report.reading.LINE_BYTES", 1_000_000)
+    monkeypatch.setattr("policyloss.logs.lines.LINE_BYTES", 1_000_000)
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}])
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "a": 2, "text": "' + "x" * 40_000_000 + '"}\n{"step": 2, "a": 3}\n')
+        file.write('{"step": 1, "a": 2, "text": "' + "x" * 30_000_000 + '"}\n{"step": 2, "a": 3}\n')
     tracemalloc.start()
     found = run_of(run)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found["metrics"] == {"a": {"step": [0, 2], "value": [1, 3]}}
-    assert "metrics.jsonl has 1 line(s) of more than 0 MiB, left out." in found["notes"]
-    assert peak < 10_000_000  # a line of 40 MB was passed over
+    assert "metrics.jsonl has 1 line(s) of more than 0.954 MiB, left out." in found["notes"]
+    assert peak < 10_000_000  # a line of 30 MB was passed over
 
 
-def test_only_so_much_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"step": s, "a": s} for s in range(100)]
-    run = write_run(tmp_path / "run", rows)
-    size = len((json.dumps(rows[10]) + "\n").encode())
-    monkeypatch.setattr("policyloss.report.reading.FILE_BYTES", 50 * size)
-    found = run_of(run)
-    assert found["metrics"]["a"]["step"][-1] < 60
-    assert any(
-        note.startswith("Only the first 0 MiB of metrics.jsonl were read")
-        for note in found["notes"]
+def test_of_a_large_file_evenly_spaced_parts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20,000 rows of 29 bytes, of which 512 parts of 64 bytes may be read: two or three rows each,
+    from the first step to the last.
+    """
+    run = write_run(tmp_path / "run", [])
+    (run / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {s:5d}, "a": {s:7d}}}\n' for s in range(20_000))
     )
+    monkeypatch.setattr(limits, "METRIC_BYTES", 512 * 64)
+    monkeypatch.setattr(limits, "LEAST_BYTES", 0)
+    found = run_of(run)
+    steps = found["metrics"]["a"]["step"]
+    assert steps == found["metrics"]["a"]["value"]
+    assert (steps[0], steps[-1]) == (0, 19_999)
+    assert 2 * 512 <= len(steps) <= 4 * 512
+    assert max(b - a for a, b in pairwise(steps)) < 45  # 20,000 / 512 = 39
+    assert (
+        "metrics.jsonl has 0 MiB; parts of it that are evenly spaced were read, about 1 MiB, and "
+        "the rest was left out." in found["notes"]
+    )
+
+
+def test_a_line_longer_than_a_part_does_not_end_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of 3 MB in the middle: the parts that fall into it give nothing, the others do."""
+    rows = [json.dumps({"step": s, "a": s}) + "\n" for s in range(100_000)]
+    rows[50_000] = json.dumps({"step": 50_000, "text": "x" * 3_000_000}) + "\n"
+    run = write_run(tmp_path / "run", [])
+    (run / "metrics.jsonl").write_text("".join(rows))
+    monkeypatch.setattr(limits, "METRIC_BYTES", 100_000)
+    monkeypatch.setattr(limits, "LEAST_BYTES", 0)
+    steps = run_of(run)["metrics"]["a"]["step"]
+    assert (steps[0], steps[-1]) == (0, 99_999)
+    assert sum(s < 50_000 for s in steps) > 500
+    assert sum(s > 50_000 for s in steps) > 500
 
 
 def test_steps_and_rows_beyond_the_index_are_not_read(
@@ -90,10 +118,11 @@ def test_steps_and_rows_beyond_the_index_are_not_read(
     run = write_run(tmp_path / "run", [{"step": s, "a": s} for s in range(5)], rollouts=rollouts)
     (run / "metrics.jsonl").write_text("broken\n" + (run / "metrics.jsonl").read_text())
     found = run_of(run)
-    assert found["metrics"]["a"]["step"] == [0, 1, 2]
+    assert found["metrics"]["a"]["step"] == [1, 3]  # every second of 0 to 4
     assert [row["step"] for row in found["rollouts"]] == [0, 1, 2]
     assert (
-        "metrics.jsonl has more than 3 steps; what comes after them was left out." in found["notes"]
+        "metrics.jsonl has 5 steps; 2 that are evenly spaced were read, and the others were left "
+        "out." in found["notes"]
     )
     assert (
         "rollouts.jsonl has more than 3 rows; what comes after them was left out." in found["notes"]
@@ -281,21 +310,23 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
 
 
 def test_the_report_needs_no_trainer() -> None:
-    """It asks the trainer's lock, and loads nothing else of the trainer,
-    nor any package that the core does without.
+    """It asks the trainer's lock, and its recorder writes the files of a run; it loads nothing else
+    of the trainer, nor any package that the core does without.
 
     To load a module is to run the `__init__` of its packages, so those are asked as well.
     """
     seen: set[str] = set()
-    left = {"policyloss.report.command"}
+    left = {"policyloss.report.command", "policyloss.report.recorder"}
     while left:
         seen |= left
         left = {name for module in left for name in loads(module)} - seen
     assert sorted(name for name in seen if name.startswith("policyloss.train")) == [
         "policyloss.train.__init__",
         "policyloss.train.run.__init__",
+        "policyloss.train.run.environment",
         "policyloss.train.run.files",
         "policyloss.train.run.lock",
+        "policyloss.train.run.records",
     ]
     foreign = {name.partition(".")[0] for module in seen for name in imports_of(module)}
     assert not foreign & {"transformers", "numpy", "rich", "safetensors", "tyro"}
@@ -357,5 +388,6 @@ def test_the_bounds_are_documented() -> None:
         ).replace("(", " "), name
     sizes = (limits.OBJECT_BYTES // limits.MIB, limits.LINE_BYTES // limits.MIB)
     assert all(f"{size} MiB" in table for size in sizes)
-    assert f"{limits.FILE_BYTES // limits.MIB // 1024} GiB" in table
+    for size in (limits.METRIC_BYTES, limits.ROLLOUT_BYTES):
+        assert f" {size // limits.MIB} MiB" in table
     assert "±1e150" in table

@@ -92,7 +92,7 @@ def _changed(value: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> Any:
         with suppress(LookupError, TypeError):
             for key in at[:-1]:
                 inner = inner[key]
-            inner[at[-1]] = replacement
+            inner[at[-1]] = json.loads(json.dumps(replacement))  # the next change may be inside
     return value
 
 
@@ -153,8 +153,9 @@ def test_any_directory_gives_a_page_or_an_error_of_ours(made: list[dict[str, byt
         page, data_file = folder / "page.html", folder / "data.json"
         code = main(["report", *runs, "--out", str(page), "--json", str(data_file)])
         readable = all({"config.json", "metrics.jsonl"} & set(files) for files in made)
-        assert code == (0 if readable else 2)
-        if not readable:
+        # What lies there without these may be a run of another trainer.
+        assert code == 0 or (code == 2 and not readable)
+        if code:
             assert not page.exists()
             return
         text = page.read_text(encoding="utf-8")

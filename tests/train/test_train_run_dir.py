@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 
 from policyloss.errors import InputError, PolicyLossError
+from policyloss.report import collect
 from policyloss.train.run.checkpoint import latest, save
 from policyloss.train.run.directory import RunDir
 from policyloss.train.run.files import StorageError, from_json, replace_file, to_json
@@ -376,6 +377,76 @@ def test_a_service_gets_numbers_and_knows_a_resumed_run(
     )
     assert logged == ("log", 0, {"accuracy": 0.5, "timing/step_s": 2.0})
     assert finished == ("finish",)
+
+
+def test_a_service_gets_completions_without_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    module = stand_in(calls)
+    module.Table = lambda columns, data: (columns, data)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    with RunDir.create(tmp_path / "run", CONFIG, SPEC) as run:
+        run.track("trackio")
+        row = {"step": 3, "prompt": "a", "completion": "b", "ids": [5, 6], "logp": [-1.0, -2.0]}
+        run.rollouts([{**row, "reward": 1.0}, row])
+        run.rollouts([])
+    _, logged, _ = calls
+    columns, data = logged[2]["completions"]
+    assert logged[:2] == ("log", 3)
+    assert columns == ["step", "prompt", "completion", "reward", "length"]
+    assert data == [[3, "a", "b", 1.0, 2], [3, "a", "b", None, 2]]
+
+
+TRACKED = """
+import os, sys
+from pathlib import Path
+os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": sys.argv[2]}
+from policyloss.train.run.directory import RunDir
+name, out = sys.argv[1], Path(sys.argv[2])
+with RunDir.create(out / "run", {"loss": "ppo"}, {}) as run:
+    run.track(name)
+    for step in (1, 2):
+        run.log(step, {"reward/mean": step / 4}, {"step_s": 1.0})
+        run.rollouts([
+            {"step": step, "group": 0, "prompt": "1+1=", "completion": f"{k}", "answer": "2",
+             "reward": float(k == 2), "advantage": k - 1.5, "finished": True, "ids": [7] * k,
+             "tokens": ["x"] * k, "logp": [-1.0] * k}
+            for k in (1, step + 1)
+        ])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_real_service_gets_the_completions_as_a_table(name: str, tmp_path: Path) -> None:
+    """What the package itself wrote, offline, is read back by the report."""
+    pytest.importorskip(name)
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKED, name, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stderr, done.stderr
+    if name == "wandb":
+        stored = tmp_path / "run/wandb"
+        (stored,) = stored.glob("offline-run-*")
+        tables = [json.loads(file.read_text()) for file in stored.rglob("*.table.json")]
+        columns = ["step", "group", "prompt", "completion", "answer", "reward", "advantage"]
+        assert [table["columns"] for table in tables] == [[*columns, "finished", "length"]] * 2
+    else:
+        (stored,) = tmp_path.glob("*.db")
+    (found,) = collect([stored])["runs"]
+    assert found["metrics"]["reward/mean"] == {"step": [1, 2], "value": [0.25, 0.5]}
+    columns = ["step", "prompt", "completion", "answer", "reward", "advantage", "finished"]
+    assert [[row[column] for column in columns] for row in found["rollouts"]] == [
+        [1, "1+1=", "1", "2", 0.0, -0.5, True],
+        [1, "1+1=", "2", "2", 1.0, 0.5, True],
+        [2, "1+1=", "1", "2", 0.0, -0.5, True],
+        [2, "1+1=", "3", "2", 0.0, 1.5, True],
+    ]
 
 
 def test_a_service_that_fails_does_not_end_the_run(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,13 @@ from policyloss.errors import InputError
 from policyloss.report import limits
 from policyloss.report.branches import with_branches
 from policyloss.report.compare import differences, loss_card, loss_differences
+from policyloss.report.foreign import read_foreign, renamed
 from policyloss.report.health import health_of
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
-from policyloss.report.reading import Notes, integer, is_regular, json_object
-from policyloss.report.rollouts import as_stored, read_rollouts
+from policyloss.report.reading import Notes
 from policyloss.report.seeds import identical_runs, seed_groups
-from policyloss.report.series import Table, read_table
+from policyloss.report.sources import is_our_run
+from policyloss.report.stored import StoredRun, read_our_run
 from policyloss.report.verdict import verdict_of
 from policyloss.train.run.lock import is_held
 
@@ -25,7 +24,8 @@ SCHEMA = 1
 
 
 def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
-    """Everything a report shows of the runs in `paths`, as JSON-able data without NaN.
+    """Everything a report shows of the runs in `paths`, as JSON-able data without NaN. A path is a
+    run directory of ours, or a folder or a file of another trainer (docs/report.md lists them).
 
     {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
     […]}, "groups": [{"label", "runs", "end"}], "identical": [[index of a run, …]]}. A file that is
@@ -36,10 +36,10 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
     if not paths:
         raise InputError("paths is empty; give at least one run directory.")
-    folders = [_run_folder(Path(p)) for p in paths]
-    labels = _labels(folders)
+    places = [Path(p) for p in paths]
     runs = [
-        _run(folder, label, len(folders)) for folder, label in zip(folders, labels, strict=True)
+        _run(place, label, len(places))
+        for place, label in zip(places, _labels(places), strict=True)
     ]
     between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
     return {
@@ -49,23 +49,6 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
         "groups": seed_groups(runs),
         "identical": identical_runs(runs),
     }
-
-
-def _run_folder(path: Path) -> Path:
-    if not path.is_dir():
-        problem = "is a file" if path.exists() else "does not exist"
-        raise InputError(f"{path} {problem}; give the folder that `policyloss train` wrote.")
-    if not any(is_regular(path / name) for name in ("config.json", "metrics.jsonl")):
-        inside = sorted(p.parent.name for p in islice(path.glob("*/config.json"), 100))
-        hint = (
-            f" It holds runs: {', '.join(inside[:5])}."
-            if inside
-            else " A link to such a file does not count."
-        )
-        raise InputError(
-            f"{path} is no run directory: it has neither config.json nor metrics.jsonl.{hint}"
-        )
-    return path
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
@@ -83,47 +66,39 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _run(folder: Path, label: str, runs: int) -> dict[str, Any]:
-    """What the page shows of one of `runs`, which share the bounds on what is drawn."""
+def _run(path: Path, label: str, runs: int) -> dict[str, Any]:
+    """What the page shows of one of `runs`, which share the bounds on what is read and drawn."""
     notes: Notes = []
+    ours = is_our_run(path)
+    stored = (read_our_run if ours else read_foreign)(path, notes, runs)
+    file = "metrics.jsonl" if ours else path.name
+    names = renamed(stored.table, stored.times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
-    tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
-    stored = json_object(folder / "config.json", notes)
-    config = stored.get("config")
-    config = config if isinstance(config, dict) else {}
-    defaults = stored.get("defaults")
-    table = read_table(folder / "metrics.jsonl", notes)
-    metrics = table.series("metrics.jsonl", notes, points)
-    histogram = table.histograms.data(notes)
-    times = read_table(folder / "timing.jsonl", notes)
-    version = stored.get("policyloss")
+    table, times = stored.table, stored.times
     run: dict[str, Any] = {
         "label": label,
-        "path": str(folder),
-        "policyloss": version if isinstance(version, str) else "",
-        "config": config,
-        "defaults": defaults if isinstance(defaults, dict) else {},
-        "environment": json_object(folder / "environment.json", notes),
-        "loss": loss_card(stored.get("loss"), config, notes),
-        "summary": _summary(folder, config, table, times),
-        "metrics": metrics,
+        "path": str(path),
+        "source": stored.source,
+        "policyloss": stored.version,
+        "config": stored.config,
+        "defaults": stored.defaults,
+        "environment": stored.environment,
+        "loss": loss_card(stored.spec, stored.config, notes),
+        "summary": _summary(path, stored),
+        "metrics": table.series(file, notes, points),
+        "names": names,
         "timing": times.series("timing.jsonl", notes, points),
         "progress": {"tokens": table.sums("tokens"), "seconds": times.sums("step_s")},
-        "ratio_histogram": histogram,
-        "rollouts": read_rollouts(folder / "rollouts.jsonl", notes, tokens),
-        "answers": _answers(folder / "answers.jsonl", notes, tokens // limits.ANSWERS_SHARE),
+        "ratio_histogram": table.histograms.data(notes),
+        "rollouts": stored.rollouts,
+        "answers": stored.answers,
         "notes": _bounded(notes + table.nonfinite_notes()),
     }
     run["rollouts"] = with_branches(run["rollouts"], run["loss"])
     sampled = table.sampled(points)
     judged, symptoms = health_of(sampled, run["rollouts"])
-    verdict = verdict_of(sampled, run["summary"], config)
+    verdict = verdict_of(sampled, run["summary"], stored.config)
     return {**run, "verdict": verdict, "health": symptoms, "judged_steps": judged}
-
-
-def _answers(path: Path, notes: Notes, budget: int) -> list[dict[str, Any]]:
-    """The answers to held-out prompts; that a run has stored none needs no note."""
-    return read_rollouts(path, notes, budget, as_stored) if os.path.lexists(path) else []
 
 
 def _bounded(notes: Notes) -> Notes:
@@ -131,16 +106,16 @@ def _bounded(notes: Notes) -> Notes:
     return [cut(note, NOTE_LENGTH) for note in notes[:NOTES]] + more
 
 
-def _summary(folder: Path, config: Mapping[str, Any], table: Table, times: Table) -> dict[str, Any]:
-    planned = integer(config.get("steps"))
+def _summary(path: Path, stored: StoredRun) -> dict[str, Any]:
+    config, table = stored.config, stored.table
     return {
         "model": _named(config.get("model")),
         "task": _named(config.get("task")),
         "engine": _named(config.get("rollout")),
         "steps": table.trained,
-        "planned_steps": planned,
-        "state": _state(folder, table.trained, planned),
-        "seconds": times.total("step_s"),
+        "planned_steps": stored.planned,
+        "state": _state(path, table.trained, stored.planned),
+        "seconds": stored.times.total("step_s"),
         "tokens": table.total("tokens"),
         "held_out": table.change("eval/accuracy"),
         "accuracy": table.change("accuracy"),

@@ -29,7 +29,8 @@ def report_command(arguments: Sequence[str]) -> int:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="a run directory, as `policyloss train` writes it",
+        help="a run directory, as `policyloss train` and policyloss.report.Recorder write it, or "
+        "files of TRL, verl, OpenRLHF, prime-rl, TensorBoard, W&B or trackio (docs/report.md)",
     )
     parser.add_argument("--out", type=Path, help=f"the page (default: {_OUT})")
     parser.add_argument(

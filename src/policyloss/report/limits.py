@@ -4,10 +4,14 @@ and the page must open.
 
 from __future__ import annotations
 
-MIB = 2**20
+from policyloss.logs.lines import LINE_BYTES as LINE_BYTES
+from policyloss.logs.lines import MIB as MIB
+
 OBJECT_BYTES = MIB  # of config.json and environment.json
-LINE_BYTES = 16 * MIB  # of one line: about 100,000 tokens with all their numbers
-FILE_BYTES = 2048 * MIB  # of one file of lines
+METRIC_BYTES = 32 * MIB  # of the metrics of all runs that are read; of larger files, parts are
+ROLLOUT_BYTES = 64 * MIB  # the same of their completions
+LEAST_BYTES = MIB // 4  # the share of one run, however many there are
+PATHS = 20_000  # in one folder that is searched for logs
 DEPTH = 20  # of settings inside settings
 SETTINGS = 2_000  # in one file
 INDEXED = 200_000  # steps of metrics, and rows of rollouts, whose offset is kept in memory
@@ -34,6 +38,11 @@ LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
 def share(total: int, most: int, runs: int) -> int:
     """What one of `runs` may take of `total`, at most `most`."""
     return min(most, total // max(1, runs))
+
+
+def bytes_of(total: int, runs: int) -> int:
+    """How many bytes of the files of one of `runs` are read."""
+    return max(LEAST_BYTES, total // max(1, runs))
 
 
 def cut(text: str, length: int) -> str:

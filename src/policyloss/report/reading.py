@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from policyloss.logs.lines import Lines
 from policyloss.output import kind_of
 from policyloss.report.limits import (
     DEPTH,
-    FILE_BYTES,
     LARGEST,
     LARGEST_STEP,
     LINE_BYTES,
@@ -100,55 +100,44 @@ def json_object(path: Path, notes: Notes) -> dict[str, Any]:
     return kept
 
 
-def json_lines(file: BinaryIO, name: str, notes: Notes) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(
+    file: BinaryIO, name: str, notes: Notes, budget: int, parts: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each object of a JSONL file with its byte offset. What is broken, half-written or too long is
-    left out, with a note.
+    left out, with a note. Of more than `budget` bytes, `parts` that are evenly spaced are read.
 
     The notes are complete once the generator has ended or was closed.
     """
-    offset = number = broken = first_broken = long = 0
+    lines = Lines(file, budget, parts)
+    broken = first_broken = 0
     try:
-        while offset < FILE_BYTES and (line := file.readline(LINE_BYTES + 1)):
-            number += 1
-            length = len(line)
-            if length > LINE_BYTES and not line.endswith(b"\n"):
-                length += _skip_line(file, FILE_BYTES - offset - length)
-                long += 1
-            elif (row := parsed(line)) is not None:
+        for offset, line in lines:
+            if (row := parsed(line)) is not None:
                 yield offset, row
             elif line.strip() and not line.endswith(b"\n"):
                 notes.append(f"The last line of {name} is half-written and was left out.")
             elif line.strip():
                 broken += 1
-                first_broken = first_broken or number
-            offset += length
-        if offset >= FILE_BYTES and file.read(1):
-            notes.append(
-                f"Only the first {FILE_BYTES // MIB:,} MiB of {name} were read; what comes after "
-                "them was left out."
-            )
+                first_broken = first_broken or lines.number
     except OSError as error:
         notes.append(f"{name} cannot be read: {type(error).__name__}.")
     finally:
-        if long:
-            notes.append(
-                f"{name} has {long} line(s) of more than {LINE_BYTES // MIB} MiB, left out."
-            )
+        if lines.sampled:
+            notes.append(sampled_note(name, lines.size, budget))
+        if lines.long:
+            size = f"{lines.longest / MIB:.3g} MiB"
+            notes.append(f"{name} has {lines.long} line(s) of more than {size}, left out.")
         if broken:
-            notes.append(
-                f"{name} has {broken} line(s) that are no JSON object, left out; the first is line "
-                f"{first_broken}."
-            )
+            where = "" if lines.sampled else f"; the first is line {first_broken}"
+            notes.append(f"{name} has {broken} line(s) that are no JSON object, left out{where}.")
 
 
-def _skip_line(file: BinaryIO, limit: int) -> int:
-    """Read to the end of the line, or about `limit` bytes; returns how many bytes were read."""
-    skipped = 0
-    while skipped < limit and (part := file.readline(MIB)):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
+def sampled_note(name: str, size: int, budget: int) -> str:
+    """What is said of a file of `size` bytes of which about `budget` are read."""
+    return (
+        f"{name} has {size // MIB:,} MiB; parts of it that are evenly spaced were read, about "
+        f"{max(1, budget // MIB):,} MiB, and the rest was left out."
+    )
 
 
 def row_at(file: BinaryIO, offset: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from policyloss.report import cards, tables
 from policyloss.report.offline import asset, content_policy
+from policyloss.report.origins import origins
 from policyloss.report.panels import OTHER
 from policyloss.report.text import escaped, island
 from policyloss.report.view import view
@@ -27,9 +28,10 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
     shown = view(data)
     style = _asset("page.css")
     script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"
-    names = ", ".join(run["label"] for run in data["runs"])
+    labels = ", ".join(run["label"] for run in data["runs"])
     charts = _charts(shown["panels"])
     more = charts.pop(OTHER, "")
+    names = origins(data["runs"])
     sections = [
         *(charts.pop(name, "") for name in ("Learning", "Policy")),
         _section("ratios", "Ratio distribution", _asset("ratios.html"))
@@ -45,6 +47,9 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
             "losses", "The loss" if len(data["runs"]) == 1 else "The losses", tables.losses(data)
         ),
         _section("settings", "Settings", tables.settings(data, "config")),
+        _section("names", "Names of the metrics", names)
+        if (names := origins(data["runs"]))
+        else "",
         more,
         _section("environment", "Environment", tables.settings(data, "environment")),
     ]
@@ -53,7 +58,7 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
 <html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
 <meta http-equiv="Content-Security-Policy" content="{content_policy(style, script, live)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">\
-<title>{escaped(names)} · training report</title>
+<title>{escaped(labels)} · training report</title>
 <style>{style}</style></head><body>
 <header><h1>Training report</h1>{cards.verdict(data)}{cards.overview(data["runs"])}\
 {cards.health(data["runs"])}{cards.notes(data["runs"])}</header>

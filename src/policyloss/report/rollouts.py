@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from policyloss.completions import BRANCHES, choose_groups
+from policyloss.logs.completions import PARTS
 from policyloss.report import limits
 from policyloss.report.limits import cut
 from policyloss.report.reading import (
@@ -56,16 +57,22 @@ def as_stored(groups: list[list[Place]]) -> list[int]:
 
 
 def read_rollouts(
-    path: Path, notes: Notes, budget: int = limits.TOKEN_BUDGET, order: Order = telling
+    path: Path,
+    notes: Notes,
+    budget: int = limits.TOKEN_BUDGET,
+    order: Order = telling,
+    size: int = limits.ROLLOUT_BYTES,
 ) -> list[dict[str, Any]]:
-    """The rows of a file of completions, cleaned, by step; at most about `budget` tokens."""
+    """The rows of a file of completions, cleaned, by step; at most about `budget` tokens. Of more
+    than `size` bytes, parts are read that are evenly spaced.
+    """
     index: Index = {}
     total = without = 0
     file = open_regular(path, notes)
     if file is None:
         return []
     with file:
-        for offset, row in json_lines(file, path.name, notes):
+        for offset, row in json_lines(file, path.name, notes, size, PARTS):
             step = step_of(row)
             if step is None:
                 without += 1

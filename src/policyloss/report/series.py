@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from policyloss.logs.scalars import PARTS
 from policyloss.report import limits
 from policyloss.report.panels import PANELS
 from policyloss.report.reading import (
@@ -209,31 +210,41 @@ def _columns(points: Sequence[Point]) -> dict[str, list[Any]]:
     return {"step": [step for step, _ in points], "value": [value for _, value in points]}
 
 
-def read_table(path: Path, notes: Notes) -> Table:
-    """The rows of a file in the order of their steps; the last row of a step counts."""
+def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> Table:
+    """The rows of a file in the order of their steps; the last row of a step counts. Of more than
+    `budget` bytes, rows are read that are evenly spaced.
+    """
     table = Table()
     # step → the byte offset of its last row, because a file may be larger than memory
     places: dict[int, int] = {}
-    repeated = without = 0
+    repeated = without = new = 0
+    stride = 1
     file = open_regular(path, notes)
     if file is None:
         return table
     with file:
-        for offset, row in json_lines(file, path.name, notes):
+        for offset, row in json_lines(file, path.name, notes, budget, PARTS):
             step = step_of(row)
             if step is None:
                 without += 1
                 continue
-            if len(places) >= limits.INDEXED and step not in places:
-                notes.append(
-                    f"{path.name} has more than {limits.INDEXED:,} steps; what comes after them "
-                    "was left out."
-                )
-                break
-            repeated += step in places
-            places[step] = offset
+            if step in places:
+                repeated += 1
+                places[step] = offset
+                continue
+            new += 1
+            if new % stride == 0:
+                places[step] = offset
+            if len(places) > limits.INDEXED:
+                places = dict(list(places.items())[1::2])
+                stride *= 2
         for step in sorted(places):
             table.add(step, row_at(file, places[step]))
+    if stride > 1:
+        notes.append(
+            f"{path.name} has {new:,} steps; {len(places):,} that are evenly spaced were read, and "
+            "the others were left out."
+        )
     if repeated:
         notes.append(
             f"{path.name} has {repeated} step(s) more than once; the last line of each is used."

@@ -61,6 +61,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "label": visible(run["label"]),
         "engine": run["summary"]["engine"],
+        "names": run["names"],
         "steps": [list(steps) for steps in places],
         "progress": {
             name: sums and {"step": sums["step"], "value": short(sums["value"])}

@@ -35,7 +35,8 @@ def write_report(
     data = collect(paths)
     for argument, path in targets.items():
         check_output(path, argument)
-        if path.name in _READ and path.parent.resolve() in {Path(p).resolve() for p in paths}:
+        runs = {Path(p).resolve() for p in paths}
+        if path.resolve() in runs or (path.name in _READ and path.parent.resolve() in runs):
             raise InputError(f"{argument}={str(path)!r} is a file of the run; give another name.")
     if len({path.parent.resolve() / path.name for path in targets.values()}) < len(targets):
         raise InputError(f"out and json_out name the same file, {str(out)!r}; give two.")

@@ -10,10 +10,10 @@ from typing import Any
 
 from policyloss import notebook
 from policyloss.doctor.logs.curves import Curve, Log, LogThresholds
-from policyloss.doctor.logs.metric_names import NAMES, canonical, step_of
 from policyloss.doctor.logs.read import read_log
 from policyloss.doctor.logs.symptoms import DETECTORS, Finding, not_finite
 from policyloss.errors import InputError
+from policyloss.logs.names import NAMES, canonical, step_of
 
 ROLLOUT_BYTES = 64 * 2**20
 

@@ -150,6 +150,8 @@ function point(chart, at, clientX, clientY) {
     const row = add(tip, "div", { class: line === nearest?.line && many ? "nearest" : "" });
     add(row, "i", { class: `swatch run${line.index % 8}` });
     add(row, "span", {}, chart.panel.keys.length > 1 ? `${line.name} · ${brief(line.key)}` : line.name);
+    const original = DATA.runs[line.index].names[line.key]; // in the files of another trainer
+    if (original) add(row, "span", { class: "quiet" }, ` (${original})`);
     const range = line.low && exact ? ` (${short(line.low[i], 3)} to ${short(line.high[i], 3)}${line.count[i] < line.size ? `, ${line.count[i]} of ${line.size}` : ""})` : "";
     add(row, "b", {}, v === null ? "NaN or ∞" : `${exact ? "" : "≈ "}${short(v)}${range}`);
   }

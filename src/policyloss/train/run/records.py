@@ -86,6 +86,32 @@ class JsonLines:
         """How many bytes the rows take."""
         return os.fstat(self._handle).st_size
 
+    def thin(self) -> int:
+        """Keep the rows of every second step, the first among them; returns how many were dropped.
+        A crash leaves the old file or the new one.
+        """
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        steps, dropped, before = 0, 0, None
+        try:
+            temporary.unlink(missing_ok=True)
+            with os.fdopen(os.dup(self._handle), "rb") as old, temporary.open("xb") as new:
+                old.seek(0)
+                for line in old:
+                    step = _step_of(line)
+                    steps, before = steps + (step != before), step
+                    if steps % 2:
+                        new.write(line)
+                    else:
+                        dropped += 1
+                new.flush()
+                os.fsync(new.fileno())
+            os.close(self._handle)
+            os.replace(temporary, self.path)
+            self._handle = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise write_error(self.path, error, "What was in it before is kept.") from error
+        return dropped
+
     def sync(self) -> None:
         """Bring the rows to the disk, so that they outlive a crash of the machine."""
         os.fsync(self._handle)

@@ -6,7 +6,7 @@ import importlib
 import math
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,11 @@ from policyloss.train.run.files import StorageError, from_json, read_plain, repl
 
 PROJECT = "policyloss"
 SERVICES = ("wandb", "trackio")
+# The columns of the table of completions, as far as rows have them.
+COLUMNS = (
+    *("step", "group", "prompt", "completion", "answer", "reward", "advantage"),
+    *("finished", "finish_reason", "length"),
+)
 
 
 class TensorBoard:
@@ -38,6 +43,9 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
             elif sum(value["counts"]):
                 self._writer.add_histogram_raw(name, **_histogram(**value), global_step=step)
+
+    def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing: TensorBoard has no tables."""
 
     def flush(self) -> None:
         """See that what was logged is not lost if the process is killed."""
@@ -98,6 +106,20 @@ class Service:
         """The numbers; histograms are left to TensorBoard and the report."""
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
         self._try(lambda: self._module.log(numbers, step=step))
+
+    def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of rollouts.jsonl as a table "completions" at their step, without single tokens."""
+        if not rows:
+            return
+        rows = [{**row, "length": len(row.get("ids", ()))} for row in rows]
+        columns = [name for name in COLUMNS if any(name in row for row in rows)]
+        data = [[row.get(name) for name in columns] for row in rows]
+        self._try(
+            lambda: self._module.log(
+                {"completions": self._module.Table(columns=columns, data=data)},
+                step=rows[-1]["step"],
+            )
+        )
 
     def flush(self) -> None:
         """Nothing to do: both services send from a process or thread of their own."""

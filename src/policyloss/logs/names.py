@@ -1,0 +1,131 @@
+"""What each metric is called in the logs of different trainers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+# Our name of a metric, and what TRL, verl, OpenRLHF, prime-rl and others call the same number. If a
+# log holds several of them, the first counts.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "reward/mean": ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean"),
+    "reward/std": ("reward_std",),
+    "accuracy": (),
+    "eval/accuracy": (),
+    "eval/reward": ("eval_reward",),
+    "eval/length": ("eval_completions/mean_length", "eval/completions/mean_length"),
+    "policy/entropy": ("entropy", "actor/entropy", "actor/entropy_loss", "entropy/all/mean"),
+    "policy/kl_ref": ("kl", "actor/kl_loss", "actor/reward_kl_penalty", "policy/kl"),
+    "policy/kl_old_k3": ("approx_kl",),
+    "policy/kl_old_k1": ("actor/ppo_kl", "ppo_kl"),
+    "policy/kl_rollout_k3": ("rollout_corr/k3_kl", "mismatch_kl/all/mean"),
+    "policy/kl_rollout_k1": ("rollout_corr/kl",),
+    "policy/rollout_logp_difference_max": ("sampling/sampling_logp_difference/max",),
+    "policy/clip_fraction": ("clip_ratio/region_mean", "actor/pg_clipfrac", "ppo_clip_ratio"),
+    "policy/clip_fraction_upper": ("clip_ratio/high_mean",),
+    # verl's actor/pg_clipfrac_lower counts what dual clip holds, and is no side of the region.
+    "policy/clip_fraction_lower": ("clip_ratio/low_mean",),
+    "policy/clip_fraction_dual": ("actor/pg_clipfrac_lower",),
+    "policy/loss": ("loss", "actor/pg_loss", "policy_loss"),
+    "advantage/mean": ("critic/advantages/mean",),
+    "advantage/std": ("advantage_std", "critic/advantages/std"),
+    "grad_norm": ("actor/grad_norm", "actor_grad_norm", "optim/grad_norm"),
+    "lr": ("learning_rate", "actor/lr", "actor_lr", "optim/lr"),
+    "length/mean": (
+        "completions/mean_length",
+        "completion_length",
+        "response_length/mean",
+        "response_length",
+    ),
+    "length/max": ("completions/max_length", "response_length/max"),
+    "truncated": ("completions/clipped_ratio", "response_length/clip_ratio"),
+    "groups/zero_share": ("frac_reward_zero_std",),
+    "value/loss": ("critic/vf_loss", "critic_loss"),
+    "value/explained_variance": ("critic/vf_explained_var",),
+    "value/value_mean": ("critic/values/mean",),
+    "value/return_mean": ("critic/returns/mean",),
+    "critic_grad_norm": ("critic/grad_norm",),
+    "timing/step_s": ("step_time", "timing_s/step", "timing/step_total", "time/step"),
+}
+
+
+def _all_names(*ours: str) -> tuple[str, ...]:
+    return tuple(name for our in ours for name in (our, *OTHER_NAMES[our]))
+
+
+# The curves that the doctor judges. The first name that a row holds is taken.
+NAMES: dict[str, tuple[str, ...]] = {
+    "reward": _all_names("reward/mean"),
+    "accuracy": _all_names("accuracy"),
+    "held_out": _all_names("eval/accuracy", "eval/reward"),
+    "entropy": _all_names("policy/entropy"),
+    "kl": _all_names("policy/kl_ref"),
+    "step_kl": _all_names("policy/kl_old_k3", "policy/kl_old_k1"),
+    "clip_high": _all_names("policy/clip_fraction_upper"),
+    "clip_low": _all_names("policy/clip_fraction_lower"),
+    "advantage_std": _all_names("advantage/std"),
+    "grad_norm": _all_names("grad_norm"),
+    "length": _all_names("length/mean"),
+    "truncated": _all_names("truncated"),
+    "dead_groups": _all_names("groups/zero_share"),
+    "mismatch": _all_names("policy/kl_rollout_k3", "policy/kl_rollout_k1"),
+}
+# W&B counts its own calls in `_step`; what a trainer calls its step comes first.
+STEPS = ("step", "global_step", "training/global_step", "train/global_step", "_step")
+PREFIXES = ("", "train/")
+_OURS = {
+    prefix + name: (our, rank)
+    for our in OTHER_NAMES
+    for rank, name in enumerate(_all_names(our))
+    for prefix in PREFIXES
+}
+# verl names the data, the score and the number of samples: val-core/<data>/<score>/mean@<n>.
+_VALIDATION = re.compile(r"val-core/.*/(\w+)/mean@\d+$")
+
+
+def step_of(row: Mapping[str, float]) -> int | None:
+    """The step of a row, whatever it is called."""
+    value = next((row[name] for name in STEPS if name in row), None)
+    return None if value is None or value != value or abs(value) > 2**53 else int(value)
+
+
+def our_names(names: Iterable[str]) -> dict[str, str]:
+    """{a name in a log: our name} for those of `names` that have another one here. Where two names
+    of a log mean the same metric, one of them gets its name and the other is left as it is.
+    """
+    best: dict[str, tuple[int, str]] = {}
+    for name in names:
+        our, rank = _ours(name)
+        if our is not None:
+            best[our] = min(best.get(our, (rank, name)), (rank, name))
+    return {name: our for our, (_, name) in best.items() if name != our}
+
+
+def _ours(name: str) -> tuple[str | None, int]:
+    """Our name, if there is one, and its place among the names of that metric."""
+    if (match := _VALIDATION.match(name)) is not None:
+        score = {"acc": "eval/accuracy", "reward": "eval/reward"}.get(match[1])
+        return score, 1
+    if name.startswith("eval_") and name not in _OURS:  # of the Hugging Face trainers
+        return f"eval/{name.removeprefix('eval_')}", 1
+    return _OURS.get(name, (None, 0))
+
+
+def canonical(row: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a row by the names of the doctor's curves; what has none is left out."""
+    out: dict[str, float] = {}
+    for name, others in NAMES.items():
+        keys = [prefix + other for other in others for prefix in PREFIXES]
+        key = next((key for key in keys if key in row), None)
+        if key is not None:
+            out[name] = float(row[key])
+    validation = sorted(key for key in row if _VALIDATION.match(key))
+    if validation and "held_out" not in out:
+        out["held_out"] = float(row[validation[0]])
+    dead, groups = row.get("groups/zero_variance"), row.get("groups/kept")
+    if dead is not None and groups:  # ours count groups
+        out["dead_groups"] = min(1.0, dead / max(groups, dead))
+    updates = row.get("updates")
+    if updates is not None and (updates <= 1 or row.get("skipped", 0.0) >= updates):
+        out.pop("step_kl", None)  # of no update: a skipped one, or what comes before the only one
+    return out
