@@ -86,6 +86,28 @@ def test_a_run_gives_its_last_step_and_its_own_loss(tmp_path: Path) -> None:
         read(run, 7)
 
 
+def test_a_recorded_loop_is_a_run(tmp_path: Path) -> None:
+    """Two completions of two tokens and of one, as any training loop records them."""
+    logp = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 0]]).bool()
+    with pl.report.Recorder(tmp_path / "run", spec="cispo") as recorder:
+        recorder.completions(
+            1,
+            prompts=["p", "p"],
+            texts=["ab", "c"],
+            ids=torch.tensor([[1, 2], [3, 0]]),
+            mask=mask,
+            rewards=[1.0, 0.0],
+            advantages=torch.tensor([1.0, -1.0]),
+            logp=logp,
+            old_logp=logp - 0.5,
+        )
+    result = pl.what_if(tmp_path / "run", ["cispo"])
+    tokens = {"logp": logp.double(), "old_logp": logp.double() - 0.5, "mask": mask}
+    padded = pl.what_if({**tokens, "advantages": torch.tensor([1.0, -1.0])}, ["cispo"])
+    assert torch.equal(result["yours"].gradient, padded["cispo"].gradient[:3])
+
+
 def test_names_of_other_trainers_are_understood(tmp_path: Path) -> None:
     """verl's names, advantages one per completion, the prompt in the place of a group."""
     rows = [

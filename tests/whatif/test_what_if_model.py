@@ -190,3 +190,17 @@ def test_a_run_is_seen_through_its_last_checkpoint(
     assert len(cosines) == 3
     assert main(["what-if", run, "--presets", "ppo", "--json", "--through", "tokens"]) == 0
     assert json.loads(capsys.readouterr().out)["model_cosine"] is None
+
+
+def test_how_predictions_are_judged() -> None:
+    """R² of a prediction that is off by 1 at one of three: 1 - 1/2. Ranks 1, 2, 3 against 1, 3, 2:
+    1 - 6·2/(3·8) = 0.5; equal numbers share a rank.
+    """
+    pytest.importorskip("transformers")
+    from benchmarks.what_if import r_squared, rank_correlation
+
+    real = torch.tensor([0.0, 1.0, 2.0])
+    assert r_squared(real, torch.tensor([0.0, 1.0, 3.0])) == pytest.approx(0.5)
+    assert r_squared(real, real) == 1
+    assert rank_correlation([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)
+    assert rank_correlation([1, 1, 3], [5, 5, 9]) == pytest.approx(1)

@@ -69,10 +69,13 @@ class WhatIf:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each loss: its numbers by name, None where one has no meaning."""
-        gains = self.gain.tolist()
+        gains, change = self.gain.tolist(), self.products.unit_change.tolist()
+        alike = self.by_token.cosine[:, 0].tolist()
+        by_model = [None] * len(alike)
+        if self.by_model is not None:
+            by_model = self.by_model.cosine[:, 0].tolist()
         rows = []
         for i, outcome in enumerate(self.outcomes):
-            masses = outcome.masses(self.tokens)
             row: dict[str, Any] = {
                 "name": outcome.name,
                 "loss": outcome.metrics.get("loss"),
@@ -81,13 +84,11 @@ class WhatIf:
                 "limited": outcome.share(*LIMITED),
                 "rejected": outcome.share("rejected"),
                 "norm": outcome.norm,
-                "mass": masses,
-                "cosine": float(self.by_token.cosine[i, 0]),
-                "model_cosine": None
-                if self.by_model is None
-                else float(self.by_model.cosine[i, 0]),
+                "mass": outcome.masses(self.tokens),
+                "cosine": alike[i],
+                "model_cosine": by_model[i],
                 "gain": gains[i],
-                "change": self.products.unit_change[i].tolist(),
+                "change": change[i],
             }
             rows.append(row)
         return rows
