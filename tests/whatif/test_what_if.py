@@ -265,3 +265,8 @@ def test_the_table_and_the_data_hold_the_same_numbers() -> None:
             assert shown in markup
     assert [row["name"] for row in data["losses"]] == ["yours", "gspo", "cispo"]
     assert data["losses"][0]["cosine"] == pytest.approx(1)
+
+
+def test_other_limits_are_other_verdicts() -> None:
+    tokens = tokens_with_ratio(1.24, 3)
+    assert pl.what_if(tokens, ["ppo"], spec=PPO, limits=Limits(lost=0.4)).remedies == ()

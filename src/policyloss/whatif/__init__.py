@@ -10,6 +10,7 @@ page       the result as one HTML file
 command    `policyloss what-if`
 """
 
+from policyloss.whatif.remedy import Limits
 from policyloss.whatif.result import WhatIf, what_if
 
-__all__ = ["WhatIf", "what_if"]
+__all__ = ["Limits", "WhatIf", "what_if"]

@@ -209,7 +209,7 @@ def what_if(
     model: of Hugging Face, to see the losses through its weights; `temperature` is that of the
     sampler. through: "parameters" (all of them), "head" (its weight alone) or "tokens" (no model);
     by default all parameters if their gradients fit into memory. limits: from where on something
-    counts as wrong.
+    counts as wrong, a `policyloss.whatif.Limits`.
     """
     if through is not None and through not in THROUGH:
         raise InputError(unknown_name("through", through, THROUGH))
