@@ -1,6 +1,6 @@
 """Does `what_if` predict what a step does?
 
-    python -m benchmarks.what_if [--seeds 2] [--steps 50] [--out FILE]
+    python -m benchmarks.what_if [--seeds 4] [--steps 50] [--out FILE]
 
 A small model learns to sort digits with DAPO, ten updates for each batch of samples, and stops in
 the middle of a batch, so that ratios are spread. From there
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=50, help="updates of each preset")
     parser.add_argument("--warmup", type=int, default=200, help="supervised steps of the model")
     parser.add_argument("--out", type=Path, help="write the results here")
