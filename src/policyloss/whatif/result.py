@@ -153,8 +153,8 @@ COLUMNS = {
     "A > 0": "share of the gradient at tokens with an advantage above 0",
     "cosine": "with the gradient of the first loss, each token a weight of its own",
     "by model": "the same cosine through the model",
-    "gain": "advantage-weighted change of the log-probabilities for one step of length 1; it does not "
-    "say which loss learns more",
+    "gain": "advantage-weighted change of the log-probabilities for one step of length 1; it does "
+    "not say which loss learns more",
 }
 HEADING = tuple(COLUMNS)
 THROUGH_WORDS = {
