@@ -376,7 +376,9 @@ def test_the_line_under_the_pointer_is_highlighted_in_every_chart(
     assert strong.count() >= 2
     assert "r7" in page.locator("#tip .nearest").inner_text()
     page.locator("#legend button", has_text="r2").hover()
-    assert picture(page, "Reward").locator("g.strong path").get_attribute("class") == "line run2 thin"
+    assert (
+        picture(page, "Reward").locator("g.strong path").get_attribute("class") == "line run2 thin"
+    )
 
 
 @needs_browser
