@@ -71,6 +71,8 @@ def _page_problems(site: Path, path: Path, pages: dict[Path, PageReader]) -> lis
             continue  # the list of versions, above the folder of this one
         if not target.exists():
             wrong.append(f"{name}: the link {link} leads nowhere")
+        elif "=" in parts.fragment:
+            continue  # what the explorer shows, and no heading
         elif parts.fragment and target in pages and parts.fragment not in pages[target].anchors:
             wrong.append(f"{name}: {link} names a heading that is not there")
     if name not in WITHOUT_TWIN and not path.with_suffix(".md").is_file():
