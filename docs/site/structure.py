@@ -51,7 +51,7 @@ GUIDES = Section(
         Group("Choose", ("docs/choose.md", "docs/explorer.md", "docs/evidence.md")),
         Group(
             "Accumulate and parallel",
-            ("docs/denominators.md", "docs/partition_check.md", "docs/recipes.md"),
+            ("docs/denominators.md", "docs/partition_check.md", "docs/recipes.md", "docs/bits.md"),
         ),
         Group("Rollout engines", ("docs/mismatch.md", "docs/rollout.md")),
         Group("KL and teachers", ("docs/kl.md", "docs/distillation.md", "docs/teachers.md")),
