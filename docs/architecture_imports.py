@@ -58,7 +58,7 @@ LAYERS = (
     Layer("What a loss is", ("parts", "spec", "presets")),
     Layer("The loss", ("policy_metrics", "loss", "value", "completions")),
     Layer("Around the loss", ("accumulate", "head", "compiled", "check", "explain", "doctor")),
-    Layer("The edge", ("compat", "train", "report", "explore", "choose")),
+    Layer("The edge", ("compat", "train", "report", "explore", "whatif", "choose")),
     Layer("The command", ("cli",)),
 )
 

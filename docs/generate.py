@@ -21,6 +21,7 @@ from docs.evidence_page import evidence_pages
 from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
+from docs.what_if_page import what_if_pages
 from policyloss.explain import Explanation, shortened
 from policyloss.explain.diff import Difference, shown
 from policyloss.explain.sources import distance
@@ -64,6 +65,7 @@ def pages() -> dict[str, str]:
     made |= evidence_pages(ROOT / BENCHMARKS)
     made |= doctor_pages(ROOT / BENCHMARKS / "doctor.json")
     made |= doctor_logs_pages(ROOT / BENCHMARKS / "doctor_logs.json")
+    made |= what_if_pages(ROOT / BENCHMARKS / "what_if_cpu.json")
     return made
 
 

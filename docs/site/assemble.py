@@ -29,10 +29,11 @@ from docs.site.structure import (
     Section,
     site_path,
 )
+from policyloss.explore import explorer_page
 from policyloss.output import write_output
 
 PRESETS, TUTORIALS, FILES = "docs/presets/", "docs/tutorials/", "files"
-CHOOSE = "docs/choose.md"
+CHOOSE, EXPLORER = "docs/choose.md", "docs/explorer.md"
 _FENCE = re.compile(r"(^(`{3,}|~{3,}).*?^\2`*$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -156,6 +157,10 @@ class Assembly:
         page = Page(target, link(text))
         if origin.startswith(TUTORIALS) and self.run:
             page.source, page.figures = notebook.executed(page.plain, target)
+        elif origin == EXPLORER:
+            title, rest = page.plain.split("\n", 1)
+            link_to_it = '<p><a href="../explorer.html">Open the explorer.</a></p>'
+            page.source = join(title, link_to_it, rest)
         elif origin == CHOOSE:
             page.source = page.plain.replace(FORM, form())
         return page
@@ -208,9 +213,9 @@ class Assembly:
             f"- [{section.title}]({index}): {section.about}"
             for section, index in zip(SECTIONS, indexes, strict=True)
         )
-        self.pages["index.md"] = Page(
-            "index.md", join(plain, links), join(plain, grid, _toctree("", indexes, "index.md"))
-        )
+        play = '<p><a href="explorer.html">Play with the losses in the explorer.</a></p>'
+        source = join(plain, grid, play, _toctree("", indexes, "index.md"))
+        self.pages["index.md"] = Page("index.md", join(plain, links), source)
 
     def llms(self) -> str:
         """The list of all pages for a program that reads: https://llmstxt.org."""
@@ -232,6 +237,7 @@ class Assembly:
             write_output(sources / path, content, "file")
             write_output(twins / path, content, "file")
         write_output(twins / "llms.txt", self.llms().encode(), "page")
+        write_output(twins / "explorer.html", explorer_page().encode(), "page")
 
 
 def _entry(path: str) -> str:

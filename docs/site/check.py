@@ -19,6 +19,7 @@ WORDS = {
     "denominator": "guides/denominators",
     "policy_loss": "reference/loss",
 }
+WITHOUT_TWIN = ("search.html", "genindex.html", "py-modindex.html", "explorer.html")
 # An attribute that makes a browser load something; a link is only followed.
 _LOADS = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src")}
 _LOADED_LINKS = ("stylesheet", "preload", "icon", "prefetch", "dns-prefetch", "preconnect")
@@ -70,10 +71,11 @@ def _page_problems(site: Path, path: Path, pages: dict[Path, PageReader]) -> lis
             continue  # the list of versions, above the folder of this one
         if not target.exists():
             wrong.append(f"{name}: the link {link} leads nowhere")
+        elif "=" in parts.fragment:
+            continue  # what the explorer shows, and no heading
         elif parts.fragment and target in pages and parts.fragment not in pages[target].anchors:
             wrong.append(f"{name}: {link} names a heading that is not there")
-    is_generated = name in ("search.html", "genindex.html", "py-modindex.html")
-    if not is_generated and not path.with_suffix(".md").is_file():
+    if name not in WITHOUT_TWIN and not path.with_suffix(".md").is_file():
         wrong.append(f"{name}: has no Markdown twin")
     return wrong
 

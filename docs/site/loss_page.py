@@ -54,7 +54,8 @@ def loss_page(name: str, plain: str) -> tuple[str, dict[str, str]]:
         return page, {}
     picture = f"![Loss and push of one token over the ratio](figures/{name}.svg)"
     before, heading, after = page.partition("## Numbers\n")
-    page = join(before, "## Curves", picture, caption(explanation.spec), heading + after)
+    play = f'<p><a href="../explorer.html#loss={name}">Play with it in the explorer.</a></p>'
+    page = join(before, "## Curves", picture, caption(explanation.spec), play, heading + after)
     return page, {f"{FIGURES}/{name}.svg": curves(name)}
 
 

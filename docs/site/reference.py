@@ -23,7 +23,7 @@ MODULES = {"": pl, "advantage.": pl.advantage, "functional.": pl.functional, "hf
 # The pages: an address, a title, and the modules of `policyloss` whose names stand there. A name
 # stands on the first page that fits, so the last one takes what no other has.
 TOPICS = (
-    ("loss", "The loss", ("loss", "value")),
+    ("loss", "The loss", ("loss", "value", "compiled")),
     ("spec", "Losses as values", ("spec", "presets", "errors")),
     ("explain", "Explain and compare", ("explain",)),
     ("own", "A part of your own", ("tokens",)),
@@ -34,9 +34,10 @@ TOPICS = (
     ("aggregate", "Parts: aggregation", ("parts.aggregate",)),
     ("step", "A whole optimizer step", ("accumulate", "totals", "metrics")),
     ("advantage", "Advantages", ("advantage",)),
-    ("head", "The head", ("head", "teacher", "hf", "compiled")),
-    ("check", "Checks", ("check",)),
+    ("head", "The head", ("head", "teacher", "hf")),
+    ("check", "Checks", ("check", "functional.exact")),
     ("doctor", "The doctor", ("doctor",)),
+    ("whatif", "What if", ("whatif",)),
     ("functional", "Pure functions", ("functional",)),
     ("others", "Others", ("",)),
 )

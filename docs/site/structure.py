@@ -51,7 +51,7 @@ GUIDES = Section(
         Group("Choose", ("docs/choose.md", "docs/explorer.md", "docs/evidence.md")),
         Group(
             "Accumulate and parallel",
-            ("docs/denominators.md", "docs/partition_check.md", "docs/recipes.md"),
+            ("docs/denominators.md", "docs/partition_check.md", "docs/recipes.md", "docs/bits.md"),
         ),
         Group("Rollout engines", ("docs/mismatch.md", "docs/rollout.md")),
         Group("KL and teachers", ("docs/kl.md", "docs/distillation.md", "docs/teachers.md")),
@@ -62,7 +62,15 @@ GUIDES = Section(
             ("docs/frameworks.md", "docs/names.md", "docs/conformance.md"),
         ),
         Group("Train", ("docs/train.md", "docs/scale.md", "docs/report.md")),
-        Group("Diagnose", ("docs/doctor.md", "docs/doctor_matrix.md", "docs/doctor_logs.md")),
+        Group(
+            "Diagnose",
+            (
+                "docs/doctor.md",
+                "docs/what_if.md",
+                "docs/doctor_matrix.md",
+                "docs/doctor_logs.md",
+            ),
+        ),
     ),
 )
 LOSS_PAGES = Section(

@@ -74,6 +74,7 @@ from policyloss.teacher import Teacher, TopK
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 from policyloss.value import value_loss
+from policyloss.whatif import WhatIf, what_if
 
 __version__ = "0.1.0"
 
@@ -139,6 +140,7 @@ __all__ = [
     "TwoSidedClip",
     "Unbounded",
     "Veto",
+    "WhatIf",
     "accumulate",
     "advantage",
     "aggregate_tokens",
@@ -170,5 +172,6 @@ __all__ = [
     "report",
     "unfused",
     "value_loss",
+    "what_if",
     "whiten",
 ]

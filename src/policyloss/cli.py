@@ -107,6 +107,7 @@ TRAINING = {
     "report": "draw one or more runs as one HTML page",
     "doctor": "say why engine and trainer disagree, or what is wrong with a run",
     "explore": "write a page to play with losses: curves, gradients, formulas, names",
+    "what-if": "try every loss on the tokens that a run stored",
 }
 # The commands that need torch alone, and the module of each.
 LIGHT = {
@@ -114,6 +115,7 @@ LIGHT = {
     "report": "policyloss.report.command",
     "doctor": "policyloss.doctor.command",
     "explore": "policyloss.explore.command",
+    "what-if": "policyloss.whatif.command",
 }
 
 
@@ -174,8 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:
     """What runs a command that reads its own options, or an error that says what to install."""
     module = {**LIGHT, "export": "policyloss.train.export"}.get(name, "policyloss.train.commands")
+    function = f"{name.replace('-', '_')}_command"
     try:
-        command: Callable[[Sequence[str]], int] = getattr(import_module(module), f"{name}_command")
+        command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
     except ModuleNotFoundError as error:
         if name in LIGHT or (error.name or "").partition(".")[0] == "policyloss":
             raise  # these need torch alone, so nothing that could be installed is missing

@@ -5,6 +5,7 @@ Triton's interpreter runs them on a CPU.
 
 from __future__ import annotations
 
+import ast
 import math
 from typing import Any
 
@@ -89,6 +90,23 @@ def test_the_kernels_compute_the_loss(name: str) -> None:
 def test_the_kernels_divide_by_the_totals_of_the_step(name: str) -> None:
     tokens = torch.tensor(50, device=DEVICE)
     assert_equal(PRESETS[name], arguments_of(PRESETS[name]), pl.Totals(tokens, 30, dp_size=2))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_kernels_name_nothing_else(name: str) -> None:
+    """What is executed is arithmetic: names that it assigns, and functions of Triton's language."""
+    spec = PRESETS[name]
+    inputs = Inputs(**arguments_of(spec))
+    ready = fused._kernels(spec, "all", fused._call(spec, inputs, inputs.tensors(), None))
+    nodes = list(ast.walk(ast.parse(ready.run.source.text)))
+    assert not any(isinstance(n, (ast.Import, ast.ImportFrom, ast.Lambda, ast.With)) for n in nodes)
+    known = {"triton", "tl", "range", "float"}
+    known |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    known |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    known |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    assert {n.id for n in nodes if isinstance(n, ast.Name)} <= known
+    hidden = [n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr.startswith("_")]
+    assert hidden == []
 
 
 @pytest.mark.parametrize("name", sorted(UNSERVED))

@@ -211,6 +211,7 @@ def test_a_loss_page_shows_formula_and_curves(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(curves, "POINTS", 5)
     page, figures = loss_page.loss_page("up_grpo", loss_page.plain_page("up_grpo"))
     assert page.index("<math") < page.index(":::{dropdown}") < page.index("figures/up_grpo.svg")
+    assert '<a href="../explorer.html#loss=up_grpo">' in page
     assert "```{index} ! up grpo\n```" in page, "a search for it finds the page first"
     drawing = ET.fromstring(figures["losses/figures/up_grpo.svg"])
     lines = drawing.findall("{http://www.w3.org/2000/svg}polyline")

@@ -60,15 +60,15 @@ BITS = (
     (
         "exact_rows_multiplied_as_they_come",
         "head/head.py",
-        "        if self.tiles is None:\n            product(",
-        "        if True:\n            product(",
+        "        if self.tiles is None:\n",
+        "        if True:\n",
         _BITS + "test_a_row_has_the_same_bits_in_any_company",
     ),
     (
         "exact_gradient_multiplied_as_it_comes",
         "head/backward.py",
-        "            if tiles is None:\n                rounded_product(",
-        "            if True:\n                rounded_product(",
+        "            if tiles is None:\n",
+        "            if True:\n",
         _BITS + "test_the_gradient_of_a_row_has_the_same_bits_in_any_company",
     ),
     (
@@ -88,8 +88,8 @@ BITS = (
     (
         "exact_logits_that_exist_in_one_sum",
         "head/logits.py",
-        "    if not is_exact():\n        return row_partials",
-        "    if True:\n        return row_partials",
+        "    if not is_exact():\n",
+        "    if True:\n",
         _BITS + "test_the_same_bits_from_logits_that_exist",
     ),
     (

@@ -25,6 +25,7 @@ from head_mutants import HEAD
 from part_mutants import PARTS
 from report_mutants import REPORT
 from train_mutants import TRAIN
+from whatif_mutants import WHATIF
 
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = TESTS.parent / "src" / "policyloss"
@@ -370,7 +371,7 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *REPORT, *TRAIN)),
+    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *REPORT, *TRAIN, *WHATIF)),
 )
 
 

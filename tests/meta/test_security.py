@@ -14,6 +14,11 @@ FORBIDDEN_MODULES = {"dill", "joblib", "marshal", "pickle", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "torch.load", "urllib.request.urlopen"}
 
 
+# Kernels are written from the library's own operations: see `test_kernels_name_nothing_else` in
+# tests/compiled/test_fused.py. No text of a user or of a file is in them.
+WRITES_KERNELS = "compiled/token_program.py"
+
+
 def breaches(source: str) -> set[str]:
     """The forbidden imports and calls in a source."""
     found: set[str] = set()
@@ -56,4 +61,5 @@ def test_the_check_can_fail() -> None:
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
 )
 def test_no_module_unpickles_or_evaluates_text(path: Path) -> None:
-    assert breaches(path.read_text(encoding="utf-8")) == set()
+    allowed = {"exec"} if path == PACKAGE / WRITES_KERNELS else set()
+    assert breaches(path.read_text(encoding="utf-8")) == allowed

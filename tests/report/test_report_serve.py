@@ -181,9 +181,7 @@ def test_a_run_that_vanishes_is_said_and_may_come_back(
     run.rename(elsewhere)
     status, body, _ = ask(server)
     assert status == 503
-    assert (
-        body.decode() == f"{run} does not exist; give the folder that `policyloss train` wrote.\n"
-    )
+    assert body.decode() == f"{run} does not exist; give the folder or the file of a run.\n"
     elsewhere.rename(run)
     assert rewards(ask(server)[1]) == [0.25]
 

@@ -69,7 +69,7 @@ def verdict_on(
         if model is None:
             arguments.pop("prompts", None)
             return doctor(**arguments)
-        return doctor(**arguments, model=_load(model))
+        return doctor(**arguments, model=load_model(model))
     if model is not None:
         raise InputError(f"--model needs a file of tokens, and {path} is none.")
     return doctor_run(path, changed(LogThresholds(), thresholds))
@@ -106,7 +106,8 @@ def _holds_tokens(path: Path) -> bool:
     return b"[" in line and (b"_logp" in line or b"log_prob" in line or b"logprob" in line)
 
 
-def _load(model: str) -> Any:
+def load_model(model: str) -> Any:
+    """The causal language model in a folder; nothing is downloaded."""
     try:
         loader = import_module("transformers").AutoModelForCausalLM
     except ModuleNotFoundError:

@@ -36,14 +36,13 @@ def read_tokens(path: str | Path) -> dict[str, Any]:
     .safetensors file holds `[B, T]` tensors of these names.
     """
     file = Path(path)
-    data = _contents(file)
     if file.suffix == ".safetensors":
-        tensors = _safetensors(data, file)
+        tensors = read_safetensors(file)
         columns = columns_of(tensors)
         return {
             argument: tensors[name] for argument, name in columns.items() if argument != "prompts"
         }
-    return _rows(data, file)
+    return _padded(read_rows(file), file)
 
 
 def _contents(file: Path) -> bytes:
@@ -61,8 +60,11 @@ def _contents(file: Path) -> bytes:
         raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
 
 
-def _safetensors(data: bytes, file: Path) -> dict[str, Tensor]:
-    """A length, a JSON header with dtype, shape and place of each tensor, and the numbers."""
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file: a length, a JSON header with dtype, shape and place of each tensor,
+    and the numbers.
+    """
+    data = _contents(file)
     try:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
@@ -79,9 +81,10 @@ def _safetensors(data: bytes, file: Path) -> dict[str, Tensor]:
         raise InputError(f"{file} is no safetensors file: {type(error).__name__}.") from error
 
 
-def _rows(data: bytes, file: Path) -> dict[str, Any]:
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, at least one."""
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(_contents(file).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -95,6 +98,11 @@ def _rows(data: bytes, file: Path) -> dict[str, Any]:
         rows.append(row)
     if not rows:
         raise InputError(f"{file} is empty; there is nothing to diagnose.")
+    return rows
+
+
+def _padded(rows: list[dict[str, Any]], file: Path) -> dict[str, Any]:
+    """Rows of different lengths as tensors `[B, T]` under the names of `pl.doctor`."""
     columns = columns_of(rows[0])
     prompts = columns.pop("prompts", None)
     lists = {argument: _lists(rows, name, file) for argument, name in columns.items()}

@@ -1,0 +1,183 @@
+"""Writes docs/what_if.md: how to ask, what the numbers mean, and whether they come true, from
+`benchmarks/results/what_if_cpu.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from docs.markdown import GENERATED, fenced, join, table
+from policyloss.whatif.reading import NAMES
+from policyloss.whatif.remedy import FACTORS, PARTS, Limits
+from policyloss.whatif.result import COLUMNS
+from policyloss.whatif.tangent import GRADIENT_NUMBERS
+
+GOOD = 0.9
+COMMANDS = """policyloss what-if runs/mine                              # every preset, as a table
+policyloss what-if runs/mine --out page.html              # and as a page, side by side
+policyloss what-if tokens.jsonl --loss dapo --presets gspo cispo --json"""
+EXAMPLE = """tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
+result = pl.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
+print(result)  # a row for each loss
+result["gspo"].gradient  # [N]: of the loss by each log-probability
+result.by_token.cosine  # [L, L]: how alike the gradients are"""
+
+
+def what_if_pages(results: Path) -> dict[str, str]:
+    """The page by its path."""
+    measured = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+    return {"docs/what_if.md": _page(measured)}
+
+
+def _page(measured: Any) -> str:
+    return join(
+        "# What if: every loss on your own tokens",
+        GENERATED,
+        fenced(COMMANDS, "bash"),
+        "A run stores some of its completions token by token. `policyloss what-if` takes them and "
+        "says what each named loss would have done with exactly these tokens: the weight of every "
+        "token, which tokens are clipped or rejected, the effective sample size, where the "
+        "gradient goes, how alike two losses are, and how a small step would change each sequence. "
+        "For the loss of the run, it names what is wrong and the smallest change that cures it. "
+        "In Python:",
+        fenced(EXAMPLE, "python"),
+        "Nothing is computed by a second formula: a weight is the derivative of `policy_loss` by "
+        "the log-probability of the token, by autograd, in float64. The page is one file that "
+        "opens offline, with a content policy that forbids every request.",
+        "## What it reads",
+        "- **A run directory** of `policyloss train` or of a recorder: the completions of the last "
+        "stored step (`--step 40` takes another one, `--step all` takes all), the loss from "
+        "`config.json`, and the last checkpoint, if there is one, through which gradients are "
+        "then compared. `--through tokens` leaves the model out.\n"
+        "- **A .jsonl file**, one completion on each line, or **a .safetensors file** of `[B, T]` "
+        "tensors, under these names. For a model (`--model FOLDER`), a line also needs `ids` and "
+        "`prompt_ids`.",
+        table(
+            ["what", "names that are understood"],
+            [[f"`{ours}`", ", ".join(f"`{n}`" for n in names)] for ours, names in NAMES.items()],
+        ),
+        "Without `logp`, the policy is taken to be the old one. Without advantages, those of GRPO "
+        "are computed from the rewards of each prompt. A completion that lacks a number is left "
+        "out, and a note says so. A preset that reads something that was not stored (`ref_logp`, "
+        "`rollout_logp`, a divergence) is not tried, and the result says why.",
+        "## What the numbers mean",
+        table(["column", "meaning"], [[f"`{name}`", text] for name, text in COLUMNS.items()]),
+        _definitions(),
+        "## What is wrong, and the smallest cure",
+        _cures(),
+        "## Does it come true?",
+        _proof(measured) if measured else "This has not been measured yet.",
+    )
+
+
+def _definitions() -> str:
+    return (
+        "With `g_t = ∂loss/∂logp_t` and `p_t` the same derivative on policy (current, old and "
+        "rollout policy equal, so that every ratio and every weight is 1; both without the KL and "
+        "entropy terms):\n\n"
+        "- The **importance** of a token is `u_t = g_t / p_t`: what the ratio, the trust region "
+        "and the correction together make of it. It does not depend on advantages or on the way "
+        "of averaging.\n"
+        "- The **effective sample size** is `(Σu)² / (M·Σu²)` over the M tokens with `p_t ≠ 0`.\n"
+        "- **Cut off** is `Σ|p_t|` over tokens with `g_t = 0`, divided by `Σ|p_t|`.\n"
+        "- The **cosine** of two losses is that of their gradients: by token, where every "
+        "log-probability counts as a weight of its own, and by model, with `∇_θ loss = Σ_t "
+        "g_t·∇_θ logp_t`. All parameters are used as long as the gradients of all losses fit into "
+        f"{GRADIENT_NUMBERS // 2**20} million numbers, and the weight of the head otherwise.\n"
+        "- The **change** of a sequence is `−⟨∇_θ logp_s, ∇_θ loss⟩ / ‖∇_θ loss‖`, the first-order "
+        "change of its log-probability for a step of length 1.\n"
+        "- The **gain** is the mean of the changes, each times the advantage of its sequence. It "
+        "describes one small step. It does not rank losses over a run (see below)."
+    )
+
+
+def _cures() -> str:
+    limits = Limits()
+    parts = " and ".join(
+        f"the {slot} of {', '.join(f'`{name}`' for name in names)}" for slot, names in PARTS.items()
+    )
+    return (
+        f"Something is wrong if more than {limits.lost:.0%} of the gradient is cut off, if the "
+        f"effective sample size is below {limits.effective:g}, or if engine and trainer are more "
+        f"than {limits.mismatch:g} nats per token apart (`kl_rollout_k3`) and the loss does not "
+        "read `rollout_logp`. `pl.what_if(…, limits=policyloss.whatif.Limits(lost=0.4))` takes "
+        "other limits. The search changes one "
+        "number of the ratio, the trust region or the corrections at a time, up and down, by "
+        f"factors from {FACTORS[0]:g} to {FACTORS[-1]:g}, and stops at the first factor at which a "
+        "change cures the problem without causing another one. If no number does, it tries "
+        f"{parts}. A change that lets more of the gradient through is not a better loss: a trust "
+        "region cuts off on purpose. The sentence says what the limit costs on these tokens."
+    )
+
+
+def _proof(data: Any) -> str:
+    studies = data["studies"]
+    kinds = list(studies[0]["losses"][0]["r_squared"])
+    rows = []
+    for kind in kinds:
+        values = [row["r_squared"][kind] for study in studies for row in study["losses"]]
+        name, size = kind.split()
+        step = "gradient descent" if name == "sgd" else "AdamW"
+        good = f"{sum(x >= GOOD for x in values)} of {len(values)}"
+        numbers = (f"{median(values):.4f}", f"{min(values):.4f}", good)
+        rows.append([step, f"{size} nats", *numbers])
+    count = sum(len(study["losses"]) for study in studies)
+    correlations = table(
+        ["seed", "losses", *(f"by {kind}" for kind in studies[0]["rank_correlation"])],
+        [
+            [
+                str(study["seed"]),
+                str(len(study["losses"])),
+                *(f"{x:+.2f}" for x in study["rank_correlation"].values()),
+            ]
+            for study in studies
+        ],
+    )
+    every = [study["rank_correlation"]["parameters"] for study in studies]
+    return join(
+        "`python -m benchmarks.what_if` trains a small transformer to sort digits with DAPO, ten "
+        "updates for each batch of samples by a copy in bf16, stops in the middle of a batch, and "
+        "asks two questions of every preset whose gradient differs from those before it.",
+        "**One small step: yes.** The predicted change of each sequence's log-probability against "
+        f"the real one after one step, R² over the sequences of a batch, {count} losses on "
+        f"{len(studies)} seed{'s' if len(studies) > 1 else ''}. The size of a step is the root "
+        "mean square of the predicted changes. AdamW has the moments of the run, and its step is "
+        "shortened to that size.",
+        table(["step", "size", "median R²", "least R²", f"R² ≥ {GOOD:g}"], rows),
+        "How far first order reaches depends on the loss and on the optimizer: with AdamW, a step "
+        "of the same size is predicted better.",
+        f"**{data['steps']} steps: {_verdict(every)}** The rank correlation (Spearman) of the "
+        f"predicted gain with the held-out reward after {data['steps']} updates from the same "
+        "weights and moments, AdamW, ten updates for each batch:",
+        correlations,
+        _best_and_worst(studies),
+    ).rstrip("\n")
+
+
+def _verdict(correlations: list[float]) -> str:
+    if min(correlations) > 0.5:
+        return "the ranking agrees."
+    return "no." if max(correlations) < 0.5 else "it depends on the seed."
+
+
+def _best_and_worst(studies: Any) -> str:
+    """What the losses with the largest predicted gain came to."""
+    sentences = []
+    for study in studies:
+        rows = sorted(study["losses"], key=lambda row: -row["predicted"]["parameters"])
+        best = max(rows, key=lambda row: row["reward"])
+        sentences.append(
+            f"On seed {study['seed']}, `{rows[0]['name']}` had the largest predicted gain and came "
+            f"from {study['reward_before']:.2f} to {rows[0]['reward']:.2f}; the best was "
+            f"`{best['name']}` with {best['reward']:.2f}."
+        )
+    return (
+        " ".join(sentences) + " The gain knows nothing of a trust region's use: a loss without one "
+        "moves furthest along the advantages in a single step, and goes on when the same batch is "
+        "used again. So read the "
+        "gain as a statement about one step, and [the evidence](evidence.md) for what a loss "
+        "learns."
+    )

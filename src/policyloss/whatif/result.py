@@ -1,0 +1,291 @@
+"""`what_if`: every loss on stored tokens, as a `WhatIf`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss import notebook
+from policyloss.errors import InputError, PolicyLossError, match_name, unknown_name
+from policyloss.presets import PRESETS, as_spec
+from policyloss.spec import LossSpec
+from policyloss.whatif.outcome import LIMITED, Outcome, outcome_of
+from policyloss.whatif.reading import read
+from policyloss.whatif.remedy import Limits, Remedy, remedies
+from policyloss.whatif.tangent import EachToken, HeadWeight, Parameters, Products, tangent_of
+from policyloss.whatif.tokens import StoredTokens
+
+YOURS = "yours"
+SAME_WEIGHTS = 0.05  # nats between stored log-probabilities and the model's, as the median
+THROUGH = (EachToken.name, HeadWeight.name, Parameters.name)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Losses on the same tokens.
+
+    tokens: what they were tried on. outcomes: one for each loss that could be tried, yours first if
+    there is one. refused: why the others could not, by name. by_token: cosines and changes with
+    every log-probability as a weight of its own. by_model: the same through a model, None without
+    one; `through` says through what. remedies: what is wrong with your loss, and what cures it.
+    """
+
+    tokens: StoredTokens
+    outcomes: tuple[Outcome, ...]
+    refused: Mapping[str, str]
+    by_token: Products
+    by_model: Products | None = None
+    through: str = EachToken.name
+    remedies: tuple[Remedy, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Outcome:
+        """The outcome of a loss by its name; yours is called "yours"."""
+        names = {outcome.name: outcome for outcome in self.outcomes}
+        if name in names:
+            return names[name]
+        if name in self.refused:
+            raise InputError(f"{name} could not be tried: {self.refused[name]}")
+        raise InputError(unknown_name("loss", name, names))
+
+    @property
+    def products(self) -> Products:
+        """Through the model if there is one, else by token."""
+        return self.by_token if self.by_model is None else self.by_model
+
+    @property
+    def gain(self) -> Tensor:
+        """What each loss gains, `[L]`: `Σ_s A_s·Δ_s / S`, with A the mean advantage of a sequence
+        and Δ the first-order change of its log-probability for a step of length 1.
+        """
+        count = self.tokens.lengths.shape[0]
+        return self.products.unit_change @ self.tokens.advantages / count
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each loss: its numbers by name, None where one has no meaning."""
+        gains, change = self.gain.tolist(), self.products.unit_change.tolist()
+        alike = self.by_token.cosine[:, 0].tolist()
+        by_model = [None] * len(alike)
+        if self.by_model is not None:
+            by_model = self.by_model.cosine[:, 0].tolist()
+        rows = []
+        for i, outcome in enumerate(self.outcomes):
+            row: dict[str, Any] = {
+                "name": outcome.name,
+                "loss": outcome.metrics.get("loss"),
+                "effective": outcome.effective,
+                "lost": outcome.lost,
+                "limited": outcome.share(*LIMITED),
+                "rejected": outcome.share("rejected"),
+                "norm": outcome.norm,
+                "mass": outcome.masses(self.tokens),
+                "cosine": alike[i],
+                "model_cosine": by_model[i],
+                "gain": gains[i],
+                "change": change[i],
+            }
+            rows.append(row)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it: a row for each loss, cosines of every two, remedies, notes."""
+        return {
+            "tokens": int(self.tokens.inputs.mask.sum()),
+            "sequences": self.tokens.lengths.shape[0],
+            "through": self.through,
+            "losses": self.rows(),
+            "cosine": self.by_token.cosine.tolist(),
+            "model_cosine": None if self.by_model is None else self.by_model.cosine.tolist(),
+            "refused": dict(self.refused),
+            "remedies": [
+                {
+                    "problem": r.problem.name,
+                    "measured": r.problem.sentence,
+                    "change": r.change,
+                    "sentence": r.sentence,
+                    "spec": None if r.spec is None else r.spec.to_dict(),
+                }
+                for r in self.remedies
+            ],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        d = self.to_dict()
+        lines = [
+            f"{d['tokens']} tokens of {d['sequences']} sequences, {THROUGH_WORDS[self.through]}"
+        ]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"wrong: {r.problem.sentence}\n  {r.sentence}" for r in self.remedies]
+        table = [list(HEADING), *(cells(row) for row in d["losses"])]
+        widths = [max(len(row[i]) for row in table) for i in range(len(HEADING))]
+        for row in table:
+            name, *numbers = (cell.rjust(w) for cell, w in zip(row, widths, strict=True))
+            lines.append("  ".join([name.strip().ljust(widths[0]), *numbers]).rstrip())
+        lines += [f"{name}: not tried, {why}" for name, why in self.refused.items()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        problems = [f"{r.problem.sentence}. {r.sentence}" for r in self.remedies]
+        refused = [f"{name}: not tried, {why}" for name, why in self.refused.items()]
+        table = notebook.table(HEADING, [cells(row) for row in self.rows()])
+        return notebook.listed([*problems, *self.notes]) + table + notebook.listed(refused)
+
+
+# The columns of the table, with what each means.
+COLUMNS = {
+    "loss": "the loss",
+    "effective": "effective sample size: the share of the tokens that ratio, trust region and "
+    "correction let count, 1 on policy",
+    "cut off": "share of the on-policy gradient at tokens that get none",
+    "limited": "share of tokens at a bound of the trust region",
+    "rejected": "share of tokens that the correction rejects",
+    "A > 0": "share of the gradient at tokens with an advantage above 0",
+    "cosine": "with the gradient of the first loss, each token a weight of its own",
+    "by model": "the same cosine through the model",
+    "gain": "advantage-weighted change of the log-probabilities for one step of length 1; it does "
+    "not say which loss learns more",
+}
+HEADING = tuple(COLUMNS)
+THROUGH_WORDS = {
+    EachToken.name: "each log-probability a weight of its own",
+    HeadWeight.name: "through the weight of the head",
+    Parameters.name: "through all parameters of the model",
+}
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of the table as texts, in the order of `COLUMNS`."""
+    positive = row["mass"]["sign"]["advantage above 0"]
+    shares = [row[name] for name in ("lost", "limited", "rejected")] + [positive]
+    cosines = [row["cosine"], row["model_cosine"]]
+    return [
+        row["name"],
+        _number(row["effective"], ".2f"),
+        *(_number(x, ".0%") for x in shares),
+        *(_number(x, ".3f") for x in cosines),
+        _number(row["gain"], ".3g"),
+    ]
+
+
+def _number(x: float | None, form: str) -> str:
+    return "–" if x is None else format(x, form)
+
+
+def what_if(
+    source: str | Path | Mapping[str, Any] | StoredTokens,
+    losses: Sequence[LossSpec | str] | Mapping[str, LossSpec | str] | None = None,
+    *,
+    spec: LossSpec | str | None = None,
+    step: int | str | None = None,
+    model: Any = None,
+    temperature: float = 1.0,
+    through: str | None = None,
+    limits: Limits | None = None,
+) -> WhatIf:
+    """What every loss would have done with the same tokens.
+
+        tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
+        result = pl.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
+        print(result)  # a row for each: effective sample size, what is cut off, cosines, gain
+        result["gspo"].gradient  # of the loss by each log-probability
+
+    source: the directory of a run, a .jsonl or .safetensors file of tokens (docs/what_if.md lists
+    the names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; also
+    "rewards" `[S]`, and for a model "ids" (token-shaped) and "prompts", the token ids before each
+    sequence. losses: presets or specs to try, by default every preset. spec: your loss, which the
+    others are compared with; by default that of the run. step: of a run, the stored step to take,
+    by default the last one; "all" takes every one.
+
+    model: of Hugging Face, to see the losses through its weights; `temperature` is that of the
+    sampler. through: "parameters" (all of them), "head" (its weight alone) or "tokens" (no model);
+    by default all parameters if their gradients fit into memory. limits: from where on something
+    counts as wrong, a `policyloss.whatif.Limits`.
+    """
+    if through is not None and through not in THROUGH:
+        raise InputError(unknown_name("through", through, THROUGH))
+    tokens = _tokens(source, step)
+    notes = list(tokens.notes)
+    yours = _yours(tokens, spec, notes)
+    outcomes, refused = [], {}
+    for name, loss in {**yours, **_named(losses)}.items():
+        try:
+            outcomes.append(outcome_of(name, loss, tokens))
+        except PolicyLossError as error:
+            refused[name] = str(error)
+    if not outcomes:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise InputError(f"no loss could be tried on these tokens: {reasons}")
+    gradients = torch.stack([outcome.gradient for outcome in outcomes])
+    by_token = EachToken().products(gradients, tokens)
+    tangent = tangent_of(model, len(outcomes), temperature, through)
+    by_model = None
+    if not isinstance(tangent, EachToken):
+        by_model = tangent.products(gradients, tokens)
+        notes += _other_weights(Parameters(model, temperature).logp(tokens), tokens)
+    cures: tuple[Remedy, ...] = ()
+    if yours and outcomes[0].name == YOURS:
+        cures = remedies(outcomes[0], tokens, limits or Limits())
+    return WhatIf(
+        tokens, tuple(outcomes), refused, by_token, by_model, tangent.name, cures, tuple(notes)
+    )
+
+
+def _other_weights(logp: Tensor, tokens: StoredTokens) -> list[str]:
+    """A sentence if the model gives the tokens other log-probabilities than those stored."""
+    gap = float((logp - tokens.inputs.logp)[tokens.inputs.mask].abs().median())
+    if gap <= SAME_WEIGHTS:
+        return []
+    return [
+        f"The model's log-probabilities of these tokens are {gap:.2g} nats from the stored ones "
+        "(median): it does not have the weights that the tokens were stored with."
+    ]
+
+
+def _tokens(source: Any, step: int | str | None) -> StoredTokens:
+    if isinstance(source, StoredTokens):
+        return source
+    if isinstance(source, Mapping):
+        return StoredTokens.of(source)
+    return read(Path(source), step)
+
+
+def _yours(
+    tokens: StoredTokens, spec: LossSpec | str | None, notes: list[str]
+) -> dict[str, LossSpec]:
+    """Your loss under its name, if there is one that can be read."""
+    if spec is not None:
+        return {YOURS: as_spec(spec)}
+    if tokens.loss is None:
+        return {}
+    try:
+        return {YOURS: LossSpec.from_dict(tokens.loss)}
+    except (PolicyLossError, TypeError, AttributeError, RecursionError) as error:
+        notes.append(f"The loss of the run cannot be read: {error}")
+        return {}
+
+
+def _named(losses: Any) -> dict[str, LossSpec]:
+    if losses is None:
+        return {name: preset.spec for name, preset in PRESETS.items()}
+    if isinstance(losses, (str, LossSpec)):
+        raise InputError(
+            "losses must be a list of presets or specs, or a mapping of names to them."
+        )
+    if isinstance(losses, Mapping):
+        return {str(name): as_spec(loss, "losses") for name, loss in losses.items()}
+    out = {}
+    for i, loss in enumerate(losses):
+        name = (match_name(loss, PRESETS) or loss) if isinstance(loss, str) else f"loss {i + 1}"
+        out[name] = as_spec(loss, "losses")
+    return out
