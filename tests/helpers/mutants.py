@@ -106,6 +106,13 @@ MUTANTS = (
         "test_by_sign.py::test_each_side_is_its_part_alone",
     ),
     Mutant(
+        "distributed_is_needed",
+        "totals.py",
+        "import torch.distributed as dist",
+        "import torch.distributed as dist; dist.all_reduce",
+        "test_torch_without_extras.py::test_neither_distributed_nor_numpy_nor_triton_is_needed",
+    ),
+    Mutant(
         "choose_takes_the_last_loss_that_fits",
         "choose.py",
         "base = next(rule for rule in fitting if rule.preset)",
