@@ -399,6 +399,13 @@ def test_a_chart_tells_its_gist_and_its_numbers(open_page: Open, tmp_path: Path)
 
 
 @needs_browser
+def test_labels_of_an_axis_differ(open_page: Open, tmp_path: Path) -> None:
+    page = open_page([small_run(tmp_path / "run", [4.1512, 4.1531, 4.1524])])
+    labels = picture(page, "Reward").locator("text.tick.end").all_text_contents()
+    assert len(set(labels)) == len(labels) >= 2
+
+
+@needs_browser
 @pytest.mark.slow
 def test_a_chart_far_down_is_drawn_for_the_reader_and_for_the_printer(
     open_page: Open, tmp_path: Path

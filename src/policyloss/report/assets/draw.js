@@ -40,6 +40,13 @@ function axis(values, { log = false, count = 4, tight = false } = {}) {
   return { lo, hi, ticks, log };
 }
 
+// As few digits as keep the labels of an axis apart, three at least.
+function tickDigits(ticks) {
+  let digits = 3;
+  while (digits < 12 && new Set(ticks.map((t) => short(t, digits))).size < ticks.length) digits++;
+  return digits;
+}
+
 // The frame of a chart: grid, tick labels, and the scales x and y from values to pixels.
 function frame(svg, xAxis, yAxis, height) {
   const width = Math.max(200, svg.clientWidth), box = { left: 46, right: width - 10, top: 8, bottom: height - 22 };
@@ -48,9 +55,10 @@ function frame(svg, xAxis, yAxis, height) {
   svg.style.height = `${height}px`;
   const part = ({ lo, hi, log }, v) => (log ? Math.log(v / lo) / Math.log(hi / lo) : (v - lo) / (hi - lo));
   const x = (v) => box.left + part(xAxis, v) * (box.right - box.left), y = (v) => box.bottom - part(yAxis, v) * (box.bottom - box.top);
+  const digits = tickDigits(yAxis.ticks);
   for (const t of yAxis.ticks) {
     add(svg, "line", { class: "rule", x1: box.left, x2: box.right, y1: y(t), y2: y(t) });
-    add(svg, "text", { class: "tick end", x: box.left - 6, y: y(t) + 4 }, short(t, 3));
+    add(svg, "text", { class: "tick end", x: box.left - 6, y: y(t) + 4 }, short(t, digits));
   }
   for (const t of xAxis.ticks) add(svg, "text", { class: "tick", x: x(t), y: height - 6 }, xAxis.label ? xAxis.label(t) : short(t, 6));
   const value = (pixel) => {
