@@ -90,7 +90,8 @@ NO_CALLS = {
         "TokenMean",
         "TokenSum",
     ),
-    *("advantage", "compat", "functional", "hf", "ESTIMATORS", "GAE"),
+    *("advantage", "compat", "functional", "hf", "report", "ESTIMATORS", "GAE"),
+    *("BitsReport", "WhatIf", "exact", "unfused"),
 }
 
 

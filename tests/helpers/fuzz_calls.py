@@ -96,6 +96,10 @@ def _step(**micro: Any) -> Any:
     return step.reduce_metrics().compute()
 
 
+def _what_if(losses: Any, spec: Any, step: Any, temperature: Any, **tokens: Any) -> Any:
+    return pl.what_if(tokens, losses, spec=spec, step=step, temperature=temperature)
+
+
 LIBRARY: dict[str, Case] = {
     "policy_loss": (
         pl.policy_loss,
@@ -276,6 +280,23 @@ LIBRARY: dict[str, Case] = {
             "advantages": PER_SEQUENCE,
             "mask": MASK,
         },
+    ),
+    "explain_path": (
+        pl.explain_path,
+        loss_arguments(positions=TOKEN_IDS, cu_seqlens=None, cp_group=None),
+    ),
+    "bits_check": (
+        pl.bits_check,
+        {
+            "fn": lambda xs: [torch.ones(3) for _ in xs],
+            "sequences": [*TOKEN_IDS],
+            "against": None,
+        },
+    ),
+    "what_if": (
+        _what_if,
+        {"logp": LOGP, "old_logp": OLD, "advantages": PER_SEQUENCE, "mask": MASK}
+        | {"losses": ["reinforce"], "spec": "ppo", "step": None, "temperature": 1.0},
     ),
     "doctor": (
         pl.doctor,

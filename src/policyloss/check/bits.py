@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from policyloss import notebook
+from policyloss.arguments import description
 from policyloss.errors import InputError
 
 LogProbFunction = Callable[[list[Any]], Sequence[Any]]
@@ -149,6 +150,16 @@ def bits_check(
     `fn` is called with all sequences, again, one by one, in the reverse order, beside one other
     each, and with every sequence twice: about `2·S + 4` calls for S sequences.
     """
+    for name, function in {"fn": fn, "against": against}.items():
+        if isinstance(function, type) or (name == "fn" and not callable(function)):
+            raise InputError(
+                f"{name} must be a function that takes a list of sequences and returns the "
+                f"log-probabilities of each, got {description(function)}."
+            )
+    if not isinstance(sequences, (list, tuple)):
+        raise InputError(
+            f"sequences must be a list with one entry per sequence, got {description(sequences)}."
+        )
     sequences = list(sequences)
     if not sequences:
         raise InputError("sequences is empty; pass at least one, and better several.")

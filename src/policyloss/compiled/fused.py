@@ -90,6 +90,7 @@ def explain_path(
     check_level(metrics)
     spec, inputs = ready_spec(spec), Inputs.of(logp, old_logp, advantages, mask, tensors)
     check_gradients(spec, inputs)
+    inputs.tokens()  # raises where the loss itself would
     tensors_here = inputs.tensors()
     reason = _elsewhere(inputs) or _refusal(spec, inputs, tensors_here)
     if not reason:

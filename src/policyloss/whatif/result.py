@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from policyloss import notebook
+from policyloss.arguments import description
 from policyloss.errors import InputError, PolicyLossError, match_name, unknown_name
 from policyloss.presets import PRESETS, as_spec
 from policyloss.spec import LossSpec
@@ -278,9 +279,10 @@ def _yours(
 def _named(losses: Any) -> dict[str, LossSpec]:
     if losses is None:
         return {name: preset.spec for name, preset in PRESETS.items()}
-    if isinstance(losses, (str, LossSpec)):
+    if isinstance(losses, (str, LossSpec)) or not isinstance(losses, (Sequence, Mapping)):
         raise InputError(
-            "losses must be a list of presets or specs, or a mapping of names to them."
+            "losses must be a list of presets or specs, or a mapping of names to them, got "
+            f"{description(losses)}."
         )
     if isinstance(losses, Mapping):
         return {str(name): as_spec(loss, "losses") for name, loss in losses.items()}
