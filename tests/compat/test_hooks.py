@@ -118,6 +118,7 @@ def test_the_line_is_said_at_the_start_of_a_run(
     monkeypatch.setattr(loop.Display, "say", lambda self, text: said.append(text))
     setup = (SimpleNamespace(held_out=(), success=1.0), None, None, None)
     monkeypatch.setattr(loop, "build", lambda *args, **kwargs: setup)  # nothing is loaded here
+    monkeypatch.setattr(loop, "end_ids", lambda *args: [])
     for name in ("Collector", "make_rollout"):
         monkeypatch.setattr(loop, name, lambda *args, **kwargs: None)
     for advantage, lines in (("grpo", 1), (None, 0)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,6 @@ from typing import Any
 import pytest
 
 from policyloss.explore import explorer_page
-
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 
 
 @pytest.fixture(scope="session")
@@ -28,18 +23,7 @@ def explorer_file(explorer_html: str, tmp_path_factory: pytest.TempPathFactory) 
     return file
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("needs a Chromium")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def page(browser: Any, explorer_file: Path) -> Any:
     """One page for tests that only compute."""
     shown = browser.new_page()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
@@ -16,26 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import needs_browser
 from report_runs import realistic_run, write_run
 
 import policyloss as pl
 from policyloss.report import collect, render, serve
 from policyloss.report.render import _SCRIPTS
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -496,6 +483,8 @@ def test_a_notebook_shows_a_report_that_cannot_reach_it(browser: Any, tmp_path: 
     page.on("console", lambda line: complaints.append(line.text))
     page.set_content(f"<title>notebook</title>{shown._repr_html_()}")
     frame = page.frame_locator("iframe")
+    # A chart below the edge of its frame is drawn when it comes into sight.
+    frame.locator("figure[data-panel='0']").scroll_into_view_if_needed()
     frame.locator("figure[data-panel='0'] path.line").first.wait_for()
     assert frame.locator(".runs tbody th").inner_text() == "<b>&\"'"
     assert page.locator("iframe").bounding_box()["height"] == 500

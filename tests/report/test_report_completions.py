@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import needs_browser
 from report_runs import rollout, write_lines, write_run
 
 import policyloss as pl
@@ -19,10 +19,6 @@ from policyloss.report.branches import with_branches
 from policyloss.report.groups import groups_of
 from policyloss.report.view import view
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 Open = Callable[..., Any]
 
 
@@ -165,15 +161,6 @@ def test_without_a_loss_there_are_no_branches() -> None:
 
 
 # ---------------------------------------------------------------- the page
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")

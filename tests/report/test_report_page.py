@@ -8,13 +8,13 @@ import base64
 import json
 import math
 import re
-import shutil
 import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, needs_browser
 from report_runs import realistic_run, rollout, write_run
 
 from policyloss.completions import BRANCHES
@@ -23,9 +23,6 @@ from policyloss.report.panels import panels_for
 from policyloss.report.text import duration, escaped, island, number
 from policyloss.report.view import view
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 HOSTILE = [
     "<script>document.title='owned'</script>",
     "</script><script>document.title='owned'</script>",
@@ -131,9 +128,6 @@ def browser(page: Path, address: str = "", width: int = 1280) -> tuple[str, list
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 
 
 def test_every_metric_is_in_exactly_one_chart(two_runs: list[Path]) -> None:

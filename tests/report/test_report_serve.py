@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import signal
 import socket
@@ -209,7 +208,12 @@ def test_the_command_says_which_options_do_not_go_together(
 def test_ctrl_c_closes_the_server_and_frees_its_port(run: Path) -> None:
     command = [sys.executable, "-m", "policyloss", "report", str(run), "--serve", "--port", "0"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # The suite may run in the background of a shell, where a child ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -219,6 +223,9 @@ def test_ctrl_c_closes_the_server_and_frees_its_port(run: Path) -> None:
         # A client that asks for nothing does not keep the server from ending.
         with socket.create_connection(("127.0.0.1", port), timeout=10):
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=10)
+            try:
+                out, err = process.communicate(timeout=10)
+            finally:
+                process.kill()
         assert (process.returncode, out, err) == (0, "\nclosed\n", "")
     serve.LiveServer([run], port).server_close()

@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from policyloss.errors import InputError
 from policyloss.whatif.page import SHOWN_TOKENS, page, page_data
 from policyloss.whatif.reading import read, tokens_of
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
     "\"'><img src=x onerror=\"document.title='owned'\">",
@@ -290,17 +287,6 @@ def test_a_run_without_a_checkpoint_is_compared_by_token(
     assert (
         "Losses are compared without the model of the run: it has no checkpoint." in data["notes"]
     )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium")
-    with sync_api.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM)
-        yield chromium
-        chromium.close()
 
 
 def opened(browser: Any, path: Path, html: str) -> tuple[Any, list[str]]:
