@@ -122,7 +122,10 @@ def test_padded_rows_are_one_graph(spec: pl.LossSpec) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "layout"), [("ppo_dual_clip", "padded"), ("gspo", "packed")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("ppo_dual_clip", "padded"), pytest.param("gspo", "packed", marks=pytest.mark.slow)],
+)
 def test_inductor_gives_the_same_numbers(name: str, layout: str) -> None:
     batch = LAYOUTS[layout]
     totals = pl.Totals(tokens=int(batch.mask.sum()) + 40, sequences=9)

@@ -250,6 +250,7 @@ def failing(case: Case, folder: Path) -> head_providers.Run:
     raise RuntimeError("no such kernel")
 
 
+@pytest.mark.slow
 def test_a_wrong_provider_is_refused_and_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_wrong_provider_is_refused_and_not_timed(
     assert run["groups"]["dense"]["policyloss, changing"]["same_bits"] is False
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_here_is_listed_with_the_reason(
     tmp_path: Path, cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

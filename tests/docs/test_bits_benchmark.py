@@ -12,6 +12,7 @@ from benchmarks.head_data import Shape, make
 from docs import performance_page
 
 
+@pytest.mark.slow
 def test_a_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bits_cpu.json"
     assert bits.main(["--shape", "2", "9", "256", "16", "--rounds", "1", "--out", str(out)]) == 0

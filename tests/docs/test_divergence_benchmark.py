@@ -37,6 +37,7 @@ def test_every_provider_of_ours_is_right(run: dict[str, Any]) -> None:
             assert max(errors["d_hidden"], errors["d_weight"]) < 3e-5, (kind, name)
 
 
+@pytest.mark.slow
 def test_a_wrong_provider_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = divergence.alone
 
@@ -62,6 +63,7 @@ def test_the_float64_answer_by_hand() -> None:
     assert divergence.per_token(z, u, 1.0).item() == pytest.approx(reverse.item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_targets_and_page(run: dict[str, Any]) -> None:
     def group(ours: float, both: float, trl: float) -> dict[str, Any]:
         times = {
