@@ -202,7 +202,9 @@ LATENCY = (
     "On a GPU each call is timed alone, from an idle device: its time includes the Python before "
     "its first kernel starts, for the head some milliseconds on the machine of these runs. That "
     "is part of T1 and T6, and weighs most where a call is short: T7's shares of the copy's "
-    "bandwidth and T8's times are those of whole calls, not of their kernels."
+    "bandwidth and T8's times are those of whole calls, not of their kernels, which stand beside "
+    "them where they were measured. T6's floor is a product that is rounded to bfloat16; logits in "
+    "float32 are twice the bytes to write, and are read once more for their statistics."
 )
 
 
@@ -320,11 +322,13 @@ def _group(groups: Run, name: str, floor: str, heading: str, note: str) -> str:
     if not providers:
         return ""
     base = providers.get(floor, {}).get("median_ms")
-    rows = [_row(provider, p, base) for provider, p in providers.items()]
+    alone = any("kernel_ms" in p for p in providers.values())
+    rows = [_row(provider, p, base, alone) for provider, p in providers.items()]
     columns = [
         "",
         f"time / {floor}",
         "ms (p20 to p80)",
+        *(["kernels alone, ms"] if alone else []),
         "extra memory",
         "log-prob error",
         "d hidden",
@@ -333,7 +337,7 @@ def _group(groups: Run, name: str, floor: str, heading: str, note: str) -> str:
     return join(heading, table(columns, rows), note)
 
 
-def _row(name: str, p: Run, base: float | None) -> list[str]:
+def _row(name: str, p: Run, base: float | None, alone: bool = False) -> list[str]:
     errors = [
         f"{p['errors'][k]:.1e}" if k in p["errors"] else ""
         for k in ("logp", "d_hidden", "d_weight")
@@ -341,7 +345,8 @@ def _row(name: str, p: Run, base: float | None) -> list[str]:
     ratio = f"{p['median_ms'] / base:.2f}" if base else ""
     memory = _bytes(p["extra_bytes"]) if "extra_bytes" in p and p["kind"] != "floor" else ""
     shown = f"**{name}**" if p["kind"] == "ours" else name
-    return [shown, ratio, _milliseconds(p), memory, *errors]
+    kernels = [f"{p['kernel_ms']:.1f}" if "kernel_ms" in p else ""] if alone else []
+    return [shown, ratio, _milliseconds(p), *kernels, memory, *errors]
 
 
 def _milliseconds(p: Run) -> str:
