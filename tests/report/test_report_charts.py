@@ -507,6 +507,20 @@ def test_a_notebook_shows_a_report_that_cannot_reach_it(browser: Any, tmp_path: 
     page.close()
 
 
+@needs_browser
+def test_charts_are_drawn_when_a_page_without_a_box_gets_one(browser: Any, tmp_path: Path) -> None:
+    """As in a frame that is laid out after its script ran: no event of the window tells of it."""
+    file = tmp_path / "report.html"
+    html = render(collect([small_run(tmp_path / "run", [1.0, 2.0])]))
+    file.write_text(html.replace("<body", "<body hidden", 1), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 900, "height": 700})
+    page.goto(file.as_uri())
+    assert page.locator("figure[data-panel='0'] path.line").count() == 0
+    page.evaluate("document.body.hidden = false")
+    page.locator("figure[data-panel='0'] path.line").first.wait_for(timeout=5000)
+    page.close()
+
+
 def test_no_name_of_the_scripts_is_declared_twice() -> None:
     """They share one scope, where the later of two functions would silently win."""
     names: list[str] = []

@@ -32,7 +32,9 @@ function save() {
 // Draw the charts that are on the screen now, and the others when there is time.
 function drawCharts(wanted = () => true) {
   const near = ({ figure }) => { const { top, bottom } = figure.getBoundingClientRect(); return top < 1.5 * innerHeight && bottom > -0.5 * innerHeight; };
-  const due = charts.filter((chart) => (wanted(chart) || waiting.includes(chart)) && (chart.figure.offsetParent !== null || chart.draw === drawEvolution));
+  const asked = charts.filter((chart) => wanted(chart) || waiting.includes(chart));
+  for (const chart of asked) chart.boxless = chart.figure.offsetParent === null && chart.draw !== drawEvolution;
+  const due = asked.filter((chart) => !chart.boxless);
   const now = due.filter(near);
   waiting = due.filter((chart) => !now.includes(chart));
   for (const chart of now) chart.draw(chart);
@@ -106,7 +108,9 @@ startPanels();
 startRatios();
 startTokens();
 for (const { figure, panel } of charts) if (panel) figure.querySelector(".log").addEventListener("click", () => toggle(state.log, panel.id));
-document.querySelector("#more details")?.addEventListener("toggle", () => drawCharts());
+// What had no box when it was to be drawn: in closed details, or in a frame that was not laid out yet.
+const boxes = new ResizeObserver(() => { if (charts.some((chart) => chart.boxless)) drawCharts((chart) => chart.boxless); });
+for (const { figure } of charts) boxes.observe(figure);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCharts());
 addEventListener("hashchange", () => { load(); update(); });
 addEventListener("beforeprint", () => drawWaiting(Infinity));
