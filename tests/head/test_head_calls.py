@@ -375,6 +375,29 @@ def test_rows_without_advantage_go_forward_only_or_not_at_all() -> None:
     assert counted_rows(PRESETS["grpo"], ZEROS, plan="one_pass") == 3 * int(live.sum())
 
 
+def test_rows_without_advantage_share_the_last_window_if_they_fit() -> None:
+    """One product of all rows is faster than two; a window of `rows` holds both kinds, or one."""
+    live = ZEROS.tokens.mask
+    computed, moved = int(live.sum()), int((live & (ZEROS.tokens.advantages != 0)).sum())
+    assert 1 < computed - moved <= moved
+    for rows, most in ((computed, computed), (computed - 1, moved), (moved, moved)):
+        plan = rows_of_plan(PRESETS["ppo"], ZEROS, "one_pass", rows)
+        with MatmulRows(33, 8) as counted:
+            run_loss(PRESETS["ppo"], ZEROS, plan=plan)
+        assert counted.most == most, rows
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 23, 24])
+def test_windows_of_rows_with_and_without_advantage(rows: int) -> None:
+    """Whether the two kinds meet in a window or not, loss, gradients and metrics are the same."""
+    some = BATCH.tokens.advantages.clone()
+    some[:, 3] = 0
+    for batch in (ZEROS, ZEROS.packed(), BATCH.with_tokens(advantages=some)):
+        plan = rows_of_plan(PRESETS["ppo"], batch, "one_pass", rows)
+        actual = run_loss(PRESETS["ppo"], batch, plan=plan)
+        assert_same_loss(actual, run_oracle(PRESETS["ppo"], batch), loss_tolerance(batch))
+
+
 @pytest.mark.parametrize("name", ["ppo", "gspo", "grpo", "clip_cov"])
 def test_the_plan_says_what_the_call_does(name: str) -> None:
     spec, n = PRESETS[name], ZEROS.ids.numel()

@@ -121,8 +121,8 @@ def gradients_by_rows(
         at = w if index is None else index[w]
         window = head.rows(at)
         z = head.logits(window, room)
-        here = Statistics(s.logp[at], None if s.entropy is None else s.entropy[at], s.lse[at])
-        sums.add(at, window, z, room, here, [None if d is None else d[at] for d in derivatives])
+        of_window = [None if d is None else d[at] for d in derivatives]
+        sums.add(at, window, z, room, s.of_rows(at), of_window)
     gradients = zip(sums.finished(), wanted, strict=True)
     return Gradients(*(None if g is None else g.to(dtype) for g, dtype in gradients))
 

@@ -131,6 +131,11 @@ class Rows(NamedTuple):
     kept: Kept | None = None
     compared: Compared | None = None
 
+    def of_rows(self, rows: slice) -> Rows:
+        """Some of the rows, whose logits are there and who have no teacher."""
+        assert self.compared is None
+        return Rows(self.hidden[rows], self.ids[rows], self.scaling.of_rows(rows))
+
     def dlogits(
         self, z: Tensor, room: Room, s: Statistics, derivatives: Sequence[Tensor | None]
     ) -> Tensor:

@@ -81,6 +81,11 @@ class Statistics(NamedTuple):
     entropy: Tensor | None
     lse: Tensor
 
+    def of_rows(self, rows: Tensor | slice) -> Statistics:
+        """The same of some of the rows."""
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return Statistics(self.logp[rows], entropy, self.lse[rows])
+
 
 def finished(p: Partials) -> Statistics:
     """The statistics of rows whose partials cover the whole vocabulary."""

@@ -54,8 +54,15 @@ def _walk(
             here["divergence"] = rows.compared.numbers.divergence
         for name, x in here.items():
             known[name][window.rows] = x
-        if window.backward and sums.wanted.any:
-            sums.add(window.rows, rows, z, room, s, batch.gradients(window, here))
+        if window.moved and sums.wanted.any:
+            derivatives = batch.gradients(window, here)
+            at = window.rows
+            if window.moved < window.size:
+                first = slice(window.moved)
+                assert isinstance(at, Tensor)
+                at, rows, z, s = at[first], rows.of_rows(first), z[first], s.of_rows(first)
+                derivatives = [None if d is None else d[first] for d in derivatives]
+            sums.add(at, rows, z, room, s, derivatives)
         if check and answer is None:
             answer = asked(head, comparison, batch.rows)
     if answer is not None:

@@ -31,8 +31,8 @@ from policyloss.totals import Totals, local_totals
 
 
 class Window(NamedTuple):
-    """Some tokens of a batch. rows: those whose logits are computed, `size` of them. backward:
-    whether any may have a gradient.
+    """Some tokens of a batch. rows: those whose logits are computed, `size` of them. moved: how
+    many of them, the first ones, may have a gradient.
 
     tokens: all positions the loss looks at, masked ones among them, with `place`, where the rows
     are in it, and `cu_seqlens`, where sequences end; None where every token is a row and stands
@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
     rows: Index
     size: int
-    backward: bool
+    moved: int
     tokens: Tensor | None = None
     place: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -259,7 +259,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
 
 def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = None) -> list[Window]:
     """Rows in any order: first those with a gradient, then those that only the metrics want (if
-    `work` counts them).
+    `work` counts them), which share the last window of the others if they fit into it.
     """
     n = work.with_gradient
     # Sorted, not searched for: their numbers are known, so nothing has to be read back.
@@ -270,13 +270,18 @@ def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = Non
             (~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True
         )
     )
+    moved, others = windows(n, rows, tiles), work.computed - n
     all_windows = [
-        Window(w if order is None else order[w], w.stop - w.start, True)
-        for w in windows(n, rows, tiles)
+        Window(w if order is None else order[w], w.stop - w.start, w.stop - w.start) for w in moved
     ]
-    for w in windows(work.computed - n, rows, tiles):
+    if order is not None and moved and moved[-1].stop - moved[-1].start + others <= rows:
+        # One product of more rows is faster than two of fewer.
+        last = order[moved[-1].start : work.computed]
+        all_windows[-1] = all_windows[-1]._replace(rows=last, size=last.shape[0])
+        return all_windows
+    for w in windows(others, rows, tiles):
         assert order is not None
-        all_windows.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, False))
+        all_windows.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, 0))
     return all_windows
 
 
@@ -337,4 +342,4 @@ def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward:
     # Where the rows are among the tokens: a stable sort, since their number is known and need not
     # be read back.
     place = torch.argsort(~mask[tokens], stable=True)[:count]
-    return Window(tokens[place], count, backward, tokens, place, cu_seqlens)
+    return Window(tokens[place], count, count if backward else 0, tokens, place, cu_seqlens)
