@@ -26,6 +26,7 @@ from head_cases import (
     peaked_case,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import policyloss as pl
 from cases import PRESETS
@@ -256,13 +257,53 @@ def test_a_shard_of_the_vocabulary_has_the_products_of_all_of_it():
     for i, share in enumerate(shares):
         here = slice(256 * i, 256 * (i + 1))
         of_rank = tiles._replace(parts=tuple(slice(0 + a, 128 + a) for a in (0, 128)))
-        cut = Room(N, 256, z, z.dtype).logits(N, 256)
+        rows = tiles.full(N)
+        cut = Room(rows, 256, z, z.dtype).logits(rows, 256)
         of_rank.logits(share.hidden, share.weight, cut)
-        assert torch.equal(cut, z[:, here])
+        assert torch.equal(cut[:N], z[:, here])
         part = torch.empty_like(out)
         of_rank.hidden_gradient(cut.to(head.hidden.dtype), share.weight, part)
         parts.append(part)
     assert torch.equal((parts[0] + parts[1]) + (parts[2] + parts[3]), out)
+
+
+class _LargeRooms(TorchDispatchMode):
+    """Counts the tensors without values that hold the logits of N rows or more."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.least, self.count = N * vocab, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+            self.count += out.numel() >= self.least
+        return out
+
+
+@pytest.mark.parametrize(("plan", "rooms"), [("one_pass", 1), ("recompute", 2)])
+def test_rows_that_fill_no_tile_are_not_copied_into_one(plan, rooms):
+    """Their logits are made in a tile, and their gradient is multiplied in the same place."""
+    vocab = 1024
+    batch = make_head_batch(seed=3, rows=7, width=9, vocab=vocab, size=8, dtype=torch.float32)
+    spec = LOSSES["token"]
+    loss_of(batch, spec, plan=plan)  # the shapes are tried once
+    with _LargeRooms(vocab) as large:
+        loss_of(batch, spec, plan=plan)
+    assert large.count == rooms
+
+
+@pytest.mark.parametrize("plan", ["one_pass", "recompute"])
+def test_what_lies_in_the_rest_of_a_tile_does_not_matter(plan):
+    """Rows that only the metrics want, or memory of a larger window, beside those that move."""
+    batch = make_head_batch(seed=5, rows=7, width=9, vocab=1024, size=96, dtype=torch.float32)
+    spec = LOSSES["token"].replace(kl=None, entropy_coef=0.0)
+    advantages, hidden = batch.tokens.advantages.clone(), batch.hidden.clone()
+    advantages[:, ::2], hidden[:, ::2] = 0, 1e30
+    some = dataclasses.replace(batch.with_tokens(advantages=advantages), hidden=hidden)
+    expected = loss_of(batch, spec, plan=plan).hidden[:, 1::2]
+    assert expected.abs().sum() > 0
+    assert torch.equal(loss_of(some, spec, plan=plan).hidden[:, 1::2], expected)
 
 
 def test_the_kernels_walk_parts_of_a_vocabulary(monkeypatch):

@@ -93,6 +93,13 @@ BITS = (
         _BITS + "test_the_same_bits_from_logits_that_exist",
     ),
     (
+        "exact_copies_rows_into_a_tile",
+        "head/backward.py",
+        "if self.head.tiles is not None:  # whatever",
+        "if False:  # whatever",
+        _BITS + "test_rows_that_fill_no_tile_are_not_copied_into_one",
+    ),
+    (
         "exact_never_looks_at_the_device",
         "head/tiles.py",
         "                self._check_places(x, weight[self.parts[sizes.index(size)]])\n",

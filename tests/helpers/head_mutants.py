@@ -16,6 +16,13 @@ _HF, _ADAPTERS = "test_hf_calls.py::", "test_hf_adapters.py::"
 
 HEAD = (
     (
+        "head_multiplies_rows_without_gradient",
+        "head/walk.py",
+        "if window.moved < window.size:",
+        "if False:",
+        f"{_CALLS}test_rows_without_advantage_go_forward_only_or_not_at_all",
+    ),
+    (
         "hf_does_not_shift",
         "hf/one_call.py",
         "x[:, x.shape[1] - count - 1 : -1]",

@@ -178,6 +178,8 @@ class Sums:
         if self.kept is None:
             scale = half_scale(rows.hidden.dtype, *derivatives)
             dz = rows.dlogits(z, room, s, _times(derivatives, scale))
+            if self.head.tiles is not None:  # whatever lies after them in their last tile
+                dz = room.gradient(self.head.tiles.full(z.shape[0]), z.shape[1], dz.dtype)
             self._multiply(at, rows.hidden, dz, scale)
             return
         n, capacity = z.shape[0], self.kept.memory.shape[0]
@@ -200,6 +202,7 @@ class Sums:
             self.places, self.filled = [], 0
 
     def _multiply(self, at: Index, x: Tensor, dz: Tensor, scale: float) -> None:
+        """Multiply the gradient of the logits of x; dz may have more rows, which do not count."""
         w, tiles = self.head.weight, self.head.tiles
         if self.hidden is not None:
             in_place = isinstance(at, slice)
@@ -210,6 +213,7 @@ class Sums:
                 tiles.hidden_gradient(dz, w, part)
             if not in_place:
                 self.hidden[at] = part
+        dz = dz[: x.shape[0]]
         if self.wanted.weight is not None:
             if self.weight is None:
                 self.weight = torch.empty_like(

@@ -75,7 +75,8 @@ class Head:
         )
 
     def room(self, rows: int, columns: int | None = None) -> Room:
-        """Memory for the logits of so many rows."""
+        """Memory for the logits of so many rows; in the exact mode for whole tiles of them."""
+        rows = rows if self.tiles is None else self.tiles.full(rows)
         return Room(
             rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype
         )
@@ -101,11 +102,12 @@ class Head:
 
     def logits(self, rows: Rows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""
-        z = room.logits(rows.hidden.shape[0], self.weight.shape[0])
+        n, columns = rows.hidden.shape[0], self.weight.shape[0]
+        z = room.logits(n, columns)
         if self.tiles is None:
             product(rows.hidden, self.weight.t(), z)
         else:
-            self.tiles.logits(rows.hidden, self.weight, z)
+            self.tiles.logits(rows.hidden, self.weight, room.logits(self.tiles.full(n), columns))
         if rows.kept is not None:
             rows.kept.restrict(z)
         return z

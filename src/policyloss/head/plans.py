@@ -310,6 +310,7 @@ def _rows(head: Head, work: Work, most: int) -> int:
 
 def _window_bytes(head: Head, work: Work, rows: int) -> int:
     rows = min(rows, max(work.computed, 1))
+    rows = rows if head.tiles is None else head.tiles.full(rows)
     of_row = head.vocabulary.largest * _logit_bytes(head, work)
     if work.computed != work.tokens:  # some hidden states, gathered
         of_row += head.hidden.shape[1] * head.hidden.element_size()

@@ -124,6 +124,10 @@ class Tiles(NamedTuple):
                 return False
         return True
 
+    def full(self, n: int) -> int:
+        """The rows of the tiles that n rows lie in."""
+        return -(-n // self.rows) * self.rows
+
     def _of_rows(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The rows of x in tiles, and where they lie; the last is filled up with zeros."""
         n = x.shape[0]
@@ -137,22 +141,17 @@ class Tiles(NamedTuple):
             yield at, tile
 
     def logits(self, x: Tensor, weight: Tensor, z: Tensor) -> None:
-        """`z = x @ weight.T`. `[R, D]`, `[V, D]` → `[R, V]`."""
+        """`z = x @ weight.T`, and zeros after it. `[R, D]`, `[V, D]` → `[full(R), V]`."""
         parts = (slice(0, weight.shape[0]),) if self.at_once else self.parts
         for at, tile in self._of_rows(x.contiguous()):
-            n = at.stop - at.start
             for c in parts:
-                if n == self.rows:
-                    product(tile, weight[c].t(), z[at, c])
-                    continue
-                out = _tile(self.rows, c.stop - c.start, z, z.dtype)
-                product(tile, weight[c].t(), out)
-                z[at, c] = out[:n]
+                product(tile, weight[c].t(), z[at.start : at.start + self.rows, c])
 
     def hidden_gradient(self, dz: Tensor, weight: Tensor, out: Tensor) -> None:
-        """`out = dz @ weight`, summed in float32 and rounded once. `[R, V]`, `[V, D]` → `[R, D]`.
+        """`out = dz @ weight`, summed in float32 and rounded once. `[S, V]`, `[V, D]` → `[R, D]`.
 
-        On several ranks it is this rank's share.
+        dz has the R rows of `out`, or `full(R)` where there is room for them: then nothing is
+        copied. On several ranks `out` is this rank's share.
         """
         dtype = compute_dtype(dz)
         for at, tile in self._of_rows(dz):
@@ -163,7 +162,8 @@ class Tiles(NamedTuple):
                 product(tile[:, c], weight[c], part)
                 return part
 
-            out[at] = _tree(share, 0, len(self.parts))[: at.stop - at.start]
+            rows = out[at]
+            rows.copy_(_tree(share, 0, len(self.parts))[: rows.shape[0]])
 
     def partials(
         self, z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, vocabulary: Vocabulary
