@@ -27,7 +27,7 @@ from policyloss.compiled.call import (
 from policyloss.compiled.two_stage_sums import InTwoStages
 from policyloss.errors import PolicyLossError
 from policyloss.inputs import Inputs
-from policyloss.loss import IN_GRAPH, LossOutput
+from policyloss.loss import LossOutput
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.policy_metrics import MetricsLevel
 from policyloss.spec import LossSpec
@@ -87,7 +87,11 @@ def _node(
     logp, places = call.tensors["logp"], list[RecordPlaces]()
     run = loss_function(_spec_of(spec), level, call, places, looks=False)
     try:
-        with torch.no_grad(), tracing(), InTwoStages(logp.numel()) if logp.is_cuda else nullcontext():
+        with (
+            torch.no_grad(),
+            tracing(),
+            InTwoStages(logp.numel()) if logp.is_cuda else nullcontext(),
+        ):
             loss, packed, *known = run(*[x.detach() for x in tensors])
     except PolicyLossError:
         return None
@@ -95,6 +99,3 @@ def _node(
     if leaves:
         loss = with_gradients(loss, known, [call.tensors[name] for name in leaves])
     return loss, packed
-
-
-IN_GRAPH.append(loss_in_graph)
