@@ -227,7 +227,12 @@ class _LocalTotals(Totals):
     _layout: Layout
 
     def __init__(self, t: Layout) -> None:
-        object.__setattr__(self, "_layout", t)
+        # Not the tokens themselves: these totals live on while the loss is measured, and would keep
+        # every tensor of the call alive.
+        layout = Layout(
+            mask=t.mask, sequences=t.sequences, dtype=t.dtype, group_ids=t.group_ids, memo=t.memo
+        )
+        object.__setattr__(self, "_layout", layout)
 
     @property
     def tokens(self) -> Tensor:

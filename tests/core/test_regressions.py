@@ -1,11 +1,13 @@
 """Mistakes that were made once here; each test names what went wrong."""
 
 import math
+import weakref
 
 import pytest
 import torch
 
 import policyloss as pl
+from policyloss import loss as loss_module
 from policyloss.check.batch import Batch
 from policyloss.metrics import ExplainedVariance
 
@@ -165,3 +167,24 @@ def test_metrics_all_reduce_without_process_group_is_the_same_metrics():
     out = pl.policy_loss(pl.preset("ppo"), BATCH.logp, **BATCH.others())
     assert out.metrics.all_reduce().compute() == out.metrics.compute()
     assert (pl.Metrics() + out.metrics).compute() == out.metrics.compute()
+
+
+def test_the_ratio_is_gone_when_the_metrics_are_taken(monkeypatch):
+    """The counts of the call, which the loss divides by, once kept every tensor of it alive."""
+    ratios, alive = [], []
+    exponential, measure = loss_module.bounded_exp, loss_module.policy_metrics
+
+    def bounded_exp(*arguments):
+        value = exponential(*arguments)
+        ratios.append(weakref.ref(value))
+        return value
+
+    def policy_metrics(*arguments):
+        alive.append(ratios[-1]() is not None)
+        return measure(*arguments)
+
+    monkeypatch.setattr(loss_module, "bounded_exp", bounded_exp)
+    monkeypatch.setattr(loss_module, "policy_metrics", policy_metrics)
+    logp = BATCH.logp.clone().requires_grad_()
+    pl.policy_loss(pl.preset("ppo"), logp, **BATCH.others()).loss.backward()
+    assert alive == [False]

@@ -28,7 +28,7 @@ class _BoundedExp(torch.autograd.Function):
         inside = bound(d, limit)
         value = inside.exp()
         ctx.may_overflow = _may_overflow(d, limit)
-        ctx.save_for_backward(value if limit is None else value * where_equal(inside, d))
+        ctx.save_for_backward(value if limit is None else where_equal(inside, d).mul_(value))
         return value
 
     @staticmethod
