@@ -31,6 +31,8 @@ SPECS = {
 }
 DENSE, FORWARD, MASKED = "dense", "forward only", "masked"
 THREE, ONE = "three bare matmuls", "one bare matmul"
+LIVE = "bare matmuls of the live rows"
+LIVE_NEW = f"{LIVE}, d weight in new memory"
 OURS = "policyloss, one pass"
 
 
@@ -375,6 +377,19 @@ def _masked() -> list[Entry]:
     rows = {"kind": "peer", "plan": None, "gathered": True}
     return [
         Entry(THREE, three_matmuls, ("T2", "C1"), group=MASKED, loss=None, kind="floor"),
+        *(
+            Entry(
+                name,
+                live_matmuls(new_memory),
+                ("C1",),
+                group=MASKED,
+                case=QUARTER,
+                loss=None,
+                kind="floor",
+                devices=("cpu",),
+            )
+            for name, new_memory in ((LIVE, False), (LIVE_NEW, True))
+        ),
         entry(OURS, "dense"),
         entry(f"policyloss, {HALF}", HALF),
         entry(f"policyloss, {QUARTER}", QUARTER),
@@ -483,6 +498,31 @@ def three_matmuls(case: Case, _: Path) -> Run:
         return Result()
 
     return run
+
+
+def live_matmuls(new_memory: bool) -> Make:
+    """The logits of the rows that count, d hidden and d weight of those with an advantage.
+
+    new_memory: d weight is written to memory that no call has used yet, as a gradient must be.
+    """
+
+    def make(case: Case, _: Path) -> Run:
+        every, w = _flat(case)
+        moved = (case.mask & (case.token_advantages != 0)).flatten()
+        x, y = every[case.rows], every[moved]
+        z = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
+        dx, dw = torch.empty_like(y), torch.empty_like(w)
+
+        def run() -> Result:
+            torch.mm(x, w.T, out=z)
+            dz = z[: y.shape[0]]
+            torch.mm(dz, w, out=dx)
+            torch.mm(dz.T, y, out=torch.empty_like(w) if new_memory else dw)
+            return Result()
+
+        return run
+
+    return make
 
 
 def _floors() -> list[Entry]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from docs.markdown import GENERATED, fenced, join, table
 from docs.performance_figure import head_figure
+from docs.performance_misses import misses_section, targets_of, title_of
 
 Run = dict[str, Any]
 FIGURE = "docs/figures/head.svg"
@@ -50,6 +51,7 @@ def performance_page(runs: dict[str, Run]) -> str:
         GENERATED,
         about,
         targets_section(runs),
+        misses_section(runs),
         *(sections or ["No run has been written down yet."]),
     )
 
@@ -72,8 +74,7 @@ def step_section(run: Run, device: str) -> str:
         f"## A whole training step {WHERE[device]}",
         f"{machine(run)}. Forward and backward of random-weight Qwen3 models, sequences of "
         f"{run['length']} tokens, half of them prompt, with recomputed activations: median time, "
-        "how much longer that is than the body alone, and the most memory that tensors took, "
-        "weights and gradients included. Target T16 is that head and loss add at most 4 % at 1.7B.",
+        f"and how much longer that is than the body alone{_step_notes(run)}",
         table(["model, tokens", *heads], rows),
         *(
             ["The largest batch that fits, in tokens:", table(["model", *heads], most)]
@@ -82,6 +83,17 @@ def step_section(run: Run, device: str) -> str:
         ),
         *(f"Not measured: {who} ({why})." for who, why in run["absent"].items()),
     )
+
+
+def _step_notes(run: Run) -> str:
+    """The end of the sentence: what else was measured, and the target of the models it is for."""
+    memory = any(row.get("peak_bytes") for row in run["rows"])
+    text = (
+        ", and the most memory that tensors took, weights and gradients included." * memory or "."
+    )
+    if any(row["model"] == "1.7B" for row in run["rows"]):
+        text += " Target T16 is that head and loss add at most 4 % at 1.7B."
+    return text
 
 
 def trl_step_section(run: Run) -> str:
@@ -156,7 +168,7 @@ def _step_cell(row: Run | None, body: Run) -> str:
     peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
     # A row that was measured in a run of its own brings the body's time of that run.
     alone = row.get("body_ms", body["median_ms"])
-    more = "" if row is body else f" (+{row['median_ms'] / alone - 1:.1%})"
+    more = "" if row is body else f" ({row['median_ms'] / alone - 1:+.1%})"
     return f"{row['median_ms']:.0f} ms{more}{peak}"
 
 
@@ -179,25 +191,19 @@ def targets_section(runs: dict[str, Run]) -> str:
     """What was to be reached, and what was: one table over all runs,
     after the names of those that were missed.
     """
-    found = [
-        (_of(f"{what}_{d}"), t)
-        for what in PARTS
-        for d in WHERE
-        for t in runs.get(f"{what}_{d}", {}).get("targets", [])
-    ]
+    found = [(title_of(name), t) for name, t in targets_of(runs)]
     if not found:
         return ""
     missed = [t for _, t in found if t["met"] is False]
     ids = ", ".join(dict.fromkeys(t["id"] for t in missed))
     said = f"{sum(t['met'] is True for _, t in found)} of {len(found)} are met"
     said += f"; {len(missed)} are not, all of them under {ids}." if missed else "."
-    if any(where.endswith("GPU") for where, _ in found):
+    if any(run.endswith("GPU") for run, _ in found):
         said += " " + LATENCY
     columns = ["run", "target", "what", "reach", "stretch", "measured", "met"]
-    return join("## Targets", said, table(columns, [[where, *_target(t)] for where, t in found]))
+    return join("## Targets", said, table(columns, [[run, *_target(t)] for run, t in found]))
 
 
-PARTS = ("head", "divergence", "loss", "gae", "bits")
 LATENCY = (
     "On a GPU each call is timed alone, from an idle device: its time includes the Python before "
     "its first kernel starts, for the head some milliseconds on the machine of these runs. That "
@@ -206,11 +212,6 @@ LATENCY = (
     "them where they were measured. T6's floor is a product that is rounded to bfloat16; logits in "
     "float32 are twice the bytes to write, and are read once more for their statistics."
 )
-
-
-def _of(run: str) -> str:
-    part, device = run.rsplit("_", 1)
-    return f"{part}, {device.replace('cuda', 'GPU').replace('cpu', 'CPU')}"
 
 
 def _target(t: Run) -> list[str]:

@@ -92,7 +92,16 @@ def test_targets_on_a_gpu() -> None:
 
 
 def test_targets_on_a_cpu() -> None:
-    times = timed(**{"policyloss": 4.0, loss.FUSED: 1.0, "verl": 8.0, loss.COATI: 2.0})
+    times = timed(
+        **{
+            "policyloss": 4.0,
+            "policyloss, basic": 2.5,
+            "policyloss, no metrics": 1.6,
+            loss.FUSED: 1.0,
+            "verl": 8.0,
+            loss.COATI: 2.0,
+        }
+    )
     memory = {"policyloss": 5, loss.FUSED: 1, "verl": 8, loss.COATI: 4}
     found = measured(loss.targets(times, memory, "cpu"))
     assert found == {
@@ -102,6 +111,8 @@ def test_targets_on_a_cpu() -> None:
         ),  # coati's 2 ms against 1
         "eager: times faster than verl": (2.0, True),
         "eager: times faster than coati's form": (0.5, False),
+        "eager, basic metrics: times faster than coati's form": (0.8, False),
+        "eager, no metrics: times faster than coati's form": (1.25, True),
         "compiled_loss: peak memory / the least of the eager peers": (0.25, True),
         "eager: peak memory / the least of the eager peers": (1.25, False),
     }

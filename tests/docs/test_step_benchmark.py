@@ -75,3 +75,24 @@ def test_the_page_shows_times_peaks_and_what_did_not_fit() -> None:
     assert "| 4B, 1 | 1 ms, 1.0 GiB | not measured | not measured | not measured |" in page
     assert "| 4B | not measured | 262,144 | not measured | not measured |" in page
     assert "Not measured: Liger (not here)." in page
+
+
+def test_a_cpu_has_no_peaks_and_no_target_of_larger_models() -> None:
+    """The head may also be faster than the body's own loss, by the noise of a machine."""
+    row = {"model": "31M", "tokens": 1024, "peak_bytes": None}
+    run = {
+        "environment": {"gpu": None, "torch": "2", "cores": 2, "threads": 1, "machine": "x"},
+        "length": 256,
+        "rows": [
+            {**row, "head": "body alone", "median_ms": 1000.0},
+            {**row, "head": "ours", "median_ms": 990.0},
+        ],
+        "largest": [],
+        "absent": {},
+    }
+    page = performance_page.performance_page({"step_cpu": run})
+    assert "## A whole training step on a CPU" in page
+    assert "how much longer that is than the body alone.\n" in page
+    assert "T16" not in page
+    assert "| 31M, 1,024 | 1000 ms | 990 ms (-1.0%) |" in page
+    assert "training step" not in performance_page.performance_page({})
