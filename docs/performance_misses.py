@@ -22,6 +22,7 @@ LOGITS, FORWARD = "from logits", "forward only"
 COPY, OF_LOGITS, TRL = "copy of the logits", "policyloss, forward", "TRL pair, its Triton kernel"
 THREE, ONE, OURS = "three bare matmuls", "one bare matmul", "policyloss, one pass"
 MASKED = "policyloss, half masked, quarter at zero advantage"
+LEVELS = {"five metrics": "policyloss, basic", "no metrics": "policyloss, no metrics"}
 LIVE, COATI = "bare matmuls of the live rows", "coati's form"
 
 
@@ -133,15 +134,22 @@ def _head_on_a_cpu(t: Run, runs: Runs) -> str | None:
     if "live rows" in t["what"]:
         masked = groups["masked"]
         ours = masked[MASKED]["median_ms"]
+        eager = masked[f"{MASKED.replace('policyloss', 'eager PyTorch')}, rows gathered"]
+        text = (
+            f"Our call takes {ours:.0f} ms; eager PyTorch, whose rows were gathered before the "
+            f"clock started, takes {eager['median_ms']:.0f} ms for the same rows."
+        )
+        if LIVE not in masked:
+            return text
         old, new = (masked[n]["median_ms"] for n in (LIVE, f"{LIVE}, d weight in new memory"))
         # The rate of anybody who multiplies the same rows follows from ours.
         return (
-            f"Bare products of exactly these rows reach {t['measured'] * ours / old:.2f} of the "
-            "rate of the dense ones, because products of fewer rows are slower per row, and "
+            f"{text} Bare products of exactly these rows reach {t['measured'] * ours / old:.2f} of "
+            "the rate of the dense ones, because products of fewer rows are slower per row, and "
             f"{t['measured'] * ours / new:.2f} if the gradient of the weight goes to new memory, "
             "as that of every call must: the system clears each page of it first, which costs the "
-            f"same for few rows as for many ({new - old:.0f} ms of {new:.0f} ms). Our whole call "
-            f"takes {ours:.0f} ms, {ours / new:.2f} times that."
+            f"same for few rows as for many ({new - old:.0f} ms of {new:.0f} ms). Our call takes "
+            f"{ours / new:.2f} times as long as these."
         )
     if "share of the matmul rate, dense" in t["what"]:
         dense = groups["dense"]
@@ -196,27 +204,28 @@ def _loss_within_torch_compile(t: Run, runs: Runs) -> str | None:
 
 def _eager_loss(t: Run, runs: Runs) -> str | None:
     run = runs["loss_cpu"]
-    ms = {name: x["median_ms"] for name, x in run["times"].items()}
+    none = LEVELS["no metrics"]
     if "peak memory" in t["what"]:
         mb = {name: x / 1e6 for name, x in run["peak_extra_bytes"].items()}
+        levels = f" It is {mb[none]:.1f} MB without any metric." if none in mb else ""
         return (
-            f"The peak is {mb['policyloss']:.1f} MB with all metrics and "
-            f"{mb['policyloss, no metrics']:.1f} MB without any, so that it is the loss itself: "
-            "the dual bound, and the two slopes that are kept for the backward. coati's form "
+            f"The peak is {mb['policyloss']:.1f} MB, which the loss itself takes: the dual bound, "
+            f"and the two slopes that are kept for the backward.{levels} coati's form "
             f"({mb[COATI]:.1f} MB) has no dual bound. Of those that compute the same loss, verl "
             f"holds {mb['verl']:.1f} MB and OpenRLHF {mb['openrlhf']:.1f} MB. `compiled_loss` "
             f"needs {mb['policyloss, compiled_loss']:.1f} MB."
         )
     if COATI not in t["what"]:
         return None
-    speed = {name: ms[COATI] / ms[name] for name in ms}
+    ms = {name: x["median_ms"] for name, x in run["times"].items()}
+    speed = {name: ms[COATI] / x for name, x in ms.items()}
+    levels = "".join(f", {speed[n]:.2f} times with {how}" for how, n in LEVELS.items() if n in ms)
     return (
-        "coati's form computes one metric and a smaller loss. With all metrics ours is "
-        f"{speed['policyloss']:.2f} times as fast, with the basic ones (five) "
-        f"{speed['policyloss, basic']:.2f} times, without any {speed['policyloss, no metrics']:.2f}"
-        f" times; `compiled_loss`, which has all metrics, is "
-        f"{speed['policyloss, compiled_loss']:.2f} times as fast. verl and OpenRLHF, which compute "
-        f"the same loss as ours, reach {speed['verl']:.2f} and {speed['openrlhf']:.2f}."
+        "coati's form computes one metric and a smaller loss. Ours is "
+        f"{speed['policyloss']:.2f} times as fast with all metrics{levels}; `compiled_loss`, which "
+        f"has all metrics, is {speed['policyloss, compiled_loss']:.2f} times as fast. verl and "
+        f"OpenRLHF, which compute the same loss as ours, are {speed['verl']:.2f} and "
+        f"{speed['openrlhf']:.2f} times as fast."
     )
 
 
