@@ -2,8 +2,7 @@
 
 TRL's files were written by its GRPOTrainer (conformance/trl_report_run.py), verl's by its loggers
 and its own function for dumps (tests/helpers/record_logs.py). TensorBoard, W&B and trackio write
-theirs here. Those of prime-rl follow version 1 of its token export, and the CSV files the layouts
-of W&B's and trackio's exports.
+theirs here. Those of prime-rl follow version 1 of its token export.
 """
 
 from __future__ import annotations
@@ -312,20 +311,6 @@ def test_what_trackio_writes(tmp_path: Path) -> None:
     ):
         collect([tmp_path / "p.db"])
     check_tracked(run_of(f"{tmp_path}/p.db#second"))
-
-
-def test_exports_as_tables(tmp_path: Path) -> None:
-    panel = tmp_path / "panel.csv"
-    panel.write_text(
-        '"Step","run-1 - train/reward","run-1 - train/reward__MIN"\n"1","0.5","0"\n"2","0.75","0"\n'
-    )
-    assert run_of(panel)["metrics"]["reward/mean"] == {"step": [1, 2], "value": [0.5, 0.75]}
-    chart = tmp_path / "chart.csv"  # of trackio: the runs of a chart below each other
-    chart.write_text("step,train/reward,run\n1,0.5,first\n2,0.75,first\n")
-    assert run_of(chart)["metrics"]["reward/mean"]["value"] == [0.5, 0.75]
-    chart.write_text("step,train/reward,run\n1,0.5,first\n1,0.75,second\n")
-    with pytest.raises(pl.InputError, match="'first' and other runs; export one run"):
-        collect([chart])
 
 
 def test_any_mixture_is_drawn_side_by_side(tmp_path: Path) -> None:

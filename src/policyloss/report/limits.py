@@ -11,6 +11,7 @@ OBJECT_BYTES = MIB  # of config.json and environment.json
 METRIC_BYTES = 32 * MIB  # of the metrics of all runs that are read; of larger files, parts are
 ROLLOUT_BYTES = 64 * MIB  # the same of their completions
 LEAST_BYTES = MIB // 4  # the share of one run, however many there are
+RUNS = 100  # of one table
 PATHS = 20_000  # in one folder that is searched for logs
 DEPTH = 20  # of settings inside settings
 SETTINGS = 2_000  # in one file
