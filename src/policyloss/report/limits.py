@@ -30,6 +30,7 @@ ROWS = 2_000  # of rollouts
 CHARACTERS_PER_TOKEN = 256  # of prompt, completion and answer count as one token of the budget
 TEXT_LENGTH = 20_000  # of a prompt, a completion, an answer
 TOKEN_LENGTH = 200
+INLINE_BYTES = 10 * MIB  # of a page inside a notebook
 NOTE_LENGTH = 500
 NOTES = 40  # about one run
 LARGEST = 1e150  # beyond it, sums, squares and the scales of a chart would overflow

@@ -115,5 +115,6 @@ def _figure(index: int, title: str, hint: str, judge: str) -> str:
 
 _NO_STEPS = '<p class="quiet">No step has been written yet.</p>'
 _NO_TOKENS = (
-    '<p class="quiet">No completions were recorded (rollouts.jsonl), so there are none to show.</p>'
+    '<p class="quiet">There are no completions to show: none were recorded (rollouts.jsonl), or a '
+    "note at the top of the page says why they were left out.</p>"
 )
