@@ -176,6 +176,7 @@ def test_tokens_and_time_as_x_and_the_step_that_a_click_chooses(
     page.get_by_label("Over", exact=True).select_option("tokens")
     # 10, 30, 60 and 100 tokens up to steps 0 to 3: from 10 to 100, 60 lies at 50/90.
     assert tip(page, "Reward", 50 / 90) == ["60 tokens", "a1 2", "a2 4", "b 1"]
+    assert picture(page, "Reward").locator("text.unit").text_content() == "tokens"
     page.mouse.click(*at(page, "Reward", 50 / 90))
     assert "step=2" in address(page)
     page.get_by_label("Over", exact=True).select_option("seconds")
@@ -405,7 +406,16 @@ def test_a_chart_far_down_is_drawn_for_the_reader_and_for_the_printer(
     page.emulate_media(media="print")
     assert page.locator("#bar").is_hidden()
     assert page.locator("#verdict").is_visible()
+    # Nobody can open a folded section on paper, so that its charts are printed, too.
+    page.evaluate(
+        "const more = document.querySelector('#more details');"
+        "addEventListener('beforeprint', () => { window.unfolded = more.open; })"
+    )
     assert page.pdf()[:5] == b"%PDF-"
+    assert page.evaluate("window.unfolded") is True
+    figures = page.locator("figure[data-panel]")
+    assert figures.filter(has_not=page.locator("path.line")).count() == 0
+    assert page.locator("#more figure").first.is_hidden()
 
 
 @needs_browser

@@ -456,6 +456,13 @@ def test_a_screen_reader_is_told_what_there_is(page: Open) -> None:
     assert sheet.locator("#token-values").get_attribute("aria-live") == "polite"
 
 
-def test_a_page_without_tokens_offers_no_scale(tmp_path: Path) -> None:
-    rows = [{"step": 1, "prompt": "p", "completion": "c", "reward": 1.0}]
-    assert view(collect([write_run(tmp_path / "run", [], rollouts=rows)]))["scales"] == {}
+@needs_browser
+def test_a_page_without_tokens_offers_no_colours(page: Open, tmp_path: Path) -> None:
+    rows = [{"step": 1, "prompt": "p", "completion": "some text", "reward": 1.0}]
+    data = collect([write_run(tmp_path / "run", [], rollouts=rows)])
+    assert view(data)["scales"] == {}
+    (tmp_path / "texts.html").write_text(render(data), encoding="utf-8")
+    sheet = page(file=tmp_path / "texts.html")
+    assert "some text" in sheet.locator("#completions").inner_text()
+    for what in ("#color", "#token-legend", "aside"):
+        assert sheet.locator(what).is_hidden(), what

@@ -8,6 +8,7 @@ theirs here. Those of prime-rl follow version 1 of its token export.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -326,6 +327,21 @@ def test_any_mixture_is_drawn_side_by_side(tmp_path: Path) -> None:
     assert escaped("clip_ratio/high_mean") in html
     # The page of our own runs has no such section.
     assert "Names of the metrics" not in render(collect([ours]))
+
+
+def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
+    ours, trl = realistic_run(tmp_path / "ours", steps=3), TRL
+    known = ["Run", "Verdict", "Held-out accuracy", "Reward", "Steps", "Time"]
+    for paths, names in (
+        ([trl], known),
+        ([ours, trl], [*known[:2], "Loss", "Model", "Task", *known[2:], "Tokens"]),
+    ):
+        page = render(collect(paths))
+        table = page[page.index('<table class="runs') : page.index("</table>")]
+        assert re.findall("<th scope=col>([^<]+)", table) == names
+        for row in table.split("<tr>")[2:]:
+            assert re.findall('<td data-name="([^"]+)">', row) == names[1:]
+    assert "The files of the run do not say which loss it was trained with." in page
 
 
 def test_what_is_no_run_is_told_what_was_looked_for(tmp_path: Path) -> None:

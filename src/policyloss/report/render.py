@@ -4,6 +4,7 @@ page makes no request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,6 +106,7 @@ def _figure(index: int, title: str, hint: str, judge: str) -> str:
             ("svg", "SVG", "Save the picture as SVG", ""),
         )
     )
+    judge = re.sub(r"\b(Good|Bad):", r"<b>\1:</b>", judge)
     words = "".join(f'<span class="quiet">{text}</span>' for text in (hint, judge) if text)
     return f'''<figure class="chart" data-panel="{index}"><figcaption><h3>{title}</h3> {words}\
 <span class="tools">{tools}</span></figcaption><svg tabindex="0" role="img" aria-label="{title}">\
