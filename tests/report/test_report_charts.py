@@ -387,10 +387,14 @@ def test_a_chart_tells_its_gist_and_its_numbers(open_page: Open, tmp_path: Path)
 
 
 @needs_browser
-def test_labels_of_an_axis_differ(open_page: Open, tmp_path: Path) -> None:
-    page = open_page([small_run(tmp_path / "run", [4.1512, 4.1531, 4.1524])])
+def test_labels_of_an_axis_differ_and_are_several(open_page: Open, tmp_path: Path) -> None:
+    values = [(4.1512, 0.15), (4.1531, 6.0), (4.1524, 1.0)]
+    rows = [{"step": s, "reward/mean": r, "grad_norm": g} for s, (r, g) in enumerate(values)]
+    page = open_page([write_run(tmp_path / "run", rows)])
     labels = picture(page, "Reward").locator("text.tick.end").all_text_contents()
     assert len(set(labels)) == len(labels) >= 2
+    labels = picture(page, "Gradient norm").locator("text.tick.end").all_text_contents()
+    assert labels == ["0.2", "0.5", "1", "2", "5"]  # of a log scale over less than two decades
 
 
 @needs_browser
