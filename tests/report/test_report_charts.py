@@ -9,7 +9,7 @@ import io
 import re
 import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,34 +26,21 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens the page of some runs, or an address; whatever it complains of fails the test."""
-    complaints: list[str] = []
-    contexts = []
+def open_page(tab: Any, tmp_path: Path) -> Open:
+    """Opens the page of some runs, or an address."""
 
     def opened(
         runs: Sequence[Path] | str, address: str = "", width: int = 1280, height: int = 1000
     ) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        # A browser says that a server does not answer, or no longer; a test stops one.
-        page.on(
-            "console",
-            lambda line: "ERR_CONNECTION_RE" in line.text or complaints.append(line.text),
-        )
+        tab.set_viewport_size({"width": width, "height": height})
         if not isinstance(runs, str):
             file = tmp_path / "report.html"
             file.write_text(render(collect(runs)), encoding="utf-8")
             runs = file.as_uri()
-        page.goto(runs + address)
-        return page
+        tab.goto(runs + address)
+        return tab
 
-    yield opened
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    return opened
 
 
 def small_run(path: Path, rewards: Sequence[float | None], **settings: Any) -> Path:
@@ -488,45 +475,39 @@ def test_a_live_page_may_ask_nobody_else(browser: Any, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_a_notebook_shows_a_report_that_cannot_reach_it(browser: Any, tmp_path: Path) -> None:
+def test_a_notebook_shows_a_report_that_cannot_reach_it(tab: Any, tmp_path: Path) -> None:
     shown = pl.report.show(small_run(tmp_path / "<b>&\"'", [1.0, 2.0]), height=500)
     assert repr(shown).startswith("the report of <b>&\"'; it is drawn")
-    page = browser.new_page(viewport={"width": 900, "height": 700})
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda line: complaints.append(line.text))
-    page.set_content(f"<title>notebook</title>{shown._repr_html_()}")
-    frame = page.frame_locator("iframe")
+    tab.set_viewport_size({"width": 900, "height": 700})
+    tab.set_content(f"<title>notebook</title>{shown._repr_html_()}")
+    frame = tab.frame_locator("iframe")
     # A chart below the edge of its frame is drawn when it comes into sight.
     frame.locator("figure[data-panel='0']").scroll_into_view_if_needed()
     frame.locator("figure[data-panel='0'] path.line").first.wait_for()
     assert frame.locator(".runs tbody th").inner_text() == "<b>&\"'"
-    assert page.locator("iframe").bounding_box()["height"] == 500
+    assert tab.locator("iframe").bounding_box()["height"] == 500
     frame.get_by_label("Over", exact=True).select_option(
         "tokens"
     )  # the view changes without an address
     assert frame.locator("#unit").input_value() == "tokens"
-    inside = page.frames[1]
+    inside = tab.frames[1]
     assert (
         inside.evaluate("() => { try { return parent.document.title } catch { return 'no' } }")
         == "no"
     )
-    assert complaints == []
-    page.close()
 
 
 @needs_browser
-def test_charts_are_drawn_when_a_page_without_a_box_gets_one(browser: Any, tmp_path: Path) -> None:
+def test_charts_are_drawn_when_a_page_without_a_box_gets_one(tab: Any, tmp_path: Path) -> None:
     """As in a frame that is laid out after its script ran: no event of the window tells of it."""
     file = tmp_path / "report.html"
     html = render(collect([small_run(tmp_path / "run", [1.0, 2.0])]))
     file.write_text(html.replace("<body", "<body hidden", 1), encoding="utf-8")
-    page = browser.new_page(viewport={"width": 900, "height": 700})
-    page.goto(file.as_uri())
-    assert page.locator("figure[data-panel='0'] path.line").count() == 0
-    page.evaluate("document.body.hidden = false")
-    page.locator("figure[data-panel='0'] path.line").first.wait_for(timeout=5000)
-    page.close()
+    tab.goto(file.as_uri())
+    line = tab.locator("figure[data-panel='0'] path.line").first
+    assert line.count() == 0
+    tab.evaluate("document.body.hidden = false")
+    line.wait_for()
 
 
 def test_no_name_of_the_scripts_is_declared_twice() -> None:

@@ -1,4 +1,4 @@
-"""`pl.report.show` in a real Jupyter kernel. What a browser draws of it: test_report_charts.py."""
+"""`pl.report.show`, also in a real Jupyter kernel; test_report_charts.py looks at what is drawn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from docs.site.notebook import execute, notebook
 from report_runs import realistic_run
 
-from policyloss.report import collect, render
+import policyloss as pl
+from policyloss.report import collect, inline, render
 
 CELLS = """
 ```python
@@ -45,6 +47,26 @@ def data_of(page: str) -> Any:
     return json.loads(text)
 
 
+def test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = realistic_run(tmp_path / "run", steps=3)
+    complete = pl.report.show(run).page
+    assert complete == render(collect([run]))
+    monkeypatch.setattr(inline, "INLINE_BYTES", len(complete.encode()) - 1)
+    page = pl.report.show(run).page
+    (before,), (after,) = (data_of(text)["runs"] for text in (complete, page))
+    assert before["rollouts"]
+    assert after["rollouts"] == []
+    assert after["series"] == before["series"]
+    assert "which is too much for a notebook; `policyloss report` writes it" in page
+    assert "a note at the top of the page says why they were left out" in page
+    monkeypatch.setattr(inline, "INLINE_BYTES", len(page.encode()) - 1)
+    with pytest.raises(pl.InputError, match=r"page of 1 run\(s\) has .* give fewer runs, or write"):
+        pl.report.show(run)
+
+
+@pytest.mark.slow
 def test_show_in_a_kernel(tmp_path: Path) -> None:
     """One test, because a kernel takes seconds to start."""
     run = realistic_run(tmp_path / "it's <b>&amp;", steps=12)
@@ -65,12 +87,8 @@ def test_show_in_a_kernel(tmp_path: Path) -> None:
     )
 
     # One that is too large has no completions and says so.
-    (before,), (after,) = (data_of(text)["runs"] for text in (page, page_of(shorter)))
-    assert before["rollouts"]
-    assert after["rollouts"] == []
-    assert after["series"] == before["series"]
+    assert data_of(page_of(shorter))["runs"][0]["rollouts"] == []
     assert "which is too much for a notebook; `policyloss report` writes it" in page_of(shorter)
-    assert "a note at the top of the page says why they were left out" in page_of(shorter)
 
     # What cannot be shown is an error in words.
     assert (large["output_type"], large["ename"]) == ("error", "InputError")
