@@ -155,6 +155,14 @@ def test_the_file_of_a_run_in_it_is_known(
     assert live.refresh()[1] != first
 
 
+def test_a_run_of_what_holds_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    with pytest.raises(pl.InputError, match=r"log\.jsonl is one run; leave out #a\."):
+        collect([f"{tmp_path}/log.jsonl#a"])
+    with pytest.raises(pl.InputError, match=r"none\.csv#a does not exist"):
+        collect([f"{tmp_path}/none.csv#a"])
+
+
 def test_completions_beside_several_runs_are_not_given_to_one_of_them(tmp_path: Path) -> None:
     (tmp_path / "reward.csv").write_text("Step,a - reward,b - reward\n1,2,3\n")
     (tmp_path / "1.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')

@@ -102,6 +102,8 @@ def files_of(path: Path, notes: Notes) -> Files:
         notes.append(f"The numbers are from {KINDS[chosen]}; not read: {_words(others)}.")
     if chosen == "trackio":
         run = _of_project(numbers[0], run)
+    elif run and chosen != "table":
+        raise InputError(f"{path} is one run; leave out #{run}.")
     return Files(chosen, run, numbers, completions)
 
 
