@@ -129,4 +129,11 @@ REPORT = (
         "Path(p).resolve()",
         _TABLES + "test_the_file_of_a_run_in_it_is_known",
     ),
+    (
+        "report_shows_a_page_of_any_size",
+        "report/inline.py",
+        "if len(page.encode()) > INLINE_BYTES:",
+        "if False:",
+        "test_report_notebook.py::test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused",
+    ),
 )
