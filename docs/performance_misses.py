@@ -19,6 +19,7 @@ Explain = Callable[[Run, Runs], str | None]
 
 PARTS = ("head", "divergence", "loss", "gae", "bits")
 LOGITS, FORWARD = "from logits", "forward only"
+IN_TURNS = "forward only, in turns with its floor"
 COPY, OF_LOGITS, TRL = "copy of the logits", "policyloss, forward", "TRL pair, its Triton kernel"
 THREE, ONE, OURS = "three bare matmuls", "one bare matmul", "policyloss, one pass"
 MASKED = "policyloss, half masked, quarter at zero advantage"
@@ -79,16 +80,22 @@ def _forward_alone(t: Run, runs: Runs) -> str | None:
     groups, shape = run["groups"], run["shape"]
     ours, bare = groups[FORWARD]["policyloss"], groups[FORWARD][ONE]
     logits = shape["sequences"] * shape["length"] * shape["vocabulary"]
-    hot = groups["dense"][ONE]["median_ms"]
-    return (
+    text = (
         f"The kernels of our call take {ours['kernel_ms']:.1f} ms, that of the bare matmul "
         f"{bare['kernel_ms']:.1f} ms, a ratio of {ours['kernel_ms'] / bare['kernel_ms']:.2f}. The "
         f"rest of our {ours['median_ms']:.1f} ms is the host's time before the first kernel and "
         f"between windows. The bare matmul writes bfloat16 logits, {2 * logits / 2**30:.1f} GiB; "
         f"ours are float32, {4 * logits / 2**30:.1f} GiB, and are read once more for their "
-        "statistics, which is what makes the log-probabilities exact. The device is also slower "
-        f"the hotter it is: among the providers of the dense table the same bare matmul took "
-        f"{hot:.1f} ms, and {ours['median_ms'] / hot:.2f} times that is what our call took."
+        "statistics, which is what makes the log-probabilities exact."
+    )
+    if IN_TURNS not in groups:
+        return text
+    ms = {name: x["median_ms"] for name, x in groups[IN_TURNS].items()}
+    wide = ms[f"{ONE}, logits in float32"]
+    return (
+        f"{text} In turns with our call the bare matmul takes {ms[ONE]:.1f} ms, and "
+        f"{wide:.1f} ms if its logits are float32; our call takes {ms['policyloss']:.1f} ms, "
+        f"{ms['policyloss'] / wide:.2f} times that."
     )
 
 

@@ -70,6 +70,23 @@ def test_rows_of_logits_by_hand() -> None:
     assert "ours is 3.20 times faster" in text
 
 
+def test_the_forward_alone_by_hand() -> None:
+    names = head_providers
+    alone = {names.ONE: timed(whole=26, kernels=25), "policyloss": timed(whole=33, kernels=30)}
+    turns = {names.ONE: timed(whole=28), names.WIDE: timed(whole=30), "policyloss": timed(whole=33)}
+    shape = {"sequences": 2**10, "length": 2**10, "vocabulary": 2**10}
+    line = missed("T6", f"forward only: time / {names.ONE}", 1.18, "<=", reach=1.1)
+    run = {"targets": [line], "groups": {names.FORWARD: alone}, "shape": shape}
+    text = performance_misses.misses_section({"head_cuda": run})
+    # 30 / 25, and 2³⁰ logits of two and of four bytes.
+    assert "a ratio of 1.20. The rest of our 33.0 ms" in text
+    assert "writes bfloat16 logits, 2.0 GiB; ours are float32, 4.0 GiB" in text
+    run["groups"][names.IN_TURNS] = turns
+    text = performance_misses.misses_section({"head_cuda": run})
+    assert "takes 28.0 ms, and 30.0 ms if its logits are float32; our call takes 33.0" in text
+    assert "1.10 times that." in text
+
+
 def test_the_head_on_a_cpu_by_hand() -> None:
     names = head_providers
     masked = {

@@ -89,7 +89,7 @@ def gradients_by_columns(
         product(x, w[c].t(), z)
         if rows.kept is not None:
             rows.kept.restrict(z, c.start)
-        part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
+        part = rows.of_columns(c)
         if teacher is not None:
             part = part._replace(compared=teacher(c))
         dz = part.dlogits(z, room, s, derivatives)
@@ -133,16 +133,20 @@ def gradients_in_parts(
         None if wanted.bias is None else head.dtype,
     )
     dhidden = None if sums.hidden is None else torch.zeros_like(head.hidden, dtype=sums.hidden)
-    dweight = None if sums.weight is None else torch.zeros_like(w, dtype=sums.weight)
+    dweight = None
+    if sums.weight is not None:
+        # The first window writes all of it.
+        dweight = (torch.empty_like if all_windows else torch.zeros_like)(w, dtype=sums.weight)
     dbias = None if sums.bias is None else w.new_zeros(w.shape[0], dtype=sums.bias)
     for window in all_windows:
         at = window if index is None else index[window]
         here = s.of_rows(at)
         of_window = [None if d is None else d[at] for d in derivatives]
-        share = partial(_share_of_part, head, head.rows(at), here, of_window, room, dweight, dbias)
+        target = Gradients(dhidden, dweight, dbias)
+        share = partial(_share_of_part, head, head.rows(at), here, of_window, room, target, window)
         if dhidden is None:
             for i in range(len(tiles.parts)):
-                share(i, False)
+                share(i)
         else:
             total = tree(share, 0, len(tiles.parts))[: window.stop - window.start]
             dhidden[at] = total.to(dhidden.dtype)
@@ -158,12 +162,11 @@ def _share_of_part(
     s: Statistics,
     derivatives: Derivatives,
     room: Room,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
+    sums: Gradients,
+    window: slice,
     i: int,
-    hidden: bool = True,
 ) -> Tensor:
-    """Add what part i of the vocabulary gives `dweight` and `dbias`; its share of `dhidden`."""
+    """Add what part i of the vocabulary gives weight and bias; its share of `dhidden`."""
     tiles, x = head.tiles, rows.hidden
     assert tiles is not None
     c = tiles.parts[i]
@@ -172,16 +175,15 @@ def _share_of_part(
     tiles.product(x, w.t(), room.logits(rows_of_tiles, columns))
     if rows.kept is not None:
         rows.kept.restrict(z, c.start)
-    part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
-    dz = part.dlogits(z, room, s, derivatives)
-    if dweight is not None and dweight.dtype == head.dtype:
-        add_product(dweight[c], dz.t(), x)
-    elif dweight is not None:
-        rounded_product(dz.t(), x, dweight[c])
-    if dbias is not None:
-        dbias[c] += column_sum(dz, head.dtype, 1.0)
+    dz = rows.of_columns(c).dlogits(z, room, s, derivatives)
+    if sums.weight is not None and window.start > 0:
+        add_product(sums.weight[c], dz.t(), x)
+    elif sums.weight is not None:
+        rounded_product(dz.t(), x, sums.weight[c])
+    if sums.bias is not None:
+        sums.bias[c] += column_sum(dz, head.dtype, 1.0)
     out = x.new_empty(rows_of_tiles, x.shape[1], dtype=head.dtype)
-    if hidden:
+    if sums.hidden is not None:
         tiles.product(room.gradient(rows_of_tiles, columns, dz.dtype), w, out)
     return out
 

@@ -138,6 +138,10 @@ class Rows(NamedTuple):
         assert self.compared is None
         return Rows(self.hidden[rows], self.ids[rows], self.scaling.of_rows(rows))
 
+    def of_columns(self, columns: slice) -> Rows:
+        """The same rows and some vocabulary entries, without a teacher."""
+        return Rows(self.hidden, self.ids - columns.start, self.scaling.of_columns(columns))
+
     def dlogits(
         self, z: Tensor, room: Room, s: Statistics, derivatives: Sequence[Tensor | None]
     ) -> Tensor:
