@@ -10,7 +10,7 @@ from torch import Tensor
 from policyloss.arguments import check_choice, check_like, check_number, check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import step_share, weighted_sum
-from policyloss.functional.exact import total
+from policyloss.functional.exact import stays_eager, total
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
@@ -33,6 +33,7 @@ def clamped(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
 
+@stays_eager
 def value_loss(
     values: Tensor,
     returns: Tensor,

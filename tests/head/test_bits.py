@@ -7,6 +7,7 @@ Everything runs on a GPU where there is one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -321,8 +322,8 @@ def test_a_device_whose_products_depend_on_the_place_is_refused(monkeypatch):
         pl.linear_logprobs(case.hidden, case.weight, case.ids)
 
 
-def test_one_product_of_other_bits_is_not_taken(monkeypatch):
-    """A product over all entries that rounds in its own way: the parts are multiplied instead."""
+def rounds_wide_products_otherwise(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device whose product over all 1000 entries has other bits; the widths it multiplies."""
     widths: list[int] = []
 
     def by_width(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -331,18 +332,49 @@ def test_one_product_of_other_bits_is_not_taken(monkeypatch):
         if b.shape[1] == 1000:
             out *= 1 + 2 * torch.finfo(out.dtype).eps
 
-    case = bits_case("1000x64", torch.float32)
     monkeypatch.setattr(tiles_of, "product", by_width)
     monkeypatch.setattr(tiles_of, "_CHECKED", {})
+    return widths
+
+
+def test_one_product_of_other_bits_is_not_taken(monkeypatch):
+    """A product over all entries that rounds in its own way: the parts are multiplied instead."""
+    case = bits_case("1000x64", torch.float32)
+    widths = rounds_wide_products_otherwise(monkeypatch)
     with pl.exact():
         pl.linear_logprobs(case.hidden, case.weight, case.ids)
         widths.clear()
         pl.linear_logprobs(case.hidden, case.weight, case.ids)
         assert sorted(set(widths)) == [112, 128, 136]
-        nothing = torch.zeros_like(case.weight)
-        monkeypatch.setattr(tiles_of, "_CHECKED", {})
-        pl.linear_logprobs(case.hidden, nothing, case.ids)
-        assert not any(tiles_of._CHECKED.values())
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_a_trial_does_not_depend_on_the_weight_it_meets_first(monkeypatch, value):
+    """Of a weight of zeros, or of one that is not finite, every product looks the same."""
+    case = bits_case("1000x64", torch.float32)
+    rounds_wide_products_otherwise(monkeypatch)
+    with pl.exact():
+        pl.linear_logprobs(case.hidden, torch.full_like(case.weight, value), case.ids)
+    assert list(tiles_of._CHECKED.values()) == [False]
+
+
+def test_a_trial_holds_for_one_layout_and_one_precision(monkeypatch):
+    """A weight whose columns lie together is multiplied by other code, and so is TF32."""
+    case = bits_case("1000x64", torch.float32)
+    monkeypatch.setattr(tiles_of, "_CHECKED", {})
+    before = torch.get_float32_matmul_precision()
+    try:
+        with pl.exact():
+            pl.linear_logprobs(case.hidden, case.weight, case.ids)
+            pl.linear_logprobs(case.hidden[:3], case.weight + 1, case.ids[:3])
+            assert len(tiles_of._CHECKED) == 1
+            pl.linear_logprobs(case.hidden, case.weight.t().contiguous().t(), case.ids)
+            assert len(tiles_of._CHECKED) == 2
+            torch.set_float32_matmul_precision("medium" if before == "highest" else "highest")
+            pl.linear_logprobs(case.hidden, case.weight, case.ids)
+            assert len(tiles_of._CHECKED) == 3
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_plans_hold_whole_tiles():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_group
+from policyloss.functional.exact import stays_eager
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import (
     TeacherColumns,
@@ -86,6 +87,7 @@ def linear_logprobs(
     vocab_group: Any = None,
     support: SupportArgument | None = None,
 ) -> Tensor | LogProbs: ...
+@stays_eager
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
