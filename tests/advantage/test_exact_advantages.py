@@ -36,8 +36,8 @@ def scans(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
         "discounted_returns": lambda r, v, m, cu=None, rows=slice(None): (
             advantage.discounted_returns(r, m, 0.97, cu_seqlens=cu)
         ),
-        "reinforce_pp": lambda r, v, m, cu=None, rows=slice(None): (
-            advantage.reinforce_pp(r, m, 0.97, cu_seqlens=cu, group="local")
+        "reinforce_pp": lambda r, v, m, cu=None, rows=slice(None): advantage.reinforce_pp(
+            r, m, 0.97, cu_seqlens=cu, group="local"
         ),
     }
 
@@ -67,8 +67,8 @@ ESTIMATORS = {
     "whiten": lambda r, i: pl.whiten(r[i], MASK[i]),
     "batch_std": lambda r, i: pl.group_advantages(r[i, 0], GROUPS[i], scale="batch_std"),
     "gdpo": lambda r, i: advantage.gdpo(r[i, :2], GROUPS[i]),
-    "reinforce_pp_baseline": lambda r, i: (
-        advantage.reinforce_pp_baseline(r[i, 0], GROUPS[i], LENGTHS[i], group="local")
+    "reinforce_pp_baseline": lambda r, i: advantage.reinforce_pp_baseline(
+        r[i, 0], GROUPS[i], LENGTHS[i], group="local"
     ),
     "grpo": lambda r, i: advantage.grpo(r[i, 0], GROUPS[i]),
     "grpo_loo": lambda r, i: advantage.grpo_loo(r[i, 0], GROUPS[i]),

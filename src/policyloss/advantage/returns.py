@@ -160,15 +160,15 @@ def _lambda_returns(
     place = torch.arange(mask.numel(), device=mask.device).view(layout.shape)
     pack = WholeSequences.of(layout, mask, place, reward, value)
     inside = valid = pack.inside
-    rows = [pack.padded(x) for x in pack.columns]
+    reward, value = (pack.padded(x) for x in pack.columns)
     if last_values is not None:
         # A token more, whose reward is the value after the last.
         after = _per_sequence(last_values, layout, reward).to(reward.dtype).unsqueeze(1)
         end = pack.cu_seqlens.diff().unsqueeze(1)
         longer = torch.nn.functional.pad
-        rows = [longer(x, (0, 1)).scatter(1, end, after) for x in rows]
+        reward, value = (longer(x, (0, 1)).scatter(1, end, after) for x in (reward, value))
         valid = longer(inside, (0, 1)).scatter(1, end, True)
-    returns = _scanned(*rows, valid, gamma, lam, Sequences(tuple(valid.shape)), None)
+    returns = _scanned(reward, value, valid, gamma, lam, Sequences(tuple(valid.shape)), None)
     return pack.on_this_rank(returns[:, : inside.shape[1]][inside])
 
 

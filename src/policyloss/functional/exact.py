@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import wraps
 from threading import Lock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from policyloss.functional.collectives import all_max, all_sum
 # The limbs of one number but the first are at most half of the quantum before, 2²⁹ of their own.
 # Sums of 2²⁴ of them fit into the 53 bits of a float64; so do those of the first up to 9e15.
 QUANTA = (1.0, 2.0**-30, 2.0**-60)
-P, T = ParamSpec("P"), TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Mode:
@@ -71,7 +71,7 @@ def is_exact() -> bool:
     return _Mode.exact
 
 
-def stays_eager(function: Callable[P, T]) -> Callable[P, T]:
+def stays_eager(function: F) -> F:
     """`function`, which in the exact mode no compiler traces.
 
     A compiler chooses kernels and the order of sums by itself, and the bits would follow from the
@@ -79,13 +79,12 @@ def stays_eager(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     @wraps(function)
-    def eager(*args: P.args, **kwargs: P.kwargs) -> T:
+    def eager(*args: Any, **kwargs: Any) -> Any:
         if is_exact() and torch.compiler.is_compiling():
-            untraced: Callable[P, T] = torch.compiler.disable(function)
-            return untraced(*args, **kwargs)
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
-    return eager
+    return cast(F, eager)
 
 
 def limbs(x: Tensor) -> Tensor:
