@@ -225,7 +225,7 @@ def test_a_notebook_shows_the_table():
         (lambda xs: list(xs), SEQUENCES, None, "dtype torch.int64"),
         (lambda xs: [None] * len(xs), SEQUENCES, None, "sequence 0: NoneType"),
         (lambda xs: [["a"]] * len(xs), SEQUENCES, None, "sequence 0: list"),
-        (lambda xs: {i: x for i, x in enumerate(by_hand(xs))}, SEQUENCES, None, "got dict"),
+        (lambda xs: dict(enumerate(by_hand(xs))), SEQUENCES, None, "got dict"),
         (by_hand, SEQUENCES, "abcd", "against must hold .* got str"),
         (lambda xs: [x[:0].float() for x in xs], SEQUENCES, None, "no log-probability at all"),
         (lambda xs: [x.float().to(torch.float8_e5m2) for x in xs], SEQUENCES, None, "float8"),

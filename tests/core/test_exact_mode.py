@@ -20,10 +20,11 @@ from policyloss.functional.segments import Sequences
 BATCH = make_batch(seed=4, rows=9, width=11, dtype=torch.float32)
 
 
-def test_blocks_of_two_threads_that_overlap():
-    """The first ends within the second: the second keeps the mode, and its end is the end."""
+@pytest.mark.parametrize("on", [True, False])
+def test_blocks_of_two_threads_that_overlap(on):
+    """The first ends within the second: the second keeps its mode, and its end is the end."""
     first_began, second_began, first_ended = (threading.Event() for _ in range(3))
-    seen_by_second = []
+    modes = []
 
     def first() -> None:
         with pl.exact():
@@ -33,17 +34,17 @@ def test_blocks_of_two_threads_that_overlap():
 
     def second() -> None:
         first_began.wait(10)
-        with pl.exact():
+        with pl.exact(on):
             second_began.set()
             first_ended.wait(10)
-            seen_by_second.append(is_exact())
+            modes.append(is_exact())
 
     threads = [threading.Thread(target=f) for f in (first, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert seen_by_second == [True]
+    assert modes == [on]
     assert not is_exact()
 
 
