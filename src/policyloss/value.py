@@ -14,9 +14,10 @@ from policyloss.functional.exact import stays_eager, total
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
-from policyloss.metrics import ExplainedVariance, Invalid, Metrics, Record, Stat, Sum
+from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import TokenMean
 from policyloss.parts.data import check_part
+from policyloss.records import ExplainedVariance, Invalid, Record, Stat, Sum
 from policyloss.tokens import Layout, expand_advantages
 from policyloss.totals import Totals, local_totals, resolve
 

@@ -14,8 +14,9 @@ import torch
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
 from policyloss.functional import collectives
-from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Max, Min, RecordPlaces, Sum
+from policyloss.metrics import RecordPlaces
 from policyloss.policy_metrics import FORMULAS
+from policyloss.records import EffectiveSampleSize, ExplainedVariance, Max, Min, Sum
 
 CLIP = pl.Clip(0.05, 0.08, dual=1.2)
 FULL = pl.LossSpec(
@@ -446,8 +447,8 @@ def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
     n = torch.tensor(2**31 - 1, dtype=torch.int32)
     metrics = pl.Metrics(
         {
-            "a": pl.metrics.Stat(torch.tensor(1.5), n),
-            "b": pl.metrics.Stat(torch.tensor(3.0), n),
+            "a": pl.Stat(torch.tensor(1.5), n),
+            "b": pl.Stat(torch.tensor(3.0), n),
             "n": Sum(n),
         }
     )

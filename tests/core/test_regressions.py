@@ -7,7 +7,7 @@ import torch
 
 import policyloss as pl
 from policyloss.check.batch import Batch
-from policyloss.metrics import ExplainedVariance
+from policyloss.records import ExplainedVariance
 
 BATCH = Batch.random(seed=11)
 
