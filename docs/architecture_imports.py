@@ -54,7 +54,9 @@ class Layer:
 # each other.
 LAYERS = (
     Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output", "logs")),
-    Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics", "records")),
+    Layer(
+        "The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics", "records")
+    ),
     Layer("What a loss is", ("parts", "spec", "presets")),
     Layer("The loss", ("policy_metrics", "loss", "value", "completions")),
     Layer("Around the loss", ("accumulate", "head", "compiled", "check", "explain", "doctor")),

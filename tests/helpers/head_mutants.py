@@ -222,8 +222,8 @@ HEAD = (
     (
         "head_recompute_ids_not_shifted",
         "head/backward.py",
-        "rows.ids - c.start, rows",
-        "rows.ids, rows",
+        "        part = Rows(x, rows.ids - c.start, rows",
+        "        part = Rows(x, rows.ids, rows",
         _LINEAR + "test_window_boundaries",
     ),
     (

@@ -28,25 +28,35 @@ def _complement(x):
 
 
 @triton.jit
-def _tile_gradient(
-    u,
+def _write_tile(
+    z_row,
+    out_row,
+    bias_ptr,
     softcap,
     scale,
     lse2,
     base,
     bend,
     target,
-    column,
     start,
     y,
+    V,
+    HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
+    NARROWING: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz of one tile: `target` at y, else `p·(base + bend·log2 p)`, times the softcap's slope.
-
-    u: logits after the cap.
-    """
+    """dz of one tile: `target` at y, else `p·(base + bend·log2 p)`, times the softcap's slope."""
+    column = start + tl.arange(0, BLOCK)
+    if MASKED:
+        z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
+    else:
+        z = tl.load(z_row + column, eviction_policy="evict_first")
+        bias = tl.load(bias_ptr + column) if HAS_BIAS else z
+    u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
     log2_p = u * scale - lse2
     p = tl.exp2(log2_p)
     d = p * (base + bend * tl.maximum(log2_p, NOTHING)) if ENTROPY else p * base
@@ -56,7 +66,12 @@ def _tile_gradient(
     if HAS_SOFTCAP:
         bent = u / softcap
         d *= 1 - bent * bent
-    return d
+    if NARROWING:
+        tl.debug_barrier()
+    if MASKED:
+        tl.store(out_row + column, d.to(out_row.dtype.element_ty), mask=column < V)
+    else:
+        tl.store(out_row + column, d.to(out_row.dtype.element_ty))
 
 
 @triton.jit
@@ -119,51 +134,15 @@ def _gradient_kernel(
             base = -rate * (g + h * entropy)
             bend = -rate * h * LN_2
         for start in range(0, full, BLOCK):
-            column = start + within
-            z = tl.load(z_row + column, eviction_policy="evict_first")
-            bias = tl.load(bias_ptr + column) if HAS_BIAS else z
-            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
-            d = _tile_gradient(
-                u,
-                softcap,
-                scale,
-                lse2,
-                base,
-                bend,
-                target,
-                column,
-                start,
-                y,
-                HAS_SOFTCAP,
-                ENTROPY,
-                BLOCK,
-            )
-            if NARROWING:
-                tl.debug_barrier()
-            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty))
+            _write_tile(
+                z_row, out_row, bias_ptr, softcap, scale, lse2, base, bend, target, start, y, V,
+                HAS_BIAS, HAS_SOFTCAP, ENTROPY, NARROWING, False, BLOCK,
+            )  # fmt: skip
         if full < V:
-            column = full + within
-            z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
-            bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
-            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
-            d = _tile_gradient(
-                u,
-                softcap,
-                scale,
-                lse2,
-                base,
-                bend,
-                target,
-                column,
-                full,
-                y,
-                HAS_SOFTCAP,
-                ENTROPY,
-                BLOCK,
-            )
-            if NARROWING:
-                tl.debug_barrier()
-            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty), mask=column < V)
+            _write_tile(
+                z_row, out_row, bias_ptr, softcap, scale, lse2, base, bend, target, full, y, V,
+                HAS_BIAS, HAS_SOFTCAP, ENTROPY, NARROWING, True, BLOCK,
+            )  # fmt: skip
 
 
 def row_gradient(
