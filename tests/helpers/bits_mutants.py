@@ -82,8 +82,8 @@ BITS = (
     (
         "exact_recompute_multiplies_columns_of_rows",
         "head/backward.py",
-        "        of_rows = of_rows._replace(hidden=of_rows.hidden.contiguous())  # as in the forward\n",
-        "        pass\n",
+        "of_rows = of_rows._replace(hidden=of_rows.hidden.contiguous())",
+        "pass",
         _BITS + "test_rows_that_lie_in_columns_are_multiplied_as_others_are",
     ),
     (
