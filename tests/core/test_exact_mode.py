@@ -162,7 +162,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+# A compiler takes seconds.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CALLS if name != "gae"]
+
+
+@pytest.mark.parametrize("name", ["gae", *SLOW])
 def test_a_compiler_leaves_every_function_alone(name):
     """It chooses kernels and the order of sums by itself: no number is in its graphs."""
     graphs: list[Any] = []
