@@ -46,7 +46,9 @@ class LossOutput:
 # the pipeline below, so that they stand above this module and put themselves here.
 Shortcut = Callable[[LossSpec, Inputs, Totals | None, MetricsLevel], LossOutput | None]
 SHORTCUTS: list[Shortcut] = []
-IN_GRAPH: list[Shortcut] = []  # inside somebody's torch.compile
+# The same inside somebody's torch.compile, of the arguments as they are: what is looked at here, a
+# compiler looks at again before every call.
+IN_GRAPH: list[Callable[..., LossOutput | None]] = []
 
 
 @takes_tensors
@@ -94,6 +96,11 @@ def policy_loss(
     - `metrics` says how much is measured: "all"; "basic", which is loss, tokens, clip_fraction,
       clip_fraction_dual and kl_old_k1; or "none". The loss and its gradient are the same.
     """
+    if torch.compiler.is_compiling():
+        for in_graph in IN_GRAPH:
+            out = in_graph(spec, logp, old_logp, advantages, mask, totals, metrics, tensors)
+            if out is not None:
+                return out
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
     return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
@@ -108,7 +115,7 @@ def loss_of(
         eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
         return eager
     check_gradients(spec, inputs)
-    for shortcut in IN_GRAPH if torch.compiler.is_compiling() else SHORTCUTS:
+    for shortcut in () if torch.compiler.is_compiling() else SHORTCUTS:
         out = shortcut(spec, inputs, step, metrics)
         if out is not None:
             return out
