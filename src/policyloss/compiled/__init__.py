@@ -6,12 +6,21 @@
 write such a graph as two Triton kernels. `in_graph` is its way inside somebody's `torch.compile`.
 """
 
+from typing import Any
+
 from policyloss.compiled.fused import explain_path, fused_loss, unfused
-from policyloss.compiled.in_graph import loss_in_graph
 from policyloss.compiled.loss import CompiledLoss, compiled_loss
-from policyloss.loss import IN_GRAPH, SHORTCUTS
+from policyloss.loss import IN_GRAPH, SHORTCUTS, LossOutput
 
 __all__ = ["CompiledLoss", "compiled_loss", "explain_path", "unfused"]
 
+
+def _in_graph(*arguments: Any) -> LossOutput | None:
+    # Imported when somebody compiles, because it imports the compiler.
+    from policyloss.compiled.in_graph import loss_in_graph
+
+    return loss_in_graph(*arguments)
+
+
 SHORTCUTS.append(fused_loss)
-IN_GRAPH.append(loss_in_graph)
+IN_GRAPH.append(_in_graph)

@@ -89,7 +89,7 @@ def gradients_by_columns(
         product(x, w[c].t(), z)
         if rows.kept is not None:
             rows.kept.restrict(z, c.start)
-        part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
+        part = rows.of_columns(c)
         if teacher is not None:
             part = part._replace(compared=teacher(c))
         dz = part.dlogits(z, room, s, derivatives)
@@ -172,8 +172,7 @@ def _share_of_part(
     tiles.product(x, w.t(), z)
     if rows.kept is not None:
         rows.kept.restrict(z, c.start)
-    part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
-    dz = part.dlogits(z, room, s, derivatives)
+    dz = rows.of_columns(c).dlogits(z, room, s, derivatives)
     if dweight is not None and dweight.dtype == head.dtype:
         add_product(dweight[c], dz.t(), x)
     elif dweight is not None:
