@@ -68,7 +68,9 @@ def test_a_decorator():
     assert not is_exact()
 
 
-@pytest.mark.parametrize("on", ["no", 1, None, is_exact], ids=str)
+@pytest.mark.parametrize(
+    "on", ["no", 1, None, is_exact], ids=["text", "number", "None", "function"]
+)
 def test_anything_but_a_flag_is_refused(on: Any):
     """`@pl.exact` without parentheses would otherwise replace a function by one that returns it."""
     with pytest.raises(pl.InputError, match="on must be True or False"):
