@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,9 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     """A short, unique name for each run: that of its folder, with the parent folder if two are
     equal, and with a number if that does not help.
     """
-    names = [folder.resolve().name for folder in folders]
-    longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
+    places = [Path(os.path.realpath(folder)) for folder in folders]  # which never fails
+    names = [place.name for place in places]
+    longer = [f"{place.parent.name}/{place.name}" for place in places]
     names = [
         long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)
     ]
