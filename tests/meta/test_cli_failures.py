@@ -138,6 +138,7 @@ def test_a_wrong_argument_is_refused_before_the_work(
 
 
 @posix
+@pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_line() -> None:
     """Python flushes once more when it ends, which must not add a second complaint."""
     with open("/dev/full", "wb") as full:

@@ -231,6 +231,7 @@ def test_masters_are_stored_and_go_on_bit_for_bit() -> None:
     assert torch.equal(other.state[twin.weight]["master"], optimizer.state[module.weight]["master"])
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_resumes_to_the_byte(model: str, tmp_path: Path) -> None:
     options = {"model": model, "dtype": "bfloat16"}
     assert train(tmp_path / "whole", **options, steps=4) == 0
