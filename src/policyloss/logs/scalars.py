@@ -150,8 +150,9 @@ def _csv(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:
         # W&B writes "run name - metric" as the head of a column.
         names = [column.rpartition(" - ")[2].strip().lstrip("\ufeff") for column in columns]
         names = ["step" if name.lower() == "step" else name for name in names]
+        firsts: dict[str, int] = {}
         for place, name in enumerate(names):
-            if name and (first := names.index(name)) != place:
+            if name and (first := firsts.setdefault(name, place)) != place:
                 raise InputError(
                     f"the columns {columns[first]!r} and {columns[place]!r} are the same metric of "
                     "several runs; export one run."
