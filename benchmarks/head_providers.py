@@ -30,7 +30,10 @@ SPECS = {
     "gspo": pl.preset("gspo").replace(trust=pl.Clip(GSPO_EPS, GSPO_EPS)),
 }
 DENSE, FORWARD, MASKED = "dense", "forward only", "masked"
+# The same without peers: a product runs at a higher clock after one that left the device cool.
+IN_TURNS = "forward only, in turns with its floor"
 THREE, ONE = "three bare matmuls", "one bare matmul"
+WIDE, WIDE_ROWS = "one bare matmul, logits in float32", 2048
 OURS = "policyloss, one pass"
 
 
@@ -438,7 +441,7 @@ def trl_chunked_forward(case: Case, folder: Path) -> Run:
 
 def _forward() -> list[Entry]:
     def entry(name: str, make: Make, **others: Any) -> Entry:
-        return Entry(name, make, ("T6",), group=FORWARD, **{"loss": "forward", **others})
+        return Entry(name, make, ("T6",), **{"group": FORWARD, "loss": "forward", **others})
 
     return [
         entry(ONE, one_matmul, loss=None, kind="floor"),
@@ -446,6 +449,9 @@ def _forward() -> list[Entry]:
         entry("eager PyTorch", eager_forward),
         entry("verl, Triton", verl_triton_forward, devices=("cuda",)),
         entry("TRL, chunked", trl_chunked_forward),
+        entry(ONE, one_matmul, loss=None, kind="floor", group=IN_TURNS),
+        entry(WIDE, wide_matmul, loss=None, kind="floor", group=IN_TURNS, devices=("cuda",)),
+        entry("policyloss", ours_forward, kind="ours", group=IN_TURNS),
     ]
 
 
@@ -463,6 +469,20 @@ def one_matmul(case: Case, _: Path) -> Run:
 
     def run() -> Result:
         torch.mm(x, w.T, out=z)
+        return Result()
+
+    return run
+
+
+def wide_matmul(case: Case, _: Path) -> Run:
+    """The logits in float32, a window of rows after the other, in the same memory."""
+    x, w = _flat(case)
+    z = torch.empty(WIDE_ROWS, w.shape[0], device=x.device)
+
+    def run() -> Result:
+        for start in range(0, x.shape[0], WIDE_ROWS):
+            rows = x[start : start + WIDE_ROWS]
+            torch.mm(rows, w.T, out_dtype=torch.float32, out=z[: rows.shape[0]])
         return Result()
 
     return run

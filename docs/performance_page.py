@@ -270,6 +270,13 @@ def head_section(run: Run, device: str) -> str:
             "### Forward only: log-probs and entropy",
             FORWARD_NOTE,
         ),
+        _group(
+            groups,
+            "forward only, in turns with its floor",
+            "one bare matmul",
+            "### Forward only, without peers",
+            IN_TURNS_NOTE,
+        ),
         _logits_group(groups),
         _not_timed(run),
         _plans(groups) if device == "cuda" else "",
@@ -284,6 +291,11 @@ DENSE_NOTE = (
 FORWARD_NOTE = (
     "A log-prob error of some 1e-3 is that of logits rounded to half precision, which are half the "
     "bytes."
+)
+IN_TURNS_NOTE = (
+    "A product runs at a higher clock after a call that left the device cool, as some peers do: the "
+    "floor above is the median of such and of others. Here it is timed in turns with our call "
+    "alone; T6 is this ratio."
 )
 MASKED_NOTE = (
     "We drop tokens that do not count before the first product; tokens at zero advantage get a "

@@ -37,3 +37,36 @@ def browser() -> Iterator[Any]:
         chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def shared_tab(browser: Any) -> Any:
+    """A page of that browser: a new one takes as long as to load a report."""
+    return browser.new_page()
+
+
+@pytest.fixture
+def tab(shared_tab: Any) -> Iterator[Any]:
+    """The same for one test: empty, with the pointer in a corner; whatever a page in it complains
+    of fails the test.
+    """
+    complaints: list[str] = []
+
+    def listen(line: Any) -> None:
+        # A browser says that a server does not answer, or no longer; a test stops one.
+        if "ERR_CONNECTION_RE" not in line.text:
+            complaints.append(line.text)
+
+    def fail(error: Any) -> None:
+        complaints.append(str(error))
+
+    shared_tab.goto("about:blank")
+    shared_tab.mouse.move(0, 0)
+    shared_tab.on("console", listen)
+    shared_tab.on("pageerror", fail)
+    yield shared_tab
+    shared_tab.emulate_media(media="null")
+    shared_tab.goto("about:blank")
+    shared_tab.remove_listener("console", listen)
+    shared_tab.remove_listener("pageerror", fail)
+    assert complaints == []

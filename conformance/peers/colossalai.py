@@ -14,7 +14,7 @@ import torch
 from conformance.inputs import Batch
 from conformance.suite import Function, Inputs, Options, Outputs
 from policyloss.compat import colossalai as ours
-from policyloss.functional.precomputed import with_known_gradient
+from policyloss.compiled.call import with_gradients
 
 RECORDED = Path(__file__).resolve().parents[2] / "tests" / "golden" / "coati.json"
 CLASSES: dict[str, Any] = {
@@ -52,7 +52,7 @@ def _theirs(inputs: Inputs, options: Options) -> Outputs:
         for name, x in recorded.items()
     }
     gradient = found.pop(f"grad_{_leaf(inputs)}")
-    return {**found, "loss": with_known_gradient(leaf, found["loss"], gradient)}
+    return {**found, "loss": with_gradients(found["loss"], [gradient], [leaf])}
 
 
 def _ours(inputs: Inputs, options: Options) -> Outputs:

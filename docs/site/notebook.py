@@ -31,10 +31,14 @@ def notebook(text: str) -> Any:
 
 def run(text: str) -> Any:
     """The notebook of a page with the results of all its cells; a cell that fails raises."""
-    made = notebook(text)
+    return execute(notebook(text))
+
+
+def execute(cells: Any) -> Any:
+    """A notebook, after a kernel has put their results into its cells."""
     no_port = Config({"KernelManager": {"transport": "ipc"}})
-    NotebookClient(made, timeout=SECONDS, coalesce_streams=True, config=no_port).execute()
-    return made
+    NotebookClient(cells, timeout=SECONDS, coalesce_streams=True, config=no_port).execute()
+    return cells
 
 
 def executed(text: str, target: str) -> tuple[str, dict[str, bytes]]:

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, is_compiling
+from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import fill
-from policyloss.functional.precomputed import with_known_gradient
 from policyloss.functional.ratio import bounded_exp
-from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
+from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon, weight_factors
 from policyloss.parts.combined import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.ratio import SegmentRatio, TokenRatio
+from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import MetricsLevel, check_level, policy_metrics
 from policyloss.presets import PresetName, as_spec
@@ -45,7 +44,11 @@ class LossOutput:
 
 # Faster ways to the same output; each answers None where it cannot serve a call. They are made of
 # the pipeline below, so that they stand above this module and put themselves here.
-SHORTCUTS: list[Callable[[LossSpec, Inputs, Totals | None, MetricsLevel], LossOutput | None]] = []
+Shortcut = Callable[[LossSpec, Inputs, Totals | None, MetricsLevel], LossOutput | None]
+SHORTCUTS: list[Shortcut] = []
+# The same inside somebody's torch.compile, of the arguments as they are: what is looked at here, a
+# compiler looks at again before every call.
+IN_GRAPH: list[Callable[..., LossOutput | None]] = []
 
 
 @takes_tensors
@@ -93,6 +96,11 @@ def policy_loss(
     - `metrics` says how much is measured: "all"; "basic", which is loss, tokens, clip_fraction,
       clip_fraction_dual and kl_old_k1; or "none". The loss and its gradient are the same.
     """
+    if torch.compiler.is_compiling():
+        for in_graph in IN_GRAPH:
+            out = in_graph(spec, logp, old_logp, advantages, mask, totals, metrics, tensors)
+            if out is not None:
+                return out
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
     return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
@@ -107,34 +115,12 @@ def loss_of(
         eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
         return eager
     check_gradients(spec, inputs)
-    if is_compiling() and _is_one_loop(spec, inputs):
-        # A compiler fuses value, metrics and gradient into one loop if all are asked for at once;
-        # the backward is one product. The upcast comes first, so that a half-precision gradient is
-        # rounded after the backward has scaled it; the scale last, so that the loop need not wait
-        # for the count it divides by.
-        wide = inputs.logp.to(inputs.dtype)
-        gradient = torch.func.grad(lambda x: pipeline(spec, inputs.tokens(x), step, "none").total)(
-            wide.detach()
-        )
-        parts = pipeline(spec, inputs.tokens(wide.detach()), step, metrics)
-        total = with_known_gradient(wide, parts.total, gradient)
-        return LossOutput(_scaled(total, parts.scale), parts.metrics)
-    for shortcut in () if is_compiling() else SHORTCUTS:
+    for shortcut in () if torch.compiler.is_compiling() else SHORTCUTS:
         out = shortcut(spec, inputs, step, metrics)
         if out is not None:
             return out
     parts = pipeline(spec, inputs.tokens(), step, metrics)
     return LossOutput(parts.loss, parts.metrics)
-
-
-def _is_one_loop(spec: LossSpec, inputs: Inputs) -> bool:
-    """Whether value, metrics and gradient in `logp` are one loop over tokens, of parts of ours."""
-    if inputs.cu_seqlens is not None or inputs.cp_group is not None:
-        return False
-    if not spec.is_data or isinstance(spec.ratio, SegmentRatio):
-        return False
-    others = [getattr(inputs, name) for name in DIFFERENTIATED]
-    return inputs.logp.requires_grad and not any(x is not None and x.requires_grad for x in others)
 
 
 class _Parts(NamedTuple):

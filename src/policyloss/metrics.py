@@ -238,9 +238,11 @@ class RecordPlaces:
 
     def __init__(self, metrics: Metrics) -> None:
         places = {part: place for place, part in enumerate(_parts_by_id(metrics))}
-        self._records = {
-            name: (type(r), [places[id(part)] for part in r.parts]) for name, r in metrics.items()
-        }
+        # Tuples, which a compiler can read where it holds them as constants.
+        self.records = tuple(
+            (name, type(r), tuple(places[id(part)] for part in r.parts))
+            for name, r in metrics.items()
+        )
 
     @staticmethod
     def pack(metrics: Metrics, *more: Tensor) -> Tensor:
@@ -251,13 +253,11 @@ class RecordPlaces:
         parts = [*_parts_by_id(metrics).values(), *more]
         return torch.stack([part.to(accumulator_dtype(part.device)) for part in parts])
 
-    def unpack(self, packed: Tensor) -> dict[str, Record]:
-        """The records, as views of `packed`."""
-        parts = packed.unbind()
-        return {
-            name: kind(*(parts[i] for i in places))
-            for name, (kind, places) in self._records.items()
-        }
+
+def _unpacked(places: RecordPlaces, packed: Tensor) -> dict[str, Record]:
+    """The records, as views of `packed`."""
+    parts = packed.unbind()
+    return {name: kind(*[parts[i] for i in indices]) for name, kind, indices in places.records}
 
 
 class Metrics(Mapping[str, Record]):
@@ -299,7 +299,7 @@ class Metrics(Mapping[str, Record]):
         elif self._unpacked is None:
             assert self._packed is not None
             places, values = self._packed
-            self._unpacked = places.unpack(values)
+            self._unpacked = _unpacked(places, values)
         return self._unpacked
 
     def __getstate__(self) -> dict[str, Any]:

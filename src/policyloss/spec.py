@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict
 
+import torch
 from torch import Tensor
 
 from policyloss.arguments import description
@@ -53,6 +55,7 @@ class LossSpec(Part):
     entropy_coef: Annotated[float, within(finite=True)] = 0.0
     aggregate: Any = _TOKEN_MEAN
     _is_data: ClassVar[bool]
+    as_json: ClassVar[str | None]
 
     def __post_init__(self) -> None:
         parts = self.correction
@@ -67,11 +70,14 @@ class LossSpec(Part):
         filled = [(slot, part) for slot in VARIANTS for part in self.parts_in(slot)]
         for slot, part in filled:
             check_part(slot, part)
-        # Known from now on: older compilers cannot look a class up in a table.
+        # Known from now on: older compilers cannot look a class up in a table, and none can trace
+        # the writing of JSON.
         is_data = all(type(part) in known_parts(slot).values() for slot, part in filled)
         object.__setattr__(self, "_is_data", is_data)
         super().__post_init__()
         self._check_fit()
+        text = json.dumps(self.to_dict()) if is_data and not torch.compiler.is_compiling() else None
+        object.__setattr__(self, "as_json", text)
 
     def _check_fit(self) -> None:
         if hasattr(self.trust, "check_ratio"):

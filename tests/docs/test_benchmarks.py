@@ -25,7 +25,7 @@ from benchmarks import (
     head_targets,
 )
 from benchmarks.head_data import Case, Shape
-from benchmarks.head_providers import OURS, QUARTER, THREE, Entry
+from benchmarks.head_providers import IN_TURNS, OURS, QUARTER, THREE, Entry
 from benchmarks.head_reference import Result
 
 import policyloss as pl
@@ -177,7 +177,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     status, run = run_tiny(tmp_path)
     assert run["failures"] == []
     assert status == 0
-    assert set(run["groups"]) == {"dense", "masked", "forward only", "from logits"}
+    assert set(run["groups"]) == {"dense", "masked", "forward only", IN_TURNS, "from logits"}
     dense = run["groups"]["dense"]
     assert {
         THREE,
@@ -207,7 +207,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_part_of_a_run(tmp_path: Path) -> None:
     _, run = run_tiny(tmp_path, "--only", "t6")
-    assert set(run["groups"]) == {"forward only"}
+    assert set(run["groups"]) == {"forward only", IN_TURNS}
 
 
 def scaled_gradient(case: Case, folder: Path) -> head_providers.Run:

@@ -221,9 +221,9 @@ HEAD = (
     ),
     (
         "head_recompute_ids_not_shifted",
-        "head/backward.py",
-        "rows.ids - c.start, rows",
-        "rows.ids, rows",
+        "head/head.py",
+        "self.ids - columns.start, self",
+        "self.ids, self",
         _LINEAR + "test_window_boundaries",
     ),
     (

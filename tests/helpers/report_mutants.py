@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-_COMPARE, _SERVE, _BOUNDS = (
+_COMPARE, _SERVE, _BOUNDS, _TABLES = (
     "test_report_compare.py::",
     "test_report_serve.py::",
     "test_report_bounds.py::",
+    "test_report_tables.py::",
 )
 
 REPORT = (
@@ -99,5 +100,40 @@ REPORT = (
         "if state != self._state and began >= self._next:",
         "if self._state is None:",
         _SERVE + "test_the_page_follows_a_file_that_grows",
+    ),
+    (
+        "report_a_run_gets_the_step_of_no_point",
+        "logs/tables.py",
+        "if numbers and step is not None:",
+        "if step is not None:",
+        _TABLES + "test_an_export_over_another_axis_has_a_step_for_each_run",
+    ),
+    (
+        "report_runs_of_one_name_are_mixed",
+        "logs/tables.py",
+        "if run not in latest or metric in runs[latest[run]]:",
+        "if run not in latest:",
+        _TABLES + "test_an_export_over_another_axis_has_a_step_for_each_run",
+    ),
+    (
+        "report_a_column_of_no_run_is_dropped",
+        "logs/tables.py",
+        "if len(runs) > 1 and strays:",
+        "if False:",
+        _TABLES + "test_a_column_that_fits_no_run_is_named",
+    ),
+    (
+        "report_replaces_the_table_of_a_run",
+        "report/write.py",
+        "split_run(Path(p))[0].resolve()",
+        "Path(p).resolve()",
+        _TABLES + "test_the_file_of_a_run_in_it_is_known",
+    ),
+    (
+        "report_shows_a_page_of_any_size",
+        "report/inline.py",
+        "if len(page.encode()) > INLINE_BYTES:",
+        "if False:",
+        "test_report_notebook.py::test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused",
     ),
 )

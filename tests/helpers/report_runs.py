@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,13 @@ from typing import Any
 import policyloss as pl
 
 EDGES = [10 ** (-1 + i / 20) for i in range(41)]  # ratios from 0.1 to 10, log-spaced
+
+
+def folder_in_memory() -> tempfile.TemporaryDirectory[str]:
+    """A folder for many small runs, one after the other: a disk takes longer to remove their files
+    than a report takes to read them.
+    """
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

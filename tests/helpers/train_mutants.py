@@ -358,7 +358,7 @@ TRAIN = (
     ),
     (
         "older_rows_of_a_step_count",
-        "report/foreign.py",
+        "report/columns.py",
         "now, row[names[rank]] = step, value",
         "now, _ = step, row.setdefault(names[rank], value)",
         "test_report_readers.py::test_steps_that_were_made_again_count_once",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_runs import folder_in_memory
 from test_report_fuzz import _check_numbers, _refuse, broken
 from test_report_page import HOSTILE, Tags
 from test_report_readers import TRL, prime_rl
@@ -83,7 +83,7 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def drawn(files: dict[str, bytes]) -> int:
     """Draw a folder with these files; the exit code. A page must be right, an error ours."""
-    with tempfile.TemporaryDirectory() as name:
+    with folder_in_memory() as name:
         run, page, data = (Path(name) / part for part in ("run", "page.html", "data.json"))
         for file, content in files.items():
             (run / file).parent.mkdir(parents=True, exist_ok=True)

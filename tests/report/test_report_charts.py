@@ -9,7 +9,7 @@ import io
 import re
 import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,34 +26,21 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens the page of some runs, or an address; whatever it complains of fails the test."""
-    complaints: list[str] = []
-    contexts = []
+def open_page(tab: Any, tmp_path: Path) -> Open:
+    """Opens the page of some runs, or an address."""
 
     def opened(
         runs: Sequence[Path] | str, address: str = "", width: int = 1280, height: int = 1000
     ) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        # A browser says that a server does not answer; a test stops one.
-        page.on(
-            "console",
-            lambda line: "ERR_CONNECTION_REFUSED" in line.text or complaints.append(line.text),
-        )
+        tab.set_viewport_size({"width": width, "height": height})
         if not isinstance(runs, str):
             file = tmp_path / "report.html"
             file.write_text(render(collect(runs)), encoding="utf-8")
             runs = file.as_uri()
-        page.goto(runs + address)
-        return page
+        tab.goto(runs + address)
+        return tab
 
-    yield opened
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    return opened
 
 
 def small_run(path: Path, rewards: Sequence[float | None], **settings: Any) -> Path:
@@ -176,6 +163,7 @@ def test_tokens_and_time_as_x_and_the_step_that_a_click_chooses(
     page.get_by_label("Over", exact=True).select_option("tokens")
     # 10, 30, 60 and 100 tokens up to steps 0 to 3: from 10 to 100, 60 lies at 50/90.
     assert tip(page, "Reward", 50 / 90) == ["60 tokens", "a1 2", "a2 4", "b 1"]
+    assert picture(page, "Reward").locator("text.unit").text_content() == "tokens"
     page.mouse.click(*at(page, "Reward", 50 / 90))
     assert "step=2" in address(page)
     page.get_by_label("Over", exact=True).select_option("seconds")
@@ -386,10 +374,14 @@ def test_a_chart_tells_its_gist_and_its_numbers(open_page: Open, tmp_path: Path)
 
 
 @needs_browser
-def test_labels_of_an_axis_differ(open_page: Open, tmp_path: Path) -> None:
-    page = open_page([small_run(tmp_path / "run", [4.1512, 4.1531, 4.1524])])
+def test_labels_of_an_axis_differ_and_are_several(open_page: Open, tmp_path: Path) -> None:
+    values = [(4.1512, 0.15), (4.1531, 6.0), (4.1524, 1.0)]
+    rows = [{"step": s, "reward/mean": r, "grad_norm": g} for s, (r, g) in enumerate(values)]
+    page = open_page([write_run(tmp_path / "run", rows)])
     labels = picture(page, "Reward").locator("text.tick.end").all_text_contents()
     assert len(set(labels)) == len(labels) >= 2
+    labels = picture(page, "Gradient norm").locator("text.tick.end").all_text_contents()
+    assert labels == ["0.2", "0.5", "1", "2", "5"]  # of a log scale over less than two decades
 
 
 @needs_browser
@@ -405,7 +397,16 @@ def test_a_chart_far_down_is_drawn_for_the_reader_and_for_the_printer(
     page.emulate_media(media="print")
     assert page.locator("#bar").is_hidden()
     assert page.locator("#verdict").is_visible()
+    # Nobody can open a folded section on paper, so that its charts are printed, too.
+    page.evaluate(
+        "const more = document.querySelector('#more details');"
+        "addEventListener('beforeprint', () => { window.unfolded = more.open; })"
+    )
     assert page.pdf()[:5] == b"%PDF-"
+    assert page.evaluate("window.unfolded") is True
+    figures = page.locator("figure[data-panel]")
+    assert figures.filter(has_not=page.locator("path.line")).count() == 0
+    assert page.locator("#more figure").first.is_hidden()
 
 
 @needs_browser
@@ -474,51 +475,39 @@ def test_a_live_page_may_ask_nobody_else(browser: Any, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_a_notebook_shows_a_report_that_cannot_reach_it(browser: Any, tmp_path: Path) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api")
+def test_a_notebook_shows_a_report_that_cannot_reach_it(tab: Any, tmp_path: Path) -> None:
     shown = pl.report.show(small_run(tmp_path / "<b>&\"'", [1.0, 2.0]), height=500)
     assert repr(shown).startswith("the report of <b>&\"'; it is drawn")
-    page = browser.new_page(viewport={"width": 900, "height": 700})
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda line: complaints.append(line.text))
-    page.set_content(f"<title>notebook</title>{shown._repr_html_()}")
-    frame = page.frame_locator("iframe")
+    tab.set_viewport_size({"width": 900, "height": 700})
+    tab.set_content(f"<title>notebook</title>{shown._repr_html_()}")
+    frame = tab.frame_locator("iframe")
     # A chart below the edge of its frame is drawn when it comes into sight.
     frame.locator("figure[data-panel='0']").scroll_into_view_if_needed()
-    line = frame.locator("figure[data-panel='0'] path.line").first
-    try:
-        line.wait_for(state="attached", timeout=20_000)
-    except sync_api.TimeoutError:
-        # Seen now and then on a busy machine, with nothing in the console.
-        pytest.xfail("this Chromium has not run the frame of the notebook within 20 s")
+    frame.locator("figure[data-panel='0'] path.line").first.wait_for()
     assert frame.locator(".runs tbody th").inner_text() == "<b>&\"'"
-    assert page.locator("iframe").bounding_box()["height"] == 500
+    assert tab.locator("iframe").bounding_box()["height"] == 500
     frame.get_by_label("Over", exact=True).select_option(
         "tokens"
     )  # the view changes without an address
     assert frame.locator("#unit").input_value() == "tokens"
-    inside = page.frames[1]
+    inside = tab.frames[1]
     assert (
         inside.evaluate("() => { try { return parent.document.title } catch { return 'no' } }")
         == "no"
     )
-    assert complaints == []
-    page.close()
 
 
 @needs_browser
-def test_charts_are_drawn_when_a_page_without_a_box_gets_one(browser: Any, tmp_path: Path) -> None:
+def test_charts_are_drawn_when_a_page_without_a_box_gets_one(tab: Any, tmp_path: Path) -> None:
     """As in a frame that is laid out after its script ran: no event of the window tells of it."""
     file = tmp_path / "report.html"
     html = render(collect([small_run(tmp_path / "run", [1.0, 2.0])]))
     file.write_text(html.replace("<body", "<body hidden", 1), encoding="utf-8")
-    page = browser.new_page(viewport={"width": 900, "height": 700})
-    page.goto(file.as_uri())
-    assert page.locator("figure[data-panel='0'] path.line").count() == 0
-    page.evaluate("document.body.hidden = false")
-    page.locator("figure[data-panel='0'] path.line").first.wait_for(timeout=5000)
-    page.close()
+    tab.goto(file.as_uri())
+    line = tab.locator("figure[data-panel='0'] path.line").first
+    assert line.count() == 0
+    tab.evaluate("document.body.hidden = false")
+    line.wait_for()
 
 
 def test_no_name_of_the_scripts_is_declared_twice() -> None:

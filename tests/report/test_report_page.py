@@ -19,7 +19,7 @@ from report_runs import realistic_run, rollout, write_run
 
 from policyloss.completions import BRANCHES
 from policyloss.report import collect, render, write_report
-from policyloss.report.panels import panels_for
+from policyloss.report.panels import PANELS, panels_for
 from policyloss.report.text import duration, escaped, island, number
 from policyloss.report.view import view
 
@@ -188,6 +188,18 @@ def test_words_for_numbers() -> None:
         "3 min 05 s",
         "2 h 07 min",
     ]
+
+
+def test_every_chart_says_what_is_good_and_what_is_bad(two_runs: list[Path]) -> None:
+    page = render(collect(two_runs))
+    for panel in PANELS:
+        assert panel.hint.endswith("."), panel.id
+        if panel.id == "loss":
+            assert panel.judge.startswith("Do not judge"), panel.id
+            continue
+        good, bad = re.fullmatch(r"Good: (.+)\. Bad: (.+)\.", panel.judge).groups()  # type: ignore
+        drawn = f"<b>Good:</b> {escaped(good)}. <b>Bad:</b> {escaped(bad)}."
+        assert (drawn in page) == (f"<h3>{panel.title}</h3>" in page), panel.id
 
 
 def test_the_page_asks_the_network_for_nothing(two_runs: list[Path]) -> None:

@@ -2,13 +2,13 @@
 
 TRL's files were written by its GRPOTrainer (conformance/trl_report_run.py), verl's by its loggers
 and its own function for dumps (tests/helpers/record_logs.py). TensorBoard, W&B and trackio write
-theirs here. Those of prime-rl follow version 1 of its token export, and the CSV files the layouts
-of W&B's and trackio's exports.
+theirs here. Those of prime-rl follow version 1 of its token export.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -314,20 +314,6 @@ def test_what_trackio_writes(tmp_path: Path) -> None:
     check_tracked(run_of(f"{tmp_path}/p.db#second"))
 
 
-def test_exports_as_tables(tmp_path: Path) -> None:
-    panel = tmp_path / "panel.csv"
-    panel.write_text(
-        '"Step","run-1 - train/reward","run-1 - train/reward__MIN"\n"1","0.5","0"\n"2","0.75","0"\n'
-    )
-    assert run_of(panel)["metrics"]["reward/mean"] == {"step": [1, 2], "value": [0.5, 0.75]}
-    chart = tmp_path / "chart.csv"  # of trackio: the runs of a chart below each other
-    chart.write_text("step,train/reward,run\n1,0.5,first\n2,0.75,first\n")
-    assert run_of(chart)["metrics"]["reward/mean"]["value"] == [0.5, 0.75]
-    chart.write_text("step,train/reward,run\n1,0.5,first\n1,0.75,second\n")
-    with pytest.raises(pl.InputError, match="'first' and other runs; export one run"):
-        collect([chart])
-
-
 def test_any_mixture_is_drawn_side_by_side(tmp_path: Path) -> None:
     ours = realistic_run(tmp_path / "ours", steps=12)
     paths = [ours, TRL, RECORDED / "doctor/logs/verl.jsonl"]
@@ -341,6 +327,21 @@ def test_any_mixture_is_drawn_side_by_side(tmp_path: Path) -> None:
     assert escaped("clip_ratio/high_mean") in html
     # The page of our own runs has no such section.
     assert "Names of the metrics" not in render(collect([ours]))
+
+
+def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
+    ours, trl = realistic_run(tmp_path / "ours", steps=3), TRL
+    known = ["Run", "Verdict", "Held-out accuracy", "Reward", "Steps", "Time"]
+    for paths, names in (
+        ([trl], known),
+        ([ours, trl], [*known[:2], "Loss", "Model", "Task", *known[2:], "Tokens"]),
+    ):
+        page = render(collect(paths))
+        table = page[page.index('<table class="runs') : page.index("</table>")]
+        assert re.findall("<th scope=col>([^<]+)", table) == names
+        for row in table.split("<tr>")[2:]:
+            assert re.findall('<td data-name="([^"]+)">', row) == names[1:]
+    assert "The files of the run do not say which loss it was trained with." in page
 
 
 def test_what_is_no_run_is_told_what_was_looked_for(tmp_path: Path) -> None:

@@ -117,10 +117,44 @@ def rebuilt(call: Call) -> tuple[Tokens, Totals | None]:
     return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)
 
 
+class Results(NamedTuple):
+    """What a call gives: its loss without a graph behind it, its metrics, and the gradients of its
+    leaves as `scaled` takes them.
+    """
+
+    loss: Tensor
+    metrics: Metrics
+    known: list[Tensor]
+    invalid: Tensor | None
+
+
+def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
+    """The eager pipeline, its metrics and its gradients. invalid: how many values of the mask are
+    wrong, None where they were checked.
+    """
+    x = call.tensors
+    # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
+    wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
+    leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
+    with torch.enable_grad():
+        tokens, totals = rebuilt(call._replace(tensors={**x, **leaves}))
+        parts = pipeline(spec, tokens, totals, level)
+        known = list(_gradients(parts.total, list(leaves.values())))
+    if parts.scale is not None and totals is not None:
+        # The scale is known before the first token is read: the gradient is written once, as it is.
+        known = [gradient * parts.scale for gradient in known]
+    elif parts.scale is not None:
+        # The scale divides by a count of this very batch, for which the loop over the tokens need
+        # not wait.
+        known.append(parts.scale)
+    invalid = tokens.invalid.get("invalid_mask_values")
+    return Results(parts.loss.detach(), parts.metrics, known, invalid)
+
+
 def loss_function(
     spec: LossSpec, level: MetricsLevel, call: Call, places: list[RecordPlaces], looks: bool
 ) -> Callable[..., list[Tensor]]:
-    """The eager pipeline, its metrics and its gradients as a function of the call's tensors.
+    """`results_of` as a function of the call's tensors.
 
     It gives [loss, packed metrics, gradient …, their scale if they are not scaled yet], and appends
     to `places` where the metrics lie. looks: the caller looks at the count of wrong values in the
@@ -128,17 +162,13 @@ def loss_function(
     """
 
     def fused_call(*tensors: Tensor) -> list[Tensor]:
-        x = dict(zip(call.tensors, tensors, strict=True))
-        # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
-        wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
-        leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
-        with torch.enable_grad():
-            tokens, totals = rebuilt(call._replace(tensors={**x, **leaves}))
-            parts = pipeline(spec, tokens, totals, level)
-            gradients = _gradients(parts.total, list(leaves.values()))
-        metrics, invalid = parts.metrics, x["mask"].new_zeros((), dtype=torch.int32)
+        results = results_of(
+            spec, level, call._replace(tensors=dict(zip(call.tensors, tensors, strict=True)))
+        )
+        metrics = results.metrics
+        invalid = tensors[0].new_zeros((), dtype=torch.int32)
         if looks:
-            invalid = tokens.invalid.get("invalid_mask_values", invalid)
+            invalid = invalid if results.invalid is None else results.invalid
             metrics = Metrics(
                 {
                     name: record
@@ -147,17 +177,7 @@ def loss_function(
                 }
             )
         places.append(RecordPlaces(metrics))
-        loss, scale = parts.loss.detach(), parts.scale
-        packed = RecordPlaces.pack(metrics, invalid)
-        if scale is None:
-            return [loss, packed, *gradients]
-        if totals is not None:
-            # The scale is known before the first token is read: the gradient is written once, as it
-            # is.
-            return [loss, packed, *(gradient * scale for gradient in gradients)]
-        # The scale divides by a count of this very batch, for which the loop over the tokens need
-        # not wait.
-        return [loss, packed, *gradients, scale]
+        return [results.loss, RecordPlaces.pack(metrics, invalid), *results.known]
 
     return fused_call
 

@@ -33,7 +33,7 @@ from policyloss.functional.collectives import outside_level
 from policyloss.functional.exact import is_exact
 from policyloss.functional.triton_modules import kernels
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
-from policyloss.loss import SHORTCUTS, LossOutput, check_gradients, ready_spec
+from policyloss.loss import LossOutput, check_gradients, ready_spec
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.parts.aggregate import PromptMean
 from policyloss.policy_metrics import MetricsLevel, check_level
@@ -244,6 +244,3 @@ def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | st
     except Exception as error:  # whatever torch raises while it traces
         return _gave_up(error)
     return _Ready(run, places[0])
-
-
-SHORTCUTS.append(fused_loss)

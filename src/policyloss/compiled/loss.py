@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from policyloss.compiled.call import (
 )
 from policyloss.compiled.cuda_graph import Graphed, can_be_graphed
 from policyloss.compiled.trace import fused
-from policyloss.compiled.two_stage_sums import in_two_stages
+from policyloss.compiled.two_stage_sums import InTwoStages
 from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import can_be_read
 from policyloss.functional.segments import Sequences, check_cu_seqlens
@@ -269,8 +270,10 @@ def _compile(
     # On a CPU a call looks at once.
     run_eagerly = loss_function(spec, level, call, places, looks=logp.device.type == "cpu")
     split = logp.is_cuda if two_stages is None else two_stages
-    rewrite = (lambda graph: in_two_stages(graph, logp.numel())) if split else None
-    run, fits = fused(
-        run_eagerly, list(call.tensors.values()), dynamic=dynamic, options=options, rewrite=rewrite
-    )
+
+    def in_stages(*tensors: Tensor) -> list[Tensor]:
+        with InTwoStages(logp.numel()) if split else nullcontext():
+            return run_eagerly(*tensors)
+
+    run, fits = fused(in_stages, list(call.tensors.values()), dynamic=dynamic, options=options)
     return _Graph(run, fits, places[0])

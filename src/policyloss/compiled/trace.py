@@ -26,6 +26,7 @@ NEEDED_OF_TORCH = {
         "says whether other sizes fit that"
     ),
     "torch._inductor.compile": "compiles a graph that was traced",
+    "torch.utils._python_dispatch.TorchDispatchMode": "cuts sums in two while they are traced",
     "torch._assert_async": "reads a condition on a CPU without a graph break",
     "torch._foreach_copy_": "fills the memory of a recorded CUDA graph by one kernel",
 }
@@ -85,18 +86,15 @@ def fused(
     *,
     dynamic: bool,
     options: dict[str, Any] | None = None,
-    rewrite: Callable[[GraphModule], GraphModule] | None = None,
 ) -> Fused:
     """Compile `function(*tensors) → list of tensors` for tensors like `examples`.
 
-    options: Inductor's (see `torch._inductor.config`). rewrite: what is done to the traced graph
-    before it is compiled.
+    options: Inductor's (see `torch._inductor.config`).
     """
     from torch._inductor import compile as inductor
 
     graph = traced(function, examples, dynamic=dynamic)
     stand_ins = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    graph = graph if rewrite is None else rewrite(graph)
     with torch.no_grad():
         try:
             run = inductor(graph, list(stand_ins), options=options)

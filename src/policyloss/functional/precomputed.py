@@ -27,25 +27,6 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return of_gradients
 
 
-class _KnownGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return value.clone()
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return grads[0] * gradient, None, None
-
-
-def with_known_gradient(x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-    """`value` (0-dim) as a function of `x` whose gradient is `gradient` (shaped like `x`)."""
-    out: Tensor = _KnownGradient.apply(x, value, gradient)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _KnownGradients(torch.autograd.Function):
     """Gives autograd the gradients of several inputs, scaled by the gradient of the value."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from policyloss.head.comparison import Compared
 from policyloss.head.head import Head, Index, Rows, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
 from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradient
+from policyloss.head.tiles import tree
 
 
 class Wanted(NamedTuple):
@@ -87,7 +89,7 @@ def gradients_by_columns(
         product(x, w[c].t(), z)
         if rows.kept is not None:
             rows.kept.restrict(z, c.start)
-        part = Rows(x, rows.ids - c.start, rows.scaling.of_columns(c))
+        part = rows.of_columns(c)
         if teacher is not None:
             part = part._replace(compared=teacher(c))
         dz = part.dlogits(z, room, s, derivatives)
@@ -102,7 +104,7 @@ def gradients_by_columns(
     return Gradients(dhidden, dweight, dbias)
 
 
-def gradients_by_rows(
+def gradients_in_parts(
     head: Head,
     index: Tensor | None,
     s: Statistics,
@@ -110,21 +112,75 @@ def gradients_by_rows(
     rows: int,
     wanted: Wanted,
 ) -> Gradients:
-    """Compute the logits again, some rows at a time, as the forward did: for the exact mode.
+    """Compute the logits again, a part of the vocabulary at a time: for the exact mode.
 
-    By columns, a product would have another shape in every plan. index: the rows that have a
-    gradient, None for all; s, derivatives: of every row.
+    Each product has the shape that it has in the other plans, a tile of rows by a part. index: the
+    rows that have a gradient, None for all; s, derivatives: of every row. rows: how many whole rows
+    of logits may exist at once; there is room for one part of more rows.
     """
+    tiles, w = head.tiles, head.weight
+    assert tiles is not None
     n = head.ids.shape[0] if index is None else index.shape[0]
-    sums, room = Sums(head, wanted), head.room(min(rows, n))
-    for w in windows(n, rows, head.tiles):
-        at = w if index is None else index[w]
-        window = head.rows(at)
-        z = head.logits(window, room)
+    largest = max(c.stop - c.start for c in tiles.parts)
+    all_windows = windows(n, rows * (w.shape[0] // largest), tiles)
+    room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
+    # Sums over ranks or windows are rounded at the end.
+    sums = Wanted(
+        head.dtype
+        if wanted.hidden is not None and head.vocabulary.group is not None
+        else wanted.hidden,
+        head.dtype if wanted.weight is not None and len(all_windows) > 1 else wanted.weight,
+        None if wanted.bias is None else head.dtype,
+    )
+    dhidden = None if sums.hidden is None else torch.zeros_like(head.hidden, dtype=sums.hidden)
+    dweight = None if sums.weight is None else torch.zeros_like(w, dtype=sums.weight)
+    dbias = None if sums.bias is None else w.new_zeros(w.shape[0], dtype=sums.bias)
+    for window in all_windows:
+        at = window if index is None else index[window]
         here = Statistics(s.logp[at], None if s.entropy is None else s.entropy[at], s.lse[at])
-        sums.add(at, window, z, room, here, [None if d is None else d[at] for d in derivatives])
-    gradients = zip(sums.finished(), wanted, strict=True)
-    return Gradients(*(None if g is None else g.to(dtype) for g, dtype in gradients))
+        of_window = [None if d is None else d[at] for d in derivatives]
+        share = partial(_share_of_part, head, head.rows(at), here, of_window, room, dweight, dbias)
+        if dhidden is None:
+            for i in range(len(tiles.parts)):
+                share(i, False)
+        else:
+            dhidden[at] = tree(share, 0, len(tiles.parts)).to(dhidden.dtype)
+    if dhidden is not None:
+        dhidden = tiles.summed(dhidden, head.vocabulary)
+    results = zip((dhidden, dweight, dbias), wanted, strict=True)
+    return Gradients(*(None if x is None else x.to(dtype) for x, dtype in results))
+
+
+def _share_of_part(
+    head: Head,
+    rows: Rows,
+    s: Statistics,
+    derivatives: Derivatives,
+    room: Room,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    i: int,
+    hidden: bool = True,
+) -> Tensor:
+    """Add what part i of the vocabulary gives `dweight` and `dbias`; its share of `dhidden`."""
+    tiles, x = head.tiles, rows.hidden
+    assert tiles is not None
+    c = tiles.parts[i]
+    w, z = head.weight[c], room.logits(x.shape[0], c.stop - c.start)
+    tiles.product(x, w.t(), z)
+    if rows.kept is not None:
+        rows.kept.restrict(z, c.start)
+    dz = rows.of_columns(c).dlogits(z, room, s, derivatives)
+    if dweight is not None and dweight.dtype == head.dtype:
+        add_product(dweight[c], dz.t(), x)
+    elif dweight is not None:
+        rounded_product(dz.t(), x, dweight[c])
+    if dbias is not None:
+        dbias[c] += column_sum(dz, head.dtype, 1.0)
+    out = torch.empty_like(x, dtype=head.dtype)
+    if hidden:
+        tiles.product(dz, w, out)
+    return out
 
 
 def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -131,6 +131,10 @@ class Rows(NamedTuple):
     kept: Kept | None = None
     compared: Compared | None = None
 
+    def of_columns(self, columns: slice) -> Rows:
+        """The same rows and some vocabulary entries, without a teacher."""
+        return Rows(self.hidden, self.ids - columns.start, self.scaling.of_columns(columns))
+
     def dlogits(
         self, z: Tensor, room: Room, s: Statistics, derivatives: Sequence[Tensor | None]
     ) -> Tensor:

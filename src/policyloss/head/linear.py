@@ -18,8 +18,8 @@ from policyloss.head.backward import (
     TeacherColumns,
     Wanted,
     gradients_by_columns,
-    gradients_by_rows,
     gradients_from_stash,
+    gradients_in_parts,
     keep_probabilities,
 )
 from policyloss.head.comparison import Compared, Comparison, asked, examined
@@ -304,7 +304,7 @@ class _LinearLogprobs(torch.autograd.Function):
             index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
         if head.tiles is not None:
             everywhere = Statistics(logp, spread, lse)
-            gradients = gradients_by_rows(
+            gradients = gradients_in_parts(
                 head, index, everywhere, (dlogp, dentropy), ctx.plan.rows, wanted
             )
             shaped = None if gradients.hidden is None else gradients.hidden.view(ctx.shape)

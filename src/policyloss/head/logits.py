@@ -29,11 +29,13 @@ from policyloss.head.softmax_rows import (
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
+    beside,
     check_ids,
     check_logits,
     check_mask,
     check_softcap,
     inverse_temperature,
+    later,
     refuse_strays,
     strays,
 )
@@ -127,9 +129,13 @@ def logprobs(
     # The check of values reads ids and temperatures from a head.
     head = Head(logits, logits, flat, None, rate, softcap, vocabulary, kept)
     scaling = head.scaling(slice(None))
+    moment = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
     outputs = _Logprobs.apply(logits, flat, valid, scaling, kept, entropy, overwrite_logits)  # type: ignore[no-untyped-call]
-    # After the launch, so that the device has work.
-    refuse_strays(strays(head, valid).tolist(), head, valid)
+    # After the launch, so that the device has work; beside it, so that the host need not wait until
+    # that is done.
+    with beside(moment, logits.device):
+        answer = later(strays(head, valid))
+    refuse_strays(answer(), head, valid)
     logp: Tensor = outputs[0].view(tokens)
     return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
 

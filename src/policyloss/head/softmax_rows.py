@@ -50,6 +50,13 @@ class Scaling(NamedTuple):
         """The same for some of the vocabulary."""
         return self if self.bias is None else self._replace(bias=self.bias[columns])
 
+    def repeated(self, count: int) -> Scaling:
+        """The same where each row has become `count` rows that follow each other."""
+        t = self.inverse_temperature
+        if not isinstance(t, Tensor):
+            return self
+        return self._replace(inverse_temperature=t.repeat_interleave(count))
+
     def of_rows(self, rows: slice) -> Scaling:
         """The same for some of the rows."""
         t = self.inverse_temperature
@@ -98,7 +105,7 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
     if z.shape[0] == 1 and z.device.type == "cpu":
         # Several threads share the sum of a lone row, in another order than that of one among
         # others.
-        twice = row_partials(z.expand(2, -1), ids.expand(2), _twice(scaling), entropy)
+        twice = row_partials(z.expand(2, -1), ids.expand(2), scaling.repeated(2), entropy)
         return Partials(*(None if x is None else x[:1] for x in twice))  # type: ignore[arg-type]
     parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
     return joined(parts)
@@ -109,12 +116,6 @@ def joined(parts: list[Partials]) -> Partials:
     if len(parts) == 1:
         return parts[0]
     return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))  # type: ignore[arg-type]
-
-
-def _twice(scaling: Scaling) -> Scaling:
-    """The scaling of one row, for two copies of it."""
-    t = scaling.inverse_temperature
-    return scaling._replace(inverse_temperature=t.expand(2)) if isinstance(t, Tensor) else scaling
 
 
 def row_gradient(

@@ -24,7 +24,7 @@ from policyloss.functional.collectives import all_gather
 from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.matmul import CPU_BYTES, Room, product
-from policyloss.head.softmax_rows import Partials, Scaling, row_partials
+from policyloss.head.softmax_rows import Partials, Scaling, kernels_for, row_partials
 from policyloss.head.vocab_parallel import Vocabulary
 
 # Parts of a vocabulary: a power of two, and the largest number of ranks that may share it.
@@ -136,18 +136,22 @@ class Tiles(NamedTuple):
                 tile[at.stop - start :] = 0
             yield at, tile
 
+    def product(self, x: Tensor, other: Tensor, out: Tensor) -> None:
+        """`out = x @ other`, a tile of rows at a time. `[R, K]`, `[K, M]` → `[R, M]`."""
+        for at, tile in self._of_rows(x):
+            n = at.stop - at.start
+            if n == self.rows:
+                product(tile, other, out[at])
+                continue
+            full = _tile(self.rows, other.shape[1], out, out.dtype)
+            product(tile, other, full)
+            out[at] = full[:n]
+
     def logits(self, x: Tensor, weight: Tensor, z: Tensor) -> None:
         """`z = x @ weight.T`. `[R, D]`, `[V, D]` → `[R, V]`."""
-        parts = (slice(0, weight.shape[0]),) if self.at_once else self.parts
-        for at, tile in self._of_rows(x.contiguous()):
-            n = at.stop - at.start
-            for c in parts:
-                if n == self.rows:
-                    product(tile, weight[c].t(), z[at, c])
-                    continue
-                out = _tile(self.rows, c.stop - c.start, z, z.dtype)
-                product(tile, weight[c].t(), out)
-                z[at, c] = out[:n]
+        x = x.contiguous()
+        for c in (slice(0, weight.shape[0]),) if self.at_once else self.parts:
+            self.product(x, weight[c].t(), z[:, c])
 
     def hidden_gradient(self, dz: Tensor, weight: Tensor, out: Tensor) -> None:
         """`out = dz @ weight`, summed in float32 and rounded once. `[R, V]`, `[V, D]` → `[R, D]`.
@@ -163,18 +167,13 @@ class Tiles(NamedTuple):
                 product(tile[:, c], weight[c], part)
                 return part
 
-            out[at] = _tree(share, 0, len(self.parts))[: at.stop - at.start]
+            out[at] = tree(share, 0, len(self.parts))[: at.stop - at.start]
 
     def partials(
         self, z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, vocabulary: Vocabulary
     ) -> Partials:
         """The partials of whole rows. z: `[R, V]`. ids: `[R]`, counted from this rank's first."""
-        of_parts = []
-        for c in self.parts:
-            p = row_partials(z[:, c], ids - c.start, scaling.of_columns(c), entropy)
-            numbers = (p.max, p.sum, p.target, p.moment)
-            of_parts.append(torch.stack([x for x in numbers if x is not None]))
-        table = torch.stack(of_parts)
+        table = self._partials_of_parts(z, ids, scaling, entropy)
         if vocabulary.group is not None:
             table = torch.cat(all_gather(table, vocabulary.group))
         maxima, sums, targets = table[:, 0], table[:, 1], table[:, 2]
@@ -187,6 +186,26 @@ class Tiles(NamedTuple):
         target = torch.where(here, targets + distance, 0).sum(0)
         moment = _tree_of((table[:, 3] + distance * sums) * shrink) if entropy else None
         return Partials(top, _tree_of(sums * shrink), moment, target)
+
+    def _partials_of_parts(self, z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Tensor:
+        """Maximum, sum, target and, with `entropy`, moment of each part, `[P, 3 or 4, R]`."""
+        first, count = self.parts[0], len(self.parts)
+        size = first.stop - first.start
+        as_rows = z.is_contiguous() and size * count == z.shape[1] and scaling.bias is None
+        if as_rows and kernels_for(z, scaling) is not None:
+            # A kernel knows nothing of the other rows, so that parts may be rows to it.
+            starts = torch.arange(0, z.shape[1], size, device=z.device)
+            of_rows = scaling.repeated(count)
+            p = row_partials(
+                z.view(-1, size), (ids.unsqueeze(-1) - starts).view(-1), of_rows, entropy
+            )
+            return _stacked(p).view(-1, z.shape[0], count).movedim(-1, 0)
+        return torch.stack(
+            [
+                _stacked(row_partials(z[:, c], ids - c.start, scaling.of_columns(c), entropy))
+                for c in self.parts
+            ]
+        )
 
     def summed(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The shares of all ranks together."""
@@ -216,7 +235,7 @@ def _tile(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     return Room(rows, columns, like, dtype).logits(rows, columns)
 
 
-def _tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
+def tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
     """`Σ term(i)` for `count` numbers from `first` on, by halves: the order follows from i alone.
 
     The terms are overwritten.
@@ -224,9 +243,17 @@ def _tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
     if count == 1:
         return term(first)
     half = (count + 1) // 2
-    return _tree(term, first, half).add_(_tree(term, first + half, count - half))
+    return tree(term, first, half).add_(tree(term, first + half, count - half))
 
 
 def _tree_of(x: Tensor) -> Tensor:
-    """`_tree` of the rows of a stack `[P, ...]`, which stay as they are."""
-    return _tree(lambda i: x[i].clone(), 0, x.shape[0])
+    """`tree` of the rows of a stack `[P, ...]`, which stay as they are."""
+    if x.shape[0] & (x.shape[0] - 1):
+        return tree(lambda i: x[i].clone(), 0, x.shape[0])
+    while x.shape[0] > 1:
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
+def _stacked(p: Partials) -> Tensor:
+    return torch.stack([x for x in (p.max, p.sum, p.target, p.moment) if x is not None])

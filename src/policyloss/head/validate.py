@@ -6,7 +6,8 @@ The values of ids are checked once the device has work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,6 +115,26 @@ def later(x: Tensor) -> Callable[[], list[int]]:
         return numbers
 
     return read
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+@contextmanager
+def beside(moment: Any, device: torch.device) -> Iterator[None]:
+    """What is asked of the device here does not wait for work that it got after `moment`.
+
+    moment: an event of the current stream; None off CUDA, where nothing is queued.
+    """
+    if moment is None:
+        yield
+        return
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _streams[device]
+    with torch.cuda.stream(stream):
+        stream.wait_event(moment)
+        yield
 
 
 def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from policyloss.errors import InputError
 from policyloss.logs.lines import LINE_BYTES, Lines
-from policyloss.logs.scalars import number_of
+from policyloss.logs.numbers import number_of
 from policyloss.logs.trackio import trackio_rows
 
 Rows = Iterator[dict[str, Any]]

@@ -8,7 +8,6 @@ format is told by what a file begins with, not by its name.
 from __future__ import annotations
 
 import codecs
-import csv
 import json
 import os
 import re
@@ -18,7 +17,9 @@ from typing import Any, BinaryIO
 from policyloss.errors import InputError
 from policyloss.logs.lines import LINE_BYTES, MIB, Lines
 from policyloss.logs.names import step_of
+from policyloss.logs.numbers import number_of
 from policyloss.logs.records import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
+from policyloss.logs.tables import table_rows
 
 PARTS = 512  # of a file of numbers that is too large to be read completely
 EVERYTHING = 2**62  # bytes
@@ -49,7 +50,7 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
         return iter(())
     if _CONSOLE.search(head.decode("utf-8", "replace")) or b"," not in head.partition(b"\n")[0]:
         return _console(texts)
-    return _csv(texts)
+    return _of_one_run(table_rows(texts))
 
 
 def _is_document(head: bytes) -> bool:
@@ -76,21 +77,6 @@ def _object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def number_of(value: object) -> float | None:
-    """A JSON number, or the text of one, as a float; None for everything else."""
-    if isinstance(value, (float, int)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return None
-    if not isinstance(value, str) or len(value) > 40:
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return None
 
 
 def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
@@ -143,33 +129,10 @@ def _console(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:
             yield step, row
 
 
-def _csv(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:
-    reader = csv.reader(lines)
-    try:
-        columns = next(reader, [])
-        # W&B writes "run name - metric" as the head of a column.
-        names = [column.rpartition(" - ")[2].strip().lstrip("\ufeff") for column in columns]
-        names = ["step" if name.lower() == "step" else name for name in names]
-        firsts: dict[str, int] = {}
-        for place, name in enumerate(names):
-            if name and (first := firsts.setdefault(name, place)) != place:
-                raise InputError(
-                    f"the columns {columns[first]!r} and {columns[place]!r} are the same metric of "
-                    "several runs; export one run."
-                )
-        run = None
-        for values in reader:
-            cells = dict(zip(names, values, strict=False))
-            # trackio has the runs of a chart below each other.
-            if run not in (None, cells.get("run")):
-                raise InputError(f"the table holds {run!r} and other runs; export one run.")
-            run = cells.get("run")
-            row = {k: x for k, v in cells.items() if k and (x := number_of(v)) is not None}
-            step = step_of(row)
-            if step is not None:
-                yield step, row
-    except csv.Error as error:
-        raise InputError(
-            f"line {reader.line_num} cannot be read as one of a table ({error}); it is no log of a "
-            "run."
-        ) from error
+def _of_one_run(rows: Iterable[tuple[str, int, Row]]) -> Iterator[tuple[int, Row]]:
+    first: str | None = None
+    for run, step, row in rows:
+        if first not in (None, run):
+            raise InputError(f"the table holds the runs {first!r} and {run!r}; export one run.")
+        first = run
+        yield step, row

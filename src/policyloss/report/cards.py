@@ -35,6 +35,7 @@ def swatch(index: int) -> str:
     return f'<i class="swatch run{index % 8}"></i>'
 
 
+_UNKNOWN = ("–", "<b>unknown</b>")
 _VERDICTS = 8  # sentences that are visible at once
 _TALL = 12  # rows, from which on the table scrolls by itself
 _HEALTHY = 3  # runs without a symptom that have a line each
@@ -96,9 +97,22 @@ def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) 
 
 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
-    """One row for each run: what it trained, with what, how far, and how well it ended."""
-    head = "".join(f"<th scope=col>{name}" for name in ("Run", *_COLUMNS))
-    rows = "".join(_overview_row(i, run) for i, run in enumerate(runs))
+    """One row for each run: what it trained, with what, how far, and how well it ended. What is
+    known of no run has no column.
+    """
+    table = [_overview_cells(run) for run in runs]
+    known = [c for i, c in enumerate(_COLUMNS) if any(cells[i] not in _UNKNOWN for cells in table)]
+    head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))
+    rows = "".join(
+        f'<tr><th scope=row title="{escaped(run["path"])}">{swatch(i)}'
+        f"<bdi>{escaped(run['label'])}</bdi>"
+        + "".join(
+            f'<td data-name="{name}">{cell}'
+            for name, cell in zip(_COLUMNS, cells, strict=True)
+            if name in known
+        )
+        for i, (run, cells) in enumerate(zip(runs, table, strict=True))
+    )
     tall = " tall" if len(runs) > _TALL else ""
     return (
         f'<div class="wide{tall}"><table class="runs '
@@ -106,14 +120,15 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _overview_row(index: int, run: Mapping[str, Any]) -> str:
+def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of a run, one for each of `_COLUMNS`."""
     s = run["summary"]
     steps = number(s["steps"]) + (
         f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
     )
     state = _STATES[s["state"]]
     verdict = run["verdict"]["state"]
-    cells = (
+    return (
         f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
         f"{WORDS[verdict].lower()}</span>",
         f"<b>{escaped(run['loss']['name'])}</b>",
@@ -125,12 +140,6 @@ def _overview_row(index: int, run: Mapping[str, Any]) -> str:
         duration(s["seconds"]),
         number(s["tokens"]),
     )
-    name = (
-        "<th scope=row "
-        f'title="{escaped(run["path"])}">{swatch(index)}<bdi>{escaped(run["label"])}</bdi>'
-    )
-    named_cells = zip(_COLUMNS, cells, strict=True)
-    return f"<tr>{name}" + "".join(f'<td data-name="{c}">{cell}' for c, cell in named_cells)
 
 
 def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from policyloss.report.compare import differences, loss_card, loss_differences
 from policyloss.report.foreign import read_foreign, renamed
 from policyloss.report.health import health_of
 from policyloss.report.limits import NOTE_LENGTH, NOTES, cut
+from policyloss.report.places import Place, labels_of, places_of
 from policyloss.report.reading import Notes
 from policyloss.report.seeds import identical_runs, seed_groups
-from policyloss.report.sources import is_our_run
 from policyloss.report.stored import StoredRun, read_our_run
 from policyloss.report.verdict import verdict_of
 from policyloss.train.run.lock import is_held
@@ -26,7 +25,8 @@ SCHEMA = 1
 
 def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     """Everything a report shows of the runs in `paths`, as JSON-able data without NaN. A path is a
-    run directory of ours, or a folder or a file of another trainer (docs/report.md lists them).
+    run directory of ours, or a folder or a file of another trainer (docs/report.md lists them). A
+    table of several runs is read as several.
 
     {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
     […]}, "groups": [{"label", "runs", "end"}], "identical": [[index of a run, …]]}. A file that is
@@ -37,10 +37,10 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
     if not paths:
         raise InputError("paths is empty; give at least one run directory.")
-    places = [Path(p) for p in paths]
+    places = [place for path in paths for place in places_of(Path(path), len(paths))]
     runs = [
         _run(place, label, len(places))
-        for place, label in zip(places, _labels(places), strict=True)
+        for place, label in zip(places, labels_of(places), strict=True)
     ]
     between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
     return {
@@ -52,28 +52,14 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     }
 
 
-def _labels(folders: Sequence[Path]) -> list[str]:
-    """A short, unique name for each run: that of its folder, with the parent folder if two are
-    equal, and with a number if that does not help.
-    """
-    places = [Path(os.path.realpath(folder)) for folder in folders]  # which never fails
-    names = [place.name for place in places]
-    longer = [f"{place.parent.name}/{place.name}" for place in places]
-    names = [
-        long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)
-    ]
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
-        for i, name in enumerate(names)
-    ]
-
-
-def _run(path: Path, label: str, runs: int) -> dict[str, Any]:
+def _run(place: Place, label: str, runs: int) -> dict[str, Any]:
     """What the page shows of one of `runs`, which share the bounds on what is read and drawn."""
-    notes: Notes = []
-    ours = is_our_run(path)
-    stored = (read_our_run if ours else read_foreign)(path, notes, runs)
-    file = "metrics.jsonl" if ours else path.name
+    path, notes = place.path, place.notes
+    if place.files is None:
+        stored = read_our_run(path, notes, runs)
+    else:
+        stored = read_foreign(path, place.files, place.columns, notes, runs)
+    file = "metrics.jsonl" if place.files is None else path.name
     names = renamed(stored.table, stored.times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
     table, times = stored.table, stored.times

@@ -2,80 +2,36 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import re
 import tempfile
-from array import array
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.logs.completions import step_in_name, stored_completions, trackio_tables
-from policyloss.logs.names import STEPS, our_names
+from policyloss.logs.names import our_names
 from policyloss.logs.records import wandb_config
 from policyloss.logs.scalars import numbered, rows_of
 from policyloss.logs.trackio import trackio_config, trackio_rows
 from policyloss.report import limits
+from policyloss.report.columns import Columns
 from policyloss.report.reading import Notes, open_regular, sampled_note, strict
 from policyloss.report.rollouts import read_rollouts
 from policyloss.report.series import Table
-from policyloss.report.sources import KINDS, Files, files_of
+from policyloss.report.sources import KINDS, Files
 from policyloss.report.stored import StoredRun
 
-_COLUMNS = 5_000  # metrics that are collected; the page shows fewer
 
-
-class Columns:
-    """Numbers by metric and step, compactly; a later number of the same step replaces it."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
-
-    def add(self, step: int, row: Mapping[str, float]) -> None:
-        """Add numbers of a step; rows may come in any order."""
-        for name, value in row.items():
-            column = self._columns.get(name)
-            if column is None:
-                if name in STEPS or name.startswith("_") or len(self._columns) >= _COLUMNS:
-                    continue
-                column = self._columns[name] = (array("q"), array("d"))
-            column[0].append(step)
-            column[1].append(value)
-
-    def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, numbers), by step. Metrics with a name of ours come first."""
-        known = our_names(self._columns)
-        names = sorted(self._columns, key=lambda name: name not in known)
-        merged = heapq.merge(*(self._points(name, rank) for rank, name in enumerate(names)))
-        now, row = None, dict[str, float]()
-        for step, rank, value in merged:
-            if step != now and now is not None:
-                yield now, row
-                row = {}
-            now, row[names[rank]] = step, value
-        if now is not None:
-            yield now, row
-
-    def _points(self, name: str, rank: int) -> Iterator[tuple[int, int, float]]:
-        steps, values = self._columns[name]
-        order: Any = range(len(steps))
-        if any(a > b for a, b in itertools.pairwise(steps)):
-            order = sorted(order, key=steps.__getitem__)  # stable: the later one comes later
-        for i in order:
-            yield steps[i], rank, values[i]
-
-
-def read_foreign(path: Path, notes: Notes, runs: int) -> StoredRun:
-    """The run in `path`, a folder or a file, in bounded time and memory. runs: how many runs share
-    the bounds.
+def read_foreign(
+    path: Path, files: Files, columns: Columns | None, notes: Notes, runs: int
+) -> StoredRun:
+    """The run in `path`, a folder or a file, in bounded time and memory. columns: its numbers, if
+    they have been read. runs: how many runs share the bounds.
     """
-    files = files_of(path, notes)
     source = KINDS.get(files.kind, "completions only")
     run = StoredRun(source if files.kind else f"{source}: {files.completions[0].name}")
-    columns = _numbers(files, notes, runs)
+    columns = _numbers(files, notes, runs) if columns is None else columns
     for step, row in columns.rows():
         run.table.add(step, row)
         trained = any(not name.startswith("eval") for name in row)
@@ -93,7 +49,7 @@ def read_foreign(path: Path, notes: Notes, runs: int) -> StoredRun:
 def _numbers(files: Files, notes: Notes, runs: int) -> Columns:
     columns = Columns()
     budget = limits.bytes_of(limits.METRIC_BYTES, runs) // max(1, len(files.numbers))
-    if files.kind in ("events", "table"):  # a number takes a third of its bytes in JSON lines
+    if files.kind == "events":  # a number takes a third of its bytes in JSON lines
         budget //= 3
     for path in files.numbers:
         file = open_regular(path, notes)

@@ -29,9 +29,10 @@ PANELS = (
         "accuracy",
         "Learning",
         "Accuracy",
-        "Share of answers that are right (reward ≥ the task's success, 1 unless set): on held-out "
-        "prompts, answered greedily, and of the training samples.",
-        "Good: both rise and stay high. Bad: only that of the samples rises, or they fall.",
+        "Share of answers that are right: their reward is at least what the task counts as "
+        "success, which is 1 unless it says otherwise. Held-out prompts are never trained on; each "
+        "is answered once, greedily.",
+        "Good: both rise and stay high. Bad: only the training samples rise, or both fall.",
         ("eval/accuracy", "accuracy"),
         share=True,
     ),
@@ -39,7 +40,8 @@ PANELS = (
         "reward",
         "Learning",
         "Reward",
-        "Mean over the samples of a step, and their spread (standard deviation).",
+        "What the task gave the completions of a step: their mean and their spread (standard "
+        "deviation).",
         "Good: the mean rises. Bad: it falls, or the spread is 0, which teaches nothing.",
         ("reward/mean", "reward/std", "eval/reward"),
     ),
@@ -47,8 +49,8 @@ PANELS = (
         "kl",
         "Policy",
         "KL estimates",
-        "How far the policy is from the one before the step, from the sampler and from the "
-        "reference, in nats.",
+        "How far the policy is from itself before the step, from the engine that sampled, and from "
+        "the reference model, in nats; 0 is no difference.",
         "Good: small and steady. Bad: it jumps, or grows without end.",
         ("policy/kl_old_k3", "policy/kl_rollout_k3", "policy/kl_ref"),
         log=True,
@@ -104,7 +106,7 @@ PANELS = (
         "length",
         "Rollouts",
         "Completion length",
-        "Tokens of a completion.",
+        "How many tokens a completion has.",
         "Good: it settles. Bad: it runs into the limit, or shrinks to nothing.",
         ("length/mean", "length/max", "eval/length"),
     ),
@@ -120,7 +122,8 @@ PANELS = (
         "groups",
         "Rollouts",
         "Groups",
-        "Groups of completions that were kept, and those whose rewards are all equal.",
+        "A group is the completions of one prompt. How many were kept, and in how many all rewards "
+        "are equal.",
         "Good: few are equal while the reward is low. Bad: all are equal, so nothing is learned.",
         ("groups/kept", "groups/zero_variance"),
     ),
@@ -154,14 +157,14 @@ PANELS = (
         "Speed",
         "Tokens per second",
         "Trained tokens over the time of a whole step.",
-        "Good: high and steady.",
+        "Good: high and steady. Bad: it falls while completions do not grow.",
         ("timing/*tokens*",),
     ),
     Panel(
         "seconds",
         "Speed",
         "Seconds per step",
-        "In all, and of its parts.",
+        "How long a step takes, in all and in its parts.",
         "Good: low and steady. Bad: it grows from step to step.",
         ("timing/step_s", "timing/*"),
     ),

@@ -4,6 +4,7 @@ page makes no request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,6 +106,7 @@ def _figure(index: int, title: str, hint: str, judge: str) -> str:
             ("svg", "SVG", "Save the picture as SVG", ""),
         )
     )
+    judge = re.sub(r"\b(Good|Bad):", r"<b>\1:</b>", judge)
     words = "".join(f'<span class="quiet">{text}</span>' for text in (hint, judge) if text)
     return f'''<figure class="chart" data-panel="{index}"><figcaption><h3>{title}</h3> {words}\
 <span class="tools">{tools}</span></figcaption><svg tabindex="0" role="img" aria-label="{title}">\
@@ -115,5 +117,6 @@ def _figure(index: int, title: str, hint: str, judge: str) -> str:
 
 _NO_STEPS = '<p class="quiet">No step has been written yet.</p>'
 _NO_TOKENS = (
-    '<p class="quiet">No completions were recorded (rollouts.jsonl), so there are none to show.</p>'
+    '<p class="quiet">There are no completions to show: none were recorded (rollouts.jsonl), or a '
+    "note at the top of the page says why they were left out.</p>"
 )

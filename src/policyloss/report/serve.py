@@ -19,6 +19,7 @@ from typing import Any
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.report.collect import collect
 from policyloss.report.render import render
+from policyloss.report.sources import split_run
 from policyloss.train.run.lock import is_held
 
 ADDRESS = "127.0.0.1"
@@ -48,7 +49,7 @@ class LivePage:
         """(the page, its tag) of now."""
         with self._lock:
             began = time.monotonic()
-            state = _state_of(self._paths)
+            state = _state_of([split_run(path)[0] for path in self._paths])
             if state != self._state and began >= self._next:
                 self.page = render(collect(self._paths), live=EVERY).encode()
                 self.tag = f'"{hashlib.sha256(self.page).hexdigest()}"'

@@ -12,6 +12,7 @@ from pathlib import Path
 from policyloss.errors import InputError
 from policyloss.logs.completions import holds_completions
 from policyloss.logs.records import WANDB_HEAD, is_tensorboard
+from policyloss.logs.tables import is_table
 from policyloss.logs.trackio import SQLITE_HEAD, run_names
 from policyloss.report import limits
 from policyloss.report.reading import Notes, is_regular, json_object, open_regular
@@ -62,13 +63,21 @@ def is_our_run(path: Path) -> bool:
     return kind_of_file(path / "metrics.jsonl") != "lines of others"
 
 
+def split_run(path: Path) -> tuple[Path, str]:
+    """(what holds several runs, the name of one of them) of `p.db#RUN`; (path, "") otherwise."""
+    if not path.exists():
+        text = str(path)
+        for mark in re.finditer("#", text):
+            if mark.start() and (place := Path(text[: mark.start()])).exists():
+                return place, text[mark.end() :]
+    return path, ""
+
+
 def files_of(path: Path, notes: Notes) -> Files:
     """The files of the run in `path`; an `InputError` that says what was looked for if there are
     none.
     """
-    place, _, run = path.name.partition("#")
-    if run and not path.exists():
-        path = path.with_name(place)
+    path, run = split_run(path)
     if not path.exists():
         raise InputError(f"{path} does not exist; give the folder or the file of a run.")
     inside = sorted(file.parent for file in islice(path.glob("*/config.json"), 100))
@@ -93,6 +102,8 @@ def files_of(path: Path, notes: Notes) -> Files:
         notes.append(f"The numbers are from {KINDS[chosen]}; not read: {_words(others)}.")
     if chosen == "trackio":
         run = _of_project(numbers[0], run)
+    elif run and chosen != "table":
+        raise InputError(f"{path} is one run; leave out #{run}.")
     return Files(chosen, run, numbers, completions)
 
 
@@ -145,8 +156,7 @@ def kind_of_file(path: Path) -> str | None:
         return "lines of others" if b'"data"' in first or b'"time"' in first else "lines"
     if re.search(rb"step:\d+ - \S+:\S+", head):
         return "console"
-    columns = [column.strip(b' "\r\xef\xbb\xbf').lower() for column in first.split(b",")]
-    if path.suffix == ".csv" and any(c in (b"step", b"_step", b"global_step") for c in columns):
+    if path.suffix == ".csv" and is_table(first.decode("utf-8", "replace")):
         return "table"
     return None
 

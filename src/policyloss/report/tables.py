@@ -53,7 +53,11 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     used = " ".join(f"{swatch(i)}<bdi>{escaped(runs[i]['label'])}</bdi>" for i in users)
     explanation = loss["explain"]
     if explanation is None:
-        why = "This loss cannot be explained; see the notes on the data."
+        why = (
+            "The files of the run do not say which loss it was trained with."
+            if loss["spec"] is None
+            else "This loss cannot be explained; see the notes on the data."
+        )
         return (
             f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p '
             f'class="quiet">{why}</p></div>'

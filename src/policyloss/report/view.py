@@ -41,7 +41,7 @@ def view(data: Mapping[str, Any]) -> dict[str, Any]:
         "groups": [
             {"label": visible(group["label"]), "runs": group["runs"]} for group in data["groups"]
         ],
-        "labels": {key: LABELS[key] for key in keys if key in LABELS},
+        "labels": {key: LABELS[key] for key in sorted(keys) if key in LABELS},
         "same": coinciding(runs),
         "scales": _scales(rows),
         "branches": list(BRANCHES.items()),

@@ -11,6 +11,7 @@ from policyloss.errors import InputError
 from policyloss.output import check_output, write_output
 from policyloss.report.collect import collect
 from policyloss.report.render import render
+from policyloss.report.sources import split_run
 
 _READ = {
     "answers.jsonl",
@@ -35,7 +36,7 @@ def write_report(
     data = collect(paths)
     for argument, path in targets.items():
         check_output(path, argument)
-        runs = {Path(p).resolve() for p in paths}
+        runs = {split_run(Path(p))[0].resolve() for p in paths}
         if path.resolve() in runs or (path.name in _READ and path.parent.resolve() in runs):
             raise InputError(f"{argument}={str(path)!r} is a file of the run; give another name.")
     if len({path.parent.resolve() / path.name for path in targets.values()}) < len(targets):

@@ -10,7 +10,7 @@ const brief = (key) => DATA.labels[key] ?? key.replace(/^(policy|timing)\//, "")
 function stepAxis(width) {
   const all = DATA.runs.flatMap((run) => run.steps.flatMap((steps) => [steps[0], steps[steps.length - 1]]));
   const found = axis(all, { tight: true, count: Math.max(2, Math.floor(width / 65)) });
-  return { ...found, ticks: found.ticks.filter(Number.isInteger) };
+  return { ...found, unit: "steps", ticks: found.ticks.filter(Number.isInteger) };
 }
 
 // Exponential moving average without the pull to its start; gaps stay gaps.

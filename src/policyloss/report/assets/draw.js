@@ -26,7 +26,7 @@ function axis(values, { log = false, count = 4, tight = false } = {}) {
     if (!tight) [lo, hi] = hi / lo < 1 + 1e-6 ? [lo / 1.5, hi * 1.5] : [lo / (hi / lo) ** 0.05, hi * (hi / lo) ** 0.05];
     const decades = Math.log10(hi / lo), every = Math.max(1, Math.ceil(decades / count)), ticks = [];
     for (let e = Math.floor(Math.log10(lo)); e <= Math.log10(hi); e++)
-      for (const m of decades < 0.7 ? [1, 1.2, 1.5, 2, 3, 4, 5, 6, 8] : decades < 1.5 ? [1, 2, 5] : [1])
+      for (const m of decades < 0.7 ? [1, 1.2, 1.5, 2, 3, 4, 5, 6, 8] : decades < 2 ? [1, 2, 5] : [1])
         if (m > 1 || e % every === 0) ticks.push(m * 10 ** e);
     return { lo, hi, ticks: ticks.filter((t) => t >= lo * 0.999 && t <= hi * 1.001), log };
   }
@@ -61,6 +61,7 @@ function frame(svg, xAxis, yAxis, height) {
     add(svg, "text", { class: "tick end", x: box.left - 6, y: y(t) + 4 }, short(t, digits));
   }
   for (const t of xAxis.ticks) add(svg, "text", { class: "tick", x: x(t), y: height - 6 }, xAxis.label ? xAxis.label(t) : short(t, 6));
+  if (xAxis.unit) add(svg, "text", { class: "unit", x: 0, y: height - 6 }, xAxis.unit);
   const value = (pixel) => {
     const share = (pixel - box.left) / (box.right - box.left);
     return xAxis.log ? xAxis.lo * (xAxis.hi / xAxis.lo) ** share : xAxis.lo + share * (xAxis.hi - xAxis.lo);

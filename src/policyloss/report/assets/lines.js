@@ -116,6 +116,6 @@ function sharedAxis(width) {
     });
   }
   const scale = axis(ends.filter(Number.isFinite), { tight: true, count: Math.max(2, Math.floor(width / (state.x === "seconds" ? 95 : 65))) });
-  if (state.x !== "step") return { ...scale, label: UNITS[state.x].tick };
-  return { ...scale, ticks: scale.hi - scale.lo > 1 ? scale.ticks.filter(Number.isInteger) : scale.ticks };
+  if (state.x !== "step") return { ...scale, unit: UNITS[state.x].over, label: UNITS[state.x].tick };
+  return { ...scale, unit: UNITS.step.over, ticks: scale.hi - scale.lo > 1 ? scale.ticks.filter(Number.isInteger) : scale.ticks };
 }

@@ -113,7 +113,15 @@ const boxes = new ResizeObserver(() => { if (charts.some((chart) => chart.boxles
 for (const { figure } of charts) boxes.observe(figure);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCharts());
 addEventListener("hashchange", () => { load(); update(); });
-addEventListener("beforeprint", () => drawWaiting(Infinity));
+// Paper has no triangle to open.
+const more = document.querySelector("#more details");
+let opened = false;
+addEventListener("beforeprint", () => {
+  if (more && !more.open) more.open = opened = true;
+  drawCharts((chart) => chart.boxless);
+  drawWaiting(Infinity);
+});
+addEventListener("afterprint", () => { if (opened) more.open = opened = false; });
 let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawCharts(); } });
 load();

@@ -84,11 +84,11 @@ function drawPanel(chart) {
   const same = coincidingLines(lines);
   for (const together of same) drawTurns(plot, scales, together, log);
   if (!values.length) add(svg, "text", { class: "tick", x: scales.width / 2, y: 100 }, lines.length ? "no finite value" : state.x !== "step" ? `the runs logged no ${UNITS[state.x].over}` : "nothing to show");
-  if (log && values.some((v) => v <= 0)) add(svg, "text", { class: "tick end", x: box.right, y: box.top + 10 }, "0 and below are not on a log scale");
   Object.assign(chart, scales, { lines, unit: state.x, line: add(svg, "line", { class: "cross", y1: box.top, y2: box.bottom, visibility: "hidden" }) });
   figure.querySelector(".log").setAttribute("aria-pressed", log);
   figure.querySelector(".log").disabled = Boolean(compared);
-  figure.querySelector(".same").textContent = sameText(panel, same);
+  const below = log && values.some((v) => v <= 0) ? "0 and below are not on a log scale." : "";
+  figure.querySelector(".same").textContent = [below, sameText(panel, same)].filter(Boolean).join(" ");
   svg.setAttribute("aria-label", gist(panel, lines));
   drawNumbers(chart);
   emphasise();

@@ -67,8 +67,10 @@ function startRatios() {
     const figure = add($("evolution"), "figure", { class: "chart" }), caption = add(figure, "figcaption");
     add(caption, "i", { class: `swatch run${index % 8}` });
     add(caption, "h3", {}, run.label);
-    add(caption, "span", { class: "quiet" }, "ratio over steps, share on a log scale; click for its histogram");
+    add(caption, "span", { class: "quiet" }, "The same at every step: the stronger the colour, the more tokens (log scale). Click a step to see its histogram.");
     const svg = figure.appendChild(document.createElementNS(SVG, "svg")), chart = { figure, index, draw: drawEvolution };
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `Distribution of the ratio at every step, ${run.label}`);
     svg.addEventListener("click", (event) => {
       const at = event.clientX - svg.getBoundingClientRect().left, { step } = DATA.runs[index].histogram;
       selectStep(step[closest(step.map(chart.x), at)]);

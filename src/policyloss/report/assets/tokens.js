@@ -157,6 +157,8 @@ function drawTokens() {
   drawn = wanted;
   drawGroups();
   fill($("color"), offered().map(([id, { name }]) => [id, name]), colouring());
+  $("color").parentElement.hidden = $("token-legend").hidden = !offered().length;
+  document.querySelector(".token-view").classList.toggle("texts", !group?.rows.some((row) => row.tokens.length));
   drawHistory(group);
   box.replaceChildren();
   cards.length = 0;
