@@ -293,8 +293,8 @@ FORWARD_NOTE = (
     "bytes."
 )
 IN_TURNS_NOTE = (
-    "A product runs at a higher clock after a call that left the device cool, as some peers do: the "
-    "floor above is the median of such and of others. Here it is timed in turns with our call "
+    "A product runs at a higher clock after a call that left the device cool, as some peers do; "
+    "the floor above is the median of such and of others. Here it is timed in turns with our call "
     "alone; T6 is this ratio."
 )
 MASKED_NOTE = (

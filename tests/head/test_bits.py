@@ -353,3 +353,39 @@ def test_plans_hold_whole_tiles():
     assert plan.rows % rows == 0
     assert plan.name == "recompute"
     assert dataclasses.replace(plan, rows=7).rows == 7
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_stack_is_summed_by_halves(count):
+    """As the parts of one rank are, so that ranks which hold some of them get the same bits."""
+    x = torch.randn(count, 50, generator=torch.Generator().manual_seed(count))
+    expected = tiles_of.tree(lambda i: x[i].clone(), 0, count)
+    assert torch.equal(tiles_of._tree_of(x), expected)
+    if count == 4:
+        assert torch.equal(expected, (x[0] + x[1]) + (x[2] + x[3]))
+
+
+@pytest.mark.parametrize("wanted", ["all", "weight", "hidden"])
+def test_the_weight_gradient_of_several_windows(wanted):
+    """Of plan "recompute", which goes back by parts of the vocabulary; windows add up."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 12, generator=g, dtype=torch.float64)
+    weight = torch.randn(256, 12, generator=g, dtype=torch.float64)
+    bias, ids = torch.randn(256, generator=g).double(), torch.arange(300) % 256
+    leaves = [
+        x.clone().requires_grad_(wanted in ("all", name))
+        for x, name in ((hidden, "hidden"), (weight, "weight"), (bias, "weight"))
+    ]
+    plain = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
+    with pl.exact():
+        out = pl.linear_logprobs(
+            *leaves[:2], ids, leaves[2], entropy=True, plan=pl.Plan("recompute", 16, 0)
+        )
+        (out.logp.sum() + out.entropy.sum()).backward()
+    s = (plain[0] @ plain[1].t() + plain[2]).log_softmax(-1)
+    entropy = -(s.exp() * s).sum(-1)
+    (s.gather(-1, ids.unsqueeze(-1)).sum() + entropy.sum()).backward()
+    for x, other in zip(leaves, plain, strict=True):
+        assert (x.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            torch.testing.assert_close(x.grad, other.grad, rtol=1e-10, atol=1e-10)

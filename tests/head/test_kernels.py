@@ -15,10 +15,11 @@ from interpreted import DEVICE
 from torch import Tensor
 
 from policyloss.functional.scale_kernel import scaled as scaled_copy
-from policyloss.head import kernels
+from policyloss.head import kernels, tiles
 from policyloss.head import softmax_rows as rows
 from policyloss.head.kernels import row_partials
 from policyloss.head.softmax_rows import ABSENT, Partials, Scaling
+from policyloss.head.vocab_parallel import Vocabulary
 
 ROWS = 6
 KINDS = ("plain", "temperature", "per row", "bias", "softcap", "all")
@@ -432,3 +433,24 @@ def test_a_scaled_copy(n: int, dtype: torch.dtype) -> None:
     assert room[n:].isnan().all()
     scaled_copy(x, factor, x)
     assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_vocabulary_are_rows_to_the_kernel(
+    kind: str, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the exact mode one launch serves all parts, with the bits of a launch for each."""
+    monkeypatch.setattr(tiles, "row_partials", kernels.row_partials)
+    monkeypatch.setattr(tiles, "kernels_for", lambda z, scaling: kernels)
+    vocabulary = 8 * 144
+    parts = tiles.Tiles.of_vocabulary(Vocabulary(vocabulary, vocabulary), logits(vocabulary).t())
+    z = logits(vocabulary)
+    apart = torch.cat([z, z], 1)[:, :vocabulary]  # rows that do not follow each other
+    tables = [
+        parts._partials_of_parts(x, ids_of(vocabulary), scalings(vocabulary)[kind], entropy)
+        for x in (z, apart)
+    ]
+    assert tables[0].shape == (8, 4 if entropy else 3, ROWS)
+    assert torch.equal(tables[0], tables[1])
+    assert tables[0][0, 2, 0] != 0  # the first id lies in the first part

@@ -9,6 +9,27 @@ _CUT = _EXACT + "test_a_step_has_the_same_bits_however_it_is_cut"
 
 BITS = (
     (
+        "exact_parts_share_the_ids",
+        "head/tiles.py",
+        "(ids.unsqueeze(-1) - starts)",
+        "(ids.unsqueeze(-1) - 0 * starts)",
+        "test_kernels.py::test_parts_of_a_vocabulary_are_rows_to_the_kernel",
+    ),
+    (
+        "exact_tree_of_distant_parts",
+        "head/tiles.py",
+        "x = x[0::2] + x[1::2]",
+        "x = x[: len(x) // 2] + x[len(x) // 2 :]",
+        _BITS + "test_a_stack_is_summed_by_halves",
+    ),
+    (
+        "exact_recompute_forgets_a_window",
+        "head/backward.py",
+        "if sums.weight is not None and window.start > 0:",
+        "if sums.weight is not None and False:",
+        _BITS + "test_the_weight_gradient_of_several_windows",
+    ),
+    (
         "exact_limbs_are_not_rounded",
         "functional/exact.py",
         "part = (rest / quantum).round() * quantum",

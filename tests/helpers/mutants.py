@@ -288,6 +288,20 @@ MUTANTS = (
         "test_fused.py::test_the_hand_computed_loss",
     ),
     Mutant(
+        "node_of_a_graph_without_gradient",
+        "compiled/in_graph.py",
+        "    if carried:",
+        "    if not carried:",
+        "test_in_graph.py::test_a_compiler_sees_one_operation",
+    ),
+    Mutant(
+        "node_of_a_graph_trains_nothing",
+        "compiled/in_graph.py",
+        "check_gradients(spec, Inputs.of(first, second, third, fourth, rest))",
+        "Inputs.of(first, second, third, fourth, rest)",
+        "test_in_graph.py::test_a_wrong_call_raises_the_usual_error",
+    ),
+    Mutant(
         "counts_merged_in_float32",
         "metrics.py",
         "zip(self.wide, other.wide, strict=True)",

@@ -133,16 +133,20 @@ def gradients_in_parts(
         None if wanted.bias is None else head.dtype,
     )
     dhidden = None if sums.hidden is None else torch.zeros_like(head.hidden, dtype=sums.hidden)
-    dweight = None if sums.weight is None else torch.zeros_like(w, dtype=sums.weight)
+    dweight = None
+    if sums.weight is not None:
+        # The first window writes all of it.
+        dweight = (torch.empty_like if all_windows else torch.zeros_like)(w, dtype=sums.weight)
     dbias = None if sums.bias is None else w.new_zeros(w.shape[0], dtype=sums.bias)
     for window in all_windows:
         at = window if index is None else index[window]
         here = Statistics(s.logp[at], None if s.entropy is None else s.entropy[at], s.lse[at])
         of_window = [None if d is None else d[at] for d in derivatives]
-        share = partial(_share_of_part, head, head.rows(at), here, of_window, room, dweight, dbias)
+        target = Gradients(dhidden, dweight, dbias)
+        share = partial(_share_of_part, head, head.rows(at), here, of_window, room, target, window)
         if dhidden is None:
             for i in range(len(tiles.parts)):
-                share(i, False)
+                share(i)
         else:
             dhidden[at] = tree(share, 0, len(tiles.parts)).to(dhidden.dtype)
     if dhidden is not None:
@@ -157,12 +161,11 @@ def _share_of_part(
     s: Statistics,
     derivatives: Derivatives,
     room: Room,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
+    sums: Gradients,
+    window: slice,
     i: int,
-    hidden: bool = True,
 ) -> Tensor:
-    """Add what part i of the vocabulary gives `dweight` and `dbias`; its share of `dhidden`."""
+    """Add what part i of the vocabulary gives weight and bias; its share of `dhidden`."""
     tiles, x = head.tiles, rows.hidden
     assert tiles is not None
     c = tiles.parts[i]
@@ -171,14 +174,14 @@ def _share_of_part(
     if rows.kept is not None:
         rows.kept.restrict(z, c.start)
     dz = rows.of_columns(c).dlogits(z, room, s, derivatives)
-    if dweight is not None and dweight.dtype == head.dtype:
-        add_product(dweight[c], dz.t(), x)
-    elif dweight is not None:
-        rounded_product(dz.t(), x, dweight[c])
-    if dbias is not None:
-        dbias[c] += column_sum(dz, head.dtype, 1.0)
+    if sums.weight is not None and window.start > 0:
+        add_product(sums.weight[c], dz.t(), x)
+    elif sums.weight is not None:
+        rounded_product(dz.t(), x, sums.weight[c])
+    if sums.bias is not None:
+        sums.bias[c] += column_sum(dz, head.dtype, 1.0)
     out = torch.empty_like(x, dtype=head.dtype)
-    if hidden:
+    if sums.hidden is not None:
         tiles.product(dz, w, out)
     return out
 
