@@ -53,10 +53,13 @@ class Layer:
 # From the ground up. The drawing keeps this order from left to right, so neighbours should import
 # each other.
 LAYERS = (
-    Layer("Foundations", ("errors", "arguments", "functional", "notebook", "output", "logs")),
+    Layer(
+        "Foundations",
+        ("errors", "arguments", "functional", "records", "notebook", "output", "logs"),
+    ),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
     Layer("What a loss is", ("parts", "spec", "presets")),
-    Layer("The loss", ("policy_metrics", "loss", "value", "completions")),
+    Layer("The loss", ("policy_metrics", "loss", "micro_batches", "value", "completions")),
     Layer("Around the loss", ("accumulate", "head", "compiled", "check", "explain", "doctor")),
     Layer("The edge", ("compat", "train", "report", "explore", "whatif", "choose")),
     Layer("The command", ("cli",)),

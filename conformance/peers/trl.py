@@ -32,7 +32,7 @@ from policyloss.compat.trl import batch_loss, spec_from_config, totals_for
 from policyloss.compat.trl.config import CLIPPED, LOSS_TYPES, MODES
 from policyloss.compat.trl.options import DEFAULTS
 from policyloss.loss import policy_loss
-from policyloss.metrics import Stat
+from policyloss.records import Stat
 
 PINNED = "1.16.0"
 HORIZON = 16

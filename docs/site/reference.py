@@ -32,7 +32,7 @@ TOPICS = (
     ("correction", "Parts: rollout correction", ("parts.correction",)),
     ("pulls", "Parts: KL and divergence", ("parts.kl", "parts.divergence")),
     ("aggregate", "Parts: aggregation", ("parts.aggregate",)),
-    ("step", "A whole optimizer step", ("accumulate", "totals", "metrics")),
+    ("step", "A whole optimizer step", ("accumulate", "totals", "metrics", "records")),
     ("advantage", "Advantages", ("advantage",)),
     ("head", "The head", ("head", "teacher", "hf")),
     ("check", "Checks", ("check", "functional.exact")),

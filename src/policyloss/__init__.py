@@ -25,7 +25,7 @@ from policyloss.head.logits import logprobs
 from policyloss.head.loss import HeadOutput, explain_plan, linear_policy_loss
 from policyloss.head.plans import Plan
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
-from policyloss.metrics import Metrics, Stat
+from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import (
     LengthWeighted,
     LocalSeqMeanTokenMean,
@@ -69,6 +69,7 @@ from policyloss.parts.trust import (
     Unbounded,
 )
 from policyloss.presets import preset, presets
+from policyloss.records import Stat
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
 from policyloss.tokens import Tokens

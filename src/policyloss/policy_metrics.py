@@ -21,10 +21,11 @@ from policyloss.functional.exact import total
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
-from policyloss.metrics import EffectiveSampleSize, Invalid, Max, Metrics, Min, Record, Stat, Sum
+from policyloss.metrics import Metrics
 from policyloss.parts.combined import Combined
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import VARIANTS, Surrogate
+from policyloss.records import EffectiveSampleSize, Invalid, Max, Min, Record, Stat, Sum
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 from policyloss.totals import Totals

@@ -10,13 +10,14 @@ from torch import Tensor
 from policyloss.arguments import check_choice, check_like, check_number, check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import step_share, weighted_sum
-from policyloss.functional.exact import total
+from policyloss.functional.exact import stays_eager, total
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
-from policyloss.metrics import ExplainedVariance, Invalid, Metrics, Record, Stat, Sum
+from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import TokenMean
 from policyloss.parts.data import check_part
+from policyloss.records import ExplainedVariance, Invalid, Record, Stat, Sum
 from policyloss.tokens import Layout, expand_advantages
 from policyloss.totals import Totals, local_totals, resolve
 
@@ -33,6 +34,7 @@ def clamped(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
 
+@stays_eager
 def value_loss(
     values: Tensor,
     returns: Tensor,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -144,6 +145,65 @@ def test_distances_by_hand():
     assert bits._distances(a, b).tolist() == [0, 2, 0, bits._BEYOND, 2**23, 1]
 
 
+def test_numbers_of_two_signs():
+    """The likely mistake: negative log-likelihoods. In float64 the distance leaves an int64."""
+    for x in (1.0, 2.0, 2.5, 1e300):
+        ours, theirs = [torch.tensor([-x], dtype=torch.float64)], [[x]]
+        report = pl.bits_check(lambda xs, ours=ours: ours * len(xs), [0], against=theirs)
+        assert report.against is not None
+        assert (report.against.different, report.against.ulps) == (1, 2**61)
+        assert "NaN" not in str(report)
+        assert f"1 by at most {2**61}" in " ".join(str(report).split())
+
+
+def test_numbers_that_are_none_are_named():
+    """The same NaN everywhere is invariant, and no log-probability."""
+    report = pl.bits_check(lambda xs: [torch.tensor([-1.0, math.nan])] * len(xs), [0, 1])
+    assert report.is_invariant
+    assert report.not_numbers == 2
+    assert "2 of the 4 log-probabilities are NaN." in " ".join(str(report).split())
+    assert "NaN" not in str(pl.bits_check(by_hand, SEQUENCES))
+
+
+def test_a_buffer_that_every_call_writes_into():
+    """What was returned first must not change when the function is called again."""
+    buffer = torch.zeros(4)
+
+    def by_number(sequences: list[int]) -> list[Tensor]:
+        buffer[:] = -float(len(sequences))
+        return [buffer[i : i + 1] for i in range(len(sequences))]
+
+    assert not pl.bits_check(by_number, [0, 1]).is_invariant
+
+
+def test_a_report_says_what_to_do():
+    def text(report: pl.BitsReport) -> str:
+        return " ".join(str(report).split())
+
+    calls = itertools.count()
+    random = pl.bits_check(lambda xs: [-x.float() - next(calls) for x in xs], SEQUENCES)
+    assert "model.eval()" in text(random)
+    dependent = text(pl.bits_check(lambda xs: [-x.float() - len(xs) for x in xs], SEQUENCES))
+    assert "with policyloss.exact()" in dependent
+    assert "model.eval()" not in dependent
+    other = text(pl.bits_check(by_hand, SEQUENCES, against=lambda xs: [2 * y for y in by_hand(xs)]))
+    assert "compare their hidden states, then their logits" in other
+    assert "policyloss.exact()" not in other
+
+
+def test_an_error_of_the_function_names_the_run():
+    def fails_alone(sequences: list[Tensor]) -> list[Tensor]:
+        if len(sequences) == 1:
+            raise KeyError("too short")
+        return by_hand(sequences)
+
+    with pytest.raises(KeyError, match="too short") as raised:
+        pl.bits_check(fails_alone, SEQUENCES)
+    if sys.version_info >= (3, 11):
+        notes = ["bits_check called fn with sequence 0 of 4 (run: alone)."]
+        assert raised.value.__notes__ == notes
+
+
 def test_a_number_beside_nan_is_named():
     report = pl.bits_check(lambda xs: [torch.tensor([1.0])] * len(xs), [0], against=[[math.nan]])
     assert "1 against NaN" in str(report)
@@ -163,6 +223,12 @@ def test_a_notebook_shows_the_table():
         (lambda xs: 1.0, SEQUENCES, None, "one entry per sequence, 4, got float"),
         (lambda xs: [x[None].float() for x in xs], SEQUENCES, None, r"shape \(1, 5\)"),
         (lambda xs: list(xs), SEQUENCES, None, "dtype torch.int64"),
+        (lambda xs: [None] * len(xs), SEQUENCES, None, "sequence 0: NoneType"),
+        (lambda xs: [["a"]] * len(xs), SEQUENCES, None, "sequence 0: list"),
+        (lambda xs: dict(enumerate(by_hand(xs))), SEQUENCES, None, "got dict"),
+        (by_hand, SEQUENCES, "abcd", "against must hold .* got str"),
+        (lambda xs: [x[:0].float() for x in xs], SEQUENCES, None, "no log-probability at all"),
+        (lambda xs: [x.float().to(torch.float8_e5m2) for x in xs], SEQUENCES, None, "float8"),
         (by_hand, SEQUENCES, [[-1.0]] * 4, "against: sequence 0 has 5 log-probabilities, and 1"),
         (by_hand, SEQUENCES, [[-1.0]], "against must hold one entry per sequence, 4, got 1"),
     ],

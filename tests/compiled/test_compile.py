@@ -52,7 +52,7 @@ def compiled_run(spec: pl.LossSpec, batch: Batch, backend: str, totals: Any = No
     arguments = {name: x for name, x in batch.kwargs.items() if name not in carried}
     compared = batch.divergence
 
-    def loss(logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, pl.metrics.Record]]:
+    def loss(logp: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
         moved = {"entropy": entropy, "divergence": compared + 4 * (entropy - entropy.detach())}
         out = pl.policy_loss(spec, logp, totals=totals, **moved, **arguments)
         return out.loss, dict(out.metrics)

@@ -12,6 +12,7 @@ import policyloss as pl
 from cases import make_batch
 from policyloss import advantage
 from policyloss.functional.segments import Sequences
+from policyloss.records import Invalid
 
 SUM = pl.LossSpec(trust=pl.Unbounded("ratio"), aggregate=pl.TokenSum())
 X = torch.zeros(2)
@@ -181,7 +182,7 @@ def test_value_loss_counts_them_too():
 
 def test_one_rank_reduces_what_it_knows_to_be_wrong():
     """`reduce_metrics` need not wait here, so that the count travels to `compute`."""
-    metrics = pl.Metrics({"invalid_mask_values": pl.metrics.Invalid(torch.tensor(3))})
+    metrics = pl.Metrics({"invalid_mask_values": Invalid(torch.tensor(3))})
     step = pl.accumulate(pl.preset("ppo"), [{"mask": torch.ones(1, 1, dtype=torch.bool)}])
     step.add(metrics)
     for micro in step:

@@ -17,7 +17,8 @@ import policyloss as pl
 from cases import LOCAL, PRESETS, SPECS, assert_same, make_batch, run, step_totals
 from policyloss.functional.exact import QUANTA, added, exact_total, folded, limbs, sigmoid, total
 from policyloss.functional.segments import Sequences
-from policyloss.metrics import Metrics, Stat, Sum
+from policyloss.metrics import Metrics
+from policyloss.records import Stat, Sum
 
 ALL = list(range(9))
 CUTS = ([ALL], [[i] for i in ALL], [[8, 3, 1], [0], [6, 2, 7, 5, 4]])

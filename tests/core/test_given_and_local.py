@@ -25,8 +25,8 @@ from policyloss.compat.verl.parts import (
     OfThisCall,
 )
 from policyloss.inputs import Inputs
-from policyloss.metrics import Stat, Sum
 from policyloss.parts.precomputed import GivenWeight
+from policyloss.records import Stat, Sum
 
 BATCH = make_batch(seed=5, rows=6, width=9)
 X = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)

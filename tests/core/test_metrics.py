@@ -4,7 +4,7 @@ and merging that gives the figure of the whole.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import exp, inf, isnan, nan
 from typing import Any
 
@@ -14,8 +14,9 @@ import torch
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
 from policyloss.functional import collectives
-from policyloss.metrics import EffectiveSampleSize, ExplainedVariance, Max, Min, RecordPlaces, Sum
+from policyloss.metrics import RecordPlaces
 from policyloss.policy_metrics import FORMULAS
+from policyloss.records import KINDS, EffectiveSampleSize, ExplainedVariance, Max, Min, Sum
 
 CLIP = pl.Clip(0.05, 0.08, dual=1.2)
 FULL = pl.LossSpec(
@@ -446,8 +447,8 @@ def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
     n = torch.tensor(2**31 - 1, dtype=torch.int32)
     metrics = pl.Metrics(
         {
-            "a": pl.metrics.Stat(torch.tensor(1.5), n),
-            "b": pl.metrics.Stat(torch.tensor(3.0), n),
+            "a": pl.Stat(torch.tensor(1.5), n),
+            "b": pl.Stat(torch.tensor(3.0), n),
             "n": Sum(n),
         }
     )
@@ -473,3 +474,21 @@ def test_a_maximum_over_ranks_keeps_every_nan(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(collectives.dist, "all_reduce", reduce_with_the_other_rank)
     got = collectives.all_max(torch.tensor([1.0, torch.nan, -torch.inf, 5.0]), group="two ranks")
     torch.testing.assert_close(got, torch.tensor([torch.nan, torch.nan, 3.0, 5.0]), equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_record_of_nothing_changes_nothing(kind):
+    """A rank without a metric takes part in the reduction of those that others have."""
+    record = kind(*(torch.tensor(-1.5 - i) for i in range(len(fields(kind)))))
+    nothing = kind.nothing(torch.device("cpu"), torch.float64)
+    for merged in (record.merge(nothing), nothing.merge(record)):
+        assert [float(p) for p in merged.parts] == [float(p) for p in record.parts]
+
+
+def test_a_target_that_varies_a_little_has_an_explained_variance():
+    """1 ± 2⁻²⁰ has the variance 2⁻⁴⁰. An error of ± 2⁻²¹ leaves a quarter: ¾ is explained."""
+    target = 1 + 2.0**-20 * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(500)
+    error = (target - 1) / 2
+    moments = (error.sum(), (error**2).sum(), target.sum(), (target**2).sum())
+    record = ExplainedVariance(torch.tensor(1000), *moments)
+    assert record.item() == pytest.approx(0.75, abs=1e-3)

@@ -7,7 +7,7 @@ import torch
 
 import policyloss as pl
 from policyloss.check.batch import Batch
-from policyloss.metrics import ExplainedVariance
+from policyloss.records import ExplainedVariance
 
 BATCH = Batch.random(seed=11)
 
@@ -34,10 +34,14 @@ def test_a_token_the_engine_calls_impossible_is_rejected_not_nan(estimator):
     rollout = BATCH.rollout_logp.clone()
     rollout[0, 0] = -torch.inf
     spoiled = Batch(**{**vars(BATCH), "rollout_logp": rollout})
-    loss, _ = spoiled.loss(
-        pl.LossSpec(correction=pl.Reject(estimator, "token", low=-0.5, high=0.5))
-    )
+    spec = pl.LossSpec(correction=pl.Reject(estimator, "token", low=-0.5, high=0.5))
+    loss, gradient = spoiled.loss(spec)
     assert loss.isfinite()
+    # Nothing else moves: the token is rejected, and the others are what they were.
+    _, before = BATCH.loss(spec)
+    assert gradient[0, 0] == 0
+    before[0, 0] = 0
+    assert torch.equal(gradient, before)
 
 
 @pytest.mark.parametrize("log_clamp", [None, (None, None), (-20.0, None), 1000.0, math.inf])

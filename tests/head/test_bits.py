@@ -7,6 +7,7 @@ Everything runs on a GPU where there is one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -265,22 +266,26 @@ def test_a_shard_of_the_vocabulary_has_the_products_of_all_of_it():
     assert torch.equal((parts[0] + parts[1]) + (parts[2] + parts[3]), out)
 
 
-def test_the_kernels_walk_parts_of_a_vocabulary(monkeypatch):
-    """Triton's, on any machine: a part is a view of some columns, with its own part of the bias."""
+@pytest.mark.parametrize("vocab", [300, 256])
+def test_the_kernels_walk_parts_of_a_vocabulary(monkeypatch, vocab):
+    """Triton's, on any machine: a part is a view of some columns, with its own part of the bias.
+
+    Equal parts without a bias are rows of one launch, each with the temperature of its row.
+    """
     pytest.importorskip("interpreted")
     monkeypatch.setattr(softmax_rows, "_unsuited", lambda *_: "")
-    case = peaked_case(5, 300, 16, torch.float32, seed=1)
+    case = peaked_case(2, vocab, 16, torch.float32, seed=1)
+    bias, rates = (case.bias if vocab == 300 else None), torch.linspace(0.5, 0.9, 2, device=DEVICE)
 
     def values(index: Any) -> pl.LogProbs:
         return pl.linear_logprobs(
-            case.hidden[index], case.weight, case.ids[index], case.bias, 0.7, entropy=True
+            case.hidden[index], case.weight, case.ids[index], bias, rates[index], entropy=True
         )
 
     plain = values(slice(None))
     with pl.exact():
         together = values(slice(None))
-        for i in (0, 4):
-            assert_same_bits(values([i]), pl.LogProbs(*(x[[i]] for x in together)))
+        assert_same_bits(values([1]), pl.LogProbs(*(x[[1]] for x in together)))
     for a, e in zip(together, plain, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
@@ -321,8 +326,8 @@ def test_a_device_whose_products_depend_on_the_place_is_refused(monkeypatch):
         pl.linear_logprobs(case.hidden, case.weight, case.ids)
 
 
-def test_one_product_of_other_bits_is_not_taken(monkeypatch):
-    """A product over all entries that rounds in its own way: the parts are multiplied instead."""
+def rounds_wide_products_otherwise(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device whose product over all 1000 entries has other bits; the widths it multiplies."""
     widths: list[int] = []
 
     def by_width(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -331,18 +336,71 @@ def test_one_product_of_other_bits_is_not_taken(monkeypatch):
         if b.shape[1] == 1000:
             out *= 1 + 2 * torch.finfo(out.dtype).eps
 
-    case = bits_case("1000x64", torch.float32)
     monkeypatch.setattr(tiles_of, "product", by_width)
     monkeypatch.setattr(tiles_of, "_CHECKED", {})
+    return widths
+
+
+def test_one_product_of_other_bits_is_not_taken(monkeypatch):
+    """A product over all entries that rounds in its own way: the parts are multiplied instead."""
+    case = bits_case("1000x64", torch.float32)
+    widths = rounds_wide_products_otherwise(monkeypatch)
     with pl.exact():
         pl.linear_logprobs(case.hidden, case.weight, case.ids)
         widths.clear()
         pl.linear_logprobs(case.hidden, case.weight, case.ids)
         assert sorted(set(widths)) == [112, 128, 136]
-        nothing = torch.zeros_like(case.weight)
-        monkeypatch.setattr(tiles_of, "_CHECKED", {})
-        pl.linear_logprobs(case.hidden, nothing, case.ids)
-        assert not any(tiles_of._CHECKED.values())
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_a_trial_does_not_depend_on_the_weight_it_meets_first(monkeypatch, value):
+    """Of a weight of zeros, or of one that is not finite, every product looks the same."""
+    case = bits_case("1000x64", torch.float32)
+    rounds_wide_products_otherwise(monkeypatch)
+    with pl.exact():
+        pl.linear_logprobs(case.hidden, torch.full_like(case.weight, value), case.ids)
+    assert list(tiles_of._CHECKED.values()) == [False]
+
+
+def test_a_trial_holds_for_one_layout_and_one_precision(monkeypatch):
+    """A weight whose columns lie together is multiplied by other code, and so is TF32."""
+    case = bits_case("1000x64", torch.float32)
+    monkeypatch.setattr(tiles_of, "_CHECKED", {})
+    before = torch.get_float32_matmul_precision()
+    try:
+        with pl.exact():
+            pl.linear_logprobs(case.hidden, case.weight, case.ids)
+            pl.linear_logprobs(case.hidden[:3], case.weight + 1, case.ids[:3])
+            assert len(tiles_of._CHECKED) == 1
+            pl.linear_logprobs(case.hidden, case.weight.t().contiguous().t(), case.ids)
+            assert len(tiles_of._CHECKED) == 2
+            torch.set_float32_matmul_precision("medium" if before == "highest" else "highest")
+            pl.linear_logprobs(case.hidden, case.weight, case.ids)
+            assert len(tiles_of._CHECKED) == 3
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("plan", ["recompute", "one_pass"])
+def test_rows_that_lie_in_columns_are_multiplied_as_others_are(monkeypatch, plan):
+    """A full tile is a view of the rows, and a library multiplies columns by other code."""
+    multiplied: list[bool] = []
+
+    def recorded(a: Tensor, b: Tensor, out: Tensor) -> None:
+        multiplied.append(a.stride(1) == 1)
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+    case = peaked_case(tiles_of.CPU_ROWS + 5, 130, 8, torch.float32, seed=1)
+    n = case.ids.shape[0]
+    hidden = leaf(case.hidden.t().contiguous().t()[None])
+    tensors = (torch.zeros(1, n), torch.ones(1, n), torch.ones(1, n, dtype=torch.bool))
+    with pl.exact():
+        head_of(hidden[0], case.weight, case.ids, None, 1.0, None, None)  # the trial
+        monkeypatch.setattr(tiles_of, "product", recorded)
+        arguments = (case.weight, case.ids[None], *(x.to(DEVICE) for x in tensors))
+        pl.linear_policy_loss("dapo", hidden, *arguments, plan=plan).loss.backward()
+    assert len(multiplied) > 2
+    assert all(multiplied)
 
 
 def test_plans_hold_whole_tiles():

@@ -57,6 +57,9 @@ def test_a_step_spread_over_ranks_has_the_bits_of_one(results, alone, name):
         assert actual["metrics"] == expected["metrics"]
 
 
-def test_shards_that_cut_a_part_are_refused_on_every_rank(results):
+@pytest.mark.parametrize("shards", ["uneven", "no multiple"])
+def test_shards_that_cut_a_part_are_refused_on_every_rank(results, shards):
     for of_rank in results:
-        assert "exact() cuts a vocabulary into 8 equal parts" in of_rank["refusal"]
+        refusal = of_rank[f"refusal: {shards}"]
+        assert "exact() cuts a vocabulary into 8 equal parts" in refusal
+        assert ("1000 entries" in refusal) == (shards == "no multiple")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 _EXACT, _BITS, _CHECK = "test_exact.py::", "test_bits.py::", "test_bits_check.py::"
+_MODE, _ADVANTAGES = "test_exact_mode.py::", "test_exact_advantages.py::"
 _CUT = _EXACT + "test_a_step_has_the_same_bits_however_it_is_cut"
 
 BITS = (
@@ -46,8 +47,8 @@ BITS = (
     (
         "exact_mode_never_ends",
         "functional/exact.py",
-        "        _Mode.exact = before",
-        "        pass",
+        "            _Mode.exact = blocks[-1].on if blocks else False",
+        "            pass",
         _EXACT + "test_the_mode_ends_with_its_block",
     ),
     (
@@ -90,7 +91,7 @@ BITS = (
         "head/backward.py",
         "            if tiles is None:\n",
         "            if True:\n",
-        _BITS + "test_the_gradient_of_a_row_has_the_same_bits_in_any_company",
+        _BITS + "test_a_loss_has_the_same_bits_for_every_plan_and_layout",
     ),
     (
         "exact_recompute_by_columns",
@@ -98,6 +99,13 @@ BITS = (
         "        if head.tiles is not None:\n",
         "        if False:\n",
         _BITS + "test_the_gradient_of_a_row_has_the_same_bits_in_any_company",
+    ),
+    (
+        "exact_recompute_multiplies_columns_of_rows",
+        "head/backward.py",
+        "of_rows = of_rows._replace(hidden=of_rows.hidden.contiguous())",
+        "pass",
+        _BITS + "test_rows_that_lie_in_columns_are_multiplied_as_others_are",
     ),
     (
         "exact_gradient_in_a_chain",
@@ -116,14 +124,14 @@ BITS = (
     (
         "exact_never_looks_at_the_device",
         "head/tiles.py",
-        "                self._check_places(x, weight[self.parts[sizes.index(size)]])\n",
+        "                self._check_places(x, trial[self.parts[sizes.index(size)]])\n",
         "                pass\n",
         _BITS + "test_a_device_whose_products_depend_on_the_place_is_refused",
     ),
     (
         "exact_takes_one_product_for_granted",
         "head/tiles.py",
-        "            _CHECKED[key] = self._same_at_once(x, weight)\n",
+        "            _CHECKED[key] = self._same_at_once(x, trial)\n",
         "            _CHECKED[key] = True\n",
         _BITS + "test_one_product_of_other_bits_is_not_taken",
     ),
@@ -147,5 +155,110 @@ BITS = (
         "[[i] for i in everyone]",
         "[everyone]",
         _CHECK + "test_dependences_made_on_purpose",
+    ),
+    (
+        "exact_block_that_ends_is_the_last",
+        "functional/exact.py",
+        "del blocks[max(i for i, block in enumerate(blocks) if block is self)]",
+        "blocks.pop()",
+        _MODE + "test_blocks_of_two_threads_that_overlap",
+    ),
+    (
+        "exact_flag_not_checked",
+        "functional/exact.py",
+        '    check_flag("on", on)\n',
+        "    pass\n",
+        _MODE + "test_anything_but_a_flag_is_refused",
+    ),
+    (
+        "exact_sums_lose_small_numbers",
+        "functional/exact.py",
+        "return torch.where(has_size, unit, one)",
+        "return one",
+        _MODE + "test_a_power_of_two_scales_every_gradient_exactly",
+    ),
+    (
+        "exact_mode_is_compiled",
+        "functional/exact.py",
+        "        if is_exact() and torch.compiler.is_compiling():\n",
+        "        if False:\n",
+        _MODE + "test_a_compiler_leaves_every_function_alone[gae]",
+    ),
+    (
+        "exact_second_backward_forgets_the_mode",
+        "head/loss.py",
+        "with exact(head.tiles is not None):",
+        "with exact(False):",
+        _MODE + "test_a_second_backward_keeps_the_mode",
+    ),
+    (
+        "exact_trial_of_the_weight_it_meets",
+        "head/tiles.py",
+        "trial = _trial_numbers(torch.empty_like(weight))",
+        "trial = weight",
+        _BITS + "test_a_trial_does_not_depend_on_the_weight_it_meets_first",
+    ),
+    (
+        "exact_trial_for_every_layout",
+        "head/tiles.py",
+        "weight.shape, weight.stride(), sizes, *how)",
+        "weight.shape, sizes, *how)",
+        _BITS + "test_a_trial_holds_for_one_layout_and_one_precision",
+    ),
+    (
+        "exact_scan_by_the_place_in_the_batch",
+        "advantage/returns.py",
+        "    if not is_exact():\n",
+        "    if True:\n",
+        _ADVANTAGES + "test_a_scan_has_the_same_bits_in_every_layout",
+    ),
+    (
+        "exact_scan_forgets_the_last_value",
+        "advantage/returns.py",
+        "(longer(x, (0, 1)).scatter(1, end, after) for x in (reward, value))",
+        "(longer(x, (0, 1)).scatter(1, end, 0 * after) for x in (reward, value))",
+        _ADVANTAGES + "test_a_scan_has_the_same_bits_in_every_layout",
+    ),
+    (
+        "exact_moments_by_the_order_of_tokens",
+        "advantage/groups.py",
+        "    if is_exact():\n",
+        "    if False:\n",
+        _ADVANTAGES + "test_statistics_of_a_batch_do_not_depend_on_its_order",
+    ),
+    (
+        "bits_check_keeps_a_buffer_of_the_function",
+        "check/bits.py",
+        'y.detach().to("cpu", copy=True)',
+        'y.detach().to("cpu")',
+        _CHECK + "test_a_buffer_that_every_call_writes_into",
+    ),
+    (
+        "bits_check_subtracts_ranks_of_two_signs",
+        "check/bits.py",
+        "across = (of_a < 0) != (of_b < 0)",
+        "across = of_a.isnan()",
+        _CHECK + "test_numbers_of_two_signs",
+    ),
+    (
+        "bits_check_is_silent_about_nan",
+        "check/bits.py",
+        "sum(int(x.isnan().sum()) for x in expected)",
+        "0",
+        _CHECK + "test_numbers_that_are_none_are_named",
+    ),
+    (
+        "bits_check_names_the_longest_first",
+        "check/bits.py",
+        "token, sequence = min(places)",
+        "token, sequence = max(places)",
+        _CHECK + "test_where_the_first_bits_differ_by_hand",
+    ),
+    (
+        "bits_check_compares_nothing",
+        "check/bits.py",
+        "if not any(x.numel() for x in expected):",
+        "if False:",
+        _CHECK + "test_wrong_arguments",
     ),
 )

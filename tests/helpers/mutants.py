@@ -303,14 +303,14 @@ MUTANTS = (
     ),
     Mutant(
         "counts_merged_in_float32",
-        "metrics.py",
+        "records.py",
         "zip(self.wide, other.wide, strict=True)",
         "zip(self.parts, other.parts, strict=True)",
         "test_metrics.py::test_counts_survive_beyond_float32",
     ),
     Mutant(
         "explained_variance_of_raw_moments",
-        "metrics.py",
+        "records.py",
         "squares / count - (total / count) ** 2",
         "squares / count",
         "test_value.py::test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic",

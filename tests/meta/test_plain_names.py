@@ -12,9 +12,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "policyloss"
 FOLDERS = ("functional", "parts", "advantage", "presets", "explain")
-FILES = ("metrics.py", "spec.py", "arguments.py", "errors.py")
+FILES = ("metrics.py", "records.py", "spec.py", "arguments.py", "errors.py")
 HEAD = (
     "backward",
+    "gradient_kernel",
     "head",
     "kernels",
     "linear",

@@ -91,11 +91,13 @@ def body(rank: int, folder: str, ranks: int) -> None:
             options = {"weight": shard, "vocab_group": world, "plan": plan}
             results[f"shards: {name}, {plan}"] = one_process(spec, batch, **options)
         results[f"spread: {name}"] = spread(spec, batch, rank, ranks, world)
-    try:
-        uneven = batch.weight[:1008].split(1008 - 16 * (ranks - 1))[0] if rank == 0 else shard[:16]
-        one_process(spec, batch, weight=uneven, vocab_group=world)
-        results["refusal"] = ""
-    except pl.InputError as error:
-        results["refusal"] = str(error)
+    uneven = batch.weight[:1008].split(1008 - 16 * (ranks - 1))[0] if rank == 0 else shard[:16]
+    # Equal shards of a vocabulary that is no multiple of 128.
+    for name, weight in {"uneven": uneven, "no multiple": shard[: 1000 // ranks]}.items():
+        try:
+            one_process(spec, batch, weight=weight, vocab_group=world)
+            results[f"refusal: {name}"] = ""
+        except pl.InputError as error:
+            results[f"refusal: {name}"] = str(error)
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()

@@ -16,6 +16,7 @@ from torch import Tensor
 from policyloss.arguments import check_tensor, description, is_compiling, is_number
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import WholeSequences, checked_positions
+from policyloss.functional.exact import is_exact, stays_eager
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, fill
 from policyloss.functional.scan import linear_recurrence_reverse
 from policyloss.functional.segments import Sequences, check_cu_seqlens
@@ -32,6 +33,7 @@ class GAE(NamedTuple):
     returns: Tensor
 
 
+@stays_eager
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -92,6 +94,7 @@ def gae(
         return GAE(returns - value, returns)
 
 
+@stays_eager
 @torch.no_grad()
 def discounted_returns(
     rewards: Tensor,
@@ -150,6 +153,35 @@ def _lambda_returns(
     This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value
     across masked tokens.
     """
+    if not is_exact():
+        return _scanned(reward, value, mask, gamma, lam, layout, last_values)
+    # The chunks of the scan follow from the place of a token, so each sequence becomes a row that
+    # begins with its first valid token.
+    place = torch.arange(mask.numel(), device=mask.device).view(layout.shape)
+    pack = WholeSequences.of(layout, mask, place, reward, value)
+    inside = valid = pack.inside
+    reward, value = (pack.padded(x) for x in pack.columns)
+    if last_values is not None:
+        # A token more, whose reward is the value after the last.
+        after = _per_sequence(last_values, layout, reward).to(reward.dtype).unsqueeze(1)
+        end = pack.cu_seqlens.diff().unsqueeze(1)
+        longer = torch.nn.functional.pad
+        reward, value = (longer(x, (0, 1)).scatter(1, end, after) for x in (reward, value))
+        valid = longer(inside, (0, 1)).scatter(1, end, True)
+    returns = _scanned(reward, value, valid, gamma, lam, Sequences(tuple(valid.shape)), None)
+    return pack.on_this_rank(returns[:, : inside.shape[1]][inside])
+
+
+def _scanned(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    layout: Sequences,
+    last_values: Tensor | None,
+) -> Tensor:
+    """`_lambda_returns` of the tokens as they lie."""
     n = reward.numel()
     if n == 0:
         return reward
@@ -196,6 +228,7 @@ def _runs_as_kernel(
         isinstance(mask, Tensor)
         and mask.is_cuda
         and not is_compiling()
+        and not is_exact()
         and kernels(KERNEL) is not None
     )
 

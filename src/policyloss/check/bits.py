@@ -7,8 +7,9 @@ a difference between them a difference between the two.
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,10 @@ from policyloss.arguments import description
 from policyloss.errors import InputError
 
 LogProbFunction = Callable[[list[Any]], Sequence[Any]]
+_WIDE = torch.float64
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BEYOND = 1 << 62  # stands for the distance of a number from NaN
+_FARTHEST = 1 << 61  # two numbers that lie farther apart count as so far
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,14 @@ class BitsReport:
     """The result of `bits_check`; `str()` is a table and sentences.
 
     arrangements: the same function on the same sequences in other company. against: the function
-    beside another one, or beside recorded numbers; None without.
+    beside another one, or beside recorded numbers; None without. not_numbers: how many
+    log-probabilities are NaN; two of them count as the same.
     """
 
     arrangements: tuple[BitsResult, ...]
     against: BitsResult | None
     sequences: int
+    not_numbers: int = 0
 
     @property
     def is_invariant(self) -> bool:
@@ -125,11 +130,36 @@ class BitsReport:
         return f"{text} Against the other log-probabilities, {self.against.sentence()}"
 
     def _paragraphs(self) -> list[str]:
-        return [
+        differences = [
             f"{result.name[:1].upper()}{result.name[1:]}: {result.sentence()}"
             for result in self.arrangements
             if result.different
         ]
+        n, tokens = self.not_numbers, self.arrangements[0].tokens
+        nan = [f"{n} of the {tokens} log-probabilities are NaN."] if n else []
+        return [*differences, *nan, *self._advice()]
+
+    def _advice(self) -> list[str]:
+        """What to do about the most basic difference; nothing if there is none."""
+        if self.arrangements[0].different:
+            return [
+                "Find what changes from call to call before anything else: dropout (call "
+                "model.eval()), sampling without a seed, a cache, or additions whose order a GPU "
+                "chooses (torch.use_deterministic_algorithms(True))."
+            ]
+        if not self.is_invariant:
+            return [
+                "Some product or sum takes its order from the shape of the batch. For the head and "
+                "the loss, run the function within `with policyloss.exact():`; for the body of the "
+                "model, give it one sequence per call, or kernels that are batch-invariant."
+            ]
+        if not self.is_equal:
+            return [
+                "Both sides compute another function, or the same one in another order: compare "
+                "their hidden states, then their logits, then their log-softmax. docs/bits.md does "
+                "so for an engine."
+            ]
+        return []
 
 
 def bits_check(
@@ -172,52 +202,70 @@ def bits_check(
         "beside one other": [[i, (i + 1) % n] for i in everyone],
         "every sequence twice": [everyone * 2],
     }
-    expected = _run(fn, sequences, [everyone], "fn")
+    expected = _run(fn, sequences, [everyone], "fn", "all together")
+    if not any(x.numel() for x in expected):
+        raise InputError("fn returned no log-probability at all; pass sequences that have some.")
     results = tuple(
-        _compared(name, expected, _run(fn, sequences, calls, "fn"))
+        _compared(name, expected, _run(fn, sequences, calls, "fn", name))
         for name, calls in arrangements.items()
     )
     other = None
     if callable(against):
-        other = _compared("against", _run(against, sequences, [everyone], "against"), expected)
+        theirs = _run(against, sequences, [everyone], "against", "all together")
+        other = _compared("against", theirs, expected)
     elif against is not None:
         other = _compared("against", _numbers(against, n, "against"), expected)
-    return BitsReport(results, other, n)
+    return BitsReport(results, other, n, sum(int(x.isnan().sum()) for x in expected))
 
 
-def _run(fn: LogProbFunction, sequences: list[Any], calls: list[list[int]], name: str) -> Any:
-    """The log-probabilities of each sequence, from calls with these members.
+def _run(
+    fn: LogProbFunction, sequences: list[Any], calls: list[list[int]], argument: str, run: str
+) -> list[Tensor]:
+    """The log-probabilities of each sequence, from calls of `argument` with these members.
 
     A sequence that is a member of several takes those of the last.
     """
-    results: list[Any] = [None] * len(sequences)
+    results: dict[int, Tensor] = {}
     for members in calls:
-        numbers = _numbers(
-            fn([sequences[i] for i in members]), len(members), f"the result of {name}"
-        )
-        for i, x in zip(members, numbers, strict=True):
-            results[i] = x
-    return results
+        try:
+            answer = fn([sequences[i] for i in members])
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                which = f"sequence {members[0]}" if len(members) == 1 else f"{len(members)}"
+                error.add_note(
+                    f"bits_check called {argument} with {which} of {len(sequences)} (run: {run})."
+                )
+            raise
+        numbers = _numbers(answer, len(members), f"the result of {argument}")
+        results.update(zip(members, numbers, strict=True))
+    return [results[i] for i in range(len(sequences))]
 
 
 def _numbers(x: Any, count: int, name: str) -> list[Tensor]:
-    """One 1-D tensor of log-probabilities per sequence, on the CPU."""
-    if not hasattr(x, "__len__") or len(x) != count:
-        length = len(x) if hasattr(x, "__len__") else type(x).__name__
+    """One 1-D tensor of log-probabilities per sequence: copies, on the CPU."""
+    is_list = hasattr(x, "__len__") and not isinstance(x, (str, Mapping, Set))
+    if not is_list or len(x) != count:
+        actual = len(x) if is_list else description(x)
         raise InputError(
-            f"{name} must hold one entry per sequence, {count}, got {length}; return the "
+            f"{name} must hold one entry per sequence, {count}, got {actual}; return the "
             "log-probabilities as a list."
         )
-    tensors = [
-        y.detach().cpu() if isinstance(y, Tensor) else torch.tensor(y, dtype=torch.float64)
-        for y in x
-    ]
-    for i, y in enumerate(tensors):
-        if y.dim() != 1 or not y.is_floating_point():
+    tensors = []
+    for i, numbers in enumerate(x):
+        try:
+            y = torch.as_tensor(numbers, dtype=None if isinstance(numbers, Tensor) else _WIDE)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"{name} holds no numbers for sequence {i}: {type(numbers).__name__}; give its "
+                "log-probabilities as floats, 1-D and without padding."
+            ) from None
+        if y.dim() != 1 or not y.is_floating_point() or y.dtype.itemsize not in _INTEGERS:
             raise InputError(
                 f"{name} has shape {tuple(y.shape)} and dtype {y.dtype} for sequence {i}; give "
                 "its log-probabilities as floats, 1-D and without padding."
             )
+        # A function may return one buffer again and again.
+        tensors.append(y.detach().to("cpu", copy=True))
     return tensors
 
 
@@ -264,7 +312,12 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
         bits = x.contiguous().view(kind).to(torch.int64)
         return torch.where(bits < 0, lowest - bits, bits)
 
-    distance = (rank(a) - rank(b)).abs().clamp(max=_BEYOND)
+    of_a, of_b = rank(a), rank(b)
+    # Of numbers of two signs, the difference of ranks may be too large for an int64.
+    to_zero = [x.abs().clamp(max=_FARTHEST // 2) for x in (of_a, of_b)]
+    across = (of_a < 0) != (of_b < 0)
+    distance = torch.where(across, to_zero[0] + to_zero[1], (of_a - of_b).abs())
+    distance = distance.clamp(max=_FARTHEST)
     distance = torch.where(a.isnan() | b.isnan(), _BEYOND, distance)
     return torch.where(a.isnan() & b.isnan(), 0, distance)
 

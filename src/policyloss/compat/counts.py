@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputTypeError
-from policyloss.metrics import Record, Stat
+from policyloss.records import Record, Stat
 
 
 def guard(mask: Tensor) -> float:

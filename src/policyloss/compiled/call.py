@@ -14,8 +14,9 @@ from policyloss.functional.masking import accumulator_dtype, compute_dtype
 from policyloss.functional.precomputed import first_derivative_only
 from policyloss.inputs import DIFFERENTIATED, Inputs
 from policyloss.loss import pipeline
-from policyloss.metrics import Invalid, Metrics, RecordPlaces
+from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.policy_metrics import MetricsLevel
+from policyloss.records import Invalid
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 from policyloss.totals import GroupTokens, Totals

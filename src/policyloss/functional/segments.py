@@ -10,7 +10,7 @@ Legend: S sequences, `x` token-shaped (`[B, T]` or `[N]`), `s` one number per se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from policyloss.arguments import check_group, check_like, check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.collectives import all_max, all_sum
-from policyloss.functional.exact import folded, is_exact, limbs
+from policyloss.functional.exact import folded, is_exact, limbs, unit_of
 from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
 from policyloss.functional.stats import count
 
@@ -276,13 +276,20 @@ class Sequences:
 
     def _exact_sum(self, x: Tensor, group: Any) -> Tensor:
         """`[S]`, over the ranks of `group`, rounded once."""
+        unit = unit_of(replace(self, cp_group=group).max(x.abs()))
+        parts = limbs(x.to(torch.float64) / self._spread(unit))
         if self.offsets is None:
-            sums = limbs(x).sum(-2)
+            sums = parts.sum(-2)
         else:
             sums = torch.segment_reduce(
-                limbs(x.reshape(-1)), "sum", offsets=self.offsets, axis=0, unsafe=True, initial=0
+                parts.reshape(-1, parts.shape[-1]),
+                "sum",
+                offsets=self.offsets,
+                axis=0,
+                unsafe=True,
+                initial=0,
             )
-        return folded(all_sum(sums, group)).to(x.dtype)
+        return (folded(all_sum(sums, group)) * unit).to(x.dtype)
 
     def _spread(self, s: Tensor) -> Tensor:
         """`expand` without a gradient."""

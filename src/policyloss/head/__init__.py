@@ -2,9 +2,11 @@
 The layers, from the ground up:
 
 softmax_rows    statistics and gradients of rows of logits, in plain PyTorch: the reference
-kernels         the same as Triton kernels, loaded by name when a tensor on a GPU is met
+kernels         the statistics as a Triton kernel, loaded by name when a tensor on a GPU is met;
+                gradient_kernel has the gradients
 matmul          products of half-precision matrices that add up in float32, and the memory they use
 vocab_parallel  a vocabulary that is cut over ranks
+tiles           products of fixed shapes and sums in a fixed order: the exact mode
 pair_rows       statistics and gradients of the rows of two models: how far a student is from a
                 teacher; pair_kernels and pair_gradient_kernel are the same in Triton
 entry_rows      the same on some entries of each row

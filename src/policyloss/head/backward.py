@@ -142,8 +142,10 @@ def gradients_in_parts(
         at = window if index is None else index[window]
         here = Statistics(s.logp[at], None if s.entropy is None else s.entropy[at], s.lse[at])
         of_window = [None if d is None else d[at] for d in derivatives]
+        of_rows = head.rows(at)
+        of_rows = of_rows._replace(hidden=of_rows.hidden.contiguous())  # as in the forward
         target = Gradients(dhidden, dweight, dbias)
-        share = partial(_share_of_part, head, head.rows(at), here, of_window, room, target, window)
+        share = partial(_share_of_part, head, of_rows, here, of_window, room, target, window)
         if dhidden is None:
             for i in range(len(tiles.parts)):
                 share(i)

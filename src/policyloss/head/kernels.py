@@ -1,6 +1,6 @@
-"""Triton kernels for rows of logits: one launch each, with one program per row.
+"""The Triton kernel for the statistics of rows of logits: one launch, with one program per row.
 
-They are the `row_partials` and `row_gradient` of `softmax_rows.py`.
+It is the `row_partials` of `softmax_rows.py` (its `row_gradient` is in `gradient_kernel.py`).
 Legend: R rows, V vocabulary entries, z raw logits `[R, V]`, ids `[R]`. A program walks its row in
 tiles. Full tiles are read without a mask; what is left at the end is one masked tile. Nothing is
 added across programs and nothing is tuned at run time, so the same input gives the same bits.
@@ -10,13 +10,12 @@ positive.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.softmax_rows import Partials, Scaling
 
 # Entries of a row that a program reads at once, and the warps that share them, by bytes of a logit.
@@ -171,154 +170,6 @@ def _partials_kernel(
         tl.store(out_ptr + 3 * R + row, row_moment * LN_2)
 
 
-@triton.jit
-def _complement(x):
-    """`1 - e^x` of x ≤ 0, to the last digits also where e^x is near 1."""
-    # Eight terms of the series are exact in float32 there.
-    near = 1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))
-    near = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * near)))
-    return tl.where(x > -0.35, near, 1 - tl.exp2(x * LOG2_E))
-
-
-@triton.jit
-def _tile_gradient(
-    u,
-    softcap,
-    scale,
-    lse2,
-    base,
-    bend,
-    target,
-    column,
-    start,
-    y,
-    HAS_SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """dz of one tile: `target` at y, else `p·(base + bend·log2 p)`, times the softcap's slope.
-
-    u: logits after the cap.
-    """
-    log2_p = u * scale - lse2
-    p = tl.exp2(log2_p)
-    d = p * (base + bend * tl.maximum(log2_p, NOTHING)) if ENTROPY else p * base
-    # One tile of the row holds y; the others need not compare.
-    if (y >= start) & (y < start + BLOCK):
-        d = tl.where(column == y, target, d)
-    if HAS_SOFTCAP:
-        bent = u / softcap
-        d *= 1 - bent * bent
-    return d
-
-
-@triton.jit
-def _gradient_kernel(
-    z_ptr,
-    out_ptr,
-    ids_ptr,
-    lse_ptr,
-    entropy_ptr,
-    dlogp_ptr,
-    dentropy_ptr,
-    logp_ptr,
-    inverse_temperature,
-    bias_ptr,
-    softcap,
-    z_stride,
-    out_stride,
-    V,
-    PER_ROW: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    NARROWING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The gradient dz of one row.
-
-    `dz = ds · (1 − (u/softcap)²) / temperature`, with
-    `ds = dlogp·(onehot(id) − p) − dentropy·p·(log p + entropy)`.
-    NARROWING: out lies over z in a smaller type, row on row. What a tile writes then covers bytes
-    of this tile and of those before it, so it is enough that no thread writes a tile before every
-    thread has read it.
-    """
-    row = tl.program_id(0)
-    z_row = z_ptr + row.to(tl.int64) * z_stride
-    out_row = out_ptr + row.to(tl.int64) * out_stride
-    within = tl.arange(0, BLOCK)
-    full = V // BLOCK * BLOCK
-    g = tl.load(dlogp_ptr + row).to(tl.float32)
-    h = tl.load(dentropy_ptr + row).to(tl.float32) if ENTROPY else 0.0
-    if (g == 0) & (h == 0):
-        zeros = tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
-        for start in range(0, full, BLOCK):
-            tl.store(out_row + start + within, zeros)
-        if full < V:
-            tl.store(out_row + full + within, zeros, mask=full + within < V)
-    else:
-        y = tl.load(ids_ptr + row)
-        rate = tl.load(inverse_temperature + row).to(tl.float32) if PER_ROW else inverse_temperature
-        lse2 = tl.load(lse_ptr + row) * LOG2_E
-        scale = rate * LOG2_E
-        # The entry of y is `target_gradient` of the row's log-probability.
-        logp = tl.load(logp_ptr + row)
-        target = rate * g * _complement(logp)
-        base = -rate * g
-        bend = 0.0
-        if ENTROPY:
-            entropy = tl.load(entropy_ptr + row)
-            target -= rate * h * tl.exp2(logp * LOG2_E) * (logp + entropy)
-            base = -rate * (g + h * entropy)
-            bend = -rate * h * LN_2
-        for start in range(0, full, BLOCK):
-            column = start + within
-            z = tl.load(z_row + column, eviction_policy="evict_first")
-            bias = tl.load(bias_ptr + column) if HAS_BIAS else z
-            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
-            d = _tile_gradient(
-                u,
-                softcap,
-                scale,
-                lse2,
-                base,
-                bend,
-                target,
-                column,
-                start,
-                y,
-                HAS_SOFTCAP,
-                ENTROPY,
-                BLOCK,
-            )
-            if NARROWING:
-                tl.debug_barrier()
-            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty))
-        if full < V:
-            column = full + within
-            z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
-            bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
-            u = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP)
-            d = _tile_gradient(
-                u,
-                softcap,
-                scale,
-                lse2,
-                base,
-                bend,
-                target,
-                column,
-                full,
-                y,
-                HAS_SOFTCAP,
-                ENTROPY,
-                BLOCK,
-            )
-            if NARROWING:
-                tl.debug_barrier()
-            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty), mask=column < V)
-
-
 def row_partials(
     z: Tensor,
     ids: Tensor,
@@ -339,7 +190,7 @@ def row_partials(
         entries = VECTOR_BYTES // z.element_size()
         lanes = 32 * warps
         rate, per_row = _rate(scaling)
-        with _device(z):
+        with on_device_of(z):
             _partials_kernel[(rows,)](
                 z,
                 ids.contiguous(),
@@ -363,58 +214,6 @@ def row_partials(
     return Partials(top, total, moment[0] if entropy else None, target)
 
 
-def row_gradient(
-    z: Tensor,
-    out: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    entropy_value: Tensor | None,
-    dlogp: Tensor,
-    dentropy: Tensor | None,
-    logp: Tensor,
-    scaling: Scaling,
-    *,
-    _block: int | None = None,
-    _warps: int | None = None,
-) -> None:
-    """`softmax_rows.row_gradient` in one read of z and one write of `out`.
-
-    z, out: `[R, V]`, last dimension contiguous. logp: `[R]`, of each row's id. `out` may be `z`
-    itself, or a narrower type over the same memory, each row starting at the byte where its row of
-    z starts.
-    """
-    rows, vocabulary = z.shape
-    with_entropy = entropy_value is not None and dentropy is not None
-    rate, per_row = _rate(scaling)
-    if not rows:
-        return
-    block, warps = _shape(BACKWARD, z, _block, _warps)
-    with _device(z):
-        _gradient_kernel[(rows,)](
-            z,
-            out,
-            ids.contiguous(),
-            lse.contiguous(),
-            entropy_value.contiguous() if with_entropy and entropy_value is not None else None,
-            dlogp.contiguous(),
-            dentropy.contiguous() if with_entropy and dentropy is not None else None,
-            logp.contiguous(),
-            rate,
-            scaling.bias,
-            1.0 if scaling.softcap is None else float(scaling.softcap),
-            z.stride(0),
-            out.stride(0),
-            vocabulary,
-            PER_ROW=per_row,
-            HAS_BIAS=scaling.bias is not None,
-            HAS_SOFTCAP=scaling.softcap is not None,
-            ENTROPY=with_entropy,
-            NARROWING=out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size(),
-            BLOCK=block,
-            num_warps=warps,
-        )
-
-
 def _shape(
     table: dict[int, tuple[int, int]], z: Tensor, block: int | None, warps: int | None
 ) -> tuple[int, int]:
@@ -427,8 +226,3 @@ def _rate(scaling: Scaling) -> tuple[Tensor | float, bool]:
     """The inverse temperature as the kernels take it, and whether there is one per row."""
     t = scaling.inverse_temperature
     return (t.contiguous(), True) if isinstance(t, Tensor) else (float(t), False)
-
-
-def _device(z: Tensor) -> AbstractContextManager[object]:
-    """A context in which the current device, where Triton launches, is that of `z`."""
-    return torch.cuda.device(z.device) if z.device.type == "cuda" else nullcontext()

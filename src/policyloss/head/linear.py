@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_group
+from policyloss.functional.exact import stays_eager
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import (
     TeacherColumns,
@@ -86,6 +87,7 @@ def linear_logprobs(
     vocab_group: Any = None,
     support: SupportArgument | None = None,
 ) -> Tensor | LogProbs: ...
+@stays_eager
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -264,18 +266,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if check is not None:
             check()
         ctx.set_materialize_grads(False)
-        # Saved tensors, so that a weight changed before the backward is an error. A stash is not
-        # saved: the backward overwrites it.
-        ctx.save_for_backward(
-            head.hidden, head.weight, head.ids, head.bias, index, logp, lse, spread
-        )
-        ctx.rest = (
-            head.inverse_temperature,
-            head.softcap,
-            head.vocabulary,
-            head.support,
-            head.tiles,
-        )
+        _save(ctx, head, index, logp, lse, spread)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)
         ctx.comparison, ctx.known = comparison, known
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -325,6 +316,17 @@ class _LinearLogprobs(torch.autograd.Function):
             else at_rows(gradients.hidden, index, ids.shape[0]).view(ctx.shape)
         )
         return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
+
+
+def _save(ctx: Any, head: Head, index: Tensor | None, *statistics: Tensor) -> None:
+    """Keep a head and the statistics of its rows for the backward.
+
+    As saved tensors, so that a weight changed before the backward is an error. A stash is not
+    saved: the backward overwrites it.
+    """
+    ctx.save_for_backward(head.hidden, head.weight, head.ids, head.bias, index, *statistics)
+    numbers = (head.inverse_temperature, head.softcap)
+    ctx.rest = (*numbers, head.vocabulary, head.support, head.tiles)
 
 
 def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.exact import is_exact
+from policyloss.functional.exact import is_exact, stays_eager
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, LogProbs, windows
 from policyloss.head.matmul import Room
@@ -80,6 +80,7 @@ def logprobs(
     overwrite_logits: bool = False,
     support: SupportArgument | None = None,
 ) -> Tensor | LogProbs: ...
+@stays_eager
 def logprobs(
     logits: Tensor,
     ids: Tensor,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, InputTypeError
+from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
 from policyloss.head.comparison import Comparison, comparison_of, comparison_of_spec
@@ -54,6 +55,7 @@ class HeadOutput(LossOutput):
     divergence: Tensor | None = None
 
 
+@stays_eager
 @takes_tensors
 def linear_policy_loss(
     spec: LossSpec | PresetName | str,
@@ -370,7 +372,8 @@ class _Call:
 
         @torch.no_grad()
         def again() -> list[Tensor]:
-            return shaped(run(check=False)[1])
+            with exact(head.tiles is not None):  # the mode of this forward
+                return shaped(run(check=False)[1])
 
         loss = with_known_gradients(value.loss, inputs, shaped(gradients), again)
         return HeadOutput(loss, value.metrics, **known)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from policyloss.functional.divergence import Measure
-from policyloss.head.kernels import BACKWARD, LN_2, LOG2_E, NOTHING, _device, _shape
+from policyloss.functional.triton_modules import on_device_of
+from policyloss.head.kernels import BACKWARD, LN_2, LOG2_E, NOTHING, _shape
 from policyloss.head.pair_kernels import (
     FORMS,
     FUSION,
@@ -222,7 +223,7 @@ def pair_gradient(
         return
     with_entropy = entropy_value is not None and dentropy is not None
     block, warps = _shape(BACKWARD, z, _block, _warps)
-    with _device(z):
+    with on_device_of(z):
         _pair_gradient_kernel[(rows,)](
             z,
             u,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.kernels import (
     BACKWARD,
     LN_2,
@@ -23,7 +24,6 @@ from policyloss.head.kernels import (
     NOTHING,
     VECTOR_BYTES,
     _capped,
-    _device,
     _rate,
     _shape,
 )
@@ -291,7 +291,7 @@ def pair_partials(
     if rows:
         block, warps = _shape(PAIR_FORWARD, z, _block, _warps)
         lanes, entries = 32 * warps, VECTOR_BYTES // z.element_size()
-        with _device(z):
+        with on_device_of(z):
             _pair_partials_kernel[(rows,)](
                 z,
                 u,
@@ -334,7 +334,7 @@ def mixture_sums(
     out = torch.empty(2, rows, dtype=torch.float32, device=z.device)
     if rows:
         block, warps = _shape(BACKWARD, z, _block, _warps)
-        with _device(z):
+        with on_device_of(z):
             _mixture_kernel[(rows,)](
                 z,
                 u,

@@ -134,7 +134,7 @@ def row_gradient(
     where its row of z starts.
     """
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
-    fused = kernels_for(z, scaling)
+    fused = kernels_for(z, scaling, "policyloss.head.gradient_kernel")
     if fused is not None:
         fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, s.logp, scaling)
         return
@@ -277,14 +277,14 @@ def without_silent_rows(d: Tensor, silent: Tensor) -> Tensor:
     return d.masked_fill_(silent.unsqueeze(-1), 0) if bool(silent.any()) else d
 
 
-def kernels_for(z: Tensor, scaling: Scaling) -> Any:
-    """The module of Triton kernels if they run on the device and dtype of `z`, else None.
+def kernels_for(z: Tensor, scaling: Scaling, module: str = "policyloss.head.kernels") -> Any:
+    """A module of Triton kernels if they run on the device and dtype of `z`, else None.
 
     They know no `ABSENT` under a softcap, which would bring it back.
     """
     if scaling.restricted and scaling.softcap is not None:
         return None
-    return None if _unsuited(z.device, z.dtype) else kernels("policyloss.head.kernels")
+    return None if _unsuited(z.device, z.dtype) else kernels(module)
 
 
 def explain_kernels(device: torch.device, dtype: torch.dtype) -> str:

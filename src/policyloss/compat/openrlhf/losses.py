@@ -30,9 +30,9 @@ from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens, policy_loss
-from policyloss.metrics import Record, Stat
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import Clip
+from policyloss.records import Record, Stat
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.value import value_loss

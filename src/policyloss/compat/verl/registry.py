@@ -20,12 +20,13 @@ from policyloss.compat.verl.calls import CLIPPED, Call, LossResult, either, read
 from policyloss.compat.verl.parts import OfThisCall
 from policyloss.compat.verl.settings import MODES, PREFIX, warn_of_overridden, with_horizon_of
 from policyloss.errors import SpecError
-from policyloss.metrics import Metrics, Stat
+from policyloss.metrics import Metrics
 from policyloss.parts.correction import OPSM
 from policyloss.parts.kl import KL
 from policyloss.parts.precomputed import GivenWeight
 from policyloss.parts.trust import CovClip, CovKL
 from policyloss.presets import preset, presets
+from policyloss.records import Stat
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 
