@@ -13,42 +13,39 @@ import argparse
 import shutil
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from conformance.trl_run import _quiet, reward, tiny_model
 
 STEPS = 20
 
 
-def main() -> int:
-    """Train, and leave `trainer_state.json` and `completions/` in the folder that is named."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+def train(folder: Path, steps: int, **options: Any) -> Path:
+    """Train on prompts of three words, four of them held out; returns the `trainer_state.json` of
+    the last step. options: those of GRPOConfig beside what every such run has.
+    """
     package, transformers = import_module("trl"), import_module("transformers")
     rows = {"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]}
     prompts = import_module("datasets").Dataset.from_dict(rows)
     with tiny_model() as model, _quiet():
         config = package.GRPOConfig(
             output_dir=str(folder),
-            max_steps=STEPS,
+            max_steps=steps,
             per_device_train_batch_size=8,
             per_device_eval_batch_size=8,
             num_generations=4,
             beta=0.01,
             max_completion_length=8,
-            learning_rate=3e-3,
             logging_steps=1,
-            log_completions=True,
-            num_completions_to_print=0,
             eval_strategy="steps",
-            eval_steps=5,
-            save_steps=STEPS,
+            save_steps=steps,
             save_only_model=True,
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
+            **options,
         )
         trainer = package.GRPOTrainer(
             model=str(model),
@@ -60,9 +57,18 @@ def main() -> int:
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    checkpoint = folder / f"checkpoint-{STEPS}"
-    shutil.move(checkpoint / "trainer_state.json", folder / "trainer_state.json")
-    shutil.rmtree(checkpoint)
+    return folder / f"checkpoint-{steps}" / "trainer_state.json"
+
+
+def main() -> int:
+    """Train, and leave `trainer_state.json` and `completions/` in the folder that is named."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    completions = {"log_completions": True, "num_completions_to_print": 0}
+    state = train(folder, STEPS, learning_rate=3e-3, eval_steps=5, **completions)
+    shutil.move(state, folder / state.name)
+    shutil.rmtree(state.parent)
     return 0
 
 

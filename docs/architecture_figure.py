@@ -64,22 +64,22 @@ Item = str | Lane
 Rows = list[list[Item]]
 
 
-def grid(found: Mapping[str, Box]) -> dict[str, Place]:
+def grid(boxes: Mapping[str, Box]) -> dict[str, Place]:
     """The place of every box."""
-    return _boxes_of(_places(_rows(found), direct_imports(found)))
+    return _boxes_of(_places(_rows(boxes), direct_imports(boxes)))
 
 
 def _boxes_of(places: Mapping[Item, Place]) -> dict[str, Place]:
     return {item: place for item, place in places.items() if isinstance(item, str)}
 
 
-def _rows(found: Mapping[str, Box]) -> Rows:
+def _rows(boxes: Mapping[str, Box]) -> Rows:
     """The boxes of every layer, from the ground up, with the lanes of arrows that cross it between
     them.
     """
-    named: Rows = [list(layer.names) for layer in layers(found)]
+    named: Rows = [list(layer.names) for layer in layers(boxes)]
     height = {name: i for i, row in enumerate(named) for name in row}
-    arrows = direct_imports(found)
+    arrows = direct_imports(boxes)
     middle = {name: place.middle for name, place in _places(named, arrows).items()}
     rows: Rows = []
     for i, row in enumerate(named):
@@ -161,9 +161,9 @@ def _mirrored(xs: Sequence[float], steps: Sequence[float]) -> list[float]:
     return [WIDTH - x - step for x, step in zip(xs, steps, strict=True)][::-1]
 
 
-def drawing(found: Mapping[str, Box]) -> str:
+def drawing(boxes: Mapping[str, Box]) -> str:
     """The whole picture."""
-    rows, arrows = _rows(found), direct_imports(found)
+    rows, arrows = _rows(boxes), direct_imports(boxes)
     places = _places(rows, arrows)
     height = TOP + len(rows) * ROW + BOTTOM
     label = (
@@ -185,14 +185,14 @@ def drawing(found: Mapping[str, Box]) -> str:
             f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
             *(
                 line
-                for i, layer in enumerate(reversed(layers(found)))
+                for i, layer in enumerate(reversed(layers(boxes)))
                 for line in _band(i, layer.title)
             ),
             *(
                 _arrow([places[item] for item in _route(a, b, rows)], _boxes_of(places))
                 for a, b in arrows
             ),
-            *(line for name, box in found.items() for line in _drawn(box, places[name])),
+            *(line for name, box in boxes.items() for line in _drawn(box, places[name])),
             "</svg>\n",
         ]
     )

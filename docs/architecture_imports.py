@@ -166,24 +166,24 @@ def rounded(lines: int) -> str:
     return f"{min([5, *steps], key=lambda step: abs(step - lines) / step):,.0f}"
 
 
-def layers(found: Mapping[str, Box]) -> list[Layer]:
+def layers(by_name: Mapping[str, Box]) -> list[Layer]:
     """The layers with every box in one of them: a box that none names stands in the lowest that its
     imports allow.
     """
     height = {name: i for i, layer in enumerate(LAYERS) for name in layer.names}
-    if gone := sorted(set(height) - set(found)):
+    if gone := sorted(set(height) - set(by_name)):
         raise LookupError(
             f"there is no policyloss.{gone[0]}: take it out of LAYERS in "
             "docs/architecture_imports.py"
         )
-    unnamed = [name for name in found if name not in height]
+    unnamed = [name for name in by_name if name not in height]
     height |= dict.fromkeys(unnamed, 0)
     for _ in unnamed:  # one that imports another has to wait for it
         height |= {
-            name: max((height[other] for other in found[name].imports), default=0)
+            name: max((height[other] for other in by_name[name].imports), default=0)
             for name in unnamed
         }
-    for name, box in found.items():
+    for name, box in by_name.items():
         if above := sorted(other for other in box.imports if height[other] > height[name]):
             raise LookupError(
                 f"{name} imports {above[0]}, which stands in a higher layer "
@@ -195,15 +195,15 @@ def layers(found: Mapping[str, Box]) -> list[Layer]:
     ]
 
 
-def direct_imports(found: Mapping[str, Box]) -> list[tuple[str, str]]:
+def direct_imports(by_name: Mapping[str, Box]) -> list[tuple[str, str]]:
     """Pairs (box, imported box) without those that follow from two others."""
 
     @cache
     def below(name: str) -> frozenset[str]:
-        return found[name].imports.union(*(below(other) for other in found[name].imports))
+        return by_name[name].imports.union(*(below(other) for other in by_name[name].imports))
 
     pairs = []
-    for name, box in found.items():
+    for name, box in by_name.items():
         implied: frozenset[str] = frozenset().union(*(below(other) for other in box.imports))
         pairs += [(name, other) for other in sorted(box.imports - implied)]
     return pairs

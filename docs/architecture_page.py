@@ -165,11 +165,17 @@ def architecture_page() -> str:
     )
 
 
-def rooms_table(found: Mapping[str, Box]) -> str:
+def rooms_table(by_name: Mapping[str, Box]) -> str:
     """Every box with what it holds, from the top layer to the ground."""
     rows = [
-        [layer.title, _room(found[name]), found[name].about, found[name].size, _names(found[name])]
-        for layer in reversed(layers(found))
+        [
+            layer.title,
+            _room(by_name[name]),
+            by_name[name].about,
+            by_name[name].size,
+            _names(by_name[name]),
+        ]
+        for layer in reversed(layers(by_name))
         for name in layer.names
     ]
     return table(["layer", "room", "what it holds", "size", "imports"], rows)

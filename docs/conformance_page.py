@@ -91,11 +91,11 @@ def section(result: Result) -> str:
 
 def defects(results: Iterable[Result]) -> str:
     """Each defect once: what is wrong, what the drop-in does instead, and where it was seen."""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    by_reason: dict[tuple[str, str, str], dict[str, Any]] = {}
     for result in results:
         for function in result["functions"]:
             for reason, tally in function["defects"].items():
-                entry = found.setdefault(
+                entry = by_reason.setdefault(
                     (result["peer"], reason, tally["instead"]),
                     {"seen": 0, "functions": {}, "releases": {}},
                 )
@@ -112,7 +112,7 @@ def defects(results: Iterable[Result]) -> str:
             ", ".join(entry["functions"]),
             str(entry["seen"]),
         ]
-        for (peer, reason, instead), entry in found.items()
+        for (peer, reason, instead), entry in by_reason.items()
     ]
     return (
         table(

@@ -54,19 +54,19 @@ VALUE_FORMULAS = {
 
 def pages() -> dict[str, str]:
     """Every generated file by its path from the root of the repository."""
-    made = {f"docs/presets/{name}.md": preset_page(pl.explain(name)) for name in PRESETS}
-    made["docs/presets/README.md"] = index_page()
-    made["docs/metrics.md"] = metrics_page()
-    made["docs/names.md"] = names_page()
-    made["docs/choose.md"] = choose_page()
-    made["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
-    made |= architecture_pages()
-    made |= performance_pages(ROOT / BENCHMARKS)
-    made |= evidence_pages(ROOT / BENCHMARKS)
-    made |= doctor_pages(ROOT / BENCHMARKS / "doctor.json")
-    made |= doctor_logs_pages(ROOT / BENCHMARKS / "doctor_logs.json")
-    made |= what_if_pages(ROOT / BENCHMARKS / "what_if_cpu.json")
-    return made
+    texts = {f"docs/presets/{name}.md": preset_page(pl.explain(name)) for name in PRESETS}
+    texts["docs/presets/README.md"] = index_page()
+    texts["docs/metrics.md"] = metrics_page()
+    texts["docs/names.md"] = names_page()
+    texts["docs/choose.md"] = choose_page()
+    texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
+    texts |= architecture_pages()
+    texts |= performance_pages(ROOT / BENCHMARKS)
+    texts |= evidence_pages(ROOT / BENCHMARKS)
+    texts |= doctor_pages(ROOT / BENCHMARKS / "doctor.json")
+    texts |= doctor_logs_pages(ROOT / BENCHMARKS / "doctor_logs.json")
+    texts |= what_if_pages(ROOT / BENCHMARKS / "what_if_cpu.json")
+    return texts
 
 
 def preset_table(folder: str) -> str:
@@ -251,9 +251,9 @@ def _relative(other: Preset, difference: Difference) -> str:
 
 def stale() -> list[str]:
     """Generated files that are missing, out of date, or belong to a preset that is gone."""
-    made = pages()
-    wrong = [path for path, text in made.items() if _read(ROOT / path) != text]
-    return wrong + [str(p.relative_to(ROOT)) for p in _leftovers(made)]
+    texts = pages()
+    wrong = [path for path, text in texts.items() if _read(ROOT / path) != text]
+    return wrong + [str(p.relative_to(ROOT)) for p in _leftovers(texts)]
 
 
 def _read(path: Path) -> str | None:
@@ -262,19 +262,19 @@ def _read(path: Path) -> str | None:
 
 def write() -> list[str]:
     """Bring every generated file up to date; gives those that changed."""
-    wrong, made = stale(), pages()
-    for leftover in _leftovers(made):
+    wrong, texts = stale(), pages()
+    for leftover in _leftovers(texts):
         leftover.unlink()
-    for path, text in made.items():
+    for path, text in texts.items():
         write_output(ROOT / path, text.encode(), "page")
     return wrong
 
 
-def _leftovers(made: dict[str, str]) -> list[Path]:
+def _leftovers(texts: dict[str, str]) -> list[Path]:
     return [
         p
         for p in sorted((ROOT / "docs/presets").glob("*.md"))
-        if str(p.relative_to(ROOT)) not in made
+        if str(p.relative_to(ROOT)) not in texts
     ]
 
 

@@ -121,17 +121,18 @@ RULES = (
         preset="ppo_dual_clip",
     ),
     Rule(
-        {"model": "moe", "updates": "several|stale"},
+        {"model": "moe", "updates": "several"},
         "Experts are routed anew in every forward, which makes the ratios of single tokens jump. "
         "The geometric mean over the sequence evens that out.",
-        "GSPO, arXiv 2507.18071, section 5.3",
+        "GSPO, arXiv 2507.18071",
         preset="gspo",
     ),
     Rule(
         {"updates": "stale"},
         "A clip silences the tokens whose ratio left its band, and with old completions these are "
-        "many. CISPO bounds their weight and keeps their gradient.",
-        "MiniMax-M1, arXiv 2506.13585, section 3.1; ScaleRL, arXiv 2510.13786",
+        "many. CISPO bounds their weight and keeps their gradient, also with experts. The band of "
+        "GSPO is narrower than what engine and trainer differ by.",
+        "MiniMax-M1, a mixture of experts, arXiv 2506.13585; ScaleRL, arXiv 2510.13786",
         preset="cispo",
     ),
     Rule(
@@ -144,7 +145,7 @@ RULES = (
         {},
         "The clip leaves more room upwards than downwards, so that unlikely tokens can still gain "
         "probability, which keeps the entropy from collapsing.",
-        "DAPO, arXiv 2503.14476, section 3.1",
+        "DAPO, arXiv 2503.14476",
         preset="dapo",
     ),
     Rule(
@@ -158,7 +159,7 @@ RULES = (
         {"signal": _REWARD, "updates": "one|several", "engine": "separate", "model": "moe"},
         "With experts, engine and trainer disagree about a few tokens by large factors. Such "
         "tokens get no gradient; it needs rollout_logp from the engine.",
-        "IcePop (Ring-1T, arXiv 2510.18855), section 2.4.1",
+        "IcePop (Ring-1T, arXiv 2510.18855)",
         slots={"correction": Band(0.5, 5.0)},
     ),
     Rule(
@@ -178,7 +179,7 @@ RULES = (
         {"signal": "reward", "critic": "no", "length": "long"},
         "Where lengths differ, the average decides how much a token of a long answer counts; look "
         "at the page on denominators before you change it.",
-        "DAPO, arXiv 2503.14476, section 3.3; Dr. GRPO, arXiv 2503.20783, section 3.2",
+        "DAPO, arXiv 2503.14476; Dr. GRPO, arXiv 2503.20783",
     ),
     Rule(
         {"signal": "reward", "critic": "yes", "length": "long"},

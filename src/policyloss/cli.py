@@ -156,21 +156,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
+        code = 0
         if arguments and arguments[0] in TRAINING:
-            return _training_command(arguments[0])(arguments[1:])
-        args = command_line().parse_args(arguments)
-        print(args.run(args), flush=True)
+            code = _training_command(arguments[0])(arguments[1:])
+        else:
+            args = command_line().parse_args(arguments)
+            print(args.run(args))
+        print(end="", flush=True)  # what is still in the buffer
+        return code
     except PolicyLossError as error:
-        print(f"policyloss: {error}", file=sys.stderr)
-        return 2
+        return _failure(str(error))
     except KeyboardInterrupt:
         print("policyloss: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader closed the pipe (`| head`). Python would fail again when it flushes at exit, so
-        # give it a sink.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    except BrokenPipeError:  # the reader closed the pipe (`| head`)
+        _close_output()
+        return 0
+    except OSError as error:
+        if error.filename is not None:
+            return _failure(f"{error.filename}: {error.strerror}.")
+        _close_output()
+        return _failure(f"cannot write the output: {error.strerror or error}.")
+
+
+def _failure(sentence: str) -> int:
+    """Print the sentence on one line, in which no name of a file can move the cursor."""
+    from policyloss.report.text import visible
+
+    print(f"policyloss: {' '.join(visible(sentence).split())}", file=sys.stderr)
+    return 2
+
+
+def _close_output() -> None:
+    """Let Python flush into a sink when it ends: it would fail again, and say so."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _training_command(name: str) -> Callable[[Sequence[str]], int]:

@@ -21,7 +21,7 @@ from partition_trainers import (
     trainer,
     work,
 )
-from started import started_once
+from started import run_ranks, started_once
 from torch import Tensor, nn
 
 import policyloss as pl
@@ -176,7 +176,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         references = {
             name: pl.partition_check(step, make_batch()).gradient for name, step in steps.items()
         }
-        torch.multiprocessing.spawn(work, args=(str(place), references), nprocs=2)
+        run_ranks(work, str(place), references, count=2)
 
     folder = started_once(tmp_path_factory, "partition_ranks", start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]

@@ -25,7 +25,7 @@ from accumulate_ranks import (
     taken,
     work,
 )
-from started import started_once
+from started import run_ranks, started_once
 
 import policyloss as pl
 from cases import PRESETS, assert_same, run
@@ -366,7 +366,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = started_once(
         tmp_path_factory,
         "accumulate_ranks",
-        lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2),
+        lambda place: run_ranks(work, str(place), count=2),
     )
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 

@@ -91,12 +91,19 @@ def test_the_points_of_the_check_have_a_gradient(name: str) -> None:
     assert (dlogp != 0).sum() >= 2
 
 
+@pytest.mark.parametrize(
+    "share", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", PRESETS)
-def test_gradient_of_every_one_slot_neighbour(name: str) -> None:
-    """Layouts alternate, out of step between presets, so that each part is met in both."""
+def test_gradient_of_every_one_slot_neighbour(name: str, share: int) -> None:
+    """Layouts alternate, out of step between presets, so that each part is met in both; and so do
+    the three shares, so that the first one meets each part beside every third preset.
+    """
     wrong = []
     first = list(PRESETS).index(name)
     for i, (change, spec) in enumerate(NEIGHBOURS[name].items(), start=first):
+        if i % 3 != share:
+            continue
         layout = list(LAYOUTS)[i % 2]
         try:
             check_spec(spec, LAYOUTS[layout], check_direction)

@@ -198,11 +198,6 @@ def test_a_walk_leaves_the_random_state_and_the_profiler_alone() -> None:
 # The page -----------------------------------------------------------------------------------------
 
 
-def test_the_page_and_its_drawing_are_up_to_date() -> None:
-    for path, text in architecture_page.architecture_pages().items():
-        assert (ROOT / path).read_text(encoding="utf-8") == text, "run `make docs`"
-
-
 def test_every_place_that_the_page_sends_a_reader_to_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

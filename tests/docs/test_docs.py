@@ -167,7 +167,12 @@ def things_the_pages_speak_of() -> dict[str, Any]:
 
 
 # These have tests of their own, which also look at the numbers.
-TESTED_ELSEWHERE = (ROOT / "docs/presets", ROOT / "docs/tutorials", ROOT / "docs/names.md")
+TESTED_ELSEWHERE = (
+    ROOT / "README.md",
+    ROOT / "docs/presets",
+    ROOT / "docs/tutorials",
+    ROOT / "docs/names.md",
+)
 CODE = [
     p
     for p in PAGES
@@ -184,6 +189,15 @@ def test_the_code_on_a_page_runs(page: Path) -> None:
     for block in plain_blocks(page):
         made |= things_the_pages_speak_of()
         exec(compile(block, str(page), "exec"), made)
+
+
+def test_the_readme_runs_as_it_stands() -> None:
+    """A reader has nothing but the page: each block runs with what those before it made."""
+    names: dict[str, Any] = {"print": lambda *_: None}
+    blocks = plain_blocks(ROOT / "README.md")
+    assert len(blocks) >= 4
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
 
 
 def test_the_plan_on_the_page_of_the_head_is_the_one_that_is_printed() -> None:

@@ -69,7 +69,7 @@ def test_a_chosen_loss_has_a_gradient(choice) -> None:  # type: ignore[no-untype
         ({"model": "moe"}, 'pl.preset("gspo").replace(correction=pl.Band(low=0.5, high=5))'),
         (
             {"model": "moe", "updates": "stale"},
-            "pl.preset(\"gspo\").replace(ratio=pl.SequenceRatio(anchor='rollout'))",
+            "pl.preset(\"cispo\").replace(ratio=pl.TokenRatio(anchor='rollout'))",
         ),
         ({"critic": "yes", "engine": "same"}, 'pl.preset("ppo_dual_clip")'),
         ({"signal": "teacher_tokens"}, 'pl.preset("opd_kl")'),
@@ -88,6 +88,25 @@ def test_a_loss_against_the_engine_has_no_correction_and_others_have_one() -> No
         assert not (against_engine and choice.spec.correction)
         needs_one = choice.answers["engine"] == "separate" and "reward" in choice.answers["signal"]
         assert needs_one == (against_engine or bool(choice.spec.correction))
+
+
+@pytest.mark.parametrize("gap", [-0.001, 0.001])
+def test_the_mismatch_of_an_engine_alone_silences_nobody(gap: float) -> None:
+    """A thousandth of a nat between engine and trainer, which half precision makes, is no reason to
+    drop a token. It is one for the band of GSPO, [1 - 0.0003, 1 + 0.0004], if the ratio is to the
+    engine: exp(0.001) is 1.001.
+    """
+    logp = torch.tensor([[-1.0, -0.5], [-2.0, -0.3]], requires_grad=True)
+    now = logp.detach()
+    for choice in CHOICES:
+        if "rollout_logp" not in choice.spec.reads or "divergence" in choice.spec.reads:
+            continue
+        tensors = dict.fromkeys(set(choice.spec.reads) - {"old_logp"}, now)
+        tensors["rollout_logp"] = now - gap
+        mask = torch.ones(2, 2, dtype=torch.bool)
+        out = pl.policy_loss(choice.spec, logp, now, torch.tensor([1.0, -1.0]), mask, **tensors)
+        (slope,) = torch.autograd.grad(out.loss, logp)
+        assert bool((slope != 0).all()), choice.code
 
 
 def test_a_wrong_answer_is_an_error_that_names_the_right_ones() -> None:

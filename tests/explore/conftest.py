@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from started import started_once
 
 from policyloss.explore import explorer_page
 
 
 @pytest.fixture(scope="session")
-def explorer_html() -> str:
-    return explorer_page()
+def explorer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page; parallel test workers share one."""
+
+    def write(folder: Path) -> None:
+        (folder / "explorer.html").write_text(explorer_page(), encoding="utf-8")
+
+    return started_once(tmp_path_factory, "explorer", write) / "explorer.html"
 
 
 @pytest.fixture(scope="session")
-def explorer_file(explorer_html: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("explorer") / "explorer.html"
-    file.write_text(explorer_html, encoding="utf-8")
-    return file
+def explorer_html(explorer_file: Path) -> str:
+    return explorer_file.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

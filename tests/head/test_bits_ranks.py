@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing
 from bits_ranks import CASES, ROWS, batch_of, one_process
 from head_cases import CUDA
-from started import started_once
+from started import run_ranks, started_once
 
 pytestmark = pytest.mark.skipif(CUDA, reason="its ranks are processes on a CPU")
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
@@ -24,7 +24,7 @@ def results(request, tmp_path_factory) -> list[dict[str, Any]]:
     ranks = request.param
 
     def start(folder: Any) -> None:
-        torch.multiprocessing.spawn(bits_ranks.body, args=(str(folder), ranks), nprocs=ranks)
+        run_ranks(bits_ranks.body, str(folder), ranks, count=ranks)
 
     folder = started_once(tmp_path_factory, f"bits_ranks_{ranks}", start)
     return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(ranks)]

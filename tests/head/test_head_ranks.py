@@ -42,7 +42,7 @@ from head_ranks import (
     loss_cases,
     plan_cases,
 )
-from started import started_once
+from started import run_ranks, started_once
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from two_ranks import DP_ROWS, SHARDINGS, held
@@ -62,7 +62,7 @@ def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], coun
 
     def start(place: Path) -> None:
         try:
-            torch.multiprocessing.spawn(body, args=(str(place),), nprocs=count)
+            run_ranks(body, str(place), count=count)
         # What was said before stands; the rest is missed below.
         except (
             ProcessExitedException,

@@ -120,6 +120,20 @@ MUTANTS = (
         "test_choose.py::test_what_is_chosen",
     ),
     Mutant(
+        "choose_takes_a_narrow_band_for_old_completions",
+        "choose.py",
+        '{"model": "moe", "updates": "several"}',
+        '{"model": "moe", "updates": "several|stale"}',
+        "test_choose.py::test_the_mismatch_of_an_engine_alone_silences_nobody",
+    ),
+    Mutant(
+        "cli_prints_names_as_they_are",
+        "cli.py",
+        "' '.join(visible(sentence).split())",
+        "sentence",
+        "test_cli_failures.py::test_a_name_cannot_write_to_the_terminal",
+    ),
+    Mutant(
         "choose_forgets_the_anchor",
         "choose.py",
         "replace(ratio, anchor=rule.anchor)",

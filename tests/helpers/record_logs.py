@@ -30,44 +30,11 @@ def trl() -> None:
     """trainer_state.json of TRL's GRPOTrainer: two updates for each batch, a KL term, held-out
     prompts, and a learning rate far too high.
     """
-    from conformance.trl_run import _quiet, reward, tiny_model
+    from conformance.trl_report_run import train
 
-    package, transformers = import_module("trl"), import_module("transformers")
-    rows = {"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]}
-    prompts = import_module("datasets").Dataset.from_dict(rows)
-    with tiny_model() as model, tempfile.TemporaryDirectory() as scratch, _quiet():
-        config = package.GRPOConfig(
-            output_dir=scratch,
-            max_steps=STEPS,
-            per_device_train_batch_size=8,
-            per_device_eval_batch_size=8,
-            num_generations=4,
-            num_iterations=2,
-            beta=0.01,
-            max_completion_length=8,
-            optim="sgd",
-            learning_rate=3.0,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=4,
-            save_steps=STEPS,
-            save_only_model=True,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-        )
-        trainer = package.GRPOTrainer(
-            model=str(model),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=prompts,
-            eval_dataset=prompts.select(range(4)),
-            processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(model),
-        )
-        trainer.train()
-        text = Path(scratch, f"checkpoint-{STEPS}", "trainer_state.json").read_text()
+    with tempfile.TemporaryDirectory() as scratch:
+        options = {"num_iterations": 2, "optim": "sgd", "learning_rate": 3.0, "eval_steps": 4}
+        text = train(Path(scratch), STEPS, **options).read_text()
     (FOLDER / "trainer_state.json").write_text(text)
 
 

@@ -4,14 +4,31 @@ does it, the others wait.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.multiprocessing
 
 PATIENCE_S = 300.0
+PRELOADED = ("torch.distributed.fsdp", "policyloss", "cases")
+
+
+def run_ranks(body: Callable[..., None], *arguments: Any, count: int, imports: str = "") -> None:
+    """`body(rank, *arguments)` in `count` processes, until all have ended.
+
+    They are forked from one that has imported `PRELOADED` and the modules `imports`, because that
+    takes longer than most of what they do. A worker has one such process: the first call decides
+    what it imports.
+    """
+    multiprocessing.set_forkserver_preload([*PRELOADED, *imports.split()])
+    torch.multiprocessing.start_processes(
+        body, args=arguments, nprocs=count, start_method="forkserver"
+    )
 
 
 def started_once(

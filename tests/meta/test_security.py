@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 import policyloss as pl
 
 PACKAGE = Path(pl.__file__).parent
@@ -57,9 +55,10 @@ def test_the_check_can_fail() -> None:
     assert breaches(source) == {"pickle", "marshal", "torch.load", "eval", "shell"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
-)
-def test_no_module_unpickles_or_evaluates_text(path: Path) -> None:
-    allowed = {"exec"} if path == PACKAGE / WRITES_KERNELS else set()
-    assert breaches(path.read_text(encoding="utf-8")) == allowed
+def test_no_module_unpickles_or_evaluates_text() -> None:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert len(paths) > 300
+    by_file = {path.relative_to(PACKAGE): breaches(path.read_text("utf-8")) for path in paths}
+    assert {str(file): calls for file, calls in by_file.items() if calls} == {
+        WRITES_KERNELS: {"exec"}
+    }

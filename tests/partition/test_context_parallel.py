@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from started import started_once
+from started import run_ranks, started_once
 from two_ranks import (
     BATCH,
     DP_ROWS,
@@ -39,7 +39,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = started_once(
         tmp_path_factory,
         "two_ranks",
-        lambda place: torch.multiprocessing.spawn(work, args=(str(place),), nprocs=2),
+        lambda place: run_ranks(work, str(place), count=2),
     )
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 

@@ -5,7 +5,6 @@ equal to one process.
 from __future__ import annotations
 
 import math
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from cp_order_ranks import (
     whole,
     work,
 )
-from started import started_once
+from started import run_ranks, started_once
 
 from cases import PRESETS, assert_same, run
 from policyloss import advantage
@@ -45,12 +44,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """
 
     def start(place: Path) -> None:
-        # Importing torch is most of the work: one process imports it,
-        # and the four are copies of that one.
-        multiprocessing.set_forkserver_preload(["torch", "policyloss"])
-        torch.multiprocessing.start_processes(
-            work, args=(str(place),), nprocs=4, start_method="forkserver"
-        )
+        run_ranks(work, str(place), count=4)
 
     folder = started_once(tmp_path_factory, "cp_order", start)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]

@@ -10,6 +10,7 @@ The two `Local…` aggregations are left out: they depend on the cut on purpose.
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -81,13 +82,11 @@ def check(said: Said, cut: str, case: str, dtype: str) -> None:
     assert_same(actual["metrics"], expected["metrics"], tolerance, f"{case}: metric")
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("cut", FULL)
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_with_every_aggregation(name: str, cut: str, dtype: str, said: Said) -> None:
+def test_every_preset_with_every_aggregation(name: str, said: Said) -> None:
     cases = [name, *(f"{name}:{label(a)}" for a in GLOBAL if a != PRESETS[name].aggregate)]
     assert len({SPECS[c].aggregate for c in cases}) >= len(GLOBAL)
-    for case in cases:
+    for case, cut, dtype in product(cases, FULL, TOLERANCE):
         check(said, cut, case, dtype)
 
 

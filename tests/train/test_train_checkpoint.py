@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import resource
 import shutil
@@ -20,7 +19,7 @@ import torch
 import torch.multiprocessing
 import train_ranks
 from safetensors import safe_open
-from started import started_once
+from started import run_ranks, started_once
 from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
@@ -489,12 +488,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
 
     def start(place: Path) -> None:
-        multiprocessing.set_forkserver_preload(
-            ["torch", "policyloss", "torch.distributed.fsdp", "policyloss.train.run.checkpoint"]
-        )
-        torch.multiprocessing.start_processes(
-            train_ranks.work, args=(str(place),), nprocs=4, start_method="forkserver"
-        )
+        run_ranks(train_ranks.work, str(place), count=4, imports="policyloss.train.run.checkpoint")
 
     return started_once(tmp_path_factory, "train_ranks", start)
 

@@ -105,10 +105,10 @@ def kill() -> None:
     ("owner", "name", "step"),
     [
         (loop, "store", 0),  # before there is a checkpoint at all: nothing can be resumed
-        (Collector, "collect", 0),
+        pytest.param(Collector, "collect", 0, marks=pytest.mark.slow),
         (loop.Training, "_learn", 3),
         (loop, "store", 4),  # the line is there, its checkpoint is not
-        (RunDir, "rollouts", 5),
+        pytest.param(RunDir, "rollouts", 5, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(

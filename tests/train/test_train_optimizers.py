@@ -160,6 +160,7 @@ def test_a_state_that_does_not_fit_is_refused(name: str, value: Tensor) -> None:
 
 
 @needs_torchao
+@pytest.mark.slow
 def test_a_run_with_it_resumes_to_the_byte(model: str, tmp_path: Path) -> None:
     options = {"model": model, "optimizer": "adamw8bit"}
     assert train(tmp_path / "whole", **options, steps=4) == 0

@@ -5,14 +5,12 @@ and checkpoints that either resumes.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing
-from started import started_once
+from started import run_ranks, started_once
 from train_loop_ranks import lines, make_model, resume, train, work
 
 # Three prompts on two ranks: one has twice the work of the other;
@@ -67,12 +65,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for name, options in RUNS.items()
             }
             wanted[f"{kind}_from_one"] = {"resume": True}
-        # One import of everything for both, which takes longer than their work.
-        multiprocessing.set_forkserver_preload(
-            ["torch", "policyloss.train.commands", "torch.distributed.fsdp", "train_loop_ranks"]
-        )
-        torch.multiprocessing.start_processes(
-            work, args=(str(folder), wanted), nprocs=2, start_method="forkserver"
+        run_ranks(
+            work,
+            str(folder),
+            wanted,
+            count=2,
+            imports="policyloss.train.commands train_loop_ranks",
         )
 
     return started_once(tmp_path_factory, "train_loop_ranks", start)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from test_train_attention import make
 from test_train_learner import HERE, LOSSES, alone, learn, learner, llama, samples
@@ -230,6 +231,7 @@ def test_masters_are_stored_and_go_on_bit_for_bit() -> None:
     assert torch.equal(other.state[twin.weight]["master"], optimizer.state[module.weight]["master"])
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_resumes_to_the_byte(model: str, tmp_path: Path) -> None:
     options = {"model": model, "dtype": "bfloat16"}
     assert train(tmp_path / "whole", **options, steps=4) == 0
@@ -441,6 +443,13 @@ def test_what_cannot_be_exported(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("policyloss.train.export.os.rename", full)
+    assert main(["export", str(run), str(tmp_path / "x")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+    def full_disk(*_: Any, **options: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full_disk)
     assert main(["export", str(run), str(tmp_path / "x")]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]  # nothing half-written

@@ -170,6 +170,29 @@ def test_a_model_without_ids_or_prompts_is_refused() -> None:
         pl.what_if(tokens.replace(prompts=[[1], [2], []]), ["ppo"], model=model)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "first", "words"),
+    [
+        ([[1], ["x"], [2]], 1, "prompts must hold whole numbers"),
+        ([[1], [None], [2]], 1, "prompts must hold whole numbers"),
+        ([[1], [VOCABULARY], [2]], 1, f"has the ids 0 to {VOCABULARY - 1}"),
+        ([[1], [2], [3]], VOCABULARY, f"has the ids 0 to {VOCABULARY - 1}"),
+        ([[1], [2], [3]], -1, f"has the ids 0 to {VOCABULARY - 1}"),
+    ],
+)
+def test_ids_that_the_model_does_not_know_are_refused(prompts: Any, first: int, words: str) -> None:
+    model = small_model()
+    tokens = tokens_for(model)
+    assert tokens.ids is not None
+    ids = tokens.ids.clone()
+    ids[0] = first
+    for through in ("parameters", "head"):
+        with pytest.raises(InputError, match=words):
+            pl.what_if(
+                tokens.replace(ids=ids, prompts=prompts), ["ppo"], model=model, through=through
+            )
+
+
 @pytest.mark.slow
 def test_a_run_is_seen_through_its_last_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

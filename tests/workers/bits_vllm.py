@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from greedy_vllm import small_engine
 from torch import Tensor
 
 import policyloss as pl
@@ -86,18 +87,9 @@ def main(folder: str, size: str, out: str) -> None:
     """Write what was seen as JSON."""
     model = model_of(Path(folder), int(size))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be within reach
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        model=folder,
-        dtype="float32",
-        generation_config="vllm",
-        max_model_len=128,
-        enforce_eager=True,
-        kv_cache_memory_bytes=1 << 28,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-    )
+    llm = small_engine(folder, skip_tokenizer_init=True, enable_prefix_caching=False)
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
     options = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

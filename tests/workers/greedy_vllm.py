@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def answer(model: str, conversations: Path, out: Path, adapter: str = "") -> None:
-    """Write `[[ids of the prompt, ids of the answer], …]`. adapter: a folder of peft, or none."""
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+def small_engine(model: str, **options: Any) -> Any:
+    """The `LLM` of vLLM around a folder, in float32 on a CPU. options: of `LLM`, beside these."""
+    from vllm import LLM
 
-    llm = LLM(
+    return LLM(
         model=model,
         dtype="float32",
         generation_config="vllm",
         max_model_len=128,
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 28,
-        enable_lora=bool(adapter),
+        **options,
     )
+
+
+def answer(model: str, conversations: Path, out: Path, adapter: str = "") -> None:
+    """Write `[[ids of the prompt, ids of the answer], …]`. adapter: a folder of peft, or none."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = small_engine(model, enable_lora=bool(adapter))
     answers = llm.chat(
         json.loads(conversations.read_text()),
         SamplingParams(temperature=0.0, max_tokens=16),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from ranks_more import (
     warned,
     where,
 )
-from started import started_once
+from started import run_ranks, started_once
 from torch import Tensor
 
 import policyloss as pl
@@ -58,16 +57,11 @@ def told(
 ) -> Path:
     """The folder where `count` processes said theirs.
     Parallel test workers share one set of them: the first starts it.
-
-    The processes are forked from one that has imported torch and `imports` already, which takes
-    longer than everything else.
+    imports: what the processes need beside the library.
     """
 
     def start(place: Path) -> None:
-        set_forkserver_preload(["torch", "policyloss", imports])
-        torch.multiprocessing.start_processes(
-            body, args=(str(place),), nprocs=count, start_method="forkserver"
-        )
+        run_ranks(body, str(place), count=count, imports=imports)
 
     return started_once(factory, f"{body.__module__}_{body.__name__}", start)
 

@@ -98,6 +98,8 @@ def changed(limits: Limits, pairs: Sequence[str]) -> Limits:
 
 def _holds_tokens(path: Path) -> bool:
     """Whether the first line holds lists of log-probabilities."""
+    if not path.is_file():  # a pipe would be waited for
+        return False
     try:
         with path.open("rb") as file:
             line = file.readline(2**20)

@@ -97,7 +97,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             raise InputError(f"{file}, line {number}, is no JSON object.")
         rows.append(row)
     if not rows:
-        raise InputError(f"{file} is empty; there is nothing to diagnose.")
+        raise InputError(f"{file} is empty; give one JSON object a line.")
     return rows
 
 

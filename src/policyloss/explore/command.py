@@ -11,7 +11,7 @@ from pathlib import Path
 
 from policyloss.explore.page import explorer_page
 from policyloss.explore.tables import FIRST, MOST
-from policyloss.output import write_output
+from policyloss.output import check_output, write_output
 from policyloss.presets import read_loss
 
 
@@ -35,8 +35,9 @@ def explore_command(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--no-open", action="store_true", help="do not open it in a browser")
     options = parser.parse_args(arguments)
+    check_output(options.out, "--out")
     page = explorer_page([read_loss(loss) for loss in options.losses])
-    write_output(options.out, page.encode(), "out")
+    write_output(options.out, page.encode(), "--out")
     opened = not options.no_open and _has_browser() and webbrowser.open(_address(options.out))
     print(f"{options.out}: {'opened' if opened else 'open it'} in a browser.", flush=True)
     return 0

@@ -1,7 +1,7 @@
 """What the fields of parts may hold, as data for the controls of the page.
 
 The words of a choice and the limits of a number are those of the field's annotation. A limit above
-that a class states in no annotation is bounds by asking the class what it refuses.
+that a class states in no annotation is searched for: the class is asked what it refuses.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
     """Everything that the page knows, JSON-ready. losses: those that it shows at first."""
     if not 1 <= len(losses) <= MOST:
         raise SpecError(f"the explorer shows one to {MOST} losses, got {len(losses)}.")
+    shown = [_loss(loss) for loss in losses]  # before the slower things: it refuses unknown losses
     nodes = _Nodes()
     slots = {
         slot: {part.__name__: _part(slot, template(part), nodes) for part in parts}
@@ -48,7 +49,7 @@ def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
         "default": LossSpec().to_dict(),
         "entropy_coef": _entropy_field(),
         "unfit_ratios": _unfit_ratios(),
-        "losses": [_loss(loss) for loss in losses],
+        "losses": shown,
         "most": MOST,
     }
 

@@ -7,6 +7,7 @@ default. There is no function per algorithm; `explain` says what each one is.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from policyloss.presets.ratios import BY_RATIO
 from policyloss.presets.taught import TAUGHT
 from policyloss.spec import LossSpec
 
+LARGEST_FILE = 2**20  # bytes of a loss, or of the options of a framework
 # The names, for type checkers and editors.
 PresetName = Literal[
     "ppo",
@@ -135,21 +137,39 @@ def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
 
 def read_loss(name: str) -> LossSpec | str:
     """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
-    path = Path(name)
-    if match_name(name, PRESETS) or not (path.suffix == ".json" or path.is_file()):
+    if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
         return name
     data = read_json(name)
     try:
         return LossSpec.from_dict(data)
     except PolicyLossError as error:
         raise PolicyLossError(f"{name}: {error}") from None
+    except RecursionError:
+        raise PolicyLossError(f"{name} is nested too deeply to be read.") from None
 
 
 def read_json(name: str) -> Any:
     """What the JSON file of that path holds; an error names the file."""
+    data = _contents(name)
     try:
-        return json.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PolicyLossError(f"cannot read {name}: {error.strerror or error}.") from None
+        return json.loads(data)
     except ValueError as error:
         raise PolicyLossError(f"{name} is not JSON: {error}.") from None
+    except RecursionError:
+        raise PolicyLossError(f"{name} is nested too deeply to be read.") from None
+
+
+def _contents(name: str) -> bytes:
+    if os.path.exists(name) and not os.path.isfile(name):  # a pipe would be waited for
+        raise PolicyLossError(f"{name} is no regular file; give a JSON file.")
+    try:
+        with open(name, "rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PolicyLossError(f"cannot read {name}: {why}.") from None
+    if len(data) > LARGEST_FILE:
+        raise PolicyLossError(
+            f"{name} is larger than {LARGEST_FILE // 2**20} MiB; give a loss, or options."
+        )
+    return data

@@ -157,7 +157,8 @@ class LiveServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             raise InputError(
-                f"port={port} cannot be used: {error}. Give another; 0 takes any that is free."
+                f"port={port} cannot be used: {str(error).rstrip('.')}. Give another; 0 takes any "
+                "that is free."
             ) from error
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from safetensors import SafetensorError
 
 from policyloss.errors import InputError
 from policyloss.train.adapter import has_adapter, merged_weights, written_whole
@@ -64,7 +65,7 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
             sync(file)
         os.rename(temporary, folder)
         sync(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise write_error(folder, error, "Nothing is there under that name.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

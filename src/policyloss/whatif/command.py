@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.doctor.command import load_model
-from policyloss.errors import InputError, PolicyLossError
+from policyloss.errors import InputError, PolicyLossError, safe_repr
 from policyloss.output import check_output, write_output
-from policyloss.presets import read_loss
+from policyloss.presets import as_spec, read_loss
 from policyloss.report.text import visible
 from policyloss.whatif.page import page
 from policyloss.whatif.reading import read
 from policyloss.whatif.result import THROUGH, what_if
 from policyloss.whatif.tangent import EachToken
 from policyloss.whatif.tokens import StoredTokens
+
+_DIGITS = 18  # of a step
 
 
 def what_if_command(arguments: Sequence[str]) -> int:
@@ -53,6 +55,10 @@ def what_if_command(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.out is not None:
         check_output(args.out, "--out")
+    # Names that are wrong are refused before a model is loaded.
+    spec = None if args.loss is None else as_spec(read_loss(args.loss))
+    for name in args.presets or ():
+        as_spec(name)
     tokens = read(args.path, _step(args.step))
     model, temperature = None, 1.0
     if args.model is not None:
@@ -62,7 +68,7 @@ def what_if_command(arguments: Sequence[str]) -> int:
     result = what_if(
         tokens,
         args.presets,
-        spec=None if args.loss is None else read_loss(args.loss),
+        spec=spec,
         model=model,
         temperature=temperature,
         through=args.through,
@@ -78,8 +84,8 @@ def what_if_command(arguments: Sequence[str]) -> int:
 def _step(text: str | None) -> int | str | None:
     if text is None or text == "all":
         return text
-    if not text.isdecimal():
-        raise InputError(f"--step takes a whole number or all, got {text!r}.")
+    if not text.isdecimal() or len(text) > _DIGITS:
+        raise InputError(f"--step takes a whole number or all, got {safe_repr(text)}.")
     return int(text)
 
 

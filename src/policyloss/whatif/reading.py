@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def read(path: Path, step: int | str | None = None) -> StoredTokens:
         rows = read_rows(path)
         columns = _columns(rows[0])
         return tokens_of([{ours: row.get(n) for ours, n in columns.items()} for row in rows], step)
+    if not os.path.lexists(path):
+        raise InputError(f"{path} does not exist; give the folder of a run, or a file of tokens.")
     raise InputError(
         f"{path} is neither a run directory nor a .jsonl or .safetensors file of tokens."
     )

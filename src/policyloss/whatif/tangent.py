@@ -123,7 +123,7 @@ class Parameters:
 
     def _chunks(self, tokens: StoredTokens) -> Iterator[tuple[Tensor, Tensor]]:
         """The places of the trained tokens of some sequences, and their log-probabilities."""
-        for batch in model_batches(tokens, self.weights[0].device):
+        for batch in model_batches(tokens, self.model):
             logp = logprobs(
                 self.model,
                 batch.ids,
@@ -163,7 +163,7 @@ class HeadWeight:
                 "the most."
             )
         places, states, ids = [], [], []
-        for batch in model_batches(tokens, next(self.model.parameters()).device):
+        for batch in model_batches(tokens, self.model):
             call = Call.of(self.model, batch.ids, batch.attention_mask, None, None, None, None)
             caught: _Caught = call.fused(_Caught)
             states.append(call.predicting(caught.hidden)[batch.mask])
@@ -224,9 +224,7 @@ class _ModelBatch(NamedTuple):
     place: Tensor
 
 
-def model_batches(
-    tokens: StoredTokens, device: torch.device, at_once: int = _ROWS
-) -> Iterator[_ModelBatch]:
+def model_batches(tokens: StoredTokens, model: Any, at_once: int = _ROWS) -> Iterator[_ModelBatch]:
     """The sequences that have a trained token, prompt and completion, some at a time."""
     if tokens.ids is None or tokens.prompts is None:
         raise InputError(
@@ -237,9 +235,20 @@ def model_batches(
             f"prompts must hold token ids for each of {tokens.lengths.shape[0]} sequences, at "
             "least one each."
         )
+    try:
+        flat = torch.tensor([x for prompt in tokens.prompts for x in prompt], dtype=torch.long)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError("prompts must hold whole numbers, the ids of tokens.") from None
+    every_id, last = torch.cat([flat, tokens.ids]), model.get_input_embeddings().weight.shape[0] - 1
+    if bool(((every_id < 0) | (every_id > last)).any()):
+        raise InputError(
+            f"ids and prompts hold {int(every_id.min())} to {int(every_id.max())}, and the model "
+            f"has the ids 0 to {last}; give the model that the tokens are of."
+        )
+    device = next(model.parameters()).device
     every = torch.arange(tokens.ids.shape[0])
     rows = [
-        (torch.tensor([int(x) for x in prompt]), place)
+        (torch.tensor(list(prompt)), place)
         for prompt, place in zip(
             tokens.prompts, torch.split(every, tokens.lengths.tolist()), strict=True
         )
