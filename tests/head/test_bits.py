@@ -282,6 +282,7 @@ class _LargeRooms(TorchDispatchMode):
         return out
 
 
+@pytest.mark.skipif(CUDA, reason="there a tile of hidden states counts as large, too")
 @pytest.mark.parametrize(("plan", "rooms"), [("one_pass", 1), ("recompute", 2)])
 def test_rows_that_fill_no_tile_are_not_copied_into_one(plan, rooms):
     """Their logits are made in a tile, and their gradient is multiplied in the same place."""

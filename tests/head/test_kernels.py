@@ -18,6 +18,7 @@ from policyloss.functional.scale_kernel import scaled as scaled_copy
 from policyloss.head import gradient_kernel, kernels, tiles
 from policyloss.head import softmax_rows as rows
 from policyloss.head.kernels import row_partials
+from policyloss.head.matmul import Room
 from policyloss.head.softmax_rows import ABSENT, Partials, Scaling
 from policyloss.head.vocab_parallel import Vocabulary
 
@@ -454,3 +455,25 @@ def test_parts_of_a_vocabulary_are_rows_to_the_kernel(
     assert tables[0].shape == (8, 4 if entropy else 3, ROWS)
     assert torch.equal(tables[0], tables[1])
     assert tables[0][0, 2, 0] != 0  # the first id lies in the first part
+
+
+def test_a_lone_row_is_read_with_the_stride_of_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is compiled for another alignment of rows sums in another order."""
+    strides = []
+
+    def noticed(z: Tensor, *rest: object) -> Partials:
+        strides.append(z.stride(0))
+        return rows.row_partials(z, *rest)
+
+    monkeypatch.setattr(tiles, "row_partials", noticed)
+    monkeypatch.setattr(tiles, "kernels_for", lambda z, scaling: kernels)
+    for vocabulary, expected in ((17, 64), (48, 64), (128, 16)):
+        parts = tiles.Tiles.of_vocabulary(
+            Vocabulary(vocabulary, vocabulary), logits(vocabulary).t()
+        )
+        for count in (1, 2):
+            z = Room(count, vocabulary, logits(vocabulary), torch.float32).logits(count, vocabulary)
+            z.copy_(logits(vocabulary)[:count])
+            parts._partials_of_parts(z, torch.zeros_like(z[:, 0]).long(), Scaling(1.0), True)
+            assert set(strides) == {expected}
+        strides.clear()

@@ -201,7 +201,9 @@ class Tiles(NamedTuple):
         """Maximum, sum, target and, with `entropy`, moment of each part, `[P, 3 or 4, R]`."""
         first, count = self.parts[0], len(self.parts)
         size = first.stop - first.start
-        as_rows = z.is_contiguous() and size * count == z.shape[1] and scaling.bias is None
+        # A lone row counts as contiguous whatever its stride; a kernel is compiled for the stride.
+        follow = z.stride() == (z.shape[1], 1)
+        as_rows = count > 1 and follow and size * count == z.shape[1] and scaling.bias is None
         if as_rows and kernels_for(z, scaling) is not None:
             # A kernel knows nothing of the other rows, so that parts may be rows to it.
             starts = torch.arange(0, z.shape[1], size, device=z.device)
