@@ -449,7 +449,7 @@ def test_parts_of_a_vocabulary_are_rows_to_the_kernel(
     z = logits(vocabulary)
     apart = torch.cat([z, z], 1)[:, :vocabulary]  # rows that do not follow each other
     tables = [
-        parts._partials_of_parts(x, ids_of(vocabulary), scalings(vocabulary)[kind], entropy)
+        parts.partials(x, ids_of(vocabulary), scalings(vocabulary)[kind], entropy)
         for x in (z, apart)
     ]
     assert tables[0].shape == (8, 4 if entropy else 3, ROWS)
@@ -474,6 +474,6 @@ def test_a_lone_row_is_read_with_the_stride_of_its_company(monkeypatch: pytest.M
         for count in (1, 2):
             z = Room(count, vocabulary, logits(vocabulary), torch.float32).logits(count, vocabulary)
             z.copy_(logits(vocabulary)[:count])
-            parts._partials_of_parts(z, torch.zeros_like(z[:, 0]).long(), Scaling(1.0), True)
+            parts.partials(z, torch.zeros_like(z[:, 0]).long(), Scaling(1.0), True)
             assert set(strides) == {expected}
         strides.clear()

@@ -20,6 +20,7 @@ from policyloss.head.softmax_rows import (
     Scaling,
     Statistics,
     finished,
+    joined,
     row_gradient,
     row_partials,
 )
@@ -95,10 +96,24 @@ class Head:
 
     def partials(self, rows: Rows, z: Tensor, entropy: bool) -> Partials:
         """The partials of `rows`, whose logits z are, over the whole vocabulary."""
+        return self.merged([(rows.ids, self.unmerged(rows, z, entropy))])
+
+    def unmerged(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
+        """What `merged` makes the partials of several windows from, with the ids of each."""
         if self.tiles is not None:
-            return self.tiles.partials(z, rows.ids, rows.scaling, entropy, self.vocabulary)
+            return self.tiles.partials(z, rows.ids, rows.scaling, entropy)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
         return self.vocabulary.merged(partials, self.ids_here(rows, z))
+
+    def merged(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
+        """The partials of all windows. (To merge parts once takes a few small kernels, not a few
+        for each window.)
+        """
+        tables = [table for _, table in windows if isinstance(table, Tensor)]
+        if self.tiles is None or not tables:
+            return joined([p for _, p in windows if isinstance(p, Partials)])
+        ids = torch.cat([ids for ids, _ in windows])
+        return self.tiles.merged(torch.cat(tables, -1), ids, self.vocabulary)
 
     def logits(self, rows: Rows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""

@@ -28,7 +28,7 @@ from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
-from policyloss.head.softmax_rows import Partials, Statistics, finished, joined
+from policyloss.head.softmax_rows import Partials, Statistics, finished
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
@@ -237,7 +237,7 @@ class _LinearLogprobs(torch.autograd.Function):
         room = head.room(min(plan.rows, live))
         beside = None if comparison is None else comparison.room(min(plan.rows, live))
         known: PairStatistics | Entries | None = None
-        parts: list[Partials] = []
+        parts: list[tuple[Tensor, Partials | Tensor]] = []
         check = None
         for w in windows(live, plan.rows, head.tiles):
             at = w if index is None else index[w]
@@ -245,7 +245,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 # Nobody needs the statistics of this window now. Those of all are finished
                 # together, so that a window is two kernels.
                 rows = head.rows(at)
-                parts.append(head.partials(rows, head.logits(rows, room), outputs.entropy))
+                z = head.logits(rows, room)
+                parts.append((rows.ids, head.unmerged(rows, z, outputs.entropy)))
             else:
                 rows, z, s = examined(head, comparison, at, room, beside, outputs.entropy)
                 if rows.compared is not None:
@@ -260,7 +261,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if check is None:
                 check = ask()
         if parts:
-            s = finished(joined(parts))
+            s = finished(head.merged(parts))
             logp, lse = at_rows(s.logp, index, n), at_rows(s.lse, index, n)
             spread = spread if s.entropy is None else at_rows(s.entropy, index, n)
         if check is not None:

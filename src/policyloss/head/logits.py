@@ -22,7 +22,6 @@ from policyloss.head.softmax_rows import (
     Scaling,
     Statistics,
     finished,
-    joined,
     row_gradient,
     row_partials,
 )
@@ -204,8 +203,8 @@ def _partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partia
         rows = z[cut]
         if z.is_cuda and not aligned:
             rows = Room(rows.shape[0], rows.shape[1], z, z.dtype).logits(*rows.shape).copy_(rows)
-        parts.append(tiles.partials(rows, ids[cut], scaling.of_rows(cut), entropy, vocabulary))
-    return joined(parts)
+        parts.append(tiles.partials(rows, ids[cut], scaling.of_rows(cut), entropy))
+    return tiles.merged(torch.cat(parts, -1), ids, vocabulary)
 
 
 def _at_valid(x: Any, valid: Tensor | None) -> Any:

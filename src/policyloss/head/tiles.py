@@ -179,11 +179,11 @@ class Tiles(NamedTuple):
             rows = out[at]
             rows.copy_(tree(share, 0, len(self.parts))[: rows.shape[0]])
 
-    def partials(
-        self, z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool, vocabulary: Vocabulary
-    ) -> Partials:
-        """The partials of whole rows. z: `[R, V]`. ids: `[R]`, counted from this rank's first."""
-        table = self._partials_of_parts(z, ids, scaling, entropy)
+    def merged(self, table: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Partials:
+        """The partials of whole rows, from those of the parts of this rank (`partials`).
+
+        ids: `[R]`, counted from this rank's first.
+        """
         if vocabulary.group is not None:
             table = torch.cat(all_gather(table, vocabulary.group))
         maxima, sums, targets = table[:, 0], table[:, 1], table[:, 2]
@@ -194,11 +194,16 @@ class Tiles(NamedTuple):
         borders, of_vocabulary = self.borders.unsqueeze(-1), ids + vocabulary.first
         here = (of_vocabulary >= borders[:-1]) & (of_vocabulary < borders[1:])
         target = torch.where(here, targets + distance, 0).sum(0)
-        moment = _tree_of((table[:, 3] + distance * sums) * shrink) if entropy else None
+        moment = None
+        if table.shape[1] > 3:
+            moment = _tree_of((table[:, 3] + distance * sums) * shrink)
         return Partials(top, _tree_of(sums * shrink), moment, target)
 
-    def _partials_of_parts(self, z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Tensor:
-        """Maximum, sum, target and, with `entropy`, moment of each part, `[P, 3 or 4, R]`."""
+    def partials(self, z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Tensor:
+        """Maximum, sum, target and, with `entropy`, moment of each part of each row.
+
+        z: `[R, V]`. ids: `[R]`, counted from this rank's first. → `[P, 3 or 4, R]`.
+        """
         first, count = self.parts[0], len(self.parts)
         size = first.stop - first.start
         # A lone row counts as contiguous whatever its stride; a kernel is compiled for the stride.
