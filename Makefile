@@ -8,9 +8,6 @@ ENGINE := .engines/vllm
 
 # Tests start many processes: none should compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Each worker takes half of the files, so that a model or a browser is made by one of them, and helps
-# the other at the end.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help env dist test-core demo tour evidence test test-slow engines lint format docs site bench peers conformance record lock licences loop clean
@@ -42,10 +39,10 @@ evidence: $(STAMP)  ## train with every loss, three seeds each (half an hour on 
 	$(BIN)/python -m docs.generate
 
 test: $(STAMP)  ## the whole test suite
-	$(PYTEST)
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned
-	$(PYTEST) -m slow
+	$(BIN)/python -m pytest -n 2 -m slow
 
 TORCH := 2.6.0
 test-core:  ## the tests of the core beside PYTHON (3.10 or newer) and TORCH (the lowest supported) alone
