@@ -109,11 +109,12 @@ class Head:
         """The partials of all windows. (To merge parts once takes a few small kernels, not a few
         for each window.)
         """
-        tables = [table for _, table in windows if isinstance(table, Tensor)]
-        if self.tiles is None or not tables:
+        tiles = self.tiles
+        if tiles is None:
             return joined([p for _, p in windows if isinstance(p, Partials)])
+        tables = [table for _, table in windows if isinstance(table, Tensor)]
         ids = torch.cat([ids for ids, _ in windows])
-        return self.tiles.merged(torch.cat(tables, -1), ids, self.vocabulary)
+        return tiles.merged(torch.cat(tables, -1), ids, self.vocabulary)
 
     def logits(self, rows: Rows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""
