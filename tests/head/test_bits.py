@@ -423,28 +423,6 @@ def test_a_trial_holds_for_one_layout_and_one_precision(monkeypatch):
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("plan", ["recompute", "one_pass"])
-def test_rows_that_lie_in_columns_are_multiplied_as_others_are(monkeypatch, plan):
-    """A full tile is a view of the rows, and a library multiplies columns by other code."""
-    multiplied: list[bool] = []
-
-    def recorded(a: Tensor, b: Tensor, out: Tensor) -> None:
-        multiplied.append(a.stride(1) == 1)
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-    case = peaked_case(tiles_of.CPU_ROWS + 5, 130, 8, torch.float32, seed=1)
-    n = case.ids.shape[0]
-    hidden = leaf(case.hidden.t().contiguous().t()[None])
-    tensors = (torch.zeros(1, n), torch.ones(1, n), torch.ones(1, n, dtype=torch.bool))
-    with pl.exact():
-        head_of(hidden[0], case.weight, case.ids, None, 1.0, None, None)  # the trial
-        monkeypatch.setattr(tiles_of, "product", recorded)
-        arguments = (case.weight, case.ids[None], *(x.to(DEVICE) for x in tensors))
-        pl.linear_policy_loss("dapo", hidden, *arguments, plan=plan).loss.backward()
-    assert len(multiplied) > 2
-    assert all(multiplied)
-
-
 def test_plans_hold_whole_tiles():
     case = bits_case("1000x64", torch.float32)
     with pl.exact():

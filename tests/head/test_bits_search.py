@@ -4,6 +4,7 @@ numbers of any kind, plans, cuts and orders are drawn at random, from seeds.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from head_cases import (
+    CUDA,
     DEVICE,
+    Case,
     HeadBatch,
     assert_same_bits,
     generator,
@@ -22,9 +25,13 @@ from head_cases import (
 from torch import Tensor
 
 import policyloss as pl
-from cases import LOCAL, SPECS, assert_same
+from cases import LOCAL, PRESETS, SPECS, assert_same
+from policyloss.head import tiles as tiles_of
 
 DTYPES = (torch.float32, torch.bfloat16)
+# Float64 has no kernels on a GPU.
+ALL_DTYPES = DTYPES if CUDA else (*DTYPES, torch.float64)
+LOSS = PRESETS["dapo"].replace(entropy_coef=0.05)
 STEPS = {
     name: spec
     for name, spec in SPECS.items()
@@ -72,7 +79,7 @@ def test_a_row_in_any_company(seed):
     by_row, mixed = draw.random() < 0.5, draw.random() < 0.2
 
     def values(index: list[int], how: str, plan: Any) -> tuple[Tensor, ...]:
-        x = leaf(laid_out(hidden[index], how))
+        x = laid_out(hidden[index], how).requires_grad_()
         with pl.exact(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=mixed):
             temperature = rates[index] if by_row else 0.7
             out = pl.linear_logprobs(
@@ -139,3 +146,77 @@ def test_a_step_in_any_cut(seed):
             parts.append(records)
         draw.shuffle(parts)
         assert_same(sum(parts).compute(), metrics.compute(), 0)
+
+
+def test_a_head_of_any_shape(monkeypatch):
+    """Hidden sizes and vocabularies that are a multiple of nothing, in full tiles and in others.
+
+    A row has the same bits in every plan, order, window and layout in memory; no shape is refused.
+    """
+    before, wrong = torch.get_num_threads(), []
+    try:
+        for seed in range(32):
+            torch.set_num_threads(2 if seed % 7 == 0 else 1)
+            monkeypatch.setattr(tiles_of, "CPU_ROWS", (16, 48, 128, 512)[seed % 4])
+            wrong += differences(seed)
+    finally:
+        torch.set_num_threads(before)
+    assert not wrong, "\n".join(wrong)
+
+
+def differences(seed: int) -> list[str]:
+    """Where a row of a random head has other bits, or why the head was refused."""
+    draw = random.Random(seed)
+    most = draw.choice([20, 90, 700])
+    n, width, vocab = draw.randint(1, 150), draw.randint(1, most), draw.randint(1, most)
+    case = peaked_case(n, vocab, width, draw.choice(ALL_DTYPES), seed)
+    case = case._replace(weight=laid_out(case.weight, draw.choice(LAYOUTS)))
+    name, rows = f"{n}×{width} by {vocab} in {case.weight.dtype}", draw.randint(1, 200)
+    try:
+        expected = values_of_rows(case, list(range(n)), "as it is", "one_pass")
+    except pl.InputError as error:
+        return [f"{name}: {error}"]
+    wrong = []
+    for plan in (pl.Plan("one_pass", rows, 0), pl.Plan("recompute", rows, vocab), None):
+        order, how = draw.sample(range(n), n), draw.choice(LAYOUTS)
+        actual = values_of_rows(case, order, how, plan)
+        pairs = zip(actual, expected, strict=plan is not None)
+        if not all(torch.equal(a, e[order]) for a, e in pairs):
+            wrong.append(f"{name}, {how}, {plan and plan.name}")
+    return wrong
+
+
+def values_of_rows(case: Case, order: Any, how: str, plan: Any) -> tuple[Tensor, ...]:
+    """Log-probability, entropy and, with a plan, gradient of the rows of a loss, in this order."""
+    hidden = laid_out(case.hidden[order], how).detach().requires_grad_()
+    advantages = case.dlogp[order]
+    with pl.exact():
+        if plan is None:
+            return pl.linear_logprobs(hidden.detach(), case.weight, case.ids[order], entropy=True)
+        tokens = (case.ids[order], -advantages.abs(), advantages, advantages != 0)
+        out = pl.linear_policy_loss(
+            *(LOSS, hidden[None], case.weight, *(x[None] for x in tokens)), plan=plan
+        )
+    return out.logp[0], out.entropy[0], *torch.autograd.grad(out.loss, hidden)
+
+
+@pytest.mark.parametrize("how", [*LAYOUTS, "one row many times"])
+def test_products_read_and_write_aligned_rows(monkeypatch, how):
+    """A library takes other code for columns, and on some processors for rows at odd addresses."""
+    wrong: list[str] = []
+
+    def recorded(a: Tensor, b: Tensor, out: Tensor) -> None:
+        for name, x in (("left", a), ("out", out)):
+            places = (x.data_ptr(), x.stride(0) * x.element_size())
+            if x.stride(1) != 1 or x.stride(0) < x.shape[1] or any(p % 64 for p in places):
+                wrong.append(f"{plan}: {name} {tuple(x.shape)}, {x.stride()}, {places}")
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+    monkeypatch.setattr(tiles_of, "_CHECKED", {})
+    monkeypatch.setattr(tiles_of, "product", recorded)
+    for width, plan in itertools.product((9, 16), ("recompute", "one_pass", None)):
+        case = peaked_case(tiles_of.CPU_ROWS + 5, 130, width, torch.float32, seed=1)
+        if how == "one row many times":
+            case = case._replace(hidden=case.hidden[:1].expand_as(case.hidden))
+        values_of_rows(case, slice(None), how, plan)
+    assert not wrong, "\n".join(wrong)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 _EXACT, _BITS, _CHECK = "test_exact.py::", "test_bits.py::", "test_bits_check.py::"
 _MODE, _ADVANTAGES = "test_exact_mode.py::", "test_exact_advantages.py::"
+_ALIGNED = "test_bits_search.py::test_products_read_and_write_aligned_rows"
 _CUT = _EXACT + "test_a_step_has_the_same_bits_however_it_is_cut"
 
 BITS = (
@@ -101,11 +102,39 @@ BITS = (
         _BITS + "test_the_gradient_of_a_row_has_the_same_bits_in_any_company",
     ),
     (
-        "exact_recompute_multiplies_columns_of_rows",
+        "exact_multiplies_rows_where_they_lie",
+        "head/tiles.py",
+        "if tile.shape[0] < self.rows or not _is_aligned(tile):",
+        "if tile.shape[0] < self.rows:",
+        _ALIGNED + "[as it is]",
+    ),
+    (
+        "exact_writes_products_anywhere",
         "head/backward.py",
-        "of_rows = of_rows._replace(hidden=of_rows.hidden.contiguous())",
-        "pass",
-        _BITS + "test_rows_that_lie_in_columns_are_multiplied_as_others_are",
+        "out = head.room(n, x.shape[1]).logits(rows_of_tiles, x.shape[1])",
+        "out = x.new_empty(rows_of_tiles, x.shape[1], dtype=head.dtype)",
+        _ALIGNED + "[as it is]",
+    ),
+    (
+        "exact_rows_without_an_address",
+        "head/tiles.py",
+        "starts = (x.data_ptr(), step * x.element_size())",
+        "starts = (0, step * x.element_size())",
+        _ALIGNED + "[one number later]",
+    ),
+    (
+        "exact_rows_with_gaps",
+        "head/tiles.py",
+        "return x.stride(1) == 1 and step >= x.shape[1]",
+        "return step >= x.shape[1]",
+        _ALIGNED + "[every other column]",
+    ),
+    (
+        "exact_rows_over_each_other",
+        "head/tiles.py",
+        "return x.stride(1) == 1 and step >= x.shape[1]",
+        "return x.stride(1) == 1",
+        _ALIGNED + "[one row many times]",
     ),
     (
         "exact_gradient_in_a_chain",

@@ -143,7 +143,6 @@ def gradients_in_parts(
         here = s.of_rows(at)
         of_window = [None if d is None else d[at] for d in derivatives]
         of_rows = head.rows(at)
-        of_rows = of_rows._replace(hidden=of_rows.hidden.contiguous())  # as in the forward
         target = Gradients(dhidden, dweight, dbias)
         share = partial(_share_of_part, head, of_rows, here, of_window, room, target, window)
         if dhidden is None:
@@ -184,7 +183,7 @@ def _share_of_part(
         rounded_product(dz.t(), x, sums.weight[c])
     if sums.bias is not None:
         sums.bias[c] += column_sum(dz, head.dtype, 1.0)
-    out = x.new_empty(rows_of_tiles, x.shape[1], dtype=head.dtype)
+    out = head.room(n, x.shape[1]).logits(rows_of_tiles, x.shape[1])
     if sums.hidden is not None:
         tiles.product(room.gradient(rows_of_tiles, columns, dz.dtype), w, out)
     return out

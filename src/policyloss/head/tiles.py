@@ -1,8 +1,9 @@
 """Products of fixed shapes, and sums in a fixed order: the head in the exact mode.
 
-A library of matrix products chooses its kernel, and with it the order of a sum, by the shape. In a
-product of one shape a row has the same bits at every place and beside any others; that is checked
-once for each shape. So rows are multiplied in tiles of one size, the last one filled up with zeros.
+A library of matrix products chooses the order of a sum by the shape, and on a CPU also by the
+address at which a row begins. In a product of one shape whose rows are aligned, a row has the same
+bits at every place and beside any others; that is checked once for each shape. So rows are
+multiplied in aligned tiles of one size, the last one filled up with zeros.
 The vocabulary is cut into parts, and what is summed over it is summed in the parts and then over
 them, in one tree; so ranks that hold whole parts get the bits of one rank.
 
@@ -106,7 +107,7 @@ class Tiles(NamedTuple):
         for other in (w.t(), w):
             row = torch.arange(other.shape[0], device=x.device).sin().to(x.dtype)
             out = _tile(self.rows, other.shape[1], x, compute_dtype(x))
-            product(row.expand(self.rows, -1).contiguous(), other, out)
+            self.product(row.expand(self.rows, -1), other, out)
             if not torch.equal(out, out[:1].expand_as(out)):
                 raise InputError(
                     f"exact() cannot hold here: a product of {self.rows} equal rows by "
@@ -115,7 +116,7 @@ class Tiles(NamedTuple):
 
     def _same_at_once(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the logits of a tile have the same bits by one product and part by part."""
-        tile = _trial_numbers(x.new_empty(self.rows, x.shape[1]))
+        tile = _trial_numbers(_tile(self.rows, x.shape[1], x, x.dtype))
         out = _tile(self.rows, weight.shape[0], x, compute_dtype(x))
         product(tile, weight.t(), out)
         for c in self.parts:
@@ -130,42 +131,35 @@ class Tiles(NamedTuple):
         return -(-n // self.rows) * self.rows
 
     def _of_rows(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The rows of x in tiles, and where they lie; the last is filled up with zeros."""
+        """The rows of x in aligned tiles, and where they lie; the last is filled up with zeros."""
         n = x.shape[0]
         for start in range(0, n, self.rows):
             at = slice(start, min(start + self.rows, n))
             tile = x[at]
-            if tile.shape[0] < self.rows:
+            if tile.shape[0] < self.rows or not _is_aligned(tile):
                 tile = _tile(self.rows, x.shape[1], x, x.dtype)
                 tile[: at.stop - start] = x[at]
                 tile[at.stop - start :] = 0
             yield at, tile
 
     def product(self, x: Tensor, other: Tensor, out: Tensor) -> None:
-        """`out = x @ other`, a tile of rows at a time. `[R, K]`, `[K, M]` → `[R, M]`.
+        """`out = x @ other`, a tile of rows at a time. `[R, K]`, `[K, M]` → `[full(R), M]`.
 
-        x and out may have more rows, up to `full(R)`: then nothing is copied into a tile or out of
-        one, and what the further rows hold does not count.
+        The rows of `out` are aligned. x may also have `full(R)` rows: then its last tile is not
+        copied either, if the rows are aligned. Rows beyond R do not count.
         """
         for at, tile in self._of_rows(x):
-            rows = out[at.start : at.start + self.rows]
-            if rows.shape[0] == self.rows:
-                product(tile, other, rows)
-                continue
-            full = _tile(self.rows, other.shape[1], out, out.dtype)
-            product(tile, other, full)
-            rows.copy_(full[: rows.shape[0]])
+            product(tile, other, out[at.start : at.start + self.rows])
 
     def logits(self, x: Tensor, weight: Tensor, z: Tensor) -> None:
-        """`z = x @ weight.T`. `[R, D]`, `[V, D]` → `[R, V]`, or more rows as in `product`."""
-        x = x.contiguous()
+        """`z = x @ weight.T`. `[R, D]`, `[V, D]` → `[full(R), V]`, as in `product`."""
         for c in (slice(0, weight.shape[0]),) if self.at_once else self.parts:
             self.product(x, weight[c].t(), z[:, c])
 
     def hidden_gradient(self, dz: Tensor, weight: Tensor, out: Tensor) -> None:
         """`out = dz @ weight`, summed in float32 and rounded once. `[R, V]`, `[V, D]` → `[R, D]`.
 
-        dz may have more rows, as in `product`. On several ranks `out` is this rank's share.
+        dz may have `full(R)` rows, as in `product`. On several ranks `out` is this rank's share.
         """
         dtype = compute_dtype(dz)
         for at, tile in self._of_rows(dz):
@@ -256,6 +250,13 @@ def _trial_numbers(out: Tensor) -> Tensor:
 def _tile(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory whose rows are aligned as those of logits are, `[rows, columns]`."""
     return Room(rows, columns, like, dtype).logits(rows, columns)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether a library reads the rows of x in place, each from a multiple of 64 bytes on."""
+    step = x.stride(0)
+    starts = (x.data_ptr(), step * x.element_size())
+    return x.stride(1) == 1 and step >= x.shape[1] and all(start % 64 == 0 for start in starts)
 
 
 def tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
