@@ -24,10 +24,10 @@ from docs.performance_page import performance_pages
 from docs.what_if_page import what_if_pages
 from policyloss.explain import Explanation, shortened
 from policyloss.explain.diff import Difference, shown
-from policyloss.explain.sources import distance
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
 from policyloss.presets import PRESETS, Preset
+from policyloss.presets.nearest import distance
 from policyloss.train.routing import FORMULAS as ROUTER_FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent

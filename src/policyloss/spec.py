@@ -56,6 +56,8 @@ class LossSpec(Part):
     aggregate: Any = _TOKEN_MEAN
     _is_data: ClassVar[bool]
     as_json: ClassVar[str | None]
+    # The preset that this loss was made from, by name; equal losses may differ in it.
+    origin: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         parts = self.correction
@@ -229,19 +231,18 @@ class LossSpec(Part):
         """
         changed = self
         for name, value in numbers.items():
-            if name in _SETTINGS:
-                changed = dataclasses.replace(changed, **{name: value})
-                continue
-            places = [path for path in _field_paths(changed) if path[-1] == name]
+            valid = list(_field_paths(changed))
+            places = [path for path in valid if path[-1] == name]
             if not places:
-                valid = [str(path[-1]) for path in _field_paths(changed)] + [*_SETTINGS]
-                raise SpecError(unknown_name("number of this loss", name, set(valid)))
+                names = {str(path[-1]) for path in valid}
+                raise SpecError(unknown_name("number of this loss", name, names))
             if len(places) > 1:
                 where = " and ".join(".".join(map(str, path)) for path in places)
                 raise SpecError(
                     f"{name} is ambiguous: this loss has {where}; use spec.replace(slot=…)."
                 )
             changed = _with_value(changed, places[0], value)
+        object.__setattr__(changed, "origin", self.origin)
         return changed
 
     @property
@@ -267,7 +268,9 @@ class LossSpec(Part):
         for name in slots:
             if name not in SLOTS:
                 raise SpecError(unknown_name("slot", name, SLOTS))
-        return dataclasses.replace(self, **slots)
+        changed = dataclasses.replace(self, **slots)
+        object.__setattr__(changed, "origin", self.origin)
+        return changed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
@@ -329,7 +332,7 @@ def _field_paths(owner: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple
         value = getattr(owner, f.name)
         if _holds_fields(value):
             yield from _field_paths(value, (*path, f.name))
-        elif path:
+        elif path or f.name in _SETTINGS:
             yield (*path, f.name)
 
 
@@ -340,7 +343,7 @@ def _holds_fields(value: Any) -> bool:
 
 
 def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """`owner` with the entry at `path` replaced; parts on the way are built anew and checked."""
+    """`owner` with the entry at `path` replaced; the parts on the way are checked again."""
     first, rest = path[0], path[1:]
     if isinstance(owner, tuple):
         return tuple(_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner))

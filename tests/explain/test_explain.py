@@ -284,8 +284,9 @@ def test_adding_dual_clip_to_dapo_is_a_change_of_dapo() -> None:
 def test_presets_that_are_one_loss_say_so() -> None:
     assert pl.explain("bnpo").preset == "bnpo"
     assert pl.explain("bnpo").also == ("ppo",)
-    # A spec has no name: the first preset that is the same.
-    assert pl.explain(pl.preset("bnpo")).preset == "ppo"
+    assert pl.explain(pl.preset("bnpo")).preset == "bnpo"
+    # A loss that was made from no preset: the first preset that is the same.
+    assert pl.explain(pl.LossSpec()).preset == "ppo"
 
 
 def test_a_loss_far_from_all_presets_is_your_own() -> None:

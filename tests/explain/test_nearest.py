@@ -12,8 +12,52 @@ from trl_configs import config
 
 import policyloss as pl
 from policyloss.compat.trl.config import LOSS_TYPES, spec_from_config
-from policyloss.explain.sources import distance, nearest
 from policyloss.presets import PRESETS, presets_equal_to
+from policyloss.presets.nearest import distance, nearest_preset
+
+
+def by_value(spec: pl.LossSpec) -> str | None:
+    """The name of the preset nearest to a loss whose origin is not known."""
+    preset, _ = nearest_preset(pl.LossSpec.from_dict(spec.to_dict()))
+    return preset.name if preset else None
+
+
+def test_a_spec_remembers_where_it_began() -> None:
+    """A change of a preset stays one, by every way of changing it, while it is a small change."""
+    wrong = {}
+    for name, preset in PRESETS.items():
+        changes = dict(one_change(preset.spec))
+        changes["two changes"] = preset.spec.replace(entropy_coef=0.01).replace(
+            aggregate=pl.PromptMean()
+        )
+        changes["by name"] = pl.preset(name, entropy_coef=0.01)
+        for change, spec in {**changes, "none": pl.preset(name)}.items():
+            nearest, exact = nearest_preset(spec)
+            if nearest is not preset and not (exact and spec != preset.spec):
+                wrong[f"{name}, {change}"] = nearest and nearest.name
+    assert not wrong
+
+
+def test_the_page_on_a_change_of_dapo() -> None:
+    spec = pl.preset("dapo", eps_high=0.3).replace(correction=pl.Truncate(2.0))
+    explained = pl.explain(spec)
+    assert explained.title.startswith("A change of dapo")
+    assert explained.advantage == PRESETS["dapo"].advantage == "grpo"
+    # The origin is no part of the value.
+    same = pl.preset("tis", eps_high=0.3)
+    assert (spec, hash(spec), spec.to_dict()) == (same, hash(same), same.to_dict())
+    assert pl.explain(same).near == "tis"
+
+
+def test_a_spec_that_became_another_loss_is_no_change_of_its_origin() -> None:
+    gspo = PRESETS["gspo"].spec
+    like_gspo = pl.preset("ppo").replace(ratio=gspo.ratio, aggregate=gspo.aggregate)
+    became = like_gspo.replace(trust=gspo.trust)
+    assert nearest_preset(became) == (PRESETS["gspo"], True)
+    assert nearest_preset(became.replace(entropy_coef=0.1)) == (PRESETS["gspo"], False)
+    other_trust = pl.preset("ppo").replace(trust=PRESETS["sapo"].spec.trust, entropy_coef=0.1)
+    assert nearest_preset(other_trust) == (PRESETS["sapo"], False)
+    assert nearest_preset(pl.LossSpec(trust=lambda t: -t.advantages)) == (None, False)
 
 
 def one_change(spec: pl.LossSpec) -> Iterator[tuple[str, pl.LossSpec]]:
@@ -75,10 +119,10 @@ def test_a_preset_with_one_change_is_a_change_of_that_preset(name: str) -> None:
     for change, spec in one_change(PRESETS[name].spec):
         if presets_equal_to(spec):
             continue  # it has become another preset
-        found = nearest(spec)
-        if found is None or found.name not in REACHED[as_read(spec)]:
+        found = by_value(spec)
+        if found not in REACHED[as_read(spec)]:
             wrong[change] = (
-                found and found.name,
+                found,
                 {p: round(distance(spec, PRESETS[p].spec), 2) for p in (name, "ppo")},
             )
     assert not wrong
@@ -122,9 +166,7 @@ def test_few_changes_lead_to_the_same_loss() -> None:
     ],
 )
 def test_what_a_reader_would_say(spec: pl.LossSpec, name: str) -> None:
-    found = nearest(spec)
-    assert found is not None
-    assert found.name == name
+    assert by_value(spec) == name
 
 
 # What TRL's loss types are called here: their names,

@@ -9,12 +9,13 @@ from typing import Any
 from policyloss.explain.diff import plain, shown
 from policyloss.explain.formula import Formula, formula
 from policyloss.explain.framework_names import Elsewhere
-from policyloss.explain.sources import Sourced, nearest, sources
+from policyloss.explain.sources import Sourced, sources
 from policyloss.explain.traits import describe, elsewhere
 from policyloss.explain.traps import Trap, traps
 from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.notebook import heading, listed, paragraphs, preformatted, table
-from policyloss.presets import Preset, as_spec, find_preset, presets_equal_to
+from policyloss.presets import Preset, as_spec, presets_equal_to
+from policyloss.presets.nearest import nearest_preset
 from policyloss.spec import LossSpec
 
 _WIDTH = 100
@@ -142,16 +143,14 @@ def explain(spec: LossSpec | str) -> Explanation:
     That is: formula, numbers and sources, zero gradients, names, traps. For a TRL `GRPOConfig`, see
     `policyloss.compat.trl.explain_config`.
     """
-    named = find_preset(spec) if isinstance(spec, str) else None
     spec = as_spec(spec)
-    same = presets_equal_to(spec)
-    exact = named or (same[0] if same else None)
-    base = exact or nearest(spec)
+    base, is_preset = nearest_preset(spec)
+    exact = base if is_preset else None
     return Explanation(
         spec=spec,
         title=_title(exact, base),
         preset=exact.name if exact else None,
-        also=tuple(p.name for p in same if exact and p.name != exact.name),
+        also=tuple(p.name for p in presets_equal_to(spec) if p is not base),
         near=base.name if base and not exact else None,
         paper=base.paper if base else "",
         note=exact.note if exact else "",

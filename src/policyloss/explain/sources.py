@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from policyloss.explain.formula import callable_name
-from policyloss.parts.data import has_fields, kind
-from policyloss.presets import PRESETS, Preset
+from policyloss.parts.data import VARIANTS, has_fields, kind
+from policyloss.presets import Preset
+from policyloss.presets.nearest import GUARDS
 from policyloss.spec import LossSpec
 
 DEFAULT = "library default"
-# Numbers that guard `exp`, not part of any paper's loss.
-_GUARDS = ("log_clamp", "token_clamp", "clamp", "value_clamp", "floor")
-# Fields by which a drop-in keeps a framework's last digits.
-_ROUNDING = ("epsilon", "as_written")
-_PARTS = ("ratio", "trust", "correction", "kl", "aggregate")
 
 
 class Sourced(NamedTuple):
@@ -27,24 +22,10 @@ class Sourced(NamedTuple):
     source: str
 
 
-def nearest(spec: LossSpec) -> Preset | None:
-    """The preset that `spec` is a small change of, or None.
-
-    It has the same kind of trust region, and few other things differ.
-    """
-    costs = {
-        name: distance(spec, p.spec)
-        for name, p in PRESETS.items()
-        if type(p.spec.trust) is type(spec.trust)
-    }
-    best = min(costs, key=lambda name: costs[name], default=None)
-    return PRESETS[best] if best is not None and costs[best] <= 4 else None
-
-
 def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
     """Every choice and number of `spec` with its source, compared with the preset `base` if any."""
     rows: list[Sourced] = []
-    for slot in _PARTS:
+    for slot in VARIANTS:
         if slot == "ratio" and not spec.reads_ratio:
             continue
         mine, theirs = spec.parts_in(slot), base.spec.parts_in(slot) if base else ()
@@ -104,7 +85,7 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
         had = "leaves it to your run" if left_open else f"has {theirs!r}"
         return [Sourced(where, value, f"set by you (preset {base.name} {had})")]
     of_slot = base.sources.get(slot, DEFAULT)
-    if value == field.default and (field.name in _GUARDS or isinstance(value, str)):
+    if value == field.default and (field.name in GUARDS or isinstance(value, str)):
         of_slot = DEFAULT
     return [Sourced(where, value, base.sources.get(key) or of_slot)]
 
@@ -131,58 +112,3 @@ def _of_setting(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
         return Sourced(slot, value, base.sources.get(slot, DEFAULT))
     had = "" if base is None else f" (preset {base.name} has {getattr(base.spec, slot)!r})"
     return Sourced(slot, value, f"set by you{had}")
-
-
-def distance(a: LossSpec, b: LossSpec) -> float:
-    """How far `a` is from `b`: the total price of the changes that lead from `b` to `a`.
-
-    What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term
-    costs little either way, because people leave it out of every loss, unless it pulls to a
-    teacher; and guards cost next to nothing. A horizon that `b` leaves open costs nothing.
-    """
-    total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
-    for slot in _PARTS:
-        if slot == "ratio" and not (a.reads_ratio or b.reads_ratio):
-            continue
-        mine, theirs = a.parts_in(slot), b.parts_in(slot)
-        if [kind(p) for p in mine] != [kind(p) for p in theirs]:
-            taught = any(getattr(p, "teaches", False) for p in (*mine, *theirs))
-            total += _TEACHER if taught else _ADDED if not theirs else _EXCHANGED[slot]
-            continue
-        for x, y in zip(mine, theirs, strict=True):
-            if not has_fields(x):
-                total += 2.0 * (x != y)
-                continue
-            total += sum(
-                _price_of(f, getattr(x, f.name), getattr(y, f.name, f.default))
-                for f in dataclasses.fields(x)
-            )
-    return total
-
-
-# The price of a part in the place of another, or of none in its place.
-_EXCHANGED = {"ratio": 2.0, "trust": 2.0, "correction": 2.0, "aggregate": 1.5, "kl": 0.6}
-_ADDED = 0.9
-_TEACHER = 1.4  # of a pull to a teacher, there or not there
-
-
-def _price_of(field: Any, mine: Any, theirs: Any) -> float:
-    """The price of one changed field: it is low for a guard and highest for a choice.
-
-    A number costs a little more the further it moved.
-    """
-    if mine == theirs or (field.name == "horizon" and theirs is None):
-        return 0.0
-    if field.name in (*_GUARDS, *_ROUNDING):
-        return 0.05
-    if theirs is None:
-        return 0.5
-    if "None" in str(field.type) and mine is not None:
-        return 0.3  # the number of something that may be off is not what makes the loss
-    if (
-        isinstance(mine, (int, float))
-        and isinstance(theirs, (int, float))
-        and max(abs(mine), abs(theirs)) < math.inf
-    ):
-        return 0.6 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs))
-    return 1.1

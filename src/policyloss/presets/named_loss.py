@@ -42,6 +42,7 @@ def described(
         if key.startswith("advantage"):
             key, _, advantage = key.rstrip(")").partition(" (")
         by_key[key] = source
+    object.__setattr__(spec, "origin", name)
     return Preset(name, title, paper, spec, by_key, note, advantage)
 
 
