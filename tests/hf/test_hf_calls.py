@@ -72,9 +72,77 @@ def test_padding_on_either_side_is_not_seen() -> None:
     out = pl.hf.logprobs(model, padded, live, entropy=True)
     torch.testing.assert_close(out.logp[0, :4], alone)
     torch.testing.assert_close(out.logp[1, 4:], alone)
-    # The first token of the left-padded row is predicted by padding alone, and is computed as one.
+    # Padding alone would predict the first token of the left-padded row.
     assert not out.logp[0, 4:].any()
-    assert not out.logp[1, :3].any()
+    assert not out.logp[1, :4].any()
+    assert torch.equal(pl.hf.logprobs(model, padded, live, logits_to_keep=6), out.logp[:, -6:])
+
+
+def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The sentence of the error that a call raises, or "" if it raises none."""
+    try:
+        function(*args, **kwargs)
+    except pl.InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_token_that_no_token_predicts_is_refused() -> None:
+    """Padding and the token after it, with every kind of mask, by every function and head."""
+    model, wrong = llama(), {}
+    right = (torch.arange(9) < torch.tensor([9, 5, 7])[:, None]).long()
+    for side, live in (("right", right), ("left", right.flip(1))):
+        predicted = (live[:, 1:] * live[:, :-1]).bool()
+        after = live[:, 1:].bool() & ~predicted
+        masks = {"": predicted, "is 0": torch.ones(3, 8).bool()}
+        if after.any():
+            masks["follow padding"] = live[:, 1:]
+        for words, mask in masks.items():
+            for keep, head in ((None, "fused"), (7, "fused"), (None, "logits")):
+                given = {**BATCH, "mask": mask}
+                cut = {k: x[:, -keep:] if keep and x.dim() > 1 else x for k, x in given.items()}
+                options: Any = {"logits_to_keep": keep, "head": head}
+                loss = refusal(pl.hf.policy_loss, model, SPEC, IDS, live, **cut, **options)
+                logp = refusal(pl.hf.logprobs, model, IDS, live, mask=cut["mask"], **options)
+                for name, text in (("policy_loss", loss), ("logprobs", logp)):
+                    if (words not in text) if words else text:
+                        wrong[f"{name}, {side}, {words or 'right mask'}, {options}"] = text
+    assert not wrong
+    everything = {**BATCH, "mask": masks["is 0"]}
+    text = refusal(pl.hf.policy_loss, model, SPEC, IDS, right, **everything)
+    assert "mask is True at 6 tokens where attention_mask is 0" in text
+
+
+def test_positions_that_begin_again_need_cu_seqlens() -> None:
+    """A row of several sequences that are called one: refused, by every way to pass positions."""
+    model, lengths = llama(), torch.tensor([9, 4, 6])
+    pack = torch.cat([IDS[i, :n] for i, n in enumerate(lengths)])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    batch = batch_for(pack, torch.float64)
+    calls = {
+        "position_ids": {"position_ids": positions},
+        "model_inputs": {"model_inputs": {"position_ids": positions}},
+        "padded": {"position_ids": positions, "attention_mask": torch.ones_like(pack)},
+    }
+    for name, call in calls.items():
+        for said in (
+            refusal(pl.hf.policy_loss, model, "gspo", pack, **batch, **call),
+            refusal(pl.hf.logprobs, model, pack, **call),
+        ):
+            assert "position_ids begin again at 2 places" in said, name
+    mask = batch["mask"].index_fill(1, torch.tensor([8, 12]), False)
+    pl.hf.policy_loss(
+        model,
+        "gspo",
+        pack,
+        position_ids=positions,
+        cu_seqlens=torch.tensor([0, 9, 13, 19]),
+        **{**batch, "mask": mask, "advantages": torch.ones(3, dtype=torch.float64)},
+    )
+    # One sequence a row, counted as transformers counts positions beside padding.
+    live = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)
+    counted = (live.cumsum(-1) - 1).masked_fill(live == 0, 1)
+    assert pl.hf.logprobs(model, IDS, live, position_ids=counted)[:, 2:].all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
@@ -103,7 +171,7 @@ def test_a_pack_is_its_sequences(name: str) -> None:
     assert out.logp.shape == (1, 18)
     torch.testing.assert_close(out.logp, packed(rows.logp))
     torch.testing.assert_close(gradients(model), theirs)
-    with pytest.raises(pl.InputError, match=r"mask is True at 8, .* first token"):
+    with pytest.raises(pl.InputError, match=r"mask is True at 2 tokens that begin a packed"):
         pl.hf.policy_loss(model, spec, pack, **{**one, "mask": torch.ones(1, 18).bool()})
     first = pl.hf.logprobs(model, pack, cu_seqlens=cu_seqlens)[0, [8, 12]]
     assert first.tolist() == [0.0, 0.0]

@@ -65,7 +65,7 @@ def policy_loss(
     model: a model of Hugging Face, wrapped or not (PEFT, DDP, FSDP, ZeRO-3). Its head may have a
     bias, be tied, frozen or adapted by LoRA; its logits may be scaled or capped.
     attention_mask: `[B, T]`, 0 at padding on either side. With padding on the left, positions are
-    counted from each row's first token.
+    counted from each row's first token, whose mask is False because only padding predicts it.
     cu_seqlens: `[S+1]`, for a pack `[1, N]` of several sequences: where each begins in input_ids.
     position_ids then begin at 0 with each. Token-shaped tensors are `[1, N-1]`, and mask is False
     at the first token of a sequence, which nothing predicts.
@@ -86,7 +86,6 @@ def policy_loss(
     arguments = call.aligned(
         {"old_logp": old_logp, "advantages": advantages, "mask": mask, **tensors}
     )
-    call.check_boundaries(arguments["mask"])
     options: dict[str, Any] = {"totals": totals, "metrics": metrics}
     fused = {
         "vocab_group": vocab_group,
@@ -113,7 +112,7 @@ def policy_loss(
         loss = policy_loss_of_logp(spec, logp, entropy=out.entropy, **arguments, **options)
         return HeadOutput(loss.loss, loss.metrics, logp.detach(), out.entropy.detach())
 
-    out: HeadOutput = call.result(head, scores, from_logits)
+    out: HeadOutput = call.result(head, arguments["mask"], scores, from_logits)
     return replace(out, logp=call.shaped(out.logp), entropy=call.shaped(out.entropy))
 
 
@@ -170,15 +169,15 @@ def logprobs(
     """The log-probability of every predicted token `input_ids[:, 1:]`, and its entropy if asked.
 
     mask: `[B, T-1]` (with logits_to_keep=n `[B, n]`), the predicted tokens to compute; by default
-    those that attention_mask holds. Others are 0. Other arguments as in `policy_loss` of this
-    module and in `linear_logprobs`, which takes the place of the model's head.
+    all that a token of their own sequence predicts. Others are 0. Other arguments as in
+    `policy_loss` of this module and in `linear_logprobs`, which takes the place of the model's
+    head.
     → `[B, T-1]` or `[B, n]`, float32; with entropy=True, `LogProbs(logp, entropy)`.
     """
     call = Call.of(
         model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
-    live = call.aligned({"mask": call.default_mask(attention_mask) if mask is None else mask})
-    call.check_boundaries(live["mask"])
+    live = call.aligned({"mask": call.default_mask() if mask is None else mask})
 
     def scores(hidden: Tensor, parts: Matrices, known: Transformation) -> LogProbs:
         scaled = known.options(call.of_tokens(temperature))
@@ -190,7 +189,7 @@ def logprobs(
         at, warmth = call.predicting(logits), call.of_tokens(temperature)
         return _pair(logprobs_of_logits(at, call.ids, warmth, entropy=entropy, **live))
 
-    out: LogProbs = call.result(head, scores, from_logits)
+    out: LogProbs = call.result(head, live["mask"], scores, from_logits)
     logp = call.shaped(out.logp)
     return LogProbs(logp, call.shaped(out.entropy)) if entropy else logp
 

@@ -5,15 +5,16 @@ takes them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from policyloss.arguments import description, fits_kind
+from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError, unknown_name
+from policyloss.head.validate import later
 from policyloss.hf.forward import Scores, run
 from policyloss.hf.layouts import check_layout, counted_positions
 from policyloss.hf.output_head import UnknownHeadError, language_model
@@ -116,27 +117,64 @@ class Call:
                 f"n tokens), so {name}[:, t] is about the token input_ids[:, t+1]."
             )
 
-    def check_boundaries(self, mask: Any) -> None:
-        """Raise if the first token of a packed sequence counts: nothing in the pack predicts it."""
-        if self.cu_seqlens is None or not isinstance(mask, Tensor):
-            return
-        first = (self.cu_seqlens[1:-1] - 1).long()
-        wrong = first[mask.reshape(-1)[first].bool()]
-        if wrong.numel():
-            raise InputError(
-                f"mask is True at {int(wrong[0])}, which is the first token of a packed sequence "
-                "(cu_seqlens), and nothing predicts it; make it False there."
-            )
+    def default_mask(self) -> Tensor:
+        """The tokens that a token of their own sequence predicts, `[B, n]`."""
+        predicted = torch.ones(self.row, dtype=torch.bool, device=self.ids.device)
+        for places in self._unpredicted().values():
+            predicted = predicted & ~places
+        return predicted
 
-    def default_mask(self, attention_mask: Tensor | None) -> Tensor:
-        """The predicted tokens that are tokens."""
-        live = torch.ones(self.row, dtype=torch.bool, device=self.ids.device)
-        if attention_mask is not None:
-            live = attention_mask[:, attention_mask.shape[1] - self.row[1] :].bool()
+    def _unpredicted(self) -> dict[str, Tensor]:
+        """Where no token of the same sequence predicts a token, `[B, n]`, by the words for it."""
+        live, places = self.inputs.get("attention_mask"), {}
+        if live is not None:
+            live = live.bool()
+            places["where attention_mask is 0 (padding)"] = ~live[:, 1:]
+            places["that follow padding, which would predict them"] = live[:, 1:] & ~live[:, :-1]
         if self.cu_seqlens is not None:
-            live = live.clone()
-            live[:, (self.cu_seqlens[1:-1] - 1).long()] = False
-        return live
+            positions = _positions_in(self.cu_seqlens, self.inputs["input_ids"])
+            places["that begin a packed sequence, so that nothing predicts them"] = (
+                positions[:, 1:] == 0
+            )
+        return {words: x[:, x.shape[1] - self.row[1] :] for words, x in places.items()}
+
+    def _new_beginnings(self) -> Tensor:
+        """How many times `position_ids` begin again within a row that is called one sequence."""
+        positions, live = self.inputs.get("position_ids"), self.inputs.get("attention_mask")
+        if self.cu_seqlens is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+            return self.ids.new_zeros(())  # more dimensions are those of images
+        falls = positions.diff() < 0
+        if live is not None:
+            falls = falls & live[:, 1:].bool() & live[:, :-1].bool()
+        return falls.sum()
+
+    def _refusal(self, mask: Tensor) -> Callable[[], None]:
+        """A function that raises if `mask` holds a token that no token of its sequence predicts.
+
+        It waits for numbers that are sent to the host now, so that the device has work meanwhile.
+        """
+        check_tensor("mask", mask)
+        trained, places = mask.reshape(self.row).bool(), self._unpredicted()
+        counts = [(trained & x).sum() for x in places.values()]
+        numbers = later(torch.stack([self._new_beginnings(), *counts]))
+
+        def refuse() -> None:
+            beginnings, *wrong = numbers()
+            if beginnings:
+                raise InputError(
+                    f"position_ids begin again at {beginnings} places, so that a row holds several "
+                    "sequences, and cu_seqlens is missing: pass them as one row [1, N] with "
+                    "cu_seqlens [S+1], which says where each begins."
+                )
+            for words, number in zip(places, wrong, strict=True):
+                if number:
+                    raise InputError(
+                        f"mask is True at {number} tokens {words}; make it False there. mask is "
+                        "aligned with input_ids[:, 1:]: mask & attention_mask[:, 1:].bool() & "
+                        "attention_mask[:, :-1].bool() leaves padding out on either side."
+                    )
+
+        return refuse
 
     def shaped(self, x: Tensor) -> Tensor:
         """One number per predicted token, in their shape."""
@@ -149,9 +187,15 @@ class Call:
             check_layout(self.model, self.inputs, packed, self.counts_positions)
         return run(self.model, self.inputs, scores, check=check).result
 
-    def result(self, head: str, scores: Scores, from_logits: Any) -> Any:
-        """By the head that was asked for."""
+    def result(self, head: str, mask: Tensor, scores: Scores, from_logits: Any) -> Any:
+        """By the head that was asked for, of the tokens in `mask`."""
         check_choice(head)
+        refuse = self._refusal(mask)
+        out = self._result(head, scores, from_logits)
+        refuse()
+        return out
+
+    def _result(self, head: str, scores: Scores, from_logits: Any) -> Any:
         if head != "logits":
             try:
                 return self.fused(scores)
