@@ -175,6 +175,10 @@ def test_a_pack_is_its_sequences(name: str) -> None:
         pl.hf.policy_loss(model, spec, pack, **{**one, "mask": torch.ones(1, 18).bool()})
     first = pl.hf.logprobs(model, pack, cu_seqlens=cu_seqlens)[0, [8, 12]]
     assert first.tolist() == [0.0, 0.0]
+    warmth = torch.rand(3, 8, dtype=torch.float64) + 0.5
+    logp = pl.hf.logprobs(model, pack, cu_seqlens=cu_seqlens, temperature=packed(warmth) + 1)
+    alone = pl.hf.logprobs(model, IDS, live.long(), temperature=warmth + 1)
+    torch.testing.assert_close(logp, packed(alone))
 
 
 def test_the_last_tokens_alone() -> None:
@@ -298,21 +302,43 @@ def test_an_error_names_what_was_looked_for(model: Any, words: str) -> None:
         pl.hf.logprobs(model(), IDS)
 
 
+class Mixing(Plain):
+    """Adds up all tokens before (or after) a token, padding included, and knows no positions."""
+
+    def __init__(self, backwards: bool) -> None:
+        super().__init__()
+        self.backwards = backwards
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        hidden = self.body(input_ids)
+        added = hidden.flip(1).cumsum(1).flip(1) if self.backwards else hidden.cumsum(1)
+        return SimpleNamespace(logits=self.lm_head(added))
+
+
 def test_a_model_that_mixes_sequences_is_refused() -> None:
-    class Mixing(Plain):
-        """Adds up all tokens before, padding included, and knows no positions."""
-
-        def forward(self, input_ids: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-            return SimpleNamespace(logits=self.lm_head(self.body(input_ids).cumsum(1)))
-
-    model, live = Mixing(), torch.ones_like(IDS)
+    live = torch.ones_like(IDS)
     live[0, 0] = 0
-    assert pl.hf.logprobs(model, IDS, torch.ones_like(IDS)).isfinite().all()
-    assert pl.hf.logprobs(model, IDS, live.flip(1)).isfinite().all()
-    with pytest.raises(pl.InputError, match="padding on the left apart"):
-        pl.hf.logprobs(model, IDS, live)
-    with pytest.raises(pl.InputError, match="sequences of a pack apart"):
-        pl.hf.logprobs(model, IDS.reshape(1, -1), cu_seqlens=torch.tensor([0, 9, 18, 27]))
+    for backwards in (False, True):
+        model = Mixing(backwards)
+        kept, mixed = (live, live.flip(1)) if backwards else (live.flip(1), live)
+        assert pl.hf.logprobs(model, IDS, torch.ones_like(IDS)).isfinite().all()
+        assert pl.hf.logprobs(model, IDS, kept).isfinite().all()
+        side = "right" if backwards else "left"
+        with pytest.raises(pl.InputError, match=f"padding on the {side} apart"):
+            pl.hf.logprobs(model, IDS, mixed)
+        with pytest.raises(pl.InputError, match="sequences of a pack apart"):
+            pl.hf.logprobs(model, IDS.reshape(1, -1), cu_seqlens=torch.tensor([0, 9, 18, 27]))
+
+
+def test_a_layout_is_tried_once() -> None:
+    model, seen = llama(), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    pack = {"input_ids": IDS.reshape(1, -1), "cu_seqlens": torch.tensor([0, 9, 18, 27])}
+    for call in ({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, pack):
+        pl.hf.logprobs(model, **call)
+        first = len(seen)
+        pl.hf.logprobs(model, **call)
+        assert len(seen) == first + 1
 
 
 def test_errors_say_what_tensors_are_aligned_with() -> None:
