@@ -7,6 +7,7 @@ for every preset and for the losses that have to be measured first.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -232,6 +233,47 @@ def test_one_advantage_per_sequence_is_measured_as_one_per_token() -> None:
     expected = run(spec, BATCH.map(lambda _: per_sequence, "advantages"))
     assert_same(said["dlogp"], expected.dlogp, what="gradient")
     assert_same(said["metrics"], expected.metrics, what="metric")
+
+
+def test_extras_are_measured_too() -> None:
+    """A rejection by an extra: one of four tokens leaves, so three survive the whole step."""
+
+    def by_extra(t: pl.Tokens) -> pl.Corrected:
+        return pl.Corrected(None, t.extra("keep") > 0)
+
+    spec = REINFORCE.replace(correction=by_extra, rejected="renormalise", aggregate=pl.TokenMean())
+    given = [
+        {**micro, "extras": {"keep": torch.ones(micro["mask"].shape)}} for micro in hand_made()
+    ]
+    given[1]["extras"]["keep"][0, 0] = 0
+    step = pl.accumulate(spec, given, logp=lambda micro: torch.zeros(micro["mask"].shape))
+    assert int(step.totals.tokens) == 3
+    # −5 of the first sequence, 1 of each of the two survivors of the others.
+    losses = [float(micro.loss(torch.zeros(micro["mask"].shape))) for micro in step]
+    assert losses == pytest.approx([-5 / 3, 2 / 3], rel=1e-6)
+
+
+def test_a_micro_batch_that_was_only_measured_is_unused() -> None:
+    spec = REINFORCE.replace(trust=pl.CovKL(fraction=0.2))
+    step = pl.accumulate(spec, hand_made(), logp=lambda micro: torch.zeros(micro["mask"].shape))
+    first, _ = step
+    first.loss(torch.zeros(1, 1))
+    with pytest.raises(pl.InputError, match="1 micro-batches of this step were never used"):
+        step.reduce_metrics()
+
+
+def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has three micro-batches, this one has two: the third may stay unused."""
+    module = importlib.import_module("policyloss.accumulate")
+    counted = module.counted_step
+    monkeypatch.setattr(module, "counted_step", lambda *args: (counted(*args)[0], 3))
+    step = pl.accumulate(REINFORCE, hand_made())
+    first, second, empty = step
+    assert [micro.is_last for micro in (first, second, empty)] == [False, False, True]
+    assert not empty["mask"].any()
+    losses = [float(m.loss(torch.zeros(m["mask"].shape))) for m in (first, second)]
+    assert step.reduce_metrics().compute()["loss"] == pytest.approx(sum(losses), rel=1e-6)
+    assert float(empty.loss(torch.zeros(2, 2))) == 0
 
 
 @pytest.mark.parametrize("aggregate", [pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()], ids=str)
