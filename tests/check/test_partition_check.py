@@ -4,6 +4,7 @@ and leaves right ones alone.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from partition_trainers import (
     make_model,
     packed,
     sequence_mean,
+    token_losses,
     token_mean,
     token_sum,
     trainer,
@@ -117,6 +119,38 @@ def test_the_cause_is_named(name: str) -> None:
     ]
     assert {cut.explanation for cut in report.cuts if cut.moved} == {report.diagnosis[0]}
     assert {cut.explanation for cut in report.cuts if not cut.moved} <= {None}
+
+
+# Advantages that are made of the rewards of one micro-batch; of one sequence, each is 0.
+COMPARED = {
+    "centred": lambda a: a - a.mean(),
+    "normalised": lambda a: (a - a.mean()) / (a.std(correction=0) + 1e-6),
+    "ranked": lambda a: (a[:, None] > a).sum(1) - (len(a) - 1) / 2,
+}
+
+
+def test_advantages_compared_per_micro_batch() -> None:
+    """Every single sequence has no gradient then, and several have one."""
+    model, wrong = make_model(), {}
+    batches = {"padded": make_batch(), "packed": packed(make_batch())}
+    cuts = {"default": None, "singles": {"each": [[i] for i in range(6)]}}
+    for case in itertools.product(COMPARED, batches, cuts, (0, 3)):
+        name, layout, cut, parameters = case
+
+        def step(micro_batches: list[dict[str, Any]]) -> list[Tensor]:
+            model.zero_grad()
+            n = sum(int(micro["mask"].sum()) for micro in micro_batches)
+            for micro in micro_batches:
+                advantages = COMPARED[name](micro["advantages"])  # noqa: B023
+                compared = {**micro, "advantages": advantages}
+                (token_sum(token_losses(model, compared), micro["mask"]) / n).backward()
+            gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+            return [gradients[-parameters:]]  # noqa: B023
+
+        said = pl.partition_check(step, batches[layout], cuts=cuts[cut]).diagnosis[0]
+        if [kind for kind in KINDS if kind in said] != [COMPANIONS]:
+            wrong[case] = said
+    assert not wrong
 
 
 def one_hot_step(micro_batches: list[dict[str, Any]]) -> list[Tensor]:

@@ -152,10 +152,9 @@ def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor 
 
 def is_a_weighted_sum(gradient: Tensor, alone: Tensor, tolerance: float) -> bool:
     """Whether `gradient` is any weighted sum of those of the micro-batches."""
-    basis = torch.linalg.qr(alone.T).Q
-    return float((gradient - basis @ (basis.T @ gradient)).norm()) <= tolerance * float(
-        gradient.norm()
-    )
+    # This driver also solves for gradients that depend on each other, or are 0.
+    weights = torch.linalg.lstsq(alone.T, gradient[:, None], driver="gelsd").solution[:, 0]
+    return float((gradient - weights @ alone).norm()) <= tolerance * float(gradient.norm())
 
 
 def _misfit(gradient: Tensor, alone: Tensor, weights: Tensor) -> float:
@@ -163,4 +162,4 @@ def _misfit(gradient: Tensor, alone: Tensor, weights: Tensor) -> float:
     larger: where terms cancel, their rounding errors do not.
     """
     size = max(float(gradient.norm()), float((weights.abs() * alone.norm(dim=1)).sum()))
-    return float((gradient - weights @ alone).norm()) / size
+    return float((gradient - weights @ alone).norm()) / size if size else 0.0
