@@ -1,9 +1,12 @@
 """`check_loss` passes what is right and names what is wrong."""
 
+import itertools
+
 import pytest
 import torch
 
 import policyloss as pl
+from policyloss.check import signs
 from policyloss.check.loss import FrozenStopGradients
 
 # The first preset with each pair of ratio and trust part.
@@ -25,7 +28,7 @@ def test_every_preset_passes_the_battery(name):
 def test_a_users_function_passes():
     report = pl.check_loss(lambda t: -t.advantages * t.ratio.clamp(max=2.0))
     assert report, str(report)
-    assert "11 of 11" in str(report)
+    assert "14 of 14" in str(report)
 
 
 class _WrongGradient(torch.autograd.Function):
@@ -52,26 +55,124 @@ WRONG = {
 
 
 CLIPS = (0.8, 1.2)
+
+
+def pg(t):
+    """The plain policy gradient."""
+    return -t.advantages * t.ratio
+
+
+def clipped(t, low=0.8, high=1.2):
+    return -t.advantages * t.ratio.clamp(low, high)
+
+
+def d(t, anchor="ref"):
+    return t.log_ratio_to(anchor)
+
+
+def corrected(weight):
+    return pl.LossSpec(correction=lambda t: pl.Corrected(weight(t), None))
+
+
+def pulled(penalty):
+    return pl.LossSpec(kl=lambda t: 0.1 * penalty(t))
+
+
+# By the check that is meant to catch it: losses that are wrong in nothing else.
 TURNED = {
-    "the sign": ("direction", lambda t: t.advantages * t.ratio),
-    "the sign of a clip": ("direction", lambda t: -pl.Clip(0.2, 0.2)(t).loss),
-    "|advantages|": ("direction", lambda t: -t.advantages.abs() * t.ratio),
-    "min for max": (
-        "pessimism",
-        lambda t: torch.minimum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(*CLIPS)),
-    ),
-    "max for min": (
-        "pessimism",
-        lambda t: -torch.maximum(t.advantages * t.ratio, t.advantages * t.ratio.clamp(*CLIPS)),
-    ),
+    "direction": {
+        "the sign": lambda t: t.advantages * t.ratio,
+        "the sign of a clip": lambda t: -pl.Clip(0.2, 0.2)(t).loss,
+        "|advantages|": lambda t: -t.advantages.abs() * t.ratio,
+        "swapped bounds": lambda t: torch.maximum(pg(t), clipped(t, 1.2, 0.8)),
+        "swapped log-bounds": lambda t: torch.maximum(
+            pg(t), -t.advantages * t.log_ratio.clamp(0.2, -0.2).exp()
+        ),
+    },
+    "pessimism": {
+        "min for max": lambda t: torch.minimum(pg(t), clipped(t)),
+        "max for min": lambda t: -torch.maximum(-pg(t), -clipped(t)),
+        "no max": clipped,
+        "no max, asymmetric": lambda t: clipped(t, 0.8, 1.28),
+        "no max, from below only": lambda t: -t.advantages * t.ratio.clamp(min=0.8),
+        "no max, in logs": lambda t: -t.advantages * t.log_ratio.clamp(-0.2, 0.2).exp(),
+    },
+    "detach": {
+        "a weight by the engine": corrected(lambda t: d(t, "rollout").exp().clamp(max=2.0)),
+        "a weight by the old policy": corrected(lambda t: d(t, "old").exp()),
+        "a weight that hides in a mean": corrected(
+            lambda t: t.sequences.expand(t.sequence_mean(d(t, "old"))).exp()
+        ),
+        "beside another correction": pl.LossSpec(
+            correction=(pl.Veto(), lambda t: pl.Corrected(d(t, "rollout").exp(), None))
+        ),
+        "an average": pl.LossSpec(
+            aggregate=lambda t: torch.where(t.mask, t.logp.exp(), 0) / t.totals.tokens.clamp(min=1)
+        ),
+    },
+    "importance": {
+        "engine over trainer": corrected(lambda t: (-t.log_weight()).exp()),
+        "truncated": corrected(lambda t: (-t.log_weight()).exp().clamp(max=2.0)),
+        "engine over the current policy": corrected(lambda t: (-d(t, "rollout")).exp().detach()),
+        "of a sequence": corrected(
+            lambda t: t.sequences.expand(t.sequence_mean(-t.log_weight())).exp()
+        ),
+        "as a score function": lambda t: -t.advantages * (1 / t.ratio).detach() * t.logp,
+        "as a score function, truncated": lambda t: (
+            -t.advantages * (1 / t.ratio).detach().clamp(max=2.0) * t.logp
+        ),
+    },
+    "anchor": {
+        "k1": pulled(lambda t: -d(t)),
+        "k2": pulled(lambda t: -d(t).square()),
+        "k3": pulled(lambda t: -((-d(t)).exp() - 1 + d(t))),
+        "abs": pulled(lambda t: -d(t).abs()),
+        "clamped": pulled(lambda t: -d(t).clamp(-0.5, 0.5).square()),
+        "to a teacher": pulled(lambda t: -d(t, "teacher")),
+        "to the old policy": pulled(lambda t: -d(t, "old").square()),
+        "in the surrogate": lambda t: pg(t) - 0.1 * d(t).square(),
+        "k1 in the surrogate": lambda t: pg(t) - 0.1 * d(t),
+    },
 }
 
 
-@pytest.mark.parametrize("name", TURNED)
-def test_a_loss_that_was_turned_round_is_caught(name):
+@pytest.mark.parametrize("check", TURNED)
+def test_a_loss_that_was_turned_round_is_caught(check):
     """By the one check that is meant to, and by no other: everything else about it is right."""
-    check, turned = TURNED[name]
-    assert {r.name for r in pl.check_loss(turned).results if not r.passed} == {check}
+    failed = {
+        name: {r.name for r in pl.check_loss(turned).results if not r.passed}
+        for name, turned in TURNED[check].items()
+    }
+    assert failed == {name: {check} for name in failed}
+
+
+def test_what_is_wrong_is_said_in_words():
+    said = {
+        "no detach": TURNED["detach"]["a weight by the engine"],
+        "nothing depends on logp": lambda t: -t.advantages * t.anchor_logp("old"),
+        "swapped": TURNED["direction"]["swapped bounds"],
+        "torch.maximum": clipped,
+        "upside down": TURNED["importance"]["truncated"],
+        "away from its anchor": TURNED["anchor"]["k3"],
+    }
+    assert {words: words in str(pl.check_loss(loss)) for words, loss in said.items()} == (
+        dict.fromkeys(said, True)
+    )
+
+
+def test_every_kl_of_the_library_pulls_to_its_anchor():
+    failed = {}
+    for estimator, grad, weight, anchor, clamp in itertools.product(
+        ("k1", "k2", "k3", "abs"),
+        ("value", "k2", "score"),
+        (None, "ratio", "detached_ratio"),
+        ("ref", "old"),
+        (20.0, 0.5),
+    ):
+        part = pl.KL(estimator, 0.1, grad=grad, weight=weight, anchor=anchor, clamp=clamp)
+        if problem := signs.anchor(pl.LossSpec(kl=part), None):
+            failed[part] = problem
+    assert not failed
 
 
 @pytest.mark.parametrize(
@@ -85,13 +186,20 @@ def test_every_trust_part_of_a_preset_passes_as_a_callable(name):
 
 LIMITED_OTHERWISE = {
     "from above only": lambda t: -t.advantages * t.ratio.clamp(max=2.0),
-    "on both sides": lambda t: -t.advantages * t.ratio.clamp(*CLIPS),
+    "dropped on both sides": lambda t: (
+        -t.advantages * torch.where((t.ratio - 1).abs() < 0.2, t.ratio, 0)
+    ),
+    "held from above": lambda t: torch.maximum(pg(t), clipped(t)).minimum(3 * t.advantages.abs()),
     "where the advantage is positive": lambda t: torch.where(
         t.advantages > 0,
         torch.maximum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(max=1.2)),
         -t.advantages * t.ratio,
     ),
     "good tokens only": lambda t: -t.advantages.clamp(min=0) * t.logp,
+    "bad tokens only": lambda t: -t.advantages.clamp(max=0) * t.ratio,
+    "a KL that is weighed by the ratio": lambda t: pg(t) + 0.1 * t.ratio * d(t),
+    "the forward KL": lambda t: pg(t) - 0.1 * (-d(t)).exp() * d(t),
+    "scaled": lambda t: -2 * t.advantages * t.ratio,
 }
 
 

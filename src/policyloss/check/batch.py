@@ -116,5 +116,7 @@ class Batch:
         """Loss and gradient in logp (zero at masked positions by contract)."""
         logp = self.logp.detach().requires_grad_()
         out = policy_loss(spec, logp, **{**self.others(spec), **kwargs})
-        (gradient,) = torch.autograd.grad(out.loss, logp)
+        if not out.loss.requires_grad:
+            return out.loss, torch.zeros_like(logp)
+        (gradient,) = torch.autograd.grad(out.loss, logp, materialize_grads=True)
         return out.loss.detach(), gradient

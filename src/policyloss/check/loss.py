@@ -18,20 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from policyloss import notebook
 from policyloss.arguments import check_integer, description
+from policyloss.check import signs
 from policyloss.check.batch import Batch
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
 from policyloss.loss import measure, policy_loss
-from policyloss.parts.aggregate import TokenSum
 from policyloss.presets import PresetName, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
-
-# Log-ratios at which a limit may bind. Along the advantage they go further, to find one that is
-# wide on that side.
-AGAINST = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
-ALONG = (*AGAINST, 3.0)
 
 
 @dataclass(frozen=True)
@@ -119,8 +114,9 @@ def check_loss(
     default), a whole `LossSpec` with callables in any slot, or a preset's name. Checked, in float64
     on small ragged batches: it runs and gives one finite number per token; autograd agrees with
     finite differences (stop-gradients held constant); at ratio 1 the surrogate alone makes good
-    tokens more likely and bad ones less; it has no limit that binds only where a token moved
-    against its advantage; garbage at masked positions, row order, packing, any split into
+    tokens more likely and bad ones less; no limit holds a token that moved against its advantage;
+    weights of corrections carry no gradient and do not fall where the token became more likely; a
+    KL pulls toward its anchor; garbage at masked positions, row order, packing, any split into
     micro-batches and an empty batch change nothing; half precision is upcast first; the same inputs
     give the same bits. Returns a report: print it, or assert it. It runs in one process.
     """
@@ -145,8 +141,11 @@ def check_loss(
     if results[0].passed:
         checks = {
             "gradient": _gradient,
-            "direction": _direction,
-            "pessimism": _pessimism,
+            "direction": signs.direction,
+            "pessimism": signs.pessimism,
+            "detach": signs.detach,
+            "importance": signs.importance,
+            "anchor": signs.anchor,
             "mask": _mask,
             "row order": _row_order,
             "packing": _packing,
@@ -202,7 +201,10 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
     if not gradient.isfinite().all():
         return "the gradient of an ordinary batch is not finite"
     if not gradient.any():
-        return "no token gets a gradient: is the result detached from logp and ratio?"
+        return (
+            "nothing depends on logp: no token gets a gradient; is the result detached from logp "
+            "and ratio?"
+        )
     return ""
 
 
@@ -224,55 +226,6 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
                 f"autograd says {analytic[i, j].item():.6g}, finite differences "
                 f"{numeric.item():.6g} (row {i}, token {j})"
             )
-    return ""
-
-
-def _pulls(spec: LossSpec, shift: float) -> Tensor:
-    """How hard the surrogate alone pulls each token: `−A·∂loss/∂logp`, positive towards its
-    advantage. `[2, n]`, row 0 with A > 0.
-
-    Every token is a sequence of its own, and its log-ratio to every policy is `shift` in the
-    direction of its advantage.
-    """
-    surrogate = spec.replace(
-        correction=(), rejected="keep", kl=None, entropy_coef=0.0, aggregate=TokenSum()
-    )
-    advantages = torch.tensor([0.3, 1.0, 2.5, -0.3, -1.0, -2.5], dtype=torch.float64)
-    advantages = advantages.repeat_interleave(3).unsqueeze(1)
-    anchor = torch.tensor([-4.0, -4.5, -5.0], dtype=torch.float64).repeat(6).unsqueeze(1)
-    ones, rows = torch.ones_like(anchor), torch.arange(anchor.shape[0])
-    logp = anchor + shift * advantages.sign()
-    lengths, valid, groups = torch.ones_like(rows), ones.bool(), rows // 2
-    rest = (anchor, anchor, anchor, anchor, ones, advantages, ones, valid, groups, lengths)
-    apart = Batch(logp, *rest, width=1)
-    _, gradient = apart.loss(surrogate)
-    return (-advantages * gradient).view(2, -1)
-
-
-def _direction(spec: LossSpec, batch: Batch) -> str:
-    """At ratio 1, before any limit binds, a good token must become more likely
-    and a bad one less.
-    """
-    for sign, pulls in zip(("positive", "negative"), _pulls(spec, 0.0), strict=True):
-        if (pulls < 0).any():
-            more = "less" if sign == "positive" else "more"
-            return (
-                f"at ratio 1, a step makes a token with a {sign} advantage {more} likely: is a "
-                "sign wrong, or |advantages| used?"
-            )
-    return ""
-
-
-def _pessimism(spec: LossSpec, batch: Batch) -> str:
-    """A limit must not bind only where a token moved *against* its advantage, never to return."""
-    against = torch.stack([_pulls(spec, -distance).abs().sum(1) for distance in AGAINST])
-    along = torch.stack([_pulls(spec, distance).abs().sum(1) for distance in ALONG])
-    if (against == 0).any(0).all() and (along != 0).all():
-        return (
-            "tokens that moved against their advantage get no gradient, and those that moved "
-            "along it always do: a clip must take the worse of the two losses (torch.maximum), "
-            "not the better"
-        )
     return ""
 
 
