@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError
 from policyloss.train import attention
-from policyloss.train.attention import Packed, Rows, choose
+from policyloss.train.attention import Alone, Packed, Rows, choose
 from policyloss.train.batches import Pack
 from policyloss.train.models import parts
 from policyloss.train.sampler import Sample, sample
@@ -163,11 +163,51 @@ def assert_as_alone(model: Any, way: Any, budget: int) -> None:
         )
 
 
+@pytest.mark.usefixtures("varlen_on_cpu")
+def test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not() -> None:
+    """Sound models are taken in every dtype; those that lose where sequences begin never are."""
+    import transformers as t
+
+    sizes = {name: x for name, x in SIZES.items() if name not in ("hidden_size", "head_dim")}
+    shapes = ((2, 64, 0.3), (24, 64, 0.2), (2, 512, 0.1))
+    wrong: list[str] = []
+    for layers, width, scale in shapes:
+        sizes |= {"num_hidden_layers": layers, "hidden_size": width, "initializer_range": scale}
+        torch.manual_seed(1)
+        model = t.LlamaForCausalLM(t.LlamaConfig(**sizes)).eval()
+        forward = model.model.forward
+        for dtype in (torch.float32, torch.bfloat16):
+            model.to(dtype)
+            for way in ("rows", "varlen", "alone"):
+                try:
+                    choose(model, way)
+                except InputError as error:
+                    wrong.append(f"{layers} × {width}, {dtype}: {error}")
+            model.model.forward = lambda cu_seq_lens_q=None, forward=forward, **named: forward(
+                **named
+            )
+            with pytest.raises(InputError, match=r"off .* --attention alone takes"):
+                choose(model, "varlen")
+            model.model.forward = forward
+            choose(model, "rows")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", [1000, 12])
 @pytest.mark.usefixtures("norms_in_float64")
 def test_padded_rows_are_each_sequence_alone(kind: str, budget: int) -> None:
     assert_as_alone(make(kind), Rows(), budget)
+
+
+def test_one_sequence_at_a_time_is_right_for_a_model_that_reads_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make("llama")
+    read_ahead(model, monkeypatch)
+    way, sentence = choose(model, "alone")
+    assert (way, sentence) == (Alone(), "attention: alone")
+    assert_as_alone(model, way, 1000)
 
 
 @pytest.mark.parametrize("kind", VARLEN)
@@ -224,9 +264,8 @@ def test_the_way_that_was_asked_for_must_be_there() -> None:
     assert choose(make("llama")) == (Rows(), "attention: rows")
 
 
-def test_a_model_that_reads_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding lies behind, so a model that looks there has other numbers beside a longer row."""
-    model = make("llama")
+def read_ahead(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every state of a sequence read the whole of it."""
     forward = type(model.model).forward
 
     def ahead(self: Any, *args: Any, **named: Any) -> Any:
@@ -235,7 +274,15 @@ def test_a_model_that_reads_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         return out
 
     monkeypatch.setattr(type(model.model), "forward", ahead)
-    with pytest.raises(InputError, match=r"rows: its hidden states are .* off those of one seq"):
+
+
+def test_a_model_that_reads_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding follows a sequence, so a model that reads it gets other numbers in padded rows."""
+    model = make("llama")
+    read_ahead(model, monkeypatch)
+    with pytest.raises(
+        InputError, match=r"rows: its hidden states are .* off those of one seq.*--attention alone "
+    ):
         choose(model)
 
 

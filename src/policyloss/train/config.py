@@ -172,11 +172,12 @@ class TrainConfig:
     nonfinite_limit: Count = 3
     """An update whose loss or gradient is not finite is skipped; after this many in a row the run
     stops."""
-    attention: Literal["auto", "varlen", "flash", "rows"] = "auto"
+    attention: Literal["auto", "varlen", "flash", "rows", "alone"] = "auto"
     """How sequences of different lengths go through the model: in one row by an attention for
     variable lengths (varlen, of torch 2.10 or later; or flash, of the package flash-attn; both on
-    CUDA and in half precision), or in padded rows. By default the fastest that gives the model's
-    own numbers; the run says which one it is."""
+    CUDA and in half precision), in padded rows, or one at a time (alone), which is slow and right
+    for any model. By default the fastest of the first three that gives the model's own numbers; the
+    first lines of the run name it."""
     gradient_checkpointing: bool = False
     """Compute the activations of a layer again in the backward instead of keeping them: less
     memory, more time, the same numbers."""
