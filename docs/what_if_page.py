@@ -49,9 +49,9 @@ def _page(measured: Any) -> str:
         "opens offline, with a content policy that forbids every request.",
         "## What it reads",
         "- **A run directory** of `policyloss train` or of a recorder: the completions of the last "
-        "stored step (`--step 40` takes another one, `--step all` takes all), the loss from "
-        "`config.json`, and the last checkpoint, if there is one, through which gradients are "
-        "then compared. `--through tokens` leaves the model out.\n"
+        "stored step with an advantage that is not 0 (`--step 40` takes another one, `--step all` "
+        "takes all), the loss from `config.json`, and the last checkpoint, if there is one, "
+        "through which gradients are then compared. `--through tokens` leaves the model out.\n"
         "- **A .jsonl file**, one completion on each line, or **a .safetensors file** of `[B, T]` "
         "tensors, under these names. For a model (`--model FOLDER`), a line also needs `ids` and "
         "`prompt_ids`.",
@@ -101,9 +101,10 @@ def _cures() -> str:
     )
     return (
         f"Something is wrong if more than {limits.lost:.0%} of the gradient is cut off, if the "
-        f"effective sample size is below {limits.effective:g}, or if engine and trainer are more "
+        f"effective sample size is below {limits.effective:g}, if engine and trainer are more "
         f"than {limits.mismatch:g} nats per token apart (`kl_rollout_k3`) and the loss does not "
-        "read `rollout_logp`. `pl.what_if(…, limits=policyloss.whatif.Limits(lost=0.4))` takes "
+        "read `rollout_logp`, or if every advantage is 0. "
+        "`pl.what_if(…, limits=policyloss.whatif.Limits(lost=0.4))` takes "
         "other limits. The search changes one "
         "number of the ratio, the trust region or the corrections at a time, up and down, by "
         f"factors from {FACTORS[0]:g} to {FACTORS[-1]:g}, and stops at the first factor at which a "

@@ -83,6 +83,45 @@ def test_a_run_gives_its_last_step_and_its_own_loss(tmp_path: Path) -> None:
         read(run, 7)
 
 
+def test_steps_whose_advantages_are_all_0_are_passed_over(tmp_path: Path) -> None:
+    """They have no gradient to look at, whether the file holds advantages, rewards or a mask."""
+    by_rewards = [
+        {name: x for name, x in row(2, reward=r, step=step).items() if name != "token_advantage"}
+        for step, rewards in ((1, (1.0, 0.0)), (2, (1.0, 0.0)), (3, (1.0, 1.0)))
+        for r in rewards
+    ]
+    by_mask = [
+        row(2, step=step, token_advantage=[float(step < 3), 1.0], mask=[1, 0]) for step in (2, 3)
+    ]
+    by_advantage = [row(2, step=step, token_advantage=float(step < 3)) for step in (1, 2, 3, 4)]
+    for name, rows in {"rewards": by_rewards, "mask": by_mask, "advantage": by_advantage}.items():
+        steps = {r["step"] for r in rows}
+        result = pl.what_if(file_of(tmp_path, rows), ["ppo"], spec="dapo")
+        assert result.tokens.inputs.advantages.any(), name
+        assert result.notes[0] == (
+            f"These are the tokens of step 2, one of {len(steps)} stored steps; in the later ones "
+            "every advantage is 0."
+        ), name
+        assert not result.remedies, name
+        zeros = read(file_of(tmp_path, rows), max(steps))
+        assert not zeros.inputs.advantages.any(), name
+        assert zeros.notes[0].endswith(f"of step {max(steps)}, one of {len(steps)} stored steps.")
+
+
+def test_advantages_that_are_all_0_are_what_is_wrong(tmp_path: Path) -> None:
+    rows = [row(2, step=step, token_advantage=0.0) for step in (1, 2)]
+    result = pl.what_if(file_of(tmp_path, rows), ["ppo"], spec="dapo")
+    assert "step 2, one of 2 stored steps." in result.notes[0]
+    (remedy,) = result.remedies
+    assert remedy.problem.name == "advantages"
+    assert "wrong: every advantage is 0" in str(result)
+    assert "Nothing is wrong" not in page(result, "run")
+    taught = pl.what_if(
+        file_of(tmp_path, [{**r, "teacher_logp": r["logp"]} for r in rows]), [], spec="opd_kl"
+    )
+    assert not taught.remedies  # a teacher moves it, and no advantage
+
+
 def test_a_recorded_loop_is_a_run(tmp_path: Path) -> None:
     """Two completions of two tokens and of one, as any training loop records them."""
     logp = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])

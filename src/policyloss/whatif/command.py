@@ -40,7 +40,11 @@ def what_if_command(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--loss", help="your loss: a preset, or a JSON file of a spec (default: that of the run)"
     )
-    parser.add_argument("--step", help="the stored step to take, or all (default: the last one)")
+    parser.add_argument(
+        "--step",
+        help="the stored step to take, or all (default: the last one with an advantage that is not "
+        "0)",
+    )
     parser.add_argument("--out", type=Path, help="write the page here, such as page.html")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(

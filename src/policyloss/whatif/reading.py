@@ -41,7 +41,7 @@ _LARGEST = 1e6  # a log-probability or an advantage beyond it is none
 
 
 def read(path: Path, step: int | str | None = None) -> StoredTokens:
-    """The tokens that a run directory or a file holds. step: of a run, the last one by default."""
+    """The tokens that a run directory or a file holds. step: as in `tokens_of`."""
     if path.is_dir():
         return _of_run(path, step)
     if path.suffix == ".safetensors":
@@ -101,9 +101,32 @@ def _of_tensors(tensors: dict[str, Tensor]) -> StoredTokens:
 
 
 def tokens_of(rows: Sequence[Mapping[str, Any]], step: int | str | None = None) -> StoredTokens:
-    """The completions of one step, or of all, end to end. rows: under the names of `NAMES`."""
+    """The completions of one step, or of "all", end to end. rows: under the names of `NAMES`. step:
+    by default the last one in which some advantage is not 0, or the last one if there is none.
+    """
+    steps = sorted({row["step"] for row in rows if integer(row.get("step")) is not None})
+    if not steps or step == "all":
+        return _end_to_end(rows)
+    if step is not None and step not in steps:
+        shown = ", ".join(map(str, steps[-10:]))
+        raise InputError(f"step={step!r} is not stored; there are {shown}, or step='all'.")
+    tried: dict[Any, StoredTokens] = {}
+    for number in reversed(steps) if step is None else (step,):
+        tried[number] = _end_to_end([row for row in rows if row.get("step") == number])
+        if bool(tried[number].inputs.advantages.any()):
+            break
+    else:
+        number = next(iter(tried))
+    tokens = tried[number]
+    if len(steps) == 1:
+        return tokens
+    later = "" if number == next(iter(tried)) else "; in the later ones every advantage is 0"
+    note = f"These are the tokens of step {number}, one of {len(steps)} stored steps{later}."
+    return tokens.replace(notes=(note, *tokens.notes))
+
+
+def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
     notes: list[str] = []
-    rows = _of_step(rows, step, notes)
     has_advantage = any(row.get("token_advantage") is not None for row in rows)
     numbers = ("token_advantage",) if has_advantage else ("reward",)
     kept = [
@@ -151,21 +174,6 @@ def tokens_of(rows: Sequence[Mapping[str, Any]], step: int | str | None = None) 
         texts=[text for row in kept for text in _texts(row)],
         notes=tuple(notes),
     )
-
-
-def _of_step(
-    rows: Sequence[Mapping[str, Any]], step: int | str | None, notes: list[str]
-) -> Sequence[Mapping[str, Any]]:
-    steps = sorted({row["step"] for row in rows if integer(row.get("step")) is not None})
-    if not steps or step == "all":
-        return rows
-    wanted = steps[-1] if step is None else step
-    if wanted not in steps:
-        shown = ", ".join(map(str, steps[-10:]))
-        raise InputError(f"step={step!r} is not stored; there are {shown}, or step='all'.")
-    if len(steps) > 1:
-        notes.append(f"These are the tokens of step {wanted}, one of {len(steps)} stored steps.")
-    return [row for row in rows if row.get("step") == wanted]
 
 
 def _length(row: Mapping[str, Any], place: int | None = None) -> int:

@@ -40,7 +40,7 @@ class Limits:
 
 
 class Problem(NamedTuple):
-    """name: "lost", "effective" or "mismatch". sentence: what was measured."""
+    """name: "lost", "effective", "mismatch" or "advantages". sentence: what was measured."""
 
     name: str
     sentence: str
@@ -100,7 +100,12 @@ def remedies(outcome: Outcome, tokens: StoredTokens, limits: Limits) -> tuple[Re
         left = {p.name for p in problems(changed, limits)}
         return changed if problem.name not in left and left <= names else None
 
-    return tuple(_remedy(problem, outcome.spec, cured) for problem in known)
+    cures = tuple(_remedy(problem, outcome.spec, cured) for problem in known)
+    if outcome.spec.follows_advantage and not bool(tokens.inputs.advantages.any()):
+        problem = Problem("advantages", "every advantage is 0, so the loss pushes no token")
+        cure = "No change of the loss cures it: take a step in which rewards differ."
+        return (*cures, Remedy(problem, None, "", cure))
+    return cures
 
 
 def _remedy(

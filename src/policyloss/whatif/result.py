@@ -206,7 +206,7 @@ def what_if(
     "rewards" `[S]`, and for a model "ids" (token-shaped) and "prompts", the token ids before each
     sequence. losses: presets or specs to try, by default every preset. spec: your loss, which the
     others are compared with; by default that of the run. step: of a run, the stored step to take,
-    by default the last one; "all" takes every one.
+    by default the last one with an advantage that is not 0; "all" takes every one.
 
     model: of Hugging Face, to see the losses through its weights; `temperature` is that of the
     sampler. through: "parameters" (all of them), "head" (its weight alone) or "tokens" (no model);
