@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from policyloss.report.view import view
 
 
 def made(folder: Path, name: str, last: float = 0.5, **settings: Any) -> Path:
+    prompts = {"eval/prompts": n} if (n := settings.pop("prompts", None)) else {}
     metrics = [
-        {"step": 0, "eval/accuracy": 0.25, "reward/mean": 0.0},
-        {"step": 1, "eval/accuracy": last, "reward/mean": last},
+        {"step": 0, "eval/accuracy": 0.25, "reward/mean": 0.0, **prompts},
+        {"step": 1, "eval/accuracy": last, "reward/mean": last, **prompts},
     ]
     loss = settings.pop("loss", "dapo")
     return write_run(folder / name, metrics, loss=loss, config=settings)
@@ -148,7 +150,11 @@ def judged(
 ) -> dict[str, str]:
     steps = max((len(c["step"]) for c in metrics.values()), default=0)
     summary = {"steps": steps, "planned_steps": planned, "state": state}
-    return verdict_of(metrics, summary, {} if prompts is None else {"eval_prompts": prompts})
+    if prompts is not None:
+        evaluated = metrics["eval/accuracy"]["step"]
+        logged = {"step": evaluated, "value": [prompts] * len(evaluated)}
+        metrics = {**metrics, "eval/prompts": logged}
+    return verdict_of(metrics, summary)
 
 
 def test_a_held_out_accuracy_that_rises_by_more_than_chance() -> None:
@@ -162,11 +168,80 @@ def test_a_held_out_accuracy_that_rises_by_more_than_chance() -> None:
     }
     # 12 points up are within 2·√((0.25 + 0.2361)/98) = 14 points; with 10 times the prompts, 4.5.
     within = {"eval/accuracy": curve([0.5, 0.62])}
-    assert judged(within, 98)["state"] == "flat"
-    assert judged(within, 98)["sentence"].endswith(
-        "(+12 ± 14 percentage points), no more than chance."
-    )
+    assert judged(within, 98)["state"] == "unclear"
+    assert judged(within, 98)["sentence"].endswith("(+12 ± 14 percentage points).")
     assert judged(within, 980)["state"] == "learns"
+    # 2 points up are 2 ± 4.5: less than a quarter of the 50 points that could be gained.
+    assert judged({"eval/accuracy": curve([0.5, 0.52])}, 980)["sentence"].endswith(
+        "(+2 ± 4.5 percentage points), no more than chance."
+    )
+
+
+def test_the_prompts_that_were_evaluated_decide_and_not_an_option(tmp_path: Path) -> None:
+    """One right answer more of n. Two standard errors are 2·√(Σ q(1 − q)/n) with q = 1/(n + 2) and
+    2/(n + 2): of 7 prompts 2·√((8/81 + 14/81)/7) = 39 points.
+    """
+    for n, words in {7: "(+14.3 ± 39 percentage", 1: "(+100 ± 1.3e+02", 20: "(+5 ± 16"}.items():
+        prompts = {"eval/prompts": n}
+        rows = [
+            {"step": 0, "eval/accuracy": 0.0, **prompts},
+            {"step": 9, "eval/accuracy": 1 / n, **prompts},
+        ]
+        run = write_run(tmp_path / f"run{n}", rows, config={"eval_prompts": 256})
+        verdict = collect([run])["runs"][0]["verdict"]
+        state = "flat" if n == 20 else "unclear"
+        assert (verdict["state"], words in verdict["sentence"]) == (state, True), (n, verdict)
+    # Without that number nothing is known of the noise of two evaluations.
+    for row in rows:
+        del row["eval/prompts"]
+    old = write_run(tmp_path / "old", rows, config={"eval_prompts": 256})
+    assert collect([old])["runs"][0]["verdict"]["state"] == "early"
+
+
+def test_accuracy_and_reward_that_disagree_are_both_named() -> None:
+    rising = [0.02 + 0.3 * i / 19 + 0.01 * (-1) ** i for i in range(20)]
+    constant = [0.5 + 0.01 * (-1) ** i for i in range(20)]
+    few, rose, fell = curve([0.0, 1 / 7]), curve([0.2, 0.9]), curve([0.9, 0.2])
+    for accuracy, prompts, reward, state, words in (
+        # A reward that rose 16 times learns, although no answer is right.
+        (curve([0.0, 0.0]), 980, rising, "learns", "Learns: the mean reward rose .*; but held-out"),
+        (few, 7, rising, "learns", "Learns: the mean reward rose .*; but held-out accuracy is 0.0"),
+        (few, 7, rising[::-1], "worse", "Gets worse: the mean reward fell .*; but held-out"),
+        (few, 7, constant, "unclear", r"Cannot tell: held-out accuracy is 0.0 % .* points\)\.$"),
+        (
+            curve([0.2, 0.9]),
+            98,
+            rising[::-1],
+            "learns",
+            "Learns: held-out .*; but the mean .* fell",
+        ),
+        (fell, 98, rising, "worse", "Gets worse: held-out .*; but the mean .* rose"),
+        (rose, 98, rising, "learns", r"Learns: held-out accuracy [^;]*$"),
+    ):
+        found = judged({"eval/accuracy": accuracy, "reward/mean": curve(reward)}, prompts)
+        assert found["state"] == state, (words, found)
+        assert re.match(words, found["sentence"]), (words, found)
+
+
+def test_the_table_shows_the_numbers_of_the_verdict(tmp_path: Path) -> None:
+    """One step of a noisy reward may fall while its level rises: 30 steps, means of 6."""
+    rewards = [0.2 + 0.02 * i + 0.02 * (-1) ** i for i in range(30)]
+    rewards[0], rewards[-1] = 0.9, 0.1
+    rows = [{"step": i, "reward/mean": r} for i, r in enumerate(rewards)]
+    data = collect([write_run(tmp_path / "run", rows)])
+    first, last = sum(rewards[:6]) / 6, sum(rewards[-6:]) / 6
+    assert last > first
+    assert data["runs"][0]["levels"]["reward"] == {
+        "first": pytest.approx(first),
+        "first_step": 0,
+        "last": pytest.approx(last),
+        "last_step": 29,
+        "best": pytest.approx(max(sum(rewards[i : i + 6]) / 6 for i in range(25))),
+        "over": 6,
+    }
+    table = cards.overview(data["runs"])
+    assert "means of 6 steps, step 0 → step 29" in table
+    assert "0.363 →</span> <b>0.62<" in table
 
 
 def test_an_accuracy_that_fell_or_that_lost_what_it_gained() -> None:
@@ -193,9 +268,16 @@ def test_a_reward_is_judged_by_its_first_and_last_fifth() -> None:
     """
     flat = [(-1) ** i / 2 for i in range(20)]
     assert judged({"reward/mean": curve(flat)})["sentence"] == (
-        "Does not learn: the mean reward is 0 in steps 0 to 3 and 0 in steps 16 to 19 (+0 ± 1), "
+        "Cannot tell: the mean reward is 0 in steps 0 to 3 and 0 in steps 16 to 19 (+0 ± 1)."
+    )
+    # A gain of 1 is less than a quarter of a beginning of 5.
+    assert judged({"reward/mean": curve([5 + x for x in flat])})["sentence"] == (
+        "Does not learn: the mean reward is 5 in steps 0 to 3 and 5 in steps 16 to 19 (+0 ± 1), "
         "no more than chance."
     )
+    assert judged({"reward/mean": curve([0.0] * 20)})["state"] == "flat"
+    # Of 1000 steps around 0 the error is 0.1, less than a quarter of the noise of a step, 0.71.
+    assert judged({"reward/mean": curve(flat * 50)})["state"] == "flat"
     rising = [x + 0.2 * i for i, x in enumerate(flat)]
     # The means are 0.3 and 3.5. Neighbours differ by −0.8 and 1.2 in turns, 10 and 9 times, so the
     # variance is (10·0.64 + 9·1.44)/2/19 = 0.5095, and two standard errors are 1.0.
@@ -216,24 +298,24 @@ def test_too_early_and_unmeasured() -> None:
         "state": "early",
         "sentence": "Too early to tell: 2 steps were logged.",
     }
-    assert judged({"grad_norm": curve([1.0])})["state"] == "unmeasured"
+    assert judged({"grad_norm": curve([1.0])})["state"] == "unclear"
     assert judged({"eval/accuracy": curve([0.5])}, 256)["state"] == "early"
     noise = {"reward/mean": curve([(-1) ** i / 2 for i in range(20)])}
     running = judged(noise, state="running", planned=100)
     assert running["sentence"].startswith("Too early to tell: 20 of 100 steps are done; the mean")
-    assert judged(noise, state="running", planned=30)["state"] == "flat"
-    assert judged(noise, state="stopped", planned=100)["state"] == "flat"
+    assert judged(noise, state="running", planned=30)["state"] == "unclear"
+    assert judged(noise, state="stopped", planned=100)["state"] == "unclear"
 
 
 def test_the_verdict_leads_the_page(tmp_path: Path) -> None:
     """One run: its sentence. Several: how many of which, the worst as the sign, seeds together."""
-    one = collect([made(tmp_path, "a", 0.75, seed=0, eval_prompts=256)])
+    one = collect([made(tmp_path, "a", 0.75, seed=0, prompts=256)])
     page = render(one)
     assert page.index("Learns: held-out accuracy rose") < page.index("<table")
     runs = [
         tmp_path / "a",
-        made(tmp_path, "b", 0.5, seed=1, eval_prompts=256),
-        made(tmp_path, "c", 0.0, seed=0, eval_prompts=256, lr=9),
+        made(tmp_path, "b", 0.5, seed=1, prompts=256),
+        made(tmp_path, "c", 0.0, seed=0, prompts=256, lr=9),
     ]
     head = cards.verdict(collect(runs))
     assert (
@@ -252,7 +334,7 @@ def test_every_state_has_words_and_a_mark() -> None:
 
 
 def test_many_runs_have_a_short_head(tmp_path: Path) -> None:
-    runs = [made(tmp_path, f"r{i:02d}", eval_prompts=256, lr=i) for i in range(12)]
+    runs = [made(tmp_path, f"r{i:02d}", prompts=256, lr=i) for i in range(12)]
     head = cards.verdict(collect(runs))
     visible, folded = head.split("<details>")
     # The twelfth line says that all of them coincide.

@@ -464,6 +464,7 @@ def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
         for a in range(5)
         for b in range(5)
     ]
+    rows.append(rows[0])  # one held-out prompt twice
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "run"
     assert (
@@ -479,8 +480,9 @@ def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
         == 0
     )
     (start, _, _) = lines(out)
-    # Five prompts are held out.
-    assert start["eval/accuracy"] * 5 == pytest.approx(round(start["eval/accuracy"] * 5))
+    # Six lines are held out, with five prompts.
+    assert start["eval/prompts"] == 5
+    assert start["eval/accuracy"] * 6 == pytest.approx(round(start["eval/accuracy"] * 6))
     seen = {row["prompt"] for row in lines(out, "rollouts")}
     assert seen <= {row["prompt"] for row in rows if row["split"] == "train"}
     answers = {row["prompt"]: row["answer"] for row in rows}

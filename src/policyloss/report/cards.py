@@ -39,7 +39,7 @@ _UNKNOWN = ("–", "<b>unknown</b>")
 _VERDICTS = 8  # sentences that are visible at once
 _TALL = 12  # rows, from which on the table scrolls by itself
 _HEALTHY = 3  # runs without a symptom that have a line each
-_MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unmeasured": "?"}
+_MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unclear": "?"}
 
 
 def verdict(data: Mapping[str, Any]) -> str:
@@ -128,14 +128,15 @@ def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
     )
     state = _STATES[s["state"]]
     verdict = run["verdict"]["state"]
+    shown = {**s, **run["levels"]}  # the numbers of the verdict, where one step is noise
     return (
         f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
         f"{WORDS[verdict].lower()}</span>",
         f"<b>{escaped(run['loss']['name'])}</b>",
         escaped(s["model"] or "–"),
         escaped(s["task"] or "–"),
-        _change(s["held_out"], share=True),
-        _change(s["reward"]),
+        _change(shown["held_out"], share=True),
+        _change(shown["reward"]),
         f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
         duration(s["seconds"]),
         number(s["tokens"]),
@@ -146,11 +147,12 @@ def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
     if change is None:
         return '<span class="quiet">not measured</span>'
     first, last = (_amount(change[key], share=share) for key in ("first", "last"))
-    where = (
-        f"step {change['first_step']} → step {change['last_step']}; best {number(change['best'])}"
-    )
+    over = change.get("over", 1)
+    means = f"means of {over} steps, " if over > 1 else ""
+    where = f"step {change['first_step']} → step {change['last_step']}"
+    title = f"{means}{where}; best {number(change['best'])}"
     return (
-        f'<span class="change" title="{where}"><span class="quiet">{first} →</span> '
+        f'<span class="change" title="{title}"><span class="quiet">{first} →</span> '
         f"<b>{last}</b></span>"
     )
 

@@ -17,7 +17,7 @@ from policyloss.report.places import Place, labels_of, places_of
 from policyloss.report.reading import Notes
 from policyloss.report.seeds import identical_runs, seed_groups
 from policyloss.report.stored import StoredRun, read_our_run
-from policyloss.report.verdict import verdict_of
+from policyloss.report.verdict import courses_of, verdict_of
 from policyloss.train.run.lock import is_held
 
 SCHEMA = 1
@@ -85,8 +85,15 @@ def _run(place: Place, label: str, runs: int) -> dict[str, Any]:
     run["rollouts"] = with_branches(run["rollouts"], run["loss"])
     sampled = table.sampled(points)
     judged, symptoms = health_of(sampled, run["rollouts"])
-    verdict = verdict_of(sampled, run["summary"], stored.config)
-    return {**run, "verdict": verdict, "health": symptoms, "judged_steps": judged}
+    verdict = verdict_of(sampled, run["summary"])
+    levels = {name: course.change() for name, course in courses_of(sampled).items()}
+    return {
+        **run,
+        "verdict": verdict,
+        "levels": levels,
+        "health": symptoms,
+        "judged_steps": judged,
+    }
 
 
 def _bounded(notes: Notes) -> Notes:

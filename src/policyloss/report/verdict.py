@@ -1,6 +1,8 @@
-"""Whether a run learns: one sentence, from its held-out accuracy or its reward.
+"""Whether a run learns: one sentence, from its held-out accuracy and its reward.
 
-A change counts if it exceeds two standard errors, about what chance gives once in twenty runs.
+A change counts if it exceeds two standard errors, about what chance gives once in twenty runs. A
+run does not learn if its gain is small even two standard errors further up; between the two nobody
+can tell.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from policyloss.report.reading import integer
-
 _LEAST = 10  # points of a curve whose noise is estimated from the curve itself
 _FELL = 0.25  # of what was gained, lost since the best: then the run gets worse
+_SMALL = 0.25  # of what could be gained: a gain below it does not matter
 _SURE = 0.98  # an accuracy at which nothing is left to learn
+_OPEN = ("flat", "unclear")  # no change was seen
 
 WORDS = {
     "learns": "Learns",
@@ -22,84 +24,114 @@ WORDS = {
     "flat": "Does not learn",
     "solved": "Was right from the start",
     "early": "Too early to tell",
-    "unmeasured": "Cannot tell",
+    "unclear": "Cannot tell",
 }
+
+Curves = Mapping[str, Mapping[str, Sequence[Any]]]
 
 
 class Level(NamedTuple):
-    """A mean over some steps: its value, the variance of that mean, and the first and last of the
-    steps.
+    """A mean over some steps: its value, the variance of that mean, the first and last of the
+    steps, and their number.
     """
 
     value: float
     variance: float
     first_step: int
     last_step: int
+    steps: int = 1
 
 
 class Course(NamedTuple):
-    """The levels of a curve: at its beginning, at its end, and where it was highest."""
+    """The levels of a curve: at its beginning, at its end, and where it was highest. room: how much
+    could be gained.
+    """
 
     name: str
     share: bool  # an accuracy, which is shown in percent
     begin: Level
     end: Level
     best: Level
+    room: float
+
+    def change(self) -> dict[str, Any]:
+        """How the curve began and ended: as in the summary of a run, by means over some steps."""
+        return {
+            "first": self.begin.value,
+            "first_step": self.begin.first_step,
+            "last": self.end.value,
+            "last_step": self.end.last_step,
+            "best": self.best.value,
+            "over": self.end.steps,
+        }
 
 
-def verdict_of(
-    metrics: Mapping[str, Mapping[str, Sequence[Any]]],
-    summary: Mapping[str, Any],
-    config: Mapping[str, Any],
-) -> dict[str, str]:
-    """{"state": a key of `WORDS`, "sentence"} of the curves of a run. config: its
-    `eval_prompts` gives the uncertainty of a held-out accuracy.
+def courses_of(metrics: Curves) -> dict[str, Course]:
+    """The courses of the "held_out" accuracy and of the "reward", where there are points enough."""
+    both = {"held_out": _held_out(metrics), "reward": _rewards(metrics)}
+    return {name: course for name, course in both.items() if course is not None}
+
+
+def verdict_of(metrics: Curves, summary: Mapping[str, Any]) -> dict[str, str]:
+    """{"state": a key of `WORDS`, "sentence"} of the curves of a run. The first course that changed
+    decides, the held-out accuracy before the reward; the sentence names the other one if it
+    disagrees.
     """
-    course = _held_out(metrics, integer(config.get("eval_prompts"))) or _rewards(metrics)
-    if course is None:
+    judged = [_judged(course) for course in courses_of(metrics).values()]
+    if not judged:
         if not any(_points(metrics, name) for name in ("eval/accuracy", "reward/mean")):
-            return _verdict("unmeasured", "neither a held-out accuracy nor a reward was logged")
+            return _verdict("unclear", "neither a held-out accuracy nor a reward was logged")
         return _verdict("early", f"{summary['steps']} steps were logged")
+    state, text = next((one for one in judged if one[0] not in _OPEN), judged[0])
+    if state not in _OPEN:
+        text = "; but ".join([text, *(other for its, other in judged if its != state)])
+    planned = summary["planned_steps"]
+    begun = planned is not None and summary["steps"] < planned / 2
+    if state in _OPEN and summary["state"] == "running" and begun:
+        return _verdict("early", f"{summary['steps']} of {planned} steps are done; {text}")
+    return _verdict(state, text)
+
+
+def _judged(course: Course) -> tuple[str, str]:
+    """The state of one course, and the clause that says why."""
     change, error = _difference(course.begin, course.end)
     fall, fall_error = _difference(course.end, course.best)
     gain = course.best.value - course.begin.value
     if change < -error or (fall > 1.5 * fall_error and fall > _FELL * gain):
         if gain > 1.5 * error:
-            return _verdict("worse", _sentence(course, "reached", course.best, "and fell to"))
-        return _verdict("worse", _sentence(course, "fell from", course.begin, "to"))
+            return "worse", _sentence(course, "reached", course.best, "and fell to")
+        return "worse", _sentence(course, "fell from", course.begin, "to")
     if change > error:
-        return _verdict("learns", _sentence(course, "rose from", course.begin, "to"))
-    if course.share and min(course.begin.value, course.end.value) > _SURE:
-        return _verdict("solved", _sentence(course, "is", course.begin, "and"))
+        return "learns", _sentence(course, "rose from", course.begin, "to")
     text = _sentence(course, "is", course.begin, "and")
-    planned = summary["planned_steps"]
-    if summary["state"] == "running" and planned is not None and summary["steps"] < planned / 2:
-        return _verdict("early", f"{summary['steps']} of {planned} steps are done; {text}")
-    return _verdict("flat", f"{text}, no more than chance")
+    if course.share and min(course.begin.value, course.end.value) > _SURE:
+        return "solved", text
+    if change + error > _SMALL * course.room:
+        return "unclear", text
+    return "flat", f"{text}, no more than chance"
 
 
 def _verdict(state: str, reason: str) -> dict[str, str]:
     return {"state": state, "sentence": f"{WORDS[state]}: {reason}."}
 
 
-def _held_out(
-    metrics: Mapping[str, Mapping[str, Sequence[Any]]], prompts: int | None
-) -> Course | None:
+def _held_out(metrics: Curves) -> Course | None:
     """The course of the held-out accuracy, whose noise follows from the number of prompts."""
-    points = _points(metrics, "eval/accuracy")
-    if len(points) < 2 or prompts is None or prompts < 1:
+    points, prompts = _points(metrics, "eval/accuracy"), dict(_points(metrics, "eval/prompts"))
+    if len(points) < 2 or any(prompts.get(step, 0) < 1 for step, _ in points):
         return _smoothed("held-out accuracy", points, share=True)
     levels = [
         # One success and one failure more: 256 of 256 are right is not "certainly all".
-        Level(p, q * (1 - q) / prompts, step, step)
+        Level(p, q * (1 - q) / n, step, step)
         for step, p in points
-        for q in [(min(1.0, max(0.0, p)) * prompts + 1) / (prompts + 2)]
+        for n in [prompts[step]]
+        for q in [(min(1.0, max(0.0, p)) * n + 1) / (n + 2)]
     ]
     best = max(levels, key=lambda level: level.value)
-    return Course("held-out accuracy", True, levels[0], levels[-1], best)
+    return Course("held-out accuracy", True, levels[0], levels[-1], best, 1 - levels[0].value)
 
 
-def _rewards(metrics: Mapping[str, Mapping[str, Sequence[Any]]]) -> Course | None:
+def _rewards(metrics: Curves) -> Course | None:
     return _smoothed("the mean reward", _points(metrics, "reward/mean"), share=False)
 
 
@@ -107,7 +139,8 @@ def _smoothed(name: str, points: Sequence[tuple[int, float]], *, share: bool) ->
     """The course of a curve by the means of a fifth of its points; None if there are too few.
 
     The noise is that of neighbours, half the mean of their squared differences: a slow rise does
-    not count as noise.
+    not count as noise. A reward has no upper end: a gain counts by its beginning, and by its noise
+    where that is larger.
     """
     if len(points) < _LEAST:
         return None
@@ -119,17 +152,17 @@ def _smoothed(name: str, points: Sequence[tuple[int, float]], *, share: bool) ->
         levels.append(_mean(inside, noise))
     end = _mean(points[-size:], noise)
     best = max([*levels, end], key=lambda level: level.value)
-    return Course(name, share, levels[0], end, best)
+    begin = levels[0]
+    room = 1 - begin.value if share else max(abs(begin.value), math.sqrt(noise))
+    return Course(name, share, begin, end, best, room)
 
 
 def _mean(points: Sequence[tuple[int, float]], noise: float) -> Level:
     mean = sum(value for _, value in points) / len(points)
-    return Level(mean, noise / len(points), points[0][0], points[-1][0])
+    return Level(mean, noise / len(points), points[0][0], points[-1][0], len(points))
 
 
-def _points(
-    metrics: Mapping[str, Mapping[str, Sequence[Any]]], name: str
-) -> list[tuple[int, float]]:
+def _points(metrics: Curves, name: str) -> list[tuple[int, float]]:
     curve = metrics.get(name, {"step": [], "value": []})
     pairs = zip(curve["step"], curve["value"], strict=True)
     return [(step, value) for step, value in pairs if value is not None]
@@ -150,6 +183,6 @@ def _sentence(course: Course, verb: str, before: Level, link: str) -> str:
 
 def _level(course: Course, level: Level) -> str:
     value = f"{100 * level.value:.1f} %" if course.share else f"{level.value:.3g}"
-    if level.first_step == level.last_step:
+    if level.steps == 1:
         return f"{value} at step {level.first_step}"
     return f"{value} in steps {level.first_step} to {level.last_step}"

@@ -292,6 +292,8 @@ class Training:
             "eval/accuracy": evaluation.accuracy,
             "eval/reward": evaluation.score,
             "eval/length": evaluation.mean_length,
+            # Equal prompts have equal answers: they are one observation.
+            "eval/prompts": float(len({example.prompt for example in self.held_out})),
         }
 
     def _store_answers(self, samples: list[Sample], scores: list[float]) -> None:
