@@ -217,6 +217,19 @@ def test_zoom_by_drag_wheel_keyboard_and_back(open_page: Open, tmp_path: Path) -
 
 
 @needs_browser
+def test_zeros_on_a_log_axis_are_not_smoothed_into_a_decay(open_page: Open, tmp_path: Path) -> None:
+    """The KL from the reference is 0.1 in the first two steps and 0 in eight others."""
+    rows = [{"step": s, "policy/kl_ref": 0.1 if s < 2 else 0.0} for s in range(10)]
+    page = open_page([write_run(tmp_path / "run", rows)], "#smooth=0.6")
+    assert tip(page, "KL estimates", 1 / 9) == ["step 1", "run 0.1"]
+    assert tip(page, "KL estimates", 2 / 9) == ["step 2", "run 0"]
+    assert tip(page, "KL estimates", 1.0) == ["step 9", "run 0"]
+    figure(page, "KL estimates").get_by_role("button", name="log").click()
+    # Off the log axis it is an average: 0.6⁸·(1 − 0.6²)·0.1/(1 − 0.6¹⁰)
+    assert tip(page, "KL estimates", 1.0) == ["step 9", "run 0.001081"]
+
+
+@needs_browser
 def test_the_crosshair_is_on_every_chart_at_the_same_place(
     open_page: Open, seeds: list[Path]
 ) -> None:

@@ -13,8 +13,9 @@ function stepAxis(width) {
   return { ...found, unit: "steps", ticks: found.ticks.filter(Number.isInteger) };
 }
 
-// Exponential moving average without the pull to its start; gaps stay gaps.
-function smoothed(values, weight) {
+// Exponential moving average without the pull to its start; gaps stay gaps. On a log axis, where 0 and below have no place, they
+// stay as they are: their average with what was before would look like a decay.
+function smoothed(values, weight, log) {
   let sum = 0, mass = 0;
-  return values.map((v) => (v === null ? null : ((sum = weight * sum + (1 - weight) * v), (mass = weight * mass + 1 - weight), sum / mass)));
+  return values.map((v) => (v === null || (log && v <= 0) ? v : ((sum = weight * sum + (1 - weight) * v), (mass = weight * mass + 1 - weight), sum / mass)));
 }

@@ -44,16 +44,16 @@ function placesOf(run, which) {
 }
 
 // One metric of one run: {name, index (its colour), runs, key, k (its dashes), steps, xs, values, shown}.
-function runLine(index, key, k) {
+function runLine(index, key, k, log) {
   const run = DATA.runs[index], series = run.series[key], xs = series && placesOf(run, series[0]);
   if (!xs) return null;
   const values = series[1], sparse = key.startsWith("eval/");
-  return { name: run.label, index, runs: [index], key, k, sparse, steps: run.steps[series[0]], xs, values, shown: state.smooth && !sparse ? smoothed(values, state.smooth) : values };
+  return { name: run.label, index, runs: [index], key, k, sparse, steps: run.steps[series[0]], xs, values, shown: state.smooth && !sparse ? smoothed(values, state.smooth, log) : values };
 }
 
 // The mean of the same metric of several runs, with its range: `low` and `high` beside `shown`.
-function bandLine(group, key, k) {
-  const members = group.runs.filter((i) => !state.hidden.has(i)).map((i) => runLine(i, key, k)).filter(Boolean);
+function bandLine(group, key, k, log) {
+  const members = group.runs.filter((i) => !state.hidden.has(i)).map((i) => runLine(i, key, k, log)).filter(Boolean);
   if (members.length < 2) return members[0] ?? null;
   const xs = [...new Set(members.flatMap((line) => line.xs))].sort((a, b) => a - b), columns = { shown: [], low: [], high: [], count: [] };
   for (const x of xs) {
@@ -68,7 +68,7 @@ function bandLine(group, key, k) {
 
 // What has a line: the runs that are visible, or the groups of seeds.
 const subjects = () => (state.bands ? DATA.groups : DATA.runs.map((run, i) => ({ label: run.label, runs: [i] })));
-const lineOf = (subject, key, k) => (subject.runs.length > 1 ? bandLine(subject, key, k) : state.hidden.has(subject.runs[0]) ? null : runLine(subject.runs[0], key, k));
+const lineOf = (subject, key, k, log) => (subject.runs.length > 1 ? bandLine(subject, key, k, log) : state.hidden.has(subject.runs[0]) ? null : runLine(subject.runs[0], key, k, log));
 
 // What the others are compared with: "r2" is the third run, "g0" the first group of seeds.
 function baseSubject() {
@@ -77,12 +77,12 @@ function baseSubject() {
 }
 
 function linesOf(panel) {
-  const base = baseSubject(), lines = [];
+  const base = baseSubject(), log = !base && state.log.has(panel.id), lines = [];
   panel.keys.forEach((key, k) => {
     if (state.keys.has(key)) return;
     const zero = base && (base.runs.length > 1 ? bandLine(base, key, k) : runLine(base.runs[0], key, k));
     for (const subject of subjects()) {
-      const line = lineOf(subject, key, k);
+      const line = lineOf(subject, key, k, log);
       if (!line || (base && !zero)) continue;
       lines.push(zero ? minusBase(line, zero) : line);
     }
