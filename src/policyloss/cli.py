@@ -12,7 +12,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from policyloss.errors import PolicyLossError
+from policyloss.errors import PolicyLossError, visible
 
 
 class Command(NamedTuple):
@@ -181,8 +181,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _failure(sentence: str) -> int:
     """Print the sentence on one line, in which no name of a file can move the cursor."""
-    from policyloss.report.text import visible
-
     print(f"policyloss: {' '.join(visible(sentence).split())}", file=sys.stderr)
     return 2
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+# Characters that show nothing or deceive: controls except tab and newline, direction overrides and
+# isolates, zero-width characters, lone surrogates.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff\ud800-\udfff]"
+)
 
 
 class PolicyLossError(ValueError):
@@ -49,3 +56,8 @@ def safe_repr(value: object) -> str:
     except Exception:  # a user's object may do anything here
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def visible(text: str) -> str:
+    """`text` with the number of every character that is invisible or would control a terminal."""
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

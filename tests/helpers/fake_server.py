@@ -7,9 +7,11 @@ It holds a model of its own, which it loads from the folders it is told of, as v
 from __future__ import annotations
 
 import json
+import re
+import socketserver
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -161,3 +163,40 @@ class FakeServer:
             }
             for x, row in zip(one.logp.tolist(), rows, strict=True)
         ]
+
+
+class RawServer:
+    """`with RawServer() as server: server.pieces = […]`: answers every request with these bytes,
+    whatever they are, and then closes the connection. sent: how many it could send. requests: the
+    first line and the headers of each.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: Iterable[bytes] = ()
+        self.sent = 0
+        self.requests: list[str] = []
+
+    def __enter__(self) -> RawServer:
+        outer = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                head = b"".join(iter(self.rfile.readline, b"\r\n")).decode()
+                outer.requests.append(head)
+                self.rfile.read(int(re.search(r"Content-Length: (\d+)|$", head)[1] or 0))
+                try:
+                    for piece in outer.pieces:
+                        self.wfile.write(piece)
+                        outer.sent += len(piece)
+                except OSError:  # who asked has gone
+                    pass
+
+        self._tcp = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self._tcp.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self._tcp.server_address[1]}"
+        threading.Thread(target=self._tcp.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tcp.shutdown()
+        self._tcp.socket.close()

@@ -9,7 +9,6 @@ it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import io
 import json
@@ -18,12 +17,12 @@ import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from json_places import assert_all_handled, changed, leaves
 from safetensors.torch import load_file, save_file
 
 from policyloss.cli import main
@@ -138,15 +137,6 @@ def outcome(arguments: list[str]) -> str:
     )
 
 
-def assert_all_handled(results: dict[str, str], least: int) -> None:
-    bad = {name: text for name, text in results.items() if text}
-    print(f"{len(results)} faults injected, {len(results) - len(bad)} handled")
-    assert not bad, f"{len(bad)} of {len(results)}: " + "\n".join(
-        f"--- {name}\n{text[-700:]}" for name, text in list(bad.items())[:14]
-    )
-    assert len(results) >= least
-
-
 def copied(folder: Path, where: Path) -> Path:
     return Path(shutil.copytree(folder / "run", where))
 
@@ -160,34 +150,6 @@ def commands(run: Path, number: int) -> list[str]:
 
 
 # ---------------------------------------------------------------- files
-
-
-def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, the inner ones too."""
-    if path:
-        yield path
-    inner = (
-        data.items()
-        if isinstance(data, dict)
-        else enumerate(data)
-        if isinstance(data, list)
-        else ()
-    )
-    for key, value in inner:
-        yield from leaves(value, (*path, key))
-
-
-def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value at `path`; the word "missing" takes it away."""
-    data = copy.deepcopy(data)
-    place = data
-    for key in path[:-1]:
-        place = place[key]
-    if value == "missing":
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return data
 
 
 # Parts of a test whose cases are many and alike; the first meets every place and every value.

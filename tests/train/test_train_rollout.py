@@ -76,8 +76,13 @@ def test_what_an_engine_returns_comes_in_order_with_its_numbers() -> None:
         ({"logp": [-0.5]}, r"of 2 tokens with log-probabilities \[1\]"),
         (
             {"logp": [-0.5, float("nan")]},
-            r"with log-probabilities that are not finite: \[-0.5, nan\]",
+            r"with log-probabilities that are not finite and at most 0: \[-0.5, nan\]",
         ),
+        ({"logp": [-0.5, 0.1]}, "with log-probabilities that are not finite and at most 0"),
+        ({"logp": torch.tensor([-1e30, -0.5])}, "with log-probabilities that are not finite and"),
+        ({"logp": [-0.5, False]}, "with true or false where a number belongs"),
+        ({"ids": [20, True]}, "with true or false where a number belongs"),
+        ({"ids": [20.0, END]}, r"with a token that is not below 30: \[20.0, 1\]"),
         ({"finished": False}, r"with finished=False and the last token 1; \[1\] are the ends"),
         ({"ids": [20, 5]}, "with finished=True and the last token 5"),
     ],
@@ -91,6 +96,14 @@ def test_what_an_engine_must_not_return(change: dict[str, Any], says: str) -> No
 def test_too_few_completions_are_an_error() -> None:
     with pytest.raises(RolloutError, match=r"asked for \[2, 1\] completions and returned \[2\]"):
         checked("mine", PROMPTS, SAMPLING, [[GOOD, GOOD]], vocabulary=30, version=2)
+    strange: tuple[Any, ...] = (None, 3, [None, None], [[GOOD, GOOD], [None]], [[GOOD, 1], ["x"]])
+    for answer in strange:
+        with pytest.raises(RolloutError, match=r"^mine "):
+            checked("mine", PROMPTS, SAMPLING, answer, vocabulary=30, version=2)
+    for logp in (["x", "y"], [None, -1.0], [[-1.0], [-1.0]], [-1.0, 10**400], "xy"):
+        bad = dataclasses.replace(GOOD, logp=logp)
+        with pytest.raises(RolloutError, match=r"^mine "):
+            checked("mine", PROMPTS, SAMPLING, [[GOOD, GOOD], [bad]], vocabulary=30, version=2)
 
 
 # ---------------------------------------------------------------- weights

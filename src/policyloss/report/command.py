@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from policyloss.errors import InputError
+from policyloss.errors import InputError, visible
 from policyloss.report.serve import PORT, serve
-from policyloss.report.text import visible
 from policyloss.report.write import write_report
 
 _OUT = Path("report.html")

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from typing import Any
 
-# Characters that show nothing or deceive: controls except tab and newline, direction overrides and
-# isolates, zero-width characters, lone surrogates.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufffe\uffff\ud800-\udfff]"
-)
+from policyloss.errors import visible
 
 
 def escaped(value: Any) -> str:
     """`value` as HTML text, also for a quoted attribute; the invisible is shown by number."""
     return html.escape(visible(str(value)), quote=True)
-
-
-def visible(text: str) -> str:
-    """`text` with the number of every character that is invisible or would control a terminal."""
-    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def island(data: Any) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from policyloss.completions import BRANCHES
+from policyloss.errors import visible
 from policyloss.report.groups import groups_of, short
 from policyloss.report.panels import LABELS, panels_for
 from policyloss.report.reading import finite
 from policyloss.report.seeds import coinciding
-from policyloss.report.text import visible
 
 # The colourings of tokens by a number, and the least size with the full colour, so that the
 # rounding of an on-policy run has no colour.

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.doctor.command import load_model
-from policyloss.errors import InputError, PolicyLossError, safe_repr
+from policyloss.errors import InputError, PolicyLossError, safe_repr, visible
 from policyloss.output import check_output, write_output
 from policyloss.presets import as_spec, read_loss
-from policyloss.report.text import visible
 from policyloss.whatif.page import page
 from policyloss.whatif.reading import read
 from policyloss.whatif.result import THROUGH, what_if

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from policyloss.completions import BRANCHES
+from policyloss.errors import visible
 from policyloss.presets import PRESETS, presets_equal_to
 from policyloss.report.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
 from policyloss.report.offline import asset, content_policy
-from policyloss.report.text import escaped, island, visible
+from policyloss.report.text import escaped, island
 from policyloss.whatif.result import COLUMNS, THROUGH_WORDS, YOURS, WhatIf, cells
 
 SHOWN_TOKENS = 4_000  # with their weights under every loss

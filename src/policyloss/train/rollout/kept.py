@@ -14,10 +14,9 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
-from policyloss.train.rollout.protocol import RolloutError
+from policyloss.train.rollout.protocol import LEFT_OUT, RolloutError
 from policyloss.train.supports import Pair
 
-LEFT_OUT = -9999.0
 TIES = 64  # tokens that vLLM may keep beyond --top-k, because they are as likely as the last
 MOST = 4096  # log-probabilities of a token, each of which is a number of Python on its way here
 

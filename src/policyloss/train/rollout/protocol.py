@@ -10,14 +10,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from policyloss.errors import PolicyLossError
+from policyloss.errors import PolicyLossError, safe_repr
+from policyloss.train.run.files import damage_named
 from policyloss.train.supports import Pair, problem_of
+
+LEFT_OUT = -9999.0  # how a server writes −inf: no token with it was ever drawn
+NOISE = 1e-4  # by which rounding may lift a log-probability above 0
 
 
 class RolloutError(PolicyLossError):
@@ -133,35 +138,41 @@ def checked(
     """All completions in order, each with its log-probabilities, float32 `[L]`; an error where they
     are not those that were asked for.
     """
-    numbers = [len(group) for group in completions]
-    if numbers != [prompt.number for prompt in prompts]:
-        asked = [prompt.number for prompt in prompts]
-        raise RolloutError(f"{engine} was asked for {asked} completions and returned {numbers}.")
-    pairs = []
-    for one in (one for group in completions for one in group):
-        logp = torch.as_tensor(one.logp, dtype=torch.float32, device="cpu")
-        wrong = _problem(one, logp, sampling, vocabulary, version)
-        if wrong:
-            raise RolloutError(f"{engine} returned a completion {wrong}.")
-        pairs.append((one, logp))
+    with damage_named(f"{engine} returned no lists of completions", raises=RolloutError):
+        numbers = [len(group) for group in completions]
+        if numbers != [prompt.number for prompt in prompts]:
+            asked = [prompt.number for prompt in prompts]
+            raise RolloutError(
+                f"{engine} was asked for {asked} completions and returned {numbers}."
+            )
+        pairs = []
+        for one in (one for group in completions for one in group):
+            wrong = problem(one, sampling, vocabulary, version)
+            if wrong:
+                raise RolloutError(f"{engine} returned a completion {wrong}.")
+            pairs.append((one, torch.as_tensor(one.logp, dtype=torch.float32, device="cpu")))
     if len({one.support is None for one, _ in pairs}) > 1:
         raise RolloutError(f"{engine} returned a support for some completions and not for others.")
     return pairs
 
 
-def _problem(
-    one: Completion, logp: Tensor, sampling: Sampling, vocabulary: int, version: int
-) -> str | None:
+def problem(one: Completion, sampling: Sampling, vocabulary: int, version: int) -> str | None:
+    """What is wrong with a completion; None if nothing is."""
     if one.version != version:
         return f"of the weights {one.version!r} where those of version {version} are wanted"
     if not 1 <= len(one.ids) <= sampling.max_new_tokens:
         return f"of {len(one.ids)} tokens where 1 to {sampling.max_new_tokens} are wanted"
-    if not all(0 <= token < vocabulary for token in one.ids):
-        return f"with a token that is not below {vocabulary}: {one.ids}"
+    ids: Any = one.ids  # from an engine, and perhaps not what the type says
+    if not all(isinstance(token, Integral) and int(token) in range(vocabulary) for token in ids):
+        return f"with a token that is not below {vocabulary}: {safe_repr(one.ids)}"
+    logp = torch.as_tensor(one.logp, dtype=torch.float32, device="cpu")
     if logp.shape != (len(one.ids),):
         return f"of {len(one.ids)} tokens with log-probabilities {list(logp.shape)}"
-    if not torch.isfinite(logp).all():
-        return f"with log-probabilities that are not finite: {logp.tolist()}"
+    numbers = one.logp.tolist() if isinstance(one.logp, Tensor) else one.logp
+    if any(isinstance(x, bool) for x in (*one.ids, *numbers)):
+        return "with true or false where a number belongs"
+    if not ((logp > LEFT_OUT) & (logp <= NOISE)).all():
+        return f"with log-probabilities that are not finite and at most 0: {logp.tolist()!r:.80}"
     if one.finished != (one.ids[-1] in sampling.end_ids):
         ends = list(sampling.end_ids)
         return f"with finished={one.finished} and the last token {one.ids[-1]}; {ends} are the ends"

@@ -6,29 +6,36 @@ It was started by `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode proce
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
-import urllib.error
-import urllib.request
+import socket
+import time
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
 
-from policyloss.errors import InputError, PolicyLossError
+from policyloss.errors import InputError, PolicyLossError, safe_repr, visible
 from policyloss.train.rollout.kept import Report
-from policyloss.train.rollout.protocol import Completion, Prompt, Sampling
+from policyloss.train.rollout.protocol import NOISE, Completion, Prompt, Sampling, problem
 from policyloss.train.rollout.vllm_engine import parameters
+from policyloss.train.run.files import damage_named
 
 LOOK_S = 10.0  # seconds that a server may take to say which weights it has
-_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+ANSWER_BYTES = 4 << 20  # of an answer, headers included, beside its completions
+NUMBER_BYTES = 512  # of one log-probability and its token, as JSON
 
 
 class ServerError(PolicyLossError):
     """A server that did not answer, or not as it should; it may do so later, or another one may."""
 
     def __init__(self, server: Server, what: str) -> None:
-        super().__init__(f"the server {server.address} {what}")
+        super().__init__(visible(" ".join(f"the server {server.address} {what}".split())))
         self.address = server.address
 
 
@@ -49,8 +56,9 @@ class Server:
         mode, most = _get(model, "logprobs_mode"), _get(model, "max_logprobs")
         if mode != "processed_logprobs":
             raise InputError(
-                f"the server {self.address} reports {mode}, which are not the log-probabilities "
-                "that it samples by; start it with --logprobs-mode processed_logprobs."
+                f"the server {self.address} reports {safe_repr(mode)}, which are not the "
+                "log-probabilities that it samples by; start it with --logprobs-mode "
+                "processed_logprobs."
             )
         count = self._report.count
         if isinstance(most, int) and 0 <= most < count:
@@ -71,62 +79,133 @@ class Server:
         self._call("/collective_rpc", reload)
         self._call("/update_weight_version", {"new_version": version})
         self._call("/resume", {})
+        if (loaded := self.version()) != version:
+            shown = safe_repr(loaded)
+            raise ServerError(self, f"has the weights {shown} after it was given {version}.")
 
-    def generate(self, prompt: Prompt, sampling: Sampling, name: str, version: int) -> list[Any]:
+    def generate(
+        self, prompt: Prompt, sampling: Sampling, name: str, version: int
+    ) -> list[Completion]:
         """The completions of a prompt, all of which must be by the weights `name`."""
         count = self._report.count if sampling.support else 0
         body = {"token_ids": prompt.ids, "sampling_params": parameters(prompt, sampling, count)}
-        choices = _get(self._call("/inference/v1/generate", body), "choices")
-        try:
-            return [self._completion(choice, name, version, count) for choice in choices]
-        except PolicyLossError:
-            raise
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ServerError(self, f"gave half an answer: {error!r}.") from error
+        numbers = prompt.number * sampling.max_new_tokens * (1 + count)
+        answer = self._call("/inference/v1/generate", body, numbers=numbers)
+        with damage_named("gave half an answer", raises=partial(ServerError, self)):
+            choices = answer["choices"]
+            if len(choices) != prompt.number:
+                raise ServerError(
+                    self, f"gave {len(choices)} completions, not the {prompt.number} asked for."
+                )
+            completions = [self._completion(choice, name, version, count) for choice in choices]
+            for one in completions:
+                wrong = problem(one, sampling, self._report.vocabulary, version)
+                if wrong is not None:
+                    raise ServerError(self, f"gave a completion {wrong}.")
+        return completions
 
     def _completion(self, choice: Any, name: str, version: int, count: int) -> Completion:
         spans = [span["version"] for span in choice["weight_versions"]]
         if spans != [name]:
-            raise ServerError(self, f"sampled with the weights {spans}, not with {name}.")
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise ServerError(self, f"ended a completion by {choice['finish_reason']!r}.")
+            raise ServerError(
+                self, f"sampled with the weights {safe_repr(spans)}, not with {name}."
+            )
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length"):
+            raise ServerError(self, f"ended a completion by {safe_repr(reason)}.")
         content = choice["logprobs"]["content"]
         logp = [token["logprob"] for token in content]
         support = None
         if count:
-            ids, likeliest = (
-                torch.tensor([[top[name] for top in token["top_logprobs"]] for token in content])
-                for name in ("token_id", "logprob")
-            )
+            rows = [token["top_logprobs"] for token in content]
+            ids = _table([[top["token_id"] for top in row] for row in rows], count, int)
+            likeliest = _table([[top["logprob"] for top in row] for row in rows], count, int, float)
+            if not (likeliest <= NOISE).all():
+                raise ServerError(self, "gave log-probabilities above 0.")
             support = self._report.support(ids, likeliest)
-        finished = choice["finish_reason"] == "stop"
-        return Completion(choice["token_ids"], logp, finished, version, support)
+        return Completion(choice["token_ids"], logp, reason == "stop", version, support)
 
-    def _call(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """The JSON that it answers, to a GET, or to a POST of `body`."""
+    def _call(
+        self, path: str, body: Any = None, timeout: float | None = None, numbers: int = 0
+    ) -> Any:
+        """The JSON that it answers, to a GET, or to a POST of `body`. numbers: the
+        log-probabilities that it is asked for.
+        """
         headers = {"Content-Type": "application/json"}
         if "VLLM_API_KEY" in os.environ:
             headers["Authorization"] = f"Bearer {os.environ['VLLM_API_KEY']}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.address + path, data, headers)
         timeout = timeout or self._timeout
         try:
-            with _NO_PROXY.open(request, timeout=timeout) as answer:
-                return json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            text = f"answered {path} with {error.code}: {error.read(500).decode(errors='replace')}"
-            if error.code == 404:
-                raise InputError(
-                    f"the server {self.address} {text}. Use vLLM 0.32 or later, and start it with "
-                    "VLLM_SERVER_DEV_MODE=1, so that its weights can be updated."
-                ) from error
-            if error.code < 500:
-                raise InputError(f"the server {self.address} {text}") from error
-            raise ServerError(self, text) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            late = isinstance(getattr(error, "reason", error), TimeoutError)
-            why = f" in {timeout:g} s." if late else f": {error}."
+            status, answer = self._answer(path, data, headers, timeout, numbers)
+            if status // 100 == 2:
+                return json.loads(answer or b"null")
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            late = isinstance(error, TimeoutError)
+            why = f" in {timeout:g} s." if late else f": {error!s:.500}."
             raise ServerError(self, f"did not answer {path}{why}") from error
+        text = f"answered {path} with {status}: {answer[:500].decode(errors='replace')}"
+        if status >= 500:
+            raise ServerError(self, text)
+        more = " Use vLLM 0.32 or later, and start it with VLLM_SERVER_DEV_MODE=1, so that its "
+        more = f".{more}weights can be updated." if status == 404 else ""
+        raise InputError(visible(f"the server {self.address} {text}{more}"))
+
+    def _answer(
+        self, path: str, data: bytes | None, headers: dict[str, str], seconds: float, numbers: int
+    ) -> tuple[int, bytes]:
+        """Status and body. No proxy is asked, and no redirection is followed: it would take the key
+        to another host.
+        """
+        deadline = time.monotonic() + seconds
+        address = urlsplit(self.address)
+        https = address.scheme == "https"
+        kind = http.client.HTTPSConnection if https else http.client.HTTPConnection
+        with closing(kind(address.netloc, timeout=seconds)) as connection:
+            connection.request("GET" if data is None else "POST", path, data, headers)
+            room = ANSWER_BYTES + NUMBER_BYTES * numbers
+            reader: Any = _Reader(connection.sock, deadline, room)
+            answer = http.client.HTTPResponse(reader)
+            answer.begin()
+            # In pieces: for one of a stated length, Python would take that much memory first.
+            return answer.status, b"".join(iter(partial(answer.read, 1 << 16), b""))
+
+
+class _Reader(io.RawIOBase):
+    """Reads a socket until `deadline`, and `room` bytes at most: an answer, from its first byte."""
+
+    def __init__(self, connected: socket.socket, deadline: float, room: int) -> None:
+        self._socket, self._deadline, self._room = connected, deadline, room
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """What `HTTPResponse` asks a socket for."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The bytes that have come, into `buffer`."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        count = self._socket.recv_into(buffer)
+        self._room -= count
+        if self._room < 0:
+            raise OSError("its answer is longer than that to the question can be")
+        return count
+
+
+def _table(rows: list[list[Any]], count: int, *kinds: type) -> Tensor:
+    """Numbers of JSON, `count` or more for each token."""
+    if not all(type(x) in kinds for row in rows for x in row):
+        raise TypeError(f"top_logprobs has a value that is no {kinds[-1].__name__}")
+    table = torch.tensor(rows)
+    if table.dim() != 2 or table.shape[1] < count:
+        raise ValueError(f"top_logprobs is {list(table.shape)} where {count} for each are wanted")
+    return table
 
 
 def _get(data: Any, *names: str) -> Any:

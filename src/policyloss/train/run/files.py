@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,21 @@ def write_error(what: object, error: Exception, kept: str) -> StorageError:
 
 
 @contextmanager
-def damage_named(what: str, advice: str = "", *more: type[Exception]) -> Iterator[None]:
-    """Around the use of what a file holds: where that is missing or of another kind, a
-    `StorageError`. more: further exceptions that mean this.
+def damage_named(
+    what: str,
+    advice: str = "",
+    *more: type[Exception],
+    raises: Callable[[str], PolicyLossError] = StorageError,
+) -> Iterator[None]:
+    """Around the use of data from outside: where something in it is missing or of another kind, an
+    error of ours. more: further exceptions that mean this. raises: makes the error of its text.
     """
     try:
         yield
     except PolicyLossError:
         raise
     except (*_MALFORMED, *more) as error:
-        raise StorageError(f"{what}: {type(error).__name__}: {error}.{advice}") from error
+        raise raises(f"{what}: {type(error).__name__}: {error}.{advice}") from error
 
 
 def sync(path: Path) -> None:

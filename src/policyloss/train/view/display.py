@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from policyloss.errors import visible
+
 # Heading, metric, how a number is written. A column that has no number yet is left out.
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
@@ -138,7 +140,14 @@ class Display:
         return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
     def _print(self, text: str, *, style: str | None = None, end: str = "\n") -> None:
-        # Nothing in the text is markup, and a line of a log is not cut where a terminal would end.
+        # Nothing in the text is markup or moves the cursor, and a line of a log is not cut where a
+        # terminal would end.
         self._console.print(
-            text, style=style, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True
+            visible(text),
+            style=style,
+            end=end,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            soft_wrap=True,
         )
