@@ -1,14 +1,21 @@
-"""Writes the files that a command was asked for: only regular files, completely or not at all."""
+"""The files that a command reads and writes: regular ones only. A file is written completely or not
+at all.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from policyloss.errors import InputError
 
+# Windows knows the last alone. Without O_NONBLOCK, to open a pipe would wait for a writer.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _KINDS = {
     stat.S_IFLNK: "symbolic link, which is not followed",
     stat.S_IFDIR: "folder",
@@ -22,6 +29,45 @@ _KINDS = {
 def kind_of(mode: int) -> str | None:
     """What a file is, by the mode that `stat` gives; None if it is a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "special file")
+
+
+class NotRegularError(OSError):
+    """Something at a path that is no regular file. kind: what it is."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(errno.EINVAL, f"it is a {kind}")
+        self.kind = kind
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """Open a regular file by `os.open`. Nothing else is opened: a pipe is not waited for, a device
+    not touched, and a link is followed only if `follow`.
+    """
+    with suppress(FileNotFoundError):
+        _refuse_other_kinds((os.stat if follow else os.lstat)(path).st_mode)
+    handle = os.open(path, flags | _FLAGS | (0 if follow else _NO_LINK), 0o644)
+    try:
+        # Another file may have taken the name meanwhile.
+        _refuse_other_kinds(os.fstat(handle).st_mode)
+    except NotRegularError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _refuse_other_kinds(mode: int) -> None:
+    kind = kind_of(mode)
+    if kind is not None:
+        raise NotRegularError(kind)
+
+
+def read_regular(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """The bytes of a regular file; an `OSError` for one of more than `limit` bytes."""
+    with os.fdopen(open_regular(path, follow=follow), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit / 2**20:g} MiB")
+    return data
 
 
 def check_output(path: Path, argument: str) -> None:

@@ -181,5 +181,6 @@ def test_a_run_with_messages_and_stop_texts_trains_evaluates_and_samples(
     metrics = lines(out)[-1]
     assert metrics["truncated"] < 0.9  # of random characters, most of 24 have one of four
     capsys.readouterr()
+    (tmp_path / "chat.jinja").write_text("{{ another }}")  # the run has the text of its own
     assert main(["sample", str(out), "1+1=", "--number", "2"]) == 0
     assert "'<system>Add.\\n<user>1+1=\\n<assistant>'" in capsys.readouterr().out

@@ -12,12 +12,15 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import random
 import shutil
+import sys
 import time
 import traceback
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +30,11 @@ from safetensors.torch import load_file, save_file
 
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
-from policyloss.train.run.resumed_options import stored_options
+from policyloss.train import chat
+from policyloss.train.config import TrainConfig
+from policyloss.train.run.resumed_options import resume_command, stored_options
 from policyloss.train.tasks import make_task
+from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.tiny import tiny_tokenizer
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -556,3 +562,93 @@ def test_a_clock_that_stands_still(
     last = json.loads((run / "timing.jsonl").read_text().splitlines()[-1])
     assert last["step_s"] == 0
     assert "tokens_per_s" not in last
+
+
+# ---------------------------------------------------------------- runs of strangers
+
+LOOPS = "{% for a in range(99999) %}" * 3 + "{{ messages }}" + "{% endfor %}" * 3
+
+
+def limited(arguments: list[str], seconds: float = 4.0) -> str:
+    """`outcome`, which also tells of a command that takes longer."""
+    try:
+        return within(seconds, outcome, arguments)
+    except TimeIsUp:
+        return f"took longer than {seconds} s"
+
+
+def test_what_only_a_strangers_run_names_is_neither_read_nor_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config.json may name any path as the chat template, and a service; its folder may hold a
+    template that never ends. No command hangs, opens a service or carries a file out.
+    """
+    opened: list[Any] = []
+
+    def service(**about: Any) -> None:
+        opened.append(about)
+        if "/" in about.get("id", about["name"]):
+            raise ValueError("Invalid run ID")  # as wandb does
+
+    for name in ("wandb", "trackio"):
+        module = SimpleNamespace(init=service, log=lambda *a, **b: None, finish=lambda: None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(chat, "TEMPLATE_S", 0.3)
+    secret, pipe, sparse = tmp_path / "secret", tmp_path / "pipe", tmp_path / "sparse"
+    secret.write_text("the secret {{ messages }}")
+    os.mkfifo(pipe)
+    with sparse.open("wb") as file:
+        file.truncate(1 << 40)
+    model = Path(shutil.copytree(folder / "model", tmp_path / "model"))
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    looping = json.dumps({**tokenizer, "chat_template": LOOPS})
+    (model / "tokenizer_config.json").write_text(looping)
+    changes: dict[str, dict[str, Any]] = {
+        f"chat_template = {path}": {"chat_template": str(path)}
+        for path in (secret, pipe, sparse, tmp_path, "/dev/urandom", "/proc/self/mem", "\0", "")
+    }
+    changes["a model whose template loops"] = {"model": str(model), "system_prompt": "x"}
+    changes |= {f"track = {name}": {"track": name} for name in ("wandb", "trackio")}
+    data = json.loads((folder / "run" / "config.json").read_text())
+    run = copied(folder, tmp_path / "run")
+    exported = tmp_path / "exported"
+    results = {}
+    for name, change in changes.items():
+        contents = {**data, "config": {**data["config"], **change}}
+        (run / "config.json").write_text(json.dumps(contents))
+        for command in (*COMMANDS, ["export"]):
+            words = [*command, str(run), *([str(exported)] if command == ["export"] else [])]
+            result = limited(words)
+            if exported.exists():
+                texts = [file.read_bytes() for file in exported.rglob("*") if file.is_file()]
+                result = "it was exported" if any(b"the secret" in text for text in texts) else ""
+                shutil.rmtree(exported)
+            results[f"{name}, {command[0]}"] = result or ("opened a service" if opened else "")
+            opened.clear()
+    files = {
+        "a template that loops": LOOPS.encode(),
+        "a template of bytes": bytes(range(256)),
+        "a template that is no template": b"{% for %}",
+        "no template": None,
+    }
+    chatting = json.dumps({**data, "config": {**data["config"], "chat_template": "t.jinja"}})
+    (run / "config.json").write_text(chatting)
+    for name, text in files.items():
+        if text is not None:
+            (run / "chat_template.jinja").write_bytes(text)
+        for command in (*COMMANDS, ["export"]):
+            words = [*command, str(run), *([str(exported)] if command == ["export"] else [])]
+            results[f"{name}, {command[0]}"] = limited(words)
+        (run / "chat_template.jinja").unlink(missing_ok=True)
+    (run / "config.json").write_text(json.dumps(data))
+    for identity in ("a/b", "../x", "", " ", "x" * 999, "\x1b[2J", 5, None, ["a"], {"a": 1}, True):
+        (run / "track.json").write_text(json.dumps({"id": identity}))
+        for service_name in ("wandb", "trackio"):
+            words = [*COMMANDS[0], str(run), "--track", service_name]
+            results[f"id {identity!r:.12}, {service_name}"] = limited(words)
+    assert_all_handled(results, least=80)
+    (run / "track.json").unlink()
+    opened.clear()
+    assert outcome([*COMMANDS[0], str(run), "--track", "wandb"]) == ""
+    assert len(opened) == 1
+    assert resume_command(TrainConfig(track="wandb")).endswith(" --track wandb")

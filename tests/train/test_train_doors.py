@@ -333,7 +333,7 @@ def test_the_directory_itself_may_be_a_link(run: Path, tmp_path: Path) -> None:
 def test_a_task_is_no_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "task.jsonl")
     assert train(tmp_path / "run", task=str(tmp_path / "task.jsonl"), reward="exact") == 2
-    assert "task.jsonl is no plain file" in capsys.readouterr().err
+    assert "task.jsonl: it is a named pipe" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- checkpoints and weights

@@ -22,6 +22,7 @@ OUTSIDE = {
         "distributed",
         "drawing",
         "models",
+        "run.files",
         "run.shards",
         "sampler",
         "setup",
@@ -119,12 +120,14 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
 
 def test_everything_in_the_trainer_is_used() -> None:
     """Tests do not count: what only they call is kept for nobody. The commands are called by name
-    (`cli._training_command`).
+    (`cli._training_command`), and the reader of a server's answers by `http.client`.
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
     assert unused(trainer, SOURCES) == [
         *(f"commands.{name}_command" for name in ("train", "eval", "sample")),
         "export.export_command",
+        "server.makefile",
+        "server.readinto",
     ]
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from policyloss import output
 from policyloss.logs.lines import Lines
-from policyloss.output import kind_of
 from policyloss.report.limits import (
     DEPTH,
     LARGEST,
@@ -28,40 +28,25 @@ from policyloss.report.limits import (
 
 Notes = list[str]
 _NONFINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
-# Without O_NONBLOCK, to open a pipe would wait for somebody to write into it. Windows knows neither
-# flag.
-_FLAGS = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_BINARY", 0)
-)
 
 
 def open_regular(path: Path, notes: Notes) -> BinaryIO | None:
     """The regular file `path`, open for reading; None and a note if there is none."""
     try:
-        kind = kind_of(os.lstat(path).st_mode)
-        if kind is None:
-            file = os.fdopen(os.open(path, _FLAGS), "rb")
-            # Another file may have taken the name meanwhile.
-            kind = kind_of(os.fstat(file.fileno()).st_mode)
-            if kind is None:
-                return file
-            file.close()
+        return os.fdopen(output.open_regular(path), "rb")
     except FileNotFoundError:
         notes.append(f"There is no {path.name}.")
+    except output.NotRegularError as error:
+        notes.append(f"{path.name} is a {error.kind}; it was not read.")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
-    else:
-        notes.append(f"{path.name} is a {kind}; it was not read.")
     return None
 
 
 def is_regular(path: Path) -> bool:
     """Whether `path` is a regular file, and no link to one."""
     try:
-        return kind_of(os.lstat(path).st_mode) is None
+        return output.kind_of(os.lstat(path).st_mode) is None
     except OSError:
         return False
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
+from policyloss.output import read_regular
 from policyloss.train.tasks import Example, Task
+from policyloss.train.tasks.time_limit import TimeIsUp, several, within
+
+TEMPLATE_BYTES = 1 << 20
+TEMPLATE_S = 5.0  # that a template may take for one prompt
 
 
 def with_template(
@@ -33,14 +39,15 @@ def with_template(
             for example in examples
         )
 
-    return replace(task, train=written(task.train), held_out=written(task.held_out))
+    with several():
+        return replace(task, train=written(task.train), held_out=written(task.held_out))
 
 
 def read_template(path: Path) -> str:
     """The chat template in a file."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_regular(path, TEMPLATE_BYTES, follow=True).decode()
+    except (OSError, ValueError) as error:
         raise InputError(f"cannot read --chat-template {path}: {error}.") from error
 
 
@@ -54,9 +61,13 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
             "--chat-template FILE."
         )
     try:
-        text: str = tokenizer.apply_chat_template(
-            list(map(dict, messages)), tokenize=False, add_generation_prompt=True
-        )
+        write = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        text: str = within(TEMPLATE_S, write, list(map(dict, messages)))
+    except TimeIsUp:
+        raise InputError(
+            f"the chat template takes longer than {TEMPLATE_S:g} s for {messages!r:.200}; use "
+            "another one."
+        ) from None
     except Exception as error:  # a template is a program of somebody else's
         raise InputError(f"the chat template fails on {messages!r:.200}: {error}.") from error
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]

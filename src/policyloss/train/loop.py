@@ -19,6 +19,7 @@ import torch
 import policyloss as pl
 from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
+from policyloss.train.chat import read_template
 from policyloss.train.collect import Collector, Completions, Evaluation, answered
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
@@ -63,6 +64,8 @@ def train(
     if not named_out:
         config = replace(config, out=ranks.gather(free_directory(config.out))[0])
     with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
+        if run is not None and config.track:
+            run.track(config.track)
         return Training(config, spec, ranks, run, offline).run()
 
 
@@ -73,13 +76,15 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
         RunDir.open(config.out)
         if config.resume
         else RunDir.create(
-            config.out, options, loss_data(spec, config.loss), defaults=TrainConfig().to_dict()
+            config.out,
+            options,
+            loss_data(spec, config.loss),
+            defaults=TrainConfig().to_dict(),
+            template=read_template(config.chat_template) if config.chat_template else None,
         )
     )
     if options != run.config:
         run.rewrite(options)
-    if config.track:
-        run.track(config.track)
     return run
 
 

@@ -147,9 +147,12 @@ class Server:
         text = f"answered {path} with {status}: {answer[:500].decode(errors='replace')}"
         if status >= 500:
             raise ServerError(self, text)
-        more = " Use vLLM 0.32 or later, and start it with VLLM_SERVER_DEV_MODE=1, so that its "
-        more = f".{more}weights can be updated." if status == 404 else ""
-        raise InputError(visible(f"the server {self.address} {text}{more}"))
+        if status == 404:
+            text += (
+                ". Use vLLM 0.32 or later, and start it with VLLM_SERVER_DEV_MODE=1, so that its "
+                "weights can be updated."
+            )
+        raise InputError(visible(f"the server {self.address} {text}"))
 
     def _answer(
         self, path: str, data: bytes | None, headers: dict[str, str], seconds: float, numbers: int

@@ -32,6 +32,7 @@ from policyloss.train.run import files, shards
 from policyloss.train.run.files import StorageError
 
 INDEX = "checkpoint.json"
+INDEX_BYTES = 1 << 30  # it names every piece of every tensor, and completions that wait
 FORMAT = 2
 _BODY = b', "checkpoint": '  # between the checksum of the rest of the index and the rest
 
@@ -202,7 +203,7 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
 
 
 def _checked_index(path: Path, sums: bool) -> dict[str, Any]:
-    data = files.read_plain(path / INDEX)
+    data = files.read_plain(path / INDEX, INDEX_BYTES)
     checksum = files.from_json(data)["sha256"]
     body = data.partition(_BODY)[2][:-1]
     if hashlib.sha256(body).hexdigest() != checksum:

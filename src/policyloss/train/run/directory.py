@@ -8,6 +8,7 @@
     answers.jsonl      the answers to some held-out prompts at each evaluation, token by token
     tensorboard/       events
     checkpoints/       step_000010/, …
+    chat_template.jinja  the text of --chat-template
     lock               the process that uses the directory
 
 JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see
@@ -58,10 +59,12 @@ class RunDir:
         config: dict[str, Any],
         spec: dict[str, Any],
         defaults: dict[str, Any] | None = None,
+        template: str | None = None,
     ) -> RunDir:
         """Start a run in `path`, which is made if need be. A directory that holds a run already is
         refused: resume it with `open`. config and spec: JSON. defaults: what the options would be
-        if nobody had set any; a report marks those that were left so.
+        if nobody had set any; a report marks those that were left so. template: the chat template,
+        which goes on being that of the run, whatever becomes of its file.
         """
         import policyloss
 
@@ -84,6 +87,8 @@ class RunDir:
             # A start that ended before its first checkpoint: there is nothing to resume.
             for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
+            if template is not None:
+                files.replace_file(path / files.TEMPLATE, template.encode())
             files.replace_file(path / "config.json", data)
             _write_environment(path, {**environment(), "resumed": []})
             return cls(path, lock, files.from_json(data))

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.output import kind_of
+from policyloss.output import kind_of, open_regular, read_regular
 
+TEMPLATE = "chat_template.jinja"  # the text of the template that --chat-template named
 # What a run directory holds under names of its own;
 # other files that lie there are nobody's business.
 FILES = (
-    *("config.json", "environment.json", "track.json", "lock"),
+    *("config.json", "environment.json", "track.json", "lock", TEMPLATE),
     *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "answers.jsonl"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+PLAIN_BYTES = 16 << 20  # of a file of settings
 # What data of another form than expected raises where it is used.
 _MALFORMED: tuple[type[Exception], ...] = (
     *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError),
@@ -167,17 +167,13 @@ def require_plain(path: Path) -> None:
 def open_plain(path: Path, flags: int) -> int:
     """Open a plain file by `os.open`; a link is not followed, and a pipe is not waited for."""
     require_plain(path)
-    handle = os.open(path, flags | _NO_LINK | _NO_WAIT, 0o644)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise StorageError(f"{path} is no plain file; remove it.")
-    return handle
+    return open_regular(path, flags)
 
 
-def read_plain(path: Path) -> bytes:
-    """The bytes of a plain file."""
-    with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
-        return file.read()
+def read_plain(path: Path, limit: int = PLAIN_BYTES) -> bytes:
+    """The bytes of a plain file; an `OSError` if there are more than `limit`."""
+    require_plain(path)
+    return read_regular(path, limit)
 
 
 def refuse_links(run: Path) -> None:

@@ -1,9 +1,9 @@
 """Which options a run that goes on may have: those it was started with. And which of them the user
 named.
 
-A run directory is data, perhaps somebody else's. What could run code or fetch something, a reward
-of module:function, a model on the hub, code that comes with a model, is used only if it is named
-on the command line, not because config.json names it.
+A run directory is data, perhaps somebody else's. What could run code, or fetch or send something (a
+reward of module:function, a model on the hub, code that comes with a model, a service) is used only
+if it is named on the command line, not because config.json names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import change_spec, read_spec, split_loss_options
 from policyloss.train.options import flag
 from policyloss.train.run.directory import RunDir
-from policyloss.train.run.files import StorageError, damage_named
+from policyloss.train.run.files import TEMPLATE, StorageError, damage_named
 
 # How a run is watched, stored and placed, which changes none of its numbers;
 # these may be others when it goes on.
@@ -33,8 +33,9 @@ CHANGEABLE = (
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
 _MAY_DIFFER = (*CHANGEABLE, "out", "resume", "extend")
-# What may name code, or an address. To train, all of these are used; to evaluate, the reward.
-_MAY_BE_CODE = ("reward", "loss", "advantage", "rollout")
+# What may name code, an address or a service. To train, all of these are used; to evaluate, the
+# reward.
+_MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
@@ -58,6 +59,8 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
             config = TrainConfig.from_dict(
                 {**contents["config"], "resume": False, "extend": None, "out": str(run)}
             )
+            if config.chat_template is not None:  # not the file that it names, which may be any
+                config = replace(config, chat_template=run / TEMPLATE)
             code = contents["loss"] == {"code": config.loss}
             return config, None if code else LossSpec.from_dict(contents["loss"])
     except StorageError:
@@ -132,15 +135,15 @@ def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:
 def refuse_unnamed_code(
     config: TrainConfig, named: frozenset[str], options: Sequence[str] = ("reward",)
 ) -> None:
-    """Raise if one of the `options` names code or a server that the user did not name."""
+    """Raise if one of the `options` names code, an address or a service, and the user did not."""
     for name in options:
         value = getattr(config, name)
-        if runs_code(value) and name not in named:
-            kind = "address" if "://" in value else "code"
+        if needs_name(name, value) and name not in named:
+            kind = "a service" if name == "track" else "an address" if "://" in value else "code"
             raise InputError(
-                f"{config.out / 'config.json'} names the {name} {value!r}, which is "
-                f"{'an ' if kind == 'address' else ''}{kind}. A run directory is only data: if you "
-                f"trust that {kind}, name it yourself: {flag(name)} {value}"
+                f"{config.out / 'config.json'} names the {name} {value!r}, which is {kind}. A run "
+                f"directory is only data: if you trust that {kind.split()[-1]}, name it yourself: "
+                f"{flag(name)} {value}"
             )
     if config.trust_remote_code and "trust_remote_code" not in named:
         raise InputError(
@@ -150,9 +153,11 @@ def refuse_unnamed_code(
         )
 
 
-def runs_code(value: str | None) -> bool:
-    """Whether an option names code, by module:function, or an address, and nothing built-in."""
-    return value is not None and ":" in value
+def needs_name(option: str, value: str | None) -> bool:
+    """Whether an option names code, by module:function, an address or a service, and nothing
+    built-in: the user must name it, too.
+    """
+    return value is not None and (option == "track" or ":" in value)
 
 
 def resume_command(config: TrainConfig) -> str:
@@ -160,7 +165,7 @@ def resume_command(config: TrainConfig) -> str:
     words = ["policyloss", "train", "--resume", "--out", str(config.out)]
     for name in _MAY_BE_CODE:
         value = getattr(config, name)
-        words += [flag(name), value] if runs_code(value) else []
+        words += [flag(name), value] if needs_name(name, value) else []
     words += ["--trust-remote-code"] if config.trust_remote_code else []
     return shlex.join(words)
 

@@ -5,6 +5,7 @@ prompt, and with `"split": "held_out"` where the file has its own split.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
+from policyloss.output import open_regular
 from policyloss.train.tasks.base import Example, Reward, Task, normalised
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
@@ -56,11 +58,11 @@ def _share(prompts: set[str]) -> set[str]:
 def _rows(path: Path) -> Iterator[tuple[str | None, Example]]:
     """The split of each line, if it says one, and its example, whose id comes later."""
     try:
-        if path.exists() and not path.is_file():
-            raise InputError(f"the task {path} is no plain file; give one of JSON lines.")
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read the task {path}: {error.strerror or error}.") from error
+        with os.fdopen(open_regular(path, follow=True), "rb") as file:
+            data = file.read()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read the task {path}: {why}.") from error
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if line.strip():
             yield _row(line, f"{path}, line {number}")

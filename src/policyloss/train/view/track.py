@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from policyloss.errors import InputError, unknown_name
+from policyloss.errors import InputError, safe_repr, unknown_name
 from policyloss.train.run.files import StorageError, from_json, read_plain, replace_file, to_json
 
 PROJECT = "policyloss"
@@ -98,9 +99,15 @@ class Service:
         about = {"project": PROJECT, "config": dict(config), "resume": "allow"}
         run_id = _run_id(folder)
         if name == "wandb":
-            self._module.init(**about, name=folder.name, id=run_id, dir=str(folder.absolute()))
+            about |= {"name": folder.name, "id": run_id, "dir": str(folder.absolute())}
         else:  # trackio knows a run by its name, and folders of different runs may have the same
-            self._module.init(**about, name=f"{folder.name}-{run_id}")
+            about["name"] = f"{folder.name}-{run_id}"
+        try:
+            self._module.init(**about)
+        except Exception as error:  # of another package, which may raise anything
+            raise InputError(
+                f"--track {name} cannot begin: {error}. Set {name} up, or leave --track out."
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The numbers; histograms are left to TensorBoard and the report."""
@@ -161,7 +168,10 @@ def _run_id(folder: Path) -> str:
     if not path.exists():
         replace_file(path, to_json({"id": uuid.uuid4().hex[:12]}, "track"))
     try:
-        return str(from_json(read_plain(path))["id"])
+        run_id = from_json(read_plain(path))["id"]
+        if not re.fullmatch(r"[0-9A-Za-z_-]{1,64}", run_id):
+            raise ValueError(f"the id {safe_repr(run_id)} is no name of letters and digits")
+        return str(run_id)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(
             f"cannot read {path}: {error}. Delete it: the services then see a new run."
