@@ -27,6 +27,7 @@ from accumulate_ranks import (
     work,
 )
 from started import run_ranks, started_once
+from walk import walked
 
 import policyloss as pl
 from cases import PRESETS, assert_same, run
@@ -62,14 +63,14 @@ def check(said: list[dict[str, Any]], spec: pl.LossSpec, ranks: int = 1) -> None
         assert_same(one["metrics"], expected.metrics, what="metric")
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", [*PRESETS, *PROMPT])
+@walked("cut", CUTS)
+@walked("name", [*PRESETS, *PROMPT])
 def test_any_cut_is_the_whole_batch(name: str, cut: str) -> None:
     spec = {**PRESETS, **PROMPT}[name]
     check([taken(pl.accumulate(spec, micro_batches(CUTS[cut]), logp=current))], spec)
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@walked("name", MEASURED)
 def test_what_is_measured_first_is_the_whole_batch_too(name: str) -> None:
     spec = MEASURED[name]
     check(
@@ -90,7 +91,7 @@ def hand_made() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
+@walked(
     ("aggregate", "losses", "gradients"),
     [
         # Four tokens: (−5 + 1 + 1 + 1) / 4. Each micro-batch by its own mean, averaged,
@@ -276,7 +277,7 @@ def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert float(empty.loss(torch.zeros(2, 2))) == 0
 
 
-@pytest.mark.parametrize("aggregate", [pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()], ids=str)
+@walked("aggregate", [pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()], ids=str)
 def test_local_means_stay_local(aggregate: Any) -> None:
     """They were asked for by name: −5 and 1, each micro-batch's own mean."""
     step = pl.accumulate(REINFORCE.replace(aggregate=aggregate), hand_made())
@@ -333,14 +334,14 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@walked("case", WRONG)
 def test_wrong_micro_batches_are_refused(case: str) -> None:
     given, message = WRONG[case]
     with pytest.raises(pl.InputError, match=message):
         pl.accumulate(REINFORCE, given)
 
 
-@pytest.mark.parametrize("name", ["group", "cp_group"])
+@walked("name", ["group", "cp_group"])
 def test_a_group_needs_torch_distributed(name: str) -> None:
     with pytest.raises(
         pl.InputError, match=f"^{name} was given, but torch.distributed is not initialised"
@@ -355,7 +356,7 @@ def test_a_spec_is_not_a_part() -> None:
         pl.accumulate(pl.Clip(0.2), [ONE])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("logp", [None, torch.zeros(1, 2)], ids=["missing", "a tensor"])
+@walked("logp", [None, torch.zeros(1, 2)], ids=["missing", "a tensor"])
 def test_a_loss_that_must_be_measured_needs_log_probabilities(logp: Any) -> None:
     with pytest.raises(
         pl.InputError, match=r'survivors of a rejection.*pass logp=, a function.*rejected="keep"'
@@ -363,7 +364,7 @@ def test_a_loss_that_must_be_measured_needs_log_probabilities(logp: Any) -> None
         pl.accumulate(PRESETS["clip_cov"], [ONE], logp=logp)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("returned", "seen"),
     [((torch.zeros(1, 2), None), "tuple"), (torch.zeros(2), r"shape \(2,\)"), (None, "NoneType")],
 )
@@ -417,7 +418,7 @@ def both(said: Said, case: str) -> list[Any]:
     return [rank[case] for rank in said]
 
 
-@pytest.mark.parametrize(("name", "case"), DP_CASES)
+@walked(("name", "case"), DP_CASES)
 def test_data_parallel_ranks_average(name: str, case: str, said: Said) -> None:
     """Also where a group's sequences lie on both ranks (PromptMean),
     and where the step is measured over both.
@@ -441,7 +442,7 @@ def test_a_step_is_of_the_group_named(said: Said) -> None:
         assert_same(one["metrics"], expected.metrics, what="metric")
 
 
-@pytest.mark.parametrize("name", SPECS)
+@walked("name", SPECS)
 def test_a_rank_with_fewer_micro_batches_repeats_one_that_adds_nothing(
     name: str, said: Said
 ) -> None:
@@ -472,7 +473,7 @@ def test_a_critic_divides_by_the_plain_counts(said: Said) -> None:
     assert all(rank["tokens"] == int(BATCH.mask.sum()) > rank["measured"] > 0 for rank in ranks)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@walked("name", SPECS)
 def test_context_parallel_ranks_add_up(name: str, said: Said) -> None:
     check(both(said, f"cp: {name}"), SPECS[name])
 
@@ -484,7 +485,7 @@ def test_context_parallel_beside_a_data_parallel_group(said: Said) -> None:
     check(both(said, "cp and group"), PRESETS["gspo"], ranks=2)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("case", "calls"),
     [
         ("plain", {"all_gather": 1}),
@@ -498,12 +499,12 @@ def test_a_step_is_counted_by_one_collective_per_group(
     assert both(said, f"collectives {case}") == [calls, calls]
 
 
-@pytest.mark.parametrize("case", ["plain", "with groups"])
+@walked("case", ["plain", "with groups"])
 def test_the_losses_of_a_counted_step_make_no_collective(case: str, said: Said) -> None:
     assert both(said, f"collectives of the losses, {case}") == [{}, {}]
 
 
-@pytest.mark.parametrize(
+@walked(
     ("case", "message"),
     [
         ("none", "rank 1 of 2 was given no micro-batch"),

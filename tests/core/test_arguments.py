@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 from fuzz_calls import BY_MEANING, CASES, DISAGREES, NEVER_A_TENSOR, NEVER_RIGHT, PLAIN, spoiled
+from walk import walked
 
 import policyloss as pl
 
@@ -30,7 +30,7 @@ def outcome(function: Any, arguments: dict[str, Any], names: Iterable[str] = ())
     return "result"
 
 
-@pytest.mark.parametrize("name", CASES)
+@walked("name", CASES)
 def test_a_spoiled_argument_gives_a_result_or_an_error_that_names_it(name: str) -> None:
     function, arguments = CASES[name]
     assert outcome(function, arguments) == "result", "the call itself must be right"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from formulas import assert_formula_holds, assert_zero_where_said, numbers, zero_batch
+from walk import walked
 
 import policyloss as pl
 from cases import (
@@ -50,7 +51,7 @@ def one_token(ratio: float, advantage: float) -> tuple[float, float, dict[str, f
     return out.loss.item(), logp.grad.item(), out.metrics.compute()
 
 
-@pytest.mark.parametrize(
+@walked(
     ("ratio", "advantage", "loss", "gradient", "flag"),
     [
         # A > 0: −A·exp(logp − sg logp): the value is −A and the gradient −A, whatever the ratio.
@@ -102,9 +103,7 @@ def test_the_positive_side_has_reinforces_gradient_and_not_its_value() -> None:
 
 
 # Two parts that each choose tokens of the whole step are refused.
-@pytest.mark.parametrize(
-    "part", [t for t in TRUSTS if not getattr(t, "statistics_names", ())], ids=label
-)
+@walked("part", [t for t in TRUSTS if not getattr(t, "statistics_names", ())], ids=label)
 def test_the_same_part_on_both_sides_is_that_part(part: Any) -> None:
     for ratio in RATIOS:
         spec = swapped(pl.LossSpec(), ratio=ratio, trust=part)
@@ -118,7 +117,7 @@ def test_the_same_part_on_both_sides_is_that_part(part: Any) -> None:
             )
 
 
-@pytest.mark.parametrize("trust", PAIRS, ids=label)
+@walked("trust", PAIRS, ids=label)
 def test_each_side_is_its_part_alone(trust: Any) -> None:
     """Sums over tokens of one sign agree with the part's own; so do the flags."""
     batch, positive = (
@@ -149,7 +148,7 @@ def test_topr_is_a_pair() -> None:
     assert_same(ours.dlogp, theirs.dlogp)
 
 
-@pytest.mark.parametrize("where", ["old_logp", "logp", "advantages"])
+@walked("where", ["old_logp", "logp", "advantages"])
 def test_a_nan_shows_on_either_side(where: str) -> None:
     """Also in a tensor that the side of that token does not read."""
     for sign in (1.0, -1.0):
@@ -173,7 +172,7 @@ def test_what_a_pair_reads_and_reaches() -> None:
     assert not UP.needs_statistics
 
 
-@pytest.mark.parametrize("trust", PAIRS[4:6], ids=label)
+@walked("trust", PAIRS[4:6], ids=label)
 def test_any_cut_gives_the_same_gradient(trust: Any) -> None:
     """A side that chooses tokens of the whole step is measured,
     and refuses totals that were only counted.
@@ -192,7 +191,7 @@ def test_any_cut_gives_the_same_gradient(trust: Any) -> None:
         run(spec, batch, totals=pl.Totals.count(batch.mask))
 
 
-@pytest.mark.parametrize("trust", PAIRS, ids=label)
+@walked("trust", PAIRS, ids=label)
 def test_a_pair_is_data(trust: Any) -> None:
     spec = pl.LossSpec(trust=trust)
     data = json.loads(json.dumps(spec.to_dict()))
@@ -216,7 +215,7 @@ def test_a_pair_as_data_is_read_strictly() -> None:
         pl.LossSpec.from_dict(data)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("make", "words"),
     [
         (lambda: pl.BySign(pl.Clip, CLIP), ["BySign.positive", "Clip is a class", "Clip(…)"]),
@@ -250,7 +249,7 @@ def test_what_does_not_fit_is_refused(make: Any, words: list[str]) -> None:
 # explain and diff ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trust", PAIRS, ids=label)
+@walked("trust", PAIRS, ids=label)
 def test_a_pair_explains_itself(trust: Any) -> None:
     """Formula and zero gradients hold under every ratio, also where both sides have equal lines."""
     for ratio in (*RATIOS, pl.SequenceProduct(token_clamp=0.2)):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import CORRECTIONS, TRUSTS
@@ -66,8 +67,8 @@ def test_a_ratio_of_sequences_has_one_branch_for_all_of_its_tokens() -> None:
     assert named(codes) == ["upper"] * 3 + ["plain"] * 2
 
 
-@pytest.mark.parametrize("trust", TRUSTS, ids=repr)
-@pytest.mark.parametrize("correction", [(), CORRECTIONS[3], CORRECTIONS[-1]], ids=repr)
+@walked("trust", TRUSTS, ids=repr)
+@walked("correction", [(), CORRECTIONS[3], CORRECTIONS[-1]], ids=repr)
 def test_branches_count_as_the_metrics_of_the_loss_do(trust: object, correction: object) -> None:
     """For any part: the share of tokens in each branch is the metric of that name."""
     generator = torch.Generator().manual_seed(3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from walk import walked
 
 import policyloss as pl
 from cases import SPECS, make_batch, run, step_totals
@@ -114,7 +115,7 @@ def estimators_of(batch: Any) -> Any:
     return pl.advantage.reinforce_pp_baseline(rewards, batch.group_ids, lengths)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@walked("layout", ["padded", "packed"])
 def test_no_flag_becomes_a_float32_number(layout: str) -> None:
     """Every spec's loss, gradient, metrics and totals; values and advantages;
     and the step's count.

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import Batch, Result, assert_same_result, make_batch, run, step_totals
@@ -71,9 +72,9 @@ def in_parts(spec: pl.LossSpec, batch: Batch) -> Result:
     return Result(loss, dlogp, torch.zeros_like(dlogp), records)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tie", TIES)
-@pytest.mark.parametrize("name", PARTS)
+@walked("dtype", DTYPES)
+@walked("tie", TIES)
+@walked("name", PARTS)
 def test_padded_packed_and_cut_choose_the_same_tokens(name: str, tie: str, dtype: str) -> None:
     spec = pl.LossSpec(trust=PARTS[name])
     tolerance = 1e-12 if dtype == "float64" else 1e-5
@@ -84,7 +85,7 @@ def test_padded_packed_and_cut_choose_the_same_tokens(name: str, tie: str, dtype
         assert_same_result(in_parts(spec, batch), whole, tolerance)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@walked("layout", ["padded", "packed"])
 def test_equal_advantages_have_no_covariance(layout: str) -> None:
     """Their mean is 0.1 but for rounding, so every covariance is 0:
     none lies above 0, and KL-Cov goes by lot alone.

@@ -12,12 +12,12 @@ from conformance.compare import compare
 from conformance.record import decode
 from conformance.runner import everything
 from recorded_cases import NAMES, entry, recorded
+from walk import walked
 
 import policyloss as pl
 from cases import PRESETS
 from policyloss.check.batch import TOKEN_TENSORS, Batch
 
-# The whole file at once: to skip its 900 tests one by one takes seconds.
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
@@ -32,8 +32,8 @@ def on_gpu(batch: Batch, dtype: torch.dtype = torch.float64) -> Batch:
     )
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", pl.presets())
+@walked("packed", [False, True], ids=["padded", "packed"])
+@walked("name", pl.presets())
 def test_the_gpu_gives_the_cpus_numbers(name, packed):
     batch = BATCH.packed() if packed else BATCH
     spec = PRESETS[name]
@@ -43,8 +43,8 @@ def test_the_gpu_gives_the_cpus_numbers(name, packed):
     torch.testing.assert_close(gpu_gradient.cpu(), gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", pl.presets())
+@walked("packed", [False, True], ids=["padded", "packed"])
+@walked("name", pl.presets())
 def test_nothing_waits_for_the_host(name, packed):
     batch = on_gpu(BATCH.packed() if packed else BATCH, torch.float32)
     logp = batch.logp.requires_grad_()
@@ -58,7 +58,7 @@ def test_nothing_waits_for_the_host(name, packed):
     assert logp.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_the_same_bits_every_time(name):
     """A large packed batch, where atomics would show."""
     batch = on_gpu(Batch.random(rows=300, width=700, seed=5).packed(), torch.float32)
@@ -69,7 +69,7 @@ def test_the_same_bits_every_time(name):
         assert torch.equal(first[1], again[1])
 
 
-@pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "grpo", "tis"])
+@walked("name", ["ppo_dual_clip", "gspo", "grpo", "tis"])
 def test_compiled_on_the_gpu(name):
     batch = on_gpu(BATCH, torch.float32)
     spec = PRESETS[name]
@@ -111,7 +111,7 @@ def recorded_cases():
     return [(peer, name, i) for peer, name in NAMES for i in range(len(recorded(peer)[name]))]
 
 
-@pytest.mark.parametrize(("peer", "name", "i"), recorded_cases())
+@walked(("peer", "name", "i"), recorded_cases())
 def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
     case = recorded(peer)[name][i]
     function = entry(peer, name, case["release"])  # which may set another release while it looks
@@ -131,8 +131,8 @@ def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", ["ppo_dual_clip", "gspo", "dr_grpo"])
+@walked("packed", [False, True], ids=["padded", "packed"])
+@walked("name", ["ppo_dual_clip", "gspo", "dr_grpo"])
 def test_a_recorded_loss_is_the_compiled_loss(name, packed):
     """The same bits; and what a call returned is not changed by the next, though both write to the
     same memory of the graph.

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss.functional.divergence import (
@@ -23,7 +24,7 @@ from policyloss.functional.divergence import (
 
 FORWARD, REVERSE, GENERALISED = Measure("forward"), Measure("reverse"), Measure("generalised")
 MEASURES = [FORWARD, REVERSE, GENERALISED, *(Measure("jsd", b) for b in (0.0, 0.1, 0.5, 0.9, 1.0))]
-by_measure = pytest.mark.parametrize("measure", MEASURES, ids=lambda m: f"{m.kind}-{m.beta}")
+by_measure = walked("measure", MEASURES, ids=lambda m: f"{m.kind}-{m.beta}")
 
 
 def logits(seed: int, rows: int = 5, entries: int = 12, scale: float = 2.0) -> Tensor:
@@ -51,7 +52,7 @@ HAND = [
 ]
 
 
-@pytest.mark.parametrize(("measure", "value"), HAND, ids=lambda x: getattr(x, "kind", ""))
+@walked(("measure", "value"), HAND, ids=lambda x: getattr(x, "kind", ""))
 def test_hand_computed(measure: Measure, value: float) -> None:
     assert of_distributions(
         log(0.5, 0.25, 0.25), log(0.25, 0.25, 0.5), measure
@@ -71,7 +72,7 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("measure", "value"), CUT, ids=str)
+@walked(("measure", "value"), CUT, ids=str)
 def test_hand_computed_on_a_support(measure: Measure, value: float) -> None:
     found = on_support(log(0.5, 0.25), log(0.25, 0.25), measure)
     assert found.item() == pytest.approx(value, rel=1e-14)
@@ -110,7 +111,7 @@ def test_gradcheck(measure: Measure) -> None:
     )
 
 
-@pytest.mark.parametrize("tail", [True, False])
+@walked("tail", [True, False])
 @by_measure
 def test_the_gradient_on_a_support_is_that_of_autograd(measure: Measure, tail: bool) -> None:
     measure = measure._replace(tail=tail)
@@ -125,7 +126,7 @@ def test_the_gradient_on_a_support_is_that_of_autograd(measure: Measure, tail: b
     assert (found[~keep] == 0).all()
 
 
-@pytest.mark.parametrize("tail", [True, False])
+@walked("tail", [True, False])
 @by_measure
 def test_gradcheck_on_a_support(measure: Measure, tail: bool) -> None:
     z, teacher = rows(1.0)
@@ -155,7 +156,7 @@ def test_the_limits_of_the_jsd_are_the_two_kls() -> None:
     torch.testing.assert_close(near, of_distributions(student, teacher, REVERSE), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@walked("dtype", [torch.float64, torch.float32])
 @by_measure
 def test_an_equal_teacher_gives_nothing(measure: Measure, dtype: torch.dtype) -> None:
     student = logits(3).to(dtype).log_softmax(-1)
@@ -172,7 +173,7 @@ def test_never_negative(measure: Measure) -> None:
     assert (of_distributions(z.log_softmax(-1), teacher, measure) > 0).all()
 
 
-@pytest.mark.parametrize("tail", [True, False])
+@walked("tail", [True, False])
 @by_measure
 def test_all_entries_are_the_whole(measure: Measure, tail: bool) -> None:
     """k = V: the support's value and gradient are those of the whole divergence."""
@@ -193,10 +194,8 @@ def test_all_entries_are_the_whole(measure: Measure, tail: bool) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-@by_measure
+@walked("measure", [m for m in MEASURES if m.kind != "generalised"])
 def test_a_tail_bucket_is_never_negative_and_grows_with_k(measure: Measure) -> None:
-    if measure.kind == "generalised":
-        pytest.skip("has no tail")
     z, teacher = rows(1.0)  # a tail far above the rounding error of 1, in which 1 − Σp is measured
     student = z.log_softmax(-1)
     values = []
@@ -347,7 +346,7 @@ def test_one_or_none_in_a_tuple() -> None:
         both.with_fields(coef=0.5)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("fields", "words"),
     [
         ({"kind": "sideways"}, ["kind", "sideways", "forward"]),

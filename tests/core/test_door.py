@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import assert_same, make_batch
@@ -43,7 +44,7 @@ TAKES_A_SPEC: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("function", TAKES_A_SPEC)
+@walked("function", TAKES_A_SPEC)
 def test_a_name_is_taken_wherever_a_spec_is(function: str) -> None:
     by_name, by_value = TAKES_A_SPEC[function]("dapo"), TAKES_A_SPEC[function](pl.preset("dapo"))
     if isinstance(by_name, torch.Tensor):
@@ -54,7 +55,7 @@ def test_a_name_is_taken_wherever_a_spec_is(function: str) -> None:
         TAKES_A_SPEC[function]("dappo")
 
 
-@pytest.mark.parametrize("typed", ["DAPO", "Dapo", " dapo "])
+@walked("typed", ["DAPO", "Dapo", " dapo "])
 def test_letter_case_makes_no_difference(typed: str) -> None:
     assert pl.preset(typed) == pl.preset("dapo")
 
@@ -64,7 +65,7 @@ def test_a_hyphen_stands_for_an_underscore() -> None:
     assert pl.advantage.estimator("Dr-GRPO") is pl.advantage.dr_grpo
 
 
-@pytest.mark.parametrize("typed", ["GRPP", "grp"])
+@walked("typed", ["GRPP", "grp"])
 def test_the_suggestion_sees_through_letter_case(typed: str) -> None:
     with pytest.raises(pl.SpecError, match="did you mean 'grpo'"):
         pl.preset(typed)
@@ -102,7 +103,7 @@ def test_an_unknown_number_is_refused_with_a_suggestion() -> None:
         pl.preset("dapo", eps_hi=0.3)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@walked("name", PRESETS)
 def test_every_number_can_be_set_to_itself(name: str) -> None:
     """Each field of each part, by its name alone: the same loss,
     or an error because two parts have it.

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import make_batch
@@ -59,7 +60,7 @@ def test_a_row_of_packed_advantages_is_one_per_token_whatever_the_lengths():
     assert loss(a.unsqueeze(0), torch.tensor([0, 2, 3]), torch.zeros(3)) == -7
 
 
-@pytest.mark.parametrize("scan", ["gae", "discounted_returns", "reinforce_pp"])
+@walked("scan", ["gae", "discounted_returns", "reinforce_pp"])
 def test_rewards_that_may_be_of_tokens_or_of_sequences_are_an_error(scan):
     mask = torch.ones(2, dtype=torch.bool)
     rewards = torch.tensor([5.0, -7.0])
@@ -118,7 +119,7 @@ def compiled(function):
     return torch.compile(function, backend="eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@walked("dtype", [torch.int64, torch.uint8])
 def test_a_mask_of_other_values_shows_and_raises_when_the_host_waits(dtype):
     """Half of 64 entries are 1, the others −100 (156 as uint8): 32 are wrong."""
     tokens = torch.full((4, 16), -1.0)
@@ -232,8 +233,8 @@ def test_a_few_positive_numbers_are_counted_without_a_warning():
     assert call(ref_logp=ref).metrics.compute()["positive_logp_tokens"] == 1
 
 
-@pytest.mark.parametrize("name", ["logp", "old_logp", "ref_logp"])
-@pytest.mark.parametrize("spec", ["ppo", "reinforce", "grpo"])
+@walked("name", ["logp", "old_logp", "ref_logp"])
+@walked("spec", ["ppo", "reinforce", "grpo"])
 def test_an_infinite_log_probability_is_counted_also_where_a_clamp_hides_it(spec, name):
     x = getattr(BATCH, name).clone()
     i, j = BATCH.mask.nonzero()[0].tolist()
@@ -245,7 +246,7 @@ def test_an_infinite_log_probability_is_counted_also_where_a_clamp_hides_it(spec
     assert call(pl.preset(spec), **{name: y}).metrics["nonfinite_tokens"].item() == 0
 
 
-@pytest.mark.parametrize(
+@walked(
     ("aggregate", "totals", "beyond"),
     [
         (pl.TokenMean(), pl.Totals(4, 100), 2),  # 6 tokens
@@ -317,7 +318,7 @@ def test_arguments_for_another_loss_are_a_use():
 # -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "gpg"])
+@walked("name", ["grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "gpg"])
 def test_ids_that_are_all_different_are_told(name):
     rewards = torch.tensor([1.0, 0.0, 2.0])
     estimate = getattr(advantage, name)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import PRESETS, make_batch, run, step_totals
@@ -127,7 +128,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@walked("name", BAD)
 def test_bad_tensors(name):
     make, words = BAD[name]
     with pytest.raises(pl.InputError) as error:
@@ -160,7 +161,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@walked("name", SPECS)
 def test_a_missing_tensor_is_named(name):
     spec = SPECS[name]
     for dropped in spec.reads:
@@ -169,7 +170,7 @@ def test_a_missing_tensor_is_named(name):
         assert f"{dropped}=" in str(error.value), "the message must show the argument to pass"
 
 
-@pytest.mark.parametrize("name", SPECS)
+@walked("name", SPECS)
 def test_what_is_not_read_may_be_missing(name):
     """`reads` is complete: with only those tensors the loss is the same as with all of them."""
     spec = SPECS[name]
@@ -184,7 +185,7 @@ def test_unused_tensors_are_still_checked():
         call(spec=pl.preset("reinforce"), ref_logp=torch.zeros(2, 2))
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@walked("name", ["clip_cov", "kl_cov"])
 def test_batch_wide_losses_refuse_plain_counts(name):
     """A loss that needs batch-wide numbers says how to measure them,
     and takes "local" for an answer.

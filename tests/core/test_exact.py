@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import LOCAL, PRESETS, SPECS, assert_same, make_batch, run, step_totals
@@ -79,7 +80,7 @@ def test_plain_sums_depend_on_the_order():
     assert len(sums) > 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@walked("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_stays_loud(bad):
     with pl.exact():
         assert math.isnan(float(folded(total(torch.tensor([1.0, bad, 2.0])))))
@@ -95,7 +96,7 @@ def test_numbers_beside_limbs():
     assert (Metrics({"a": Sum(three)}) + Metrics({"a": Sum(two)})).compute() == {"a": 3.25}
 
 
-@pytest.mark.parametrize("name", [n for n, x in SPECS.items() if type(x.aggregate) not in LOCAL])
+@walked("name", [n for n, x in SPECS.items() if type(x.aggregate) not in LOCAL])
 def test_a_step_has_the_same_bits_however_it_is_cut(name):
     """Padded and packed, whole, row by row, and in another order: gradients and metrics."""
     spec = SPECS[name]
@@ -115,8 +116,8 @@ def test_a_step_has_the_same_bits_however_it_is_cut(name):
             assert_same(metrics.compute(), expected.metrics, 0)
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo", "grpo", "dr_grpo", "cispo"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@walked("name", ["dapo", "gspo", "grpo", "dr_grpo", "cispo"])
+@walked("dtype", DTYPES.values(), ids=DTYPES)
 def test_the_mode_changes_no_more_than_roundings(name, dtype):
     batch = make_batch(seed=5, dtype=dtype)
     plain = run(SPECS[name], batch)
@@ -149,7 +150,7 @@ def test_the_gradient_of_an_exact_total():
     assert torch.autograd.gradcheck(exact_total, (x,), atol=1e-7)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@walked("packed", [False, True])
 def test_the_gradients_of_exact_sequences(packed):
     """Of the sum and of the way back to tokens, against differences of float64."""
     x = torch.randn(7 if packed else (3, 4), dtype=torch.float64, requires_grad=True)
@@ -245,7 +246,7 @@ def test_a_compiled_loss_runs_eagerly():
         assert out.metrics.compute() == run(SPECS["dapo"], BATCH).metrics
 
 
-@pytest.mark.parametrize("name", [n for n, x in PRESETS.items() if is_by_token(x)])
+@walked("name", [n for n, x in PRESETS.items() if is_by_token(x)])
 def test_by_default_the_gradient_of_a_token_has_the_same_bits_in_any_cut(name):
     """Under a loss that looks at each token by itself, but for a sigmoid on a CPU."""
     spec = PRESETS[name]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import SPECS, make_batch
@@ -20,7 +21,7 @@ from policyloss.functional.segments import Sequences
 BATCH = make_batch(seed=4, rows=9, width=11, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("on", [True, False])
+@walked("on", [True, False])
 def test_blocks_of_two_threads_that_overlap(on):
     """The first ends within the second: the second keeps its mode, and its end is the end."""
     first_began, second_began, first_ended = (threading.Event() for _ in range(3))
@@ -68,9 +69,7 @@ def test_a_decorator():
     assert not is_exact()
 
 
-@pytest.mark.parametrize(
-    "on", ["no", 1, None, is_exact], ids=["text", "number", "None", "function"]
-)
+@walked("on", ["no", 1, None, is_exact], ids=["text", "number", "None", "function"])
 def test_anything_but_a_flag_is_refused(on: Any):
     """`@pl.exact` without parentheses would otherwise replace a function by one that returns it."""
     with pytest.raises(pl.InputError, match="on must be True or False"):
@@ -85,15 +84,15 @@ def gradient(spec: pl.LossSpec, factor: float) -> Tensor:
     return torch.autograd.grad(loss * factor, logp)[0]
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo", "sapo"])
-@pytest.mark.parametrize("power", [-90, -40, 60])
+@walked("name", ["dapo", "gspo", "sapo"])
+@walked("power", [-90, -40, 60])
 def test_a_power_of_two_scales_every_gradient_exactly(name, power):
     """Sums over a sequence keep their digits, however small their terms are."""
     spec = SPECS[name]
     assert torch.equal(gradient(spec, 2.0**power), gradient(spec, 1.0) * 2.0**power)
 
 
-@pytest.mark.parametrize("size", [2.0**-120, 2.0**-62, 1.0, 2.0**100])
+@walked("size", [2.0**-120, 2.0**-62, 1.0, 2.0**100])
 def test_totals_and_sums_of_any_size_by_hand(size):
     # 3 + 1 + 2^-40 − 3 = 1 + 2^-40. With quanta of one size for all, nothing of 2^-62 were left.
     x = torch.tensor([3.0, 1.0, 2.0**-40, -3.0], dtype=torch.float64) * size
@@ -112,7 +111,7 @@ def test_the_unit_of_a_sum_by_hand():
     assert unit_of(tops).tolist() == [2.0**-25, 1.0, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@walked("bad", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_spoils_its_own_sequence_alone(bad):
     x = torch.tensor([1.0, bad, 0.25, 0.5])
     with pl.exact():

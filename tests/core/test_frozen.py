@@ -11,6 +11,7 @@ import pytest
 import torch
 from head_cases import make_head_batch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import BY_CORRECTION, KLS, TRUSTS, Batch, label, make_batch, with_divergence
@@ -40,8 +41,8 @@ def leaves_of(batch: Batch, per_sequence: bool) -> dict[str, Tensor]:
     return {name: x.requires_grad_() for name, x in actual.items()}
 
 
-@pytest.mark.parametrize("per_sequence", [False, True], ids=["per token", "per sequence"])
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@walked("per_sequence", [False, True], ids=["per token", "per sequence"])
+@walked("layout", ["padded", "packed"])
 def test_only_logp_and_entropy_get_a_gradient(layout: str, per_sequence: bool) -> None:
     """Whatever frozen tensors require, no part of any slot sends them a gradient."""
     batch = make_batch(seed=3) if layout == "padded" else make_batch(seed=3).packed()
@@ -67,7 +68,7 @@ def test_values_alone_get_a_gradient() -> None:
     assert others == [None, None]
 
 
-@pytest.mark.parametrize("plan", ["one_pass", "recompute"])
+@walked("plan", ["one_pass", "recompute"])
 def test_the_head_moves_hidden_states_and_weight_alone(plan: str) -> None:
     batch = make_head_batch(seed=2)
     hidden, weight = (x.clone().requires_grad_() for x in (batch.hidden, batch.weight))
@@ -84,7 +85,7 @@ def test_the_head_moves_hidden_states_and_weight_alone(plan: str) -> None:
     assert [g is not None for g in moved] == [True, True, *[False] * len(FROZEN)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@walked("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_clamp_at_the_edge_of_the_dtype(dtype: torch.dtype) -> None:
     """At a log-ratio held at ln(max), or next to it, exp may be infinite:
     a clipped token still has gradient 0, not 0·inf.

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import make_batch
@@ -93,7 +94,7 @@ def test_a_given_penalty_is_scaled_and_keeps_its_gradient() -> None:
     torch.testing.assert_close(torch.where(BATCH.mask, gradient, 0), slope)
 
 
-@pytest.mark.parametrize("part", [pl.CovKL(0.3), pl.CovClip(fraction=0.3, cov_low=-1.0)])
+@walked("part", [pl.CovKL(0.3), pl.CovClip(fraction=0.3, cov_low=-1.0)])
 def test_numbers_of_this_call_are_those_of_the_step_when_it_is_one_call(
     part: pl.CovKL | pl.CovClip,
 ) -> None:
@@ -169,7 +170,7 @@ def test_epsilon_in_a_sequence_mean() -> None:
     torch.testing.assert_close(got, torch.tensor((3 / 2.5 + 4 / 1.5) / 2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
+@walked(
     ("aggregate", "expected"),
     [
         (pl.TokenMean(), 7 / 3),
@@ -292,7 +293,7 @@ FRAMEWORK_PARTS = [
 ]
 
 
-@pytest.mark.parametrize("spec", FRAMEWORK_PARTS, ids=str)
+@walked("spec", FRAMEWORK_PARTS, ids=str)
 def test_a_framework_part_is_data(spec: pl.LossSpec) -> None:
     assert spec.is_data
     assert pl.LossSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec

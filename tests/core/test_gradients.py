@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from walk import walked
 
 import policyloss as pl
 from cases import AGGREGATES, NEIGHBOURS, PRESETS, Batch, label, make_batch, run
@@ -73,18 +74,18 @@ def check_spec(spec: pl.LossSpec, batch: Batch, check: Callable[..., None]) -> N
         check(lambda logp: loss(logp, batch.entropy), batch.logp)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PRESETS)
+@walked("layout", LAYOUTS)
+@walked("name", PRESETS)
 def test_preset_gradient_is_the_derivative(name: str, layout: str) -> None:
     check_spec(PRESETS[name], LAYOUTS[layout], check_every_entry)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@walked("layout", LAYOUTS)
 def test_entropy_gradient_is_the_derivative(layout: str) -> None:
     check_spec(PRESETS["grpo"].replace(entropy_coef=0.01), LAYOUTS[layout], check_every_entry)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@walked("name", PRESETS)
 def test_the_points_of_the_check_have_a_gradient(name: str) -> None:
     """A check at a point where every token is clipped would prove nothing."""
     dlogp = run(PRESETS[name], BATCH).dlogp
@@ -94,7 +95,7 @@ def test_the_points_of_the_check_have_a_gradient(name: str) -> None:
 @pytest.mark.parametrize(
     "share", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", PRESETS)
+@walked("name", PRESETS)
 def test_gradient_of_every_one_slot_neighbour(name: str, share: int) -> None:
     """Layouts alternate, out of step between presets, so that each part is met in both; and so do
     the three shares, so that the first one meets each part beside every third preset.
@@ -122,9 +123,9 @@ def value_loss_of(batch: Batch, **kwargs: Any) -> Callable[[Tensor], Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("clip", [0.2, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("kind", ["mse", "huber"])
+@walked("layout", LAYOUTS)
+@walked("clip", [0.2, None], ids=["clipped", "unclipped"])
+@walked("kind", ["mse", "huber"])
 def test_value_loss_gradient(kind: Any, clip: float | None, layout: str) -> None:
     batch = LAYOUTS[layout]
     # A Huber bend at 0.7 puts errors on both sides of it;
@@ -133,7 +134,7 @@ def test_value_loss_gradient(kind: Any, clip: float | None, layout: str) -> None
     check_every_entry(loss, batch.logp)
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES, ids=label)
+@walked("aggregate", AGGREGATES, ids=label)
 def test_value_loss_gradient_under_every_aggregation(aggregate: Any) -> None:
     for batch in LAYOUTS.values():
         check_direction(value_loss_of(batch, aggregate=aggregate), batch.logp)
@@ -151,8 +152,8 @@ class _DoubledGradient(torch.autograd.Function):
         return 2 * grads[0]
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@walked("check", CHECKS.values(), ids=CHECKS)
+@walked("layout", LAYOUTS)
 def test_the_check_sees_a_wrong_gradient(layout: str, check: Callable[..., None]) -> None:
     right = PRESETS["ppo"].replace(trust=lambda t: -t.advantages * t.ratio)
     wrong = PRESETS["ppo"].replace(trust=lambda t: -t.advantages * _DoubledGradient.apply(t.ratio))
@@ -173,7 +174,7 @@ def test_one_wrong_entry_is_seen_along_a_random_direction() -> None:
         check_spec(PRESETS["ppo"].replace(trust=trust), BATCH, check_direction)
 
 
-@pytest.mark.parametrize("name", ["cispo", "gspo_token", "topr", "vespo"])
+@walked("name", ["cispo", "gspo_token", "topr", "vespo"])
 def test_stop_gradients_have_to_be_held(name: str) -> None:
     """Without freezing, these losses fail the check:
     what the freezing holds is exactly their stop-gradient.

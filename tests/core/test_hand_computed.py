@@ -10,6 +10,7 @@ from math import e, exp, inf, log
 import pytest
 import torch
 from calls import assert_loss, at_ratio, evaluate, weighted
+from walk import walked
 
 import policyloss as pl
 
@@ -123,7 +124,7 @@ TRUST = [
 ]
 
 
-@pytest.mark.parametrize(("trust", "ratio", "advantage", "loss", "grad"), TRUST, ids=str)
+@walked(("trust", "ratio", "advantage", "loss", "grad"), TRUST, ids=str)
 def test_trust(trust, ratio, advantage, loss, grad):
     assert_loss(at_ratio(token(trust), ratio, advantage), loss, grad)
 
@@ -174,7 +175,7 @@ BANDS = [
 ]
 
 
-@pytest.mark.parametrize(("trust", "p", "p0", "advantage", "loss", "grad"), BANDS, ids=str)
+@walked(("trust", "p", "p0", "advantage", "loss", "grad"), BANDS, ids=str)
 def test_probability_band(trust, p, p0, advantage, loss, grad):
     assert_loss(evaluate(token(trust), log(p), log(p0), advantage), loss, grad)
 
@@ -348,7 +349,7 @@ def aggregate_case(aggregate, **others):
     )
 
 
-@pytest.mark.parametrize(("aggregate", "loss", "first", "second"), AGGREGATES, ids=str)
+@walked(("aggregate", "loss", "first", "second"), AGGREGATES, ids=str)
 def test_aggregate(aggregate, loss, first, second):
     # The gradient of −A·r at r = 1 is −A, times the token's weight.
     grad = [[first, 2 * first, 3 * first], [10 * second, 0, 0], [0, 0, 0]]
@@ -429,7 +430,7 @@ def test_half_precision_is_upcast_before_the_subtraction():
     assert weight.item() == expected
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), inf, -inf, 1e30])
+@walked("garbage", [float("nan"), inf, -inf, 1e30])
 def test_masked_garbage_is_replaced(garbage):
     # The second token is masked; whatever stands there, the first token's −2·1 and slope −2 are all
     # there is, in the metrics too.

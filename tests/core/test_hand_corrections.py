@@ -10,6 +10,7 @@ from math import e, exp, inf, isnan, log
 import pytest
 import torch
 from calls import assert_loss, evaluate, rows, weighted
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat.openrlhf.counts import rejected_share
@@ -54,7 +55,7 @@ WEIGHTS = [
 ]
 
 
-@pytest.mark.parametrize(("part", "weights"), WEIGHTS, ids=str)
+@walked(("part", "weights"), WEIGHTS, ids=str)
 def test_weight(part, weights):
     w = rows(weights)
     assert_loss(weighted(corrected(part), [4, 0.5, 1]), w.mean().item(), w / 3)
@@ -145,7 +146,7 @@ ESTIMATES = [
 ]
 
 
-@pytest.mark.parametrize(("estimator", "reduce", "values"), ESTIMATES)
+@walked(("estimator", "reduce", "values"), ESTIMATES)
 def test_reject(estimator, reduce, values):
     """A bound a hair above a token's estimate keeps it, a hair below rejects it;
     likewise from below.
@@ -169,7 +170,7 @@ DIVERGENCES = [
 ]
 
 
-@pytest.mark.parametrize(("divergence", "level", "values"), DIVERGENCES)
+@walked(("divergence", "level", "values"), DIVERGENCES)
 def test_divergence_mask(divergence, level, values):
     """A bound a hair above a divergence keeps it, a hair below rejects it;
     what is kept has its weight, or 1.
@@ -337,7 +338,7 @@ REJECTED = [
 ]
 
 
-@pytest.mark.parametrize(("rejected", "aggregate", "loss", "grad"), REJECTED, ids=str)
+@walked(("rejected", "aggregate", "loss", "grad"), REJECTED, ids=str)
 def test_rejected(rejected, aggregate, loss, grad):
     spec = corrected(pl.Band(0.5, 3.0), rejected=rejected, aggregate=aggregate)
     assert_loss(weighted(spec, [[4, 1], [1, 2]]), loss, grad)
@@ -393,7 +394,7 @@ def penalty(kl, d, ratio=1.0):
     )
 
 
-@pytest.mark.parametrize(("estimator", "d", "value", "slope"), KLS)
+@walked(("estimator", "d", "value", "slope"), KLS)
 def test_kl_value_and_gradient(estimator, d, value, slope):
     # "value": its own slope. "k2": the slope of ½d², −d. "score": its own slope plus the value (∂
     # of v·exp(logp − sg logp)).
@@ -428,7 +429,7 @@ CLAMPED = [
 ]
 
 
-@pytest.mark.parametrize(("kl", "d", "value", "slope"), CLAMPED, ids=str)
+@walked(("kl", "d", "value", "slope"), CLAMPED, ids=str)
 def test_kl_clamps(kl, d, value, slope):
     assert_loss(penalty(kl, d), value, slope)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from formula_evaluator import Evaluator
 from trl_configs import grpo_config
+from walk import walked
 
 import policyloss as pl
 from cases import make_batch, run
@@ -36,7 +37,7 @@ def test_a_preset_has_no_length_of_a_run() -> None:
             assert pl.LossSpec(aggregate=part()).needs_horizon
 
 
-@pytest.mark.parametrize("part", UNSET, ids=lambda p: type(p).__name__)
+@walked("part", UNSET, ids=lambda p: type(p).__name__)
 def test_computing_without_a_horizon_says_how_to_set_it(part: Any) -> None:
     batch = make_batch()
     spec = pl.LossSpec(aggregate=part)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import (
@@ -69,7 +69,7 @@ def differ(a: pl.LossSpec, b: pl.LossSpec, batch: Batch) -> bool:
 NOT_MINUS_A = (pl.GeometricClip, pl.CovClip)
 
 
-@pytest.mark.parametrize("trust", [t for t in TRUSTS if not isinstance(t, NOT_MINUS_A)], ids=label)
+@walked("trust", [t for t in TRUSTS if not isinstance(t, NOT_MINUS_A)], ids=label)
 def test_gradient_at_ratio_one_is_minus_advantage(trust):
     batch = on_policy(BATCH)
     result = run(pl.LossSpec(trust=trust, aggregate=pl.TokenSum()), batch)
@@ -112,9 +112,7 @@ def test_gmpo_as_a_function_is_its_part():
     assert_same(logp.grad, part.dlogp)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(n for n, s in PRESETS.items() if not s.correction and s.kl is None)
-)
+@walked("name", sorted(n for n, s in PRESETS.items() if not s.correction and s.kl is None))
 def test_presets_at_ratio_one_agree_with_reinforce(name):
     """With one advantage per sequence, one token per row and every engine alike,
     each loss has REINFORCE's gradient.
@@ -128,9 +126,7 @@ def test_presets_at_ratio_one_agree_with_reinforce(name):
     assert_same(run(spec, batch).dlogp, run(same, batch).dlogp)
 
 
-@pytest.mark.parametrize(
-    "kind", [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio]
-)
+@walked("kind", [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio])
 def test_current_anchor_is_exactly_on_policy(kind):
     spec = pl.LossSpec(ratio=kind(anchor="current"), trust=RATIO)
     result = run(spec, BATCH)
@@ -161,13 +157,13 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("name", EDGES)
+@walked("name", EDGES)
 def test_edge(name):
     a, b = (pl.LossSpec(trust=trust) for trust in EDGES[name])
     same_loss(a, b, BATCH)
 
 
-@pytest.mark.parametrize("outside", ["clip", "zero", "zero_by_sign"])
+@walked("outside", ["clip", "zero", "zero_by_sign"])
 def test_unclipped_cispo_has_the_gradient_of_the_ratio(outside):
     # sg[r]·∇logp = ∇r, so without bounds CISPO and importance sampling move alike,
     # though their values differ.
@@ -183,7 +179,7 @@ def test_two_sided_below_the_clip_is_not_dual_clip():
     )
 
 
-@pytest.mark.parametrize("rho", [1.05, 2.0])
+@walked("rho", [1.05, 2.0])
 def test_aipo_is_the_ratio_held_from_above(rho):
     """−min(ρ, rho)·A for either sign, from Clip(∞, rho − 1, dual=rho)."""
     spec = pl.preset("aipo").replace(trust=pl.Clip(inf, rho - 1, dual=rho))
@@ -212,7 +208,7 @@ SEQUENCE_LEVEL = (
 )
 
 
-@pytest.mark.parametrize("kind", SEQUENCE_LEVEL, ids=label)
+@walked("kind", SEQUENCE_LEVEL, ids=label)
 def test_a_one_token_sequence_has_one_ratio(kind):
     clip = pl.Clip(0.2, 0.28)
     same_loss(pl.LossSpec(ratio=kind, trust=clip), pl.LossSpec(trust=clip), one_token(BATCH))
@@ -260,8 +256,8 @@ SILENT = [
 ]
 
 
-@pytest.mark.parametrize("rejected", ["keep", "renormalise", "drop_sequence"])
-@pytest.mark.parametrize("parts", SILENT, ids=label)
+@walked("rejected", ["keep", "renormalise", "drop_sequence"])
+@walked("parts", SILENT, ids=label)
 def test_weight_one_is_no_correction_bitwise(parts, rejected):
     batch = matched(BATCH)
     for base in (pl.preset("grpo"), pl.preset("gspo"), pl.preset("cispo")):
@@ -298,7 +294,7 @@ def test_self_normalised_weights_have_mean_one():
 # --- Aggregations that are one --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "gmpo"])
+@walked("name", ["grpo", "gspo", "gmpo"])
 def test_length_weighted_is_the_sequence_sum(name):
     spec = pl.preset(name)
     weighted, summed = (
@@ -376,7 +372,7 @@ def covariances(batch: Batch) -> torch.Tensor:
     return (batch.advantages - a.mean()) * (batch.logp - logp.mean())
 
 
-@pytest.mark.parametrize("fraction", [1e-6, 0.1, 0.5, 1.0])
+@walked("fraction", [1e-6, 0.1, 0.5, 1.0])
 def test_cov_kl_penalises_the_highest_covariances(fraction):
     spec = pl.LossSpec(trust=pl.CovKL(fraction, coef=1.0), aggregate=pl.TokenSum())
     extra = run(spec, BATCH).dlogp - run(spec.replace(trust=RATIO), BATCH).dlogp

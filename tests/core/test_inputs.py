@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import assert_same, make_batch
@@ -38,7 +39,7 @@ def gradient(spec: pl.LossSpec, arguments: dict[str, Any]) -> tuple[Tensor, Tens
     return loss.detach(), torch.autograd.grad(loss, logp)[0]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@walked("packed", [False, True], ids=["padded", "packed"])
 def test_a_part_reads_an_extra(packed: bool) -> None:
     batch, scaled, weight = BATCH, SCALED, WEIGHT
     if packed:
@@ -57,7 +58,7 @@ def test_an_extra_is_not_trained_and_garbage_where_masked_is_not_read() -> None:
     assert frozen is None
 
 
-@pytest.mark.parametrize("plan", ["one_pass", "recompute"])
+@walked("plan", ["one_pass", "recompute"])
 def test_the_windows_of_the_head_carry_extras(plan: str) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(*BATCH.mask.shape, 4, generator=generator, dtype=torch.float64)
@@ -127,7 +128,7 @@ def test_errors_name_the_extra_and_the_argument() -> None:
         )
 
 
-@pytest.mark.parametrize(
+@walked(
     "function",
     [
         pl.policy_loss,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import (
@@ -40,8 +41,8 @@ NAN, INF = float("nan"), float("inf")
 # All NaN, and a mixture that meets itself in every pairing (inf − inf, 1e30 − nan, …) because each
 # tensor starts elsewhere in it.
 GARBAGE = ((NAN,), (INF, -INF, 1e30, NAN, -1e30, INF))
-every_spec = pytest.mark.parametrize("name", SPECS)
-every_preset = pytest.mark.parametrize("name", PRESETS)
+every_spec = walked("name", SPECS)
+every_preset = walked("name", PRESETS)
 
 
 def poisoned(batch: Batch, garbage: tuple[float, ...]) -> Batch:
@@ -59,7 +60,7 @@ def of_batch(name: str) -> Result:
     return run(SPECS[name], BATCH)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("module", "parts"),
     [
         (ratio, RATIOS),
@@ -74,7 +75,7 @@ def test_the_lists_leave_no_part_out(module: Any, parts: tuple[Any, ...]) -> Non
     assert {type(p) for p in parts} == set(module.VARIANTS)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@walked("layout", ["padded", "packed"])
 @every_spec
 def test_masked_positions_change_nothing(name: str, layout: str) -> None:
     batch = BATCH if layout == "padded" else BATCH.packed()
@@ -142,7 +143,7 @@ def test_mask_may_be_bool_integer_or_float(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("nan")])
+@walked("value", [0.5, 2.0, -1.0, float("nan")])
 def test_a_mask_that_is_not_0_or_1_is_an_error(value: float) -> None:
     mask = BATCH.mask.to(torch.float32)
     mask[0, 0] = value
@@ -150,7 +151,7 @@ def test_a_mask_that_is_not_0_or_1_is_an_error(value: float) -> None:
         run(PRESETS["ppo"], dataclasses.replace(BATCH, mask=mask))
 
 
-@pytest.mark.parametrize(
+@walked(
     ("name", "dtype"),
     [(n, torch.bfloat16) for n in SPECS] + [(n, torch.float16) for n in PRESETS],
     ids=str,
@@ -204,10 +205,10 @@ def test_the_inputs_are_not_written_to(name: str) -> None:
             assert torch.equal(getattr(batch, tensor), getattr(before, tensor)), tensor
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("clip", [0.2, None])
-@pytest.mark.parametrize("kind", ["mse", "huber"])
-@pytest.mark.parametrize("aggregate", AGGREGATES, ids=lambda a: type(a).__name__)
+@walked("layout", ["padded", "packed"])
+@walked("clip", [0.2, None])
+@walked("kind", ["mse", "huber"])
+@walked("aggregate", AGGREGATES, ids=lambda a: type(a).__name__)
 def test_value_loss_ignores_masked_positions_layout_and_row_order(
     aggregate: Any, kind: Any, clip: Any, layout: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launches import Launches
+from walk import walked
 
 import policyloss as pl
 from cases import LOCAL, PRESETS, Batch, make_batch, step_totals
@@ -29,8 +30,8 @@ def call(spec: Any, metrics: Any, batch: Batch = BATCH, totals: Any = None) -> p
 CARRIED = ("entropy", "divergence")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PRESETS)
+@walked("layout", LAYOUTS)
+@walked("name", PRESETS)
 def test_a_level_is_a_choice_of_the_same_numbers(name: str, layout: str) -> None:
     spec, batch = PRESETS[name], LAYOUTS[layout]
     everything, basic, none = (call(spec, m, batch) for m in ("all", "basic", "none"))
@@ -52,7 +53,7 @@ def test_a_call_without_a_level_has_all_metrics() -> None:
     assert out.metrics["kl_old_k1"].item() == -0.25  # −((−1 + 1.5) + 0) / 2
 
 
-@pytest.mark.parametrize("wrong", ["some", None, True, ["all"], "All"])
+@walked("wrong", ["some", None, True, ["all"], "All"])
 def test_an_unknown_level_names_the_choices(wrong: Any) -> None:
     with pytest.raises(pl.InputError, match=r"metrics.*all.*basic.*none"):
         call("ppo_dual_clip", wrong)
@@ -83,7 +84,7 @@ def plain(metrics: str, mask: torch.Tensor, totals: Any = None) -> tuple[int, in
 MOST = {"all": (60, 7), "basic": (38, 7), "none": (26, 7)}
 
 
-@pytest.mark.parametrize("level", MOST)
+@walked("level", MOST)
 def test_an_eager_loss_launches_few_kernels(level: str) -> None:
     forward, backward = plain(level, BATCH.mask)
     assert forward <= MOST[level][0]

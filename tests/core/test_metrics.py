@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import Batch, assert_same, make_batch, run, step_totals
@@ -106,7 +107,7 @@ def naive(batch: Batch) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@walked("seed", range(4))
 def test_every_metric_is_its_formula(seed):
     batch = make_batch(seed=seed, rows=9, width=12)
     expected = naive(batch)
@@ -408,7 +409,7 @@ def test_a_batch_with_no_valid_token():
     assert_same(both.compute(), run(FULL, batch).metrics)
 
 
-@pytest.mark.parametrize("bad", [nan, inf, -inf])
+@walked("bad", [nan, inf, -inf])
 def test_nonfinite_tokens_are_counted(bad):
     batch = make_batch(seed=1)
     spec = pl.LossSpec(trust=pl.Unbounded("logp"))
@@ -476,7 +477,7 @@ def test_a_maximum_over_ranks_keeps_every_nan(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(got, torch.tensor([torch.nan, torch.nan, 3.0, 5.0]), equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@walked("kind", KINDS.values(), ids=KINDS)
 def test_the_record_of_nothing_changes_nothing(kind):
     """A rank without a metric takes part in the reduction of those that others have."""
     record = kind(*(torch.tensor(-1.5 - i) for i in range(len(fields(kind)))))

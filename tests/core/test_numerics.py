@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import (
@@ -35,9 +36,9 @@ from cases import (
 
 NAN = float("nan")
 SMALL = make_batch(seed=3, rows=3, width=4)
-every_spec = pytest.mark.parametrize("name", SPECS)
-every_preset = pytest.mark.parametrize("name", PRESETS)
-every_layout = pytest.mark.parametrize("layout", ["padded", "packed"])
+every_spec = walked("name", SPECS)
+every_preset = walked("name", PRESETS)
+every_layout = walked("layout", ["padded", "packed"])
 # In the other modes a rejected token leaves the batch ("as if the mask had been False"),
 # and its content with it.
 KEEPING = {
@@ -75,20 +76,20 @@ def hidden_nans(spec: pl.LossSpec, batch: Batch) -> list[str]:
     return hidden
 
 
-@pytest.mark.parametrize("name", {**KEEPING, **BY_TRUST})
+@walked("name", {**KEEPING, **BY_TRUST})
 def test_a_nan_at_a_valid_token_shows(name: str) -> None:
     assert not hidden_nans({**KEEPING, **BY_TRUST}[name], SMALL)
 
 
-@pytest.mark.parametrize(
+@walked(
     "name", ["gspo", "gspo_turn", "gmpo", "rloo_loss", "seq_mask_tis", "clip_cov", "kl_cov", "opsm"]
 )
 def test_a_nan_at_a_valid_token_shows_when_packed(name: str) -> None:
     assert not hidden_nans(PRESETS[name], SMALL.packed())
 
 
-@pytest.mark.parametrize("rejected", ["renormalise", "drop_sequence"])
-@pytest.mark.parametrize("name", [n for n in BY_CORRECTION if n.endswith(":keep")])
+@walked("rejected", ["renormalise", "drop_sequence"])
+@walked("name", [n for n in BY_CORRECTION if n.endswith(":keep")])
 def test_a_nan_the_verdict_depends_on_is_not_dropped(name: str, rejected: Any) -> None:
     """With everything else well inside the bounds, a NaN rollout_logp can be neither kept nor
     dropped, so it must show.
@@ -105,8 +106,8 @@ def test_a_nan_the_verdict_depends_on_is_not_dropped(name: str, rejected: Any) -
     assert not hidden
 
 
-@pytest.mark.parametrize("name", ["values", "returns", "old_values"])
-@pytest.mark.parametrize("kind", ["mse", "huber"])
+@walked("name", ["values", "returns", "old_values"])
+@walked("kind", ["mse", "huber"])
 def test_a_nan_at_a_valid_token_shows_in_the_value_loss(name: str, kind: Any) -> None:
     for place in SMALL.mask.nonzero().tolist():
         tensors = {
@@ -149,8 +150,8 @@ CLAMPED = {
 }
 
 
-@pytest.mark.parametrize("distance", [30.0, 1000.0])
-@pytest.mark.parametrize("name", CLAMPED)
+@walked("distance", [30.0, 1000.0])
+@walked("name", CLAMPED)
 def test_huge_log_ratios_have_finite_losses_and_gradients(name: str, distance: float) -> None:
     for dtype in (torch.float32, torch.float64):
         result = run(CLAMPED[name], far_off(distance, dtype))
@@ -159,10 +160,8 @@ def test_huge_log_ratios_have_finite_losses_and_gradients(name: str, distance: f
         assert result.metrics["nonfinite_tokens"] == 0
 
 
-@pytest.mark.parametrize("distance", [30.0, 1000.0])
-@pytest.mark.parametrize(
-    "ratio", [r for r in RATIOS if getattr(r, "anchor", "") != "current"], ids=label
-)
+@walked("distance", [30.0, 1000.0])
+@walked("ratio", [r for r in RATIOS if getattr(r, "anchor", "") != "current"], ids=label)
 def test_clamped_tokens_are_counted(ratio: Any, distance: float) -> None:
     """Row 0 has +d, +d, −d, −d (mean and sum 0), row 1 only −d:
     all 8 tokens leave a token ratio's band, 4 a sequence's.
@@ -174,9 +173,7 @@ def test_clamped_tokens_are_counted(ratio: Any, distance: float) -> None:
     assert run(spec, far_off(0.1, torch.float32)).metrics["clamped_tokens"] == 0
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, s in PRESETS.items() if getattr(s.ratio, "log_clamp", 1) is None]
-)
+@walked("name", [n for n, s in PRESETS.items() if getattr(s.ratio, "log_clamp", 1) is None])
 def test_without_a_clamp_an_overflow_is_loud_or_harmless(name: str) -> None:
     """Either the loss is not finite, or its gradient is finite:
     never a good-looking loss with a broken gradient.
@@ -235,8 +232,8 @@ def test_nothing_to_train_on_is_exactly_zero(name: str) -> None:
         assert metrics["tokens"] == metrics["nonfinite_tokens"] == metrics["loss"] == 0, kind
 
 
-@pytest.mark.parametrize("kind", nothing_to_train_on())
-@pytest.mark.parametrize("aggregate", AGGREGATES, ids=label)
+@walked("kind", nothing_to_train_on())
+@walked("aggregate", AGGREGATES, ids=label)
 def test_nothing_to_train_on_is_exactly_zero_for_the_value_loss(aggregate: Any, kind: str) -> None:
     batch = nothing_to_train_on()[kind]
     values = batch.logp.clone().requires_grad_()

@@ -9,6 +9,7 @@ from itertools import combinations
 from math import inf, log
 
 import pytest
+from walk import walked
 
 import policyloss as pl
 from policyloss.presets import PRESETS, Preset
@@ -69,7 +70,7 @@ def test_required_names():
         assert PRESETS[name].name == name
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
+@walked("preset", PRESETS.values(), ids=lambda p: p.name)
 def test_every_choice_has_a_source(preset: Preset):
     """A slot that is not the default, and a number that is not its part's default,
     needs an entry for it or for its slot.
@@ -89,7 +90,7 @@ def test_every_choice_has_a_source(preset: Preset):
         assert not unsourced, f"{preset.name} has no source for {unsourced}"
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
+@walked("preset", PRESETS.values(), ids=lambda p: p.name)
 def test_sources_name_what_exists(preset: Preset):
     for key, source in preset.sources.items():
         if key == "advantage":
@@ -145,7 +146,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_reads(name):
     assert pl.preset(name).reads == READS.get(name, ("old_logp",))
 
@@ -224,7 +225,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@walked("name", NUMBERS)
 def test_numbers(name):
     spec = pl.preset(name)
     assert {slot: getattr(spec, slot) for slot in NUMBERS[name]} == NUMBERS[name]

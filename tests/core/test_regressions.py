@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from policyloss import loss as loss_module
@@ -30,7 +31,7 @@ def test_self_normalise_after_renormalise_is_as_if_the_mask_had_been_false():
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@walked("estimator", ["k1", "k2", "k3"])
 def test_a_token_the_engine_calls_impossible_is_rejected_not_nan(estimator):
     """k3 of an infinite log-weight was inf − inf."""
     rollout = BATCH.rollout_logp.clone()
@@ -46,7 +47,7 @@ def test_a_token_the_engine_calls_impossible_is_rejected_not_nan(estimator):
     assert torch.equal(gradient, before)
 
 
-@pytest.mark.parametrize("log_clamp", [None, (None, None), (-20.0, None), 1000.0, math.inf])
+@walked("log_clamp", [None, (None, None), (-20.0, None), 1000.0, math.inf])
 def test_a_clipped_token_that_overflows_keeps_gradient_zero(log_clamp):
     """Only log_clamp=None was guarded against 0·inf."""
     logp = torch.tensor([[-1.0, -1.0]], requires_grad=True)
@@ -127,7 +128,7 @@ def test_a_custom_penalty_is_not_multiplied_by_an_attribute():
     assert torch.equal(BATCH.loss(pl.LossSpec(kl=Half()))[0], BATCH.loss(pl.LossSpec(kl=plain))[0])
 
 
-@pytest.mark.parametrize(
+@walked(
     "aggregate", [pl.TokenMean(), pl.SeqMeanTokenMean()], ids=["shared weight", "weight per token"]
 )
 def test_compiled_half_precision_is_rounded_after_the_backward_scales_it(aggregate):

@@ -11,6 +11,7 @@ from math import inf, nan
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, TRUSTS, label
@@ -36,7 +37,7 @@ SPECS = {
 # --- A value --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SPECS)
+@walked("name", SPECS)
 def test_round_trip_through_json(name):
     spec = SPECS[name]
     text = json.dumps(spec.to_dict(), allow_nan=False)  # allow_nan=False: real JSON, no Infinity
@@ -133,9 +134,7 @@ READS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("spec", "reads"), READS, ids=lambda x: "+".join(x) if isinstance(x, tuple) else ""
-)
+@walked(("spec", "reads"), READS, ids=lambda x: "+".join(x) if isinstance(x, tuple) else "")
 def test_reads(spec, reads):
     assert spec.reads == reads
 
@@ -422,7 +421,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@walked("name", REFUSED)
 def test_refused(name):
     make, words = REFUSED[name]
     with pytest.raises(pl.SpecError) as error:
@@ -443,7 +442,7 @@ FIELDS = {
 LEGAL = {("Divergence.weight", "nonsense"), ("Divergence.tail", True)}
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@walked("name", FIELDS)
 def test_every_field_of_every_part_is_checked(name):
     """No number is NaN and no word is nonsense: a field without a check would take them."""
     part, field = FIELDS[name]
@@ -484,7 +483,7 @@ CALLABLES = {
 }
 
 
-@pytest.mark.parametrize("slot", CALLABLES)
+@walked("slot", CALLABLES)
 def test_a_callable_fills_a_slot_but_is_no_data(slot):
     part, loss = CALLABLES[slot]
     spec = pl.LossSpec(trust=pl.Unbounded("ratio")).replace(**{slot: part})

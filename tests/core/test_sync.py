@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from walk import walked
 
 import policyloss as pl
 from cases import AGGREGATES, BY_CORRECTION, PRESETS, Batch, label, make_batch, step_totals
@@ -123,11 +124,11 @@ SPECS = {
     **PRESETS,
     **{name: spec for name, spec in BY_CORRECTION.items() if name.endswith(":renormalise")},
 }
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = walked("layout", LAYOUTS)
 
 
 @every_layout
-@pytest.mark.parametrize("name", SPECS)
+@walked("name", SPECS)
 def test_policy_loss_never_waits(name: str, layout: str) -> None:
     batch = LAYOUTS[layout]
     assert waits_of(policy_call(SPECS[name], batch)) == []
@@ -135,13 +136,13 @@ def test_policy_loss_never_waits(name: str, layout: str) -> None:
 
 
 @every_layout
-@pytest.mark.parametrize("name", PRESETS)
+@walked("name", PRESETS)
 def test_policy_loss_needs_no_data_on_the_host(name: str, layout: str) -> None:
     assert waits_of(policy_call(PRESETS[name], on_meta(LAYOUTS[layout]))) == []
 
 
 @every_layout
-@pytest.mark.parametrize("aggregate", AGGREGATES, ids=label)
+@walked("aggregate", AGGREGATES, ids=label)
 def test_no_aggregation_waits(aggregate: Any, layout: str) -> None:
     spec = pl.LossSpec(aggregate=aggregate)
     for batch in (LAYOUTS[layout], on_meta(LAYOUTS[layout])):
@@ -150,14 +151,14 @@ def test_no_aggregation_waits(aggregate: Any, layout: str) -> None:
 
 
 @every_layout
-@pytest.mark.parametrize("kind", ["mse", "huber"])
-@pytest.mark.parametrize("clip", [0.2, None])
+@walked("kind", ["mse", "huber"])
+@walked("clip", [0.2, None])
 def test_value_loss_never_waits(clip: float | None, kind: Any, layout: str) -> None:
     for batch in (LAYOUTS[layout], on_meta(LAYOUTS[layout])):
         assert waits_of(value_call(batch, clip=clip, kind=kind)) == []
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "tis", "clip_cov"])
+@walked("name", ["ppo", "grpo", "tis", "clip_cov"])
 def test_metrics_are_read_back_once(name: str) -> None:
     """`compute()` brings every metric to the host in one transfer,
     however many micro-batches were merged.
@@ -186,19 +187,18 @@ class ReadBacks:
         return counted
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_only_read_back_is_the_one_in_compute(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@walked("name", PRESETS)
+def test_the_only_read_back_is_the_one_in_compute(name: str) -> None:
     call = policy_call(PRESETS[name], PADDED)
-    reads = ReadBacks(monkeypatch)
-    metrics = call()
-    assert reads.count == 0
-    metrics.compute()
-    assert reads.count == 1
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        reads = ReadBacks(monkeypatch)
+        metrics = call()
+        assert reads.count == 0
+        metrics.compute()
+        assert reads.count == 1
 
 
-@pytest.mark.parametrize(
+@walked(
     "bad",
     [
         lambda x: x.sum().item(),

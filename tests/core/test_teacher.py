@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import assert_same, make_batch, run
@@ -71,7 +72,7 @@ def test_gradient_of_a_weighted_live_student() -> None:
     assert_same(run(spec, SILENT, teacher_logp=TEACHER).dlogp, expected, what="gradient")
 
 
-@pytest.mark.parametrize("ratio", [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct])
+@walked("ratio", [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct])
 def test_the_ratio_may_be_to_the_teacher(ratio: Any) -> None:
     """On tokens that the teacher wrote, the teacher is the policy that sampled."""
     spec = pl.LossSpec(ratio(anchor="teacher"), pl.Unbounded("ratio"))
@@ -102,7 +103,7 @@ def test_a_teachers_kl_is_the_kl_to_any_anchor() -> None:
             assert_same(actual.dlogp, expected.dlogp, 0, what=f"gradient of {estimator}, {grad}")
 
 
-@pytest.mark.parametrize("part", [{"weight_max": 2.0}, {"weight": "ratio", "weight_max": 2.0}])
+@walked("part", [{"weight_max": 2.0}, {"weight": "ratio", "weight_max": 2.0}])
 def test_a_bound_belongs_to_a_detached_weight(part: dict[str, Any]) -> None:
     with pytest.raises(pl.SpecError, match=r"weight_max.*weight='detached_ratio'"):
         pl.KL("k1", 1.0, **part)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import assert_same, make_batch, run
@@ -109,7 +110,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@walked("name", BAD)
 def test_refused(name):
     make, words = BAD[name]
     with pytest.raises(pl.InputError) as error:
@@ -160,7 +161,7 @@ GLOBAL = (
 )
 
 
-@pytest.mark.parametrize("aggregate", GLOBAL, ids=str)
+@walked("aggregate", GLOBAL, ids=str)
 def test_averaging_ranks_give_the_gradient_of_the_batch(aggregate):
     """Two ranks with uneven shares, dp_size=2: the mean of their gradients is the gradient
     of the whole batch.

@@ -10,6 +10,7 @@ from math import inf, isnan, nan
 import numpy as np
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import assert_same
@@ -54,7 +55,7 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize(("v", "r", "old", "loss", "grad", "binds"), BY_HAND)
+@walked(("v", "r", "old", "loss", "grad", "binds"), BY_HAND)
 def test_clipped_by_hand(v, r, old, loss, grad, binds):
     got, slope, metrics = loss_and_grad(row(v), row(r), row(old))
     assert got == pytest.approx(loss, rel=1e-12)
@@ -119,7 +120,7 @@ VALUES = torch.tensor([[1, 2, 3], [4, 99, 99]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
 
 
-@pytest.mark.parametrize(("aggregate", "loss"), AGGREGATES, ids=str)
+@walked(("aggregate", "loss"), AGGREGATES, ids=str)
 def test_aggregates(aggregate, loss):
     ids = torch.tensor([3, 3])
     got, grad, metrics = loss_and_grad(
@@ -171,7 +172,7 @@ def test_metrics_against_numpy():
     assert_same(metrics, {name: float(x) for name, x in expected.items()})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@walked("dtype", [torch.float32, torch.float64])
 def test_what_did_not_move_is_not_clipped(dtype):
     """Nothing moves by 10, so nothing is clipped: not by a rounding error either."""
     g = torch.Generator().manual_seed(0)
@@ -208,7 +209,7 @@ def test_metrics_merge_to_the_whole():
     assert_same(sum(p.loss for p in pieces), whole.loss)
 
 
-@pytest.mark.parametrize(
+@walked(
     "aggregate",
     [pl.TokenMean(), pl.SeqMeanTokenMean(), pl.SeqMeanTokenSum(), pl.PromptMean()],
     ids=str,
@@ -229,7 +230,7 @@ def test_packed_is_padded(aggregate):
     assert_same(packed[2], metrics)
 
 
-@pytest.mark.parametrize("garbage", [nan, inf, -inf, 1e300])
+@walked("garbage", [nan, inf, -inf, 1e300])
 def test_masked_garbage_changes_nothing(garbage):
     values, returns, old, mask = batch(seed=5)
     expected = loss_and_grad(values, returns, old, mask)
@@ -313,7 +314,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@walked("name", REFUSED)
 def test_refused(name):
     make, words = REFUSED[name]
     with pytest.raises(pl.PolicyLossError) as error:
