@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
+from walk import walked
 
 import policyloss as pl
 from policyloss import advantage as adv
@@ -77,7 +78,7 @@ def random_batch(seed, n=40, groups=9):
 # group_advantages
 
 
-@pytest.mark.parametrize(
+@walked(
     ("center", "scale", "expected"),
     [
         # Group {1, 2, 6}: mean 3, deviations −2, −1, 3, sample variance (4 + 1 + 9)/2 = 7. Group
@@ -104,9 +105,9 @@ def test_by_hand(center, scale, expected):
     close(group_advantages(REWARDS, IDS, center=center, scale=scale, eps=0.0), expected)
 
 
-@pytest.mark.parametrize("center", ["mean", "loo", None])
-@pytest.mark.parametrize("scale", ["std", "loo_std", "batch_std", "mean", None])
-@pytest.mark.parametrize("ddof", [0, 1])
+@walked("center", ["mean", "loo", None])
+@walked("scale", ["std", "loo_std", "batch_std", "mean", None])
+@walked("ddof", [0, 1])
 def test_equals_the_definition(center, scale, ddof):
     for seed in range(3):
         rewards, ids = random_batch(seed)
@@ -126,9 +127,9 @@ def test_population_deviation_and_eps():
     )
 
 
-@pytest.mark.parametrize(("center", "scale"), CENTERED)
-@pytest.mark.parametrize("value", [0.1, 1 / 3, -0.7, 1e8 + 0.1, 1e-30, 0.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@walked(("center", "scale"), CENTERED)
+@walked("value", [0.1, 1 / 3, -0.7, 1e8 + 0.1, 1e-30, 0.0])
+@walked("dtype", [torch.float32, torch.float64])
 def test_a_constant_group_gives_exactly_zero(center, scale, value, dtype):
     sizes = [2, 3, 5, 6, 7, 10, 17]
     ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
@@ -136,8 +137,8 @@ def test_a_constant_group_gives_exactly_zero(center, scale, value, dtype):
     assert (group_advantages(rewards, ids, center=center, scale=scale, eps=0.0) == 0).all()
 
 
-@pytest.mark.parametrize("scale", ["std", "loo_std", "batch_std"])
-@pytest.mark.parametrize("n", [3, 6, 7, 10, 11])
+@walked("scale", ["std", "loo_std", "batch_std"])
+@walked("n", [3, 6, 7, 10, 11])
 def test_a_spread_of_zero_divides_nothing(scale, n):
     # In float64 the mean of n times 0.1 is not always 0.1;
     # with eps = 0 any residue would make the result enormous.
@@ -147,15 +148,15 @@ def test_a_spread_of_zero_divides_nothing(scale, n):
     )
 
 
-@pytest.mark.parametrize("common", [0.1, 0.35, 0.7, 1 / 3])
-@pytest.mark.parametrize("winner", [0.2, 1.0, -3.3])
+@walked("common", [0.1, 0.35, 0.7, 1 / 3])
+@walked("winner", [0.2, 1.0, -3.3])
 def test_others_that_are_equal_divide_nothing(common, winner):
     for n in range(3, 12):
         rewards = torch.tensor([common] * n + [winner], dtype=torch.float64)
         close(adv.grpo_loo(rewards, torch.zeros(n + 1).long(), eps=0.0)[-1], winner - common)
 
 
-@pytest.mark.parametrize("common", [0.35, 0.4, 0.3, 1 / 3])
+@walked("common", [0.35, 0.4, 0.3, 1 / 3])
 def test_one_winner_among_equals_is_not_blown_up(common):
     # The seven others are equal, so their spread is 0 and the winner keeps r − mean of the others;
     # in float32 the residue of E[x²] − E[x]² is about 1e-4, which made this 4000.
@@ -167,7 +168,7 @@ def test_one_winner_among_equals_is_not_blown_up(common):
     close(out[:-1], [-1 / 7**0.5] * 7, atol=1e-5)
 
 
-@pytest.mark.parametrize(("center", "scale"), CENTERED)
+@walked(("center", "scale"), CENTERED)
 def test_a_group_of_one_gives_zero_or_the_raw_reward(center, scale):
     rewards, ids = torch.tensor([0.7, 1.0, 2.0], dtype=torch.float64), torch.tensor([4, 9, 9])
     assert group_advantages(rewards, ids, center=center, scale=scale)[0] == 0
@@ -197,7 +198,7 @@ def test_group_names_do_not_matter():
     )
 
 
-@pytest.mark.parametrize(
+@walked(
     ("name", "extra"),
     [(n, {}) for n in ("grpo", "dr_grpo", "rloo", "grpo_loo", "maxrl", "passk_max_gap")]
     + [("passk_combinatorial", {"k": 2})],
@@ -214,7 +215,7 @@ def test_a_nan_reward_shows_in_its_group_only(name, extra):
         assert out[7].isnan()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+@walked("dtype", [torch.bfloat16, torch.int64, torch.bool])
 def test_other_reward_types_are_computed_in_float32(dtype):
     rewards = torch.tensor([0, 1, 1, 0]).to(dtype)
     out = adv.grpo(rewards, torch.zeros(4, dtype=torch.int64))
@@ -463,8 +464,8 @@ def brute_force_passk(rewards, k):
     ]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("kind", ["binary", "ties", "real"])
+@walked("k", [1, 2, 3, 4, 7])
+@walked("kind", ["binary", "ties", "real"])
 def test_passk_combinatorial_equals_brute_force(k, kind):
     g = torch.Generator().manual_seed(k)
     ids = torch.repeat_interleave(torch.tensor([-5, 100, 3, 42, 8]), torch.tensor([1, 3, 6, 8, 9]))
@@ -481,9 +482,7 @@ def test_passk_combinatorial_of_one_is_grpo():
     close(adv.passk_combinatorial(rewards, ids, 1), adv.grpo(rewards, ids, eps=0.0, ddof=0))
 
 
-@pytest.mark.parametrize(
-    ("n", "wrong", "k"), [(64, 60, 8), (128, 100, 16), (256, 255, 4), (16, 3, 4)]
-)
+@walked(("n", "wrong", "k"), [(64, 60, 8), (128, 100, 16), (256, 255, 4), (16, 3, 4)])
 def test_passk_combinatorial_equals_the_formula_of_the_paper(n, wrong, k):
     rewards = (torch.arange(n) >= wrong).double()
     out = adv.passk_combinatorial(rewards, torch.zeros(n).long(), k)
@@ -504,7 +503,7 @@ def test_passk_combinatorial_without_scale_and_with_shift():
     close(adv.passk_combinatorial(rewards + 100, ids, 2, scale=None), [-1 / 6, 0.5, -1 / 6, -1 / 6])
 
 
-@pytest.mark.parametrize(
+@walked(
     "name",
     sorted(
         set(adv.ESTIMATORS) - {"gae", "iw_opd", "opd", "optimal_token_baseline", "reinforce_pp"}
@@ -541,7 +540,7 @@ def test_an_unknown_estimator_names_the_closest():
     assert adv.estimator("rloo") is adv.rloo
 
 
-@pytest.mark.parametrize(
+@walked(
     ("change", "message"),
     [
         ({"rewards": torch.zeros(2, 3)}, r"a tensor \[S\]"),
@@ -564,7 +563,7 @@ def test_bad_input_is_named(change, message):
         group_advantages(**call)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("call", "message"),
     [
         (lambda r, i: adv.passk_combinatorial(r, i, 0), "k must be an integer >= 1"),

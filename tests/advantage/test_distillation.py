@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import assert_same, make_batch
@@ -71,7 +72,7 @@ def test_centered_kl_by_hand() -> None:
     assert abs(float(advantage.centered_kl(old, ref, mask, 2.0).sum())) < 1e-15
 
 
-@pytest.mark.parametrize(
+@walked(
     ("estimator", "penalties"),
     [
         ("k1", (0.5, -0.5)),
@@ -112,7 +113,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@walked("name", CALLS)
 def test_packed_equals_padded_and_padding_is_ignored(name: str) -> None:
     padded = CALLS[name](BATCH)
     assert padded.abs().max() > 0.1
@@ -156,7 +157,7 @@ def test_the_gradient_lowers_the_kl_to_the_teacher() -> None:
     assert_same(actual, expected, 1e-14)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("call", "words"),
     [
         (lambda x: advantage.opd(x, x[:1]), ["teacher_logp has shape (2, 4)", "(1, 4)"]),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss import advantage
@@ -42,8 +42,8 @@ def scans(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", scans(torch.float32))
+@walked("dtype", DTYPES, ids=str)
+@walked("name", scans(torch.float32))
 def test_a_scan_has_the_same_bits_in_every_layout(name, dtype):
     """Packed, in another order, with more padding, padded on the left, and alone."""
     scan = scans(dtype)[name]
@@ -76,8 +76,8 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-12], ids=str)
-@pytest.mark.parametrize("name", ESTIMATORS)
+@walked("size", [1.0, 1e-12], ids=str)
+@walked("name", ESTIMATORS)
 def test_statistics_of_a_batch_do_not_depend_on_its_order(name, size):
     """In float64, where a plain sum shows its order; small numbers keep their digits."""
     rewards = noise(S, T, dtype=torch.float64) * size

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from walk import walked
 
 import policyloss as pl
 from policyloss.advantage import discounted_returns, gae
@@ -129,8 +130,8 @@ def test_discounted_returns_by_hand():
     assert discounted_returns(rewards, mask, 0.5).tolist() == [[3.0, 0.0, 4.0, 4.0]]
 
 
-@pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
-@pytest.mark.parametrize("seed", range(4))
+@walked(("gamma", "lam"), DISCOUNTS)
+@walked("seed", range(4))
 def test_gae_equals_the_loop(gamma, lam, seed):
     b = batch(seed)
     for last in (None, b.last):
@@ -140,7 +141,7 @@ def test_gae_equals_the_loop(gamma, lam, seed):
         torch.testing.assert_close(out.returns, returns, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 1000])
+@walked("length", [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 1000])
 def test_scan_equals_the_loop_at_every_length(length):
     g = torch.Generator().manual_seed(length)
     x, c = (
@@ -163,7 +164,7 @@ def test_scan_of_nothing_is_nothing():
     assert linear_recurrence_reverse(torch.zeros(2, 0), torch.zeros(2, 0)).shape == (2, 0)
 
 
-@pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
+@walked(("gamma", "lam"), DISCOUNTS)
 def test_packed_equals_padded(gamma, lam):
     b = batch(11)
     # The pack holds the row up to its last valid token or beyond;
@@ -184,7 +185,7 @@ def test_packed_equals_padded(gamma, lam):
     )
 
 
-@pytest.mark.parametrize("shape", ["[S]", "[S, 1]"])
+@walked("shape", ["[S]", "[S, 1]"])
 def test_a_reward_per_sequence_sits_on_the_last_valid_token(shape):
     b = batch(3)
     lengths = [29, 0, 8, 29, 29, 29, 29]
@@ -203,7 +204,7 @@ def test_a_reward_per_sequence_sits_on_the_last_valid_token(shape):
     )
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e300])
+@walked("garbage", [float("nan"), float("inf"), -float("inf"), 1e300])
 def test_masked_positions_may_hold_anything(garbage):
     b = batch(5)
     clean = gae(b.rewards, b.values, b.mask, 0.99, 0.95)
@@ -217,9 +218,9 @@ def test_masked_positions_may_hold_anything(garbage):
     )
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["rewards", "values", "last"])
-@pytest.mark.parametrize("packed", [False, True])
+@walked("bad", [float("nan"), float("inf")])
+@walked("where", ["rewards", "values", "last"])
+@walked("packed", [False, True])
 def test_a_bad_number_at_a_valid_token_shows_in_its_sequence_only(bad, where, packed):
     b = batch(6)
     kwargs = {"cu_seqlens": torch.arange(8) * 29} if packed else {}
@@ -269,7 +270,7 @@ def test_with_lambda_zero_it_is_the_one_step_error():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@walked("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(dtype):
     b = batch(2)
     rewards, values = b.rewards.to(dtype), b.values.to(dtype)
@@ -305,7 +306,7 @@ def test_results_carry_no_gradient_and_inputs_are_untouched():
     assert torch.equal(rewards, b.rewards)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+@walked("shape", [(0, 5), (3, 0), (0, 0)])
 def test_empty_batches(shape):
     empty = torch.zeros(shape)
     assert gae(empty, empty, empty.bool()).advantages.shape == shape
@@ -358,7 +359,7 @@ def test_same_bits_every_time():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("change", "message"),
     [
         ({"rewards": torch.zeros(3, 4)}, "one per sequence"),

@@ -15,6 +15,7 @@ import torch
 from interpreted import DEVICE
 from test_gae import batch, pack
 from torch import Tensor
+from walk import walked
 
 from policyloss.advantage import returns
 from policyloss.functional.gae_kernel import gae
@@ -64,8 +65,8 @@ def test_by_hand() -> None:
     assert g.tolist() == [pytest.approx([3.835, 0.0, 4.8], abs=1e-14)]
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7)])
-@pytest.mark.parametrize("with_last", [False, True])
+@walked(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7)])
+@walked("with_last", [False, True])
 def test_padded_rows(gamma: float, lam: float, with_last: bool) -> None:
     b = batch(3, rows=4)
     assert_same(
@@ -73,15 +74,15 @@ def test_padded_rows(gamma: float, lam: float, with_last: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@walked("seed", range(2))
 def test_one_reward_per_sequence_goes_to_the_last_valid_token(seed: int) -> None:
     b = batch(seed, rows=5)
     for rewards in (b.per_sequence, b.per_sequence[:, None]):
         assert_same(both(rewards, b.values, b.mask, last_values=b.last if seed else None))
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-@pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
+@walked("per_token", [True, False])
+@walked("offsets", [torch.int32, torch.int64])
 def test_packs_with_empty_sequences(per_token: bool, offsets: torch.dtype) -> None:
     b = batch(5)
     lengths = torch.tensor([0, 29, 1, 8, 0, 17, 0])
@@ -99,7 +100,7 @@ def test_packs_with_empty_sequences(per_token: bool, offsets: torch.dtype) -> No
     )
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17])
+@walked("length", [1, 7, 8, 9, 16, 17])
 def test_lengths_around_the_block(length: int) -> None:
     b = batch(length, rows=3)
     assert_same(
@@ -109,23 +110,19 @@ def test_lengths_around_the_block(length: int) -> None:
     )
 
 
-@pytest.mark.parametrize("block", [4, 32, 256])
+@walked("block", [4, 32, 256])
 def test_the_block_does_not_change_the_result(block: int) -> None:
     b = batch(8, rows=3)
     assert_same(both(b.rewards, b.values, b.mask, block=block))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16]
-)
+@walked("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16])
 def test_masks_of_every_type(dtype: torch.dtype) -> None:
     b = batch(4, rows=3)
     assert_same(both(b.rewards, b.values, b.mask.to(dtype)))
 
 
-@pytest.mark.parametrize(
-    ("rewards", "values"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)]
-)
+@walked(("rewards", "values"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
 def test_half_precision_is_computed_in_float32(rewards: torch.dtype, values: torch.dtype) -> None:
     b = batch(6, rows=3)
     # Sums of up to 29 numbers of size 1: a few roundings of 1e-6.
@@ -198,7 +195,7 @@ def test_inputs_that_are_not_contiguous() -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (4, 0)])
+@walked("shape", [(0, 5), (4, 0)])
 def test_nothing_gives_nothing(shape: tuple[int, int]) -> None:
     x = torch.zeros(shape, device=DEVICE)
     a, g = gae(x, x, x.bool(), 0.9, 0.9, None, None, torch.float32)
@@ -212,7 +209,7 @@ def test_the_same_input_gives_the_same_bits() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the default blocks at real lengths")
-@pytest.mark.parametrize("length", [500, 8192, 20000])
+@walked("length", [500, 8192, 20000])
 def test_long_sequences_with_the_default_block(length: int) -> None:
     b = batch(15, rows=5, length=length)
     assert_same(

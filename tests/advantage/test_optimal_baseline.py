@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from walk import walked
 
 from policyloss import advantage as adv
 from policyloss.advantage import optimal_token_baseline
@@ -100,9 +101,9 @@ def test_a_correction_weight_enters_squared():
     close(baseline(weights=weights), [[1.6, 1.875, 4], [-0.4, -1.125, 0]])
 
 
-@pytest.mark.parametrize("bridge", [True, False])
-@pytest.mark.parametrize("zero_tail", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@walked("bridge", [True, False])
+@walked("zero_tail", [True, False])
+@walked("seed", range(3))
 def test_equals_the_definition(bridge, zero_tail, seed):
     b = batch(seed)
     options = {"zero_tail": zero_tail, "bridge": bridge, "eps": 0.1}
@@ -222,7 +223,7 @@ def test_it_is_among_the_estimators():
     assert optimal_token_baseline(none, torch.zeros(0).long(), none, none, none).shape == (0, 3)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("change", "message"),
     [
         ({"mask": torch.ones(6)}, r"padded tokens \[B, T\]"),

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import make_batch
@@ -178,7 +179,7 @@ def arithmetic_in(source: str) -> list[str]:
     return places
 
 
-@pytest.mark.parametrize("path", ADAPTERS, ids=[str(p.relative_to(COMPAT)) for p in ADAPTERS])
+@walked("path", ADAPTERS, ids=[str(p.relative_to(COMPAT)) for p in ADAPTERS])
 def test_an_adapter_does_no_arithmetic_but_on_counts(path: Path) -> None:
     assert arithmetic_in(path.read_text()) == []
 
@@ -190,7 +191,7 @@ def test_the_modules_of_bookkeeping_exist_and_each_computes() -> None:
         )
 
 
-@pytest.mark.parametrize("name", BOOKKEEPING)
+@walked("name", BOOKKEEPING)
 def test_bookkeeping_calls_no_loss(name: str) -> None:
     """It cannot wrap one in arithmetic of its own: losses are called by adapters, which do none."""
     names = {
@@ -201,7 +202,7 @@ def test_bookkeeping_calls_no_loss(name: str) -> None:
     assert not names & {"policy_loss", "value_loss", "aggregate_tokens"}
 
 
-@pytest.mark.parametrize(
+@walked(
     "line",
     [
         "loss = a * b",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from calls import rows
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat import colossalai
@@ -28,7 +29,7 @@ CLASSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("i", range(len(CASES)))
+@walked("i", range(len(CASES)))
 def test_recorded_case(i: int):
     case = CASES[i]
     leaf = "values" if "values" in case["inputs"] else "log_probs"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import built, gradients, most_rows, own_logits, small_config, token_ids
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat import verl
@@ -161,7 +162,7 @@ def test_trl_s_distillation_trainer_is_given_the_head(
     assert module._chunked_divergence_loss() is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@walked("dtype", [torch.float32, torch.bfloat16])
 def test_verl_s_heads_by_hand(dtype: torch.dtype) -> None:
     """One hidden number and two words: logits x·(1, −1)/T, so logp of word 0 is log σ(2x/T)."""
     hidden = torch.tensor([[[0.5], [-1.0]]], dtype=dtype, requires_grad=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from calls import rows
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat import openrlhf
@@ -166,9 +167,7 @@ CORRECTIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "older", "weights", "filtered"), CORRECTIONS, ids=lambda x: str(x)
-)
+@walked(("words", "older", "weights", "filtered"), CORRECTIONS, ids=lambda x: str(x))
 def test_corrections(words, older, weights, filtered):
     want = sum(w * s for w, s in zip(weights, SURROGATE, strict=True)) / 3
     vllm_kl = -log(4) / 3
@@ -272,7 +271,7 @@ def test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted():
 # --- Nothing valid, no mask, wrong arguments ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@walked(
     "words",
     [
         {},
@@ -345,9 +344,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), WRONG, ids=lambda x: "-".join(x) if isinstance(x, dict) else ""
-)
+@walked(("words", "said"), WRONG, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
 def test_wrong_arguments_are_named(words, said):
     with pytest.raises(pl.SpecError) as error:
         openrlhf.PolicyLoss(**words)

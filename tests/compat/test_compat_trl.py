@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from trl_configs import config, grpo_config
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat.trl import (
@@ -61,7 +62,7 @@ def test_every_loss_type_of_the_release_is_here() -> None:
     assert set(MEANS) == set(LOSS_TYPES)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@walked("loss_type", LOSS_TYPES)
 def test_a_loss_type_with_default_options(loss_type: str) -> None:
     assert spec_from_config(config(loss_type=loss_type)) == MEANS[loss_type]
 
@@ -127,7 +128,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "slots"), OPTIONS, ids=[" ".join(o) for o, _ in OPTIONS])
+@walked(("options", "slots"), OPTIONS, ids=[" ".join(o) for o, _ in OPTIONS])
 def test_an_option_fills_its_slot_and_no_other(
     options: dict[str, Any], slots: dict[str, Any]
 ) -> None:
@@ -143,7 +144,7 @@ def test_vespo_takes_vllm_weights_into_its_product() -> None:
     assert made.reads == ("old_logp", "rollout_logp")
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@walked("level", ["token", "sequence"])
 def test_vespos_level_acts_on_the_kl_alone(level: str) -> None:
     made = spec_from_config(config(loss_type="vespo", beta=0.1, importance_sampling_level=level))
     assert made == MEANS["vespo"].replace(kl=WrittenKL("k3", 0.1, clamp=None, ratio_level=level))
@@ -222,7 +223,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[said for _, said in REFUSED])
+@walked(("options", "said"), REFUSED, ids=[said for _, said in REFUSED])
 def test_what_cannot_be_said_is_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(pl.SpecError) as error:
         spec_from_config(config(**options))
@@ -560,7 +561,7 @@ SILENT: list[tuple[dict[str, Any], pl.LossSpec, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "spec", "said"), SILENT, ids=[said for *_, said in SILENT])
+@walked(("options", "spec", "said"), SILENT, ids=[said for *_, said in SILENT])
 def test_no_option_falls_silent(options: dict[str, Any], spec: pl.LossSpec, said: str) -> None:
     with pytest.raises(pl.SpecError) as error:
         checked_loss(spec, grpo_config(**options))
@@ -610,7 +611,7 @@ def test_a_config_is_explained_here_and_not_by_the_core() -> None:
         pl.explain(made)
 
 
-@pytest.mark.parametrize("name", ["tis", "importance_sampling", "decoupled_ppo"])
+@walked("name", ["tis", "importance_sampling", "decoupled_ppo"])
 def test_a_loss_on_the_engines_log_probabilities_needs_vllm(name: str) -> None:
     with pytest.raises(pl.SpecError, match=r"rollout_logp.*use_vllm=True"):
         checked_loss(name, grpo_config())

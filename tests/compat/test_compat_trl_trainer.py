@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_compat_trl import grpo_config
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat import trl as compat
@@ -125,7 +126,7 @@ def test_the_config_s_loss_with_our_gradient() -> None:
 
 # Whose advantages TRL does not make.
 @pytest.mark.filterwarnings("ignore:policy_loss, the preset 'gpg'")
-@pytest.mark.parametrize("given", [False, True])
+@walked("given", [False, True])
 def test_an_entropy_bonus_stays_trl_s(given: bool) -> None:
     """Whether the loss is the config's or given, the total is the policy loss minus the bonus,
     each with its own gradient.

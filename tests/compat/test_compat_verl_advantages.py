@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from walk import walked
 
 from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS, group_numbers
 from policyloss.errors import InputError, SpecError
@@ -191,7 +192,7 @@ def test_gpg():
 CENTERED = [-1, 5, 1, -2, -1, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+@walked("dtype", [torch.float64, torch.int64, torch.bool])
 def test_reinforce_plus_plus_baseline_is_whitened_over_nine_tokens(dtype):
     pair = call("reinforce_plus_plus_baseline", mask=MASK.to(dtype), index=INDEX)
     # A float64 mask has n + 1e-8 in its means; an integer one is counted in float32,
@@ -317,10 +318,8 @@ def test_gae():
     close(advantages, [[half * s, (5.575 - mean) * s, -half * s]])
 
 
-@pytest.mark.parametrize(
-    "name", ["gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-)
-@pytest.mark.parametrize("count", [0, 1])
+@walked("name", ["gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@walked("count", [0, 1])
 def test_whitening_refuses_fewer_than_two_tokens(name, count):
     extra = {
         "gae": {"values": REWARDS, "gamma": 1.0, "lam": 1.0},
@@ -374,7 +373,7 @@ def test_multi_turn_optimal_token_baseline_compares_valid_tokens():
     )
 
 
-@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+@walked("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_rollout_weights_enter_squared_and_epsilon_is_added(name):
     weights = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     # Paths ½ and 4·½ = 2: (½·4 + 2·3)/(5/2 + ½) = 8/3.
@@ -458,7 +457,7 @@ def arguments(name):
     )
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@walked("name", ADVANTAGE_ESTIMATORS)
 def test_nothing_given_is_changed_and_nothing_carries_a_gradient(name):
     given = arguments(name)
     before = {key: x.clone() for key, x in given.items() if isinstance(x, torch.Tensor)}
@@ -477,7 +476,7 @@ def test_nothing_given_is_changed_and_nothing_carries_a_gradient(name):
     assert all(torch.equal(given[key], x) for key, x in before.items())
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@walked("name", ADVANTAGE_ESTIMATORS)
 def test_float32_stays_float32(name):
     given = {
         key: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -509,13 +508,13 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("index", LABELS.values(), ids=LABELS)
+@walked("index", LABELS.values(), ids=LABELS)
 def test_any_labels_make_groups(index):
     assert group_numbers(index, REWARDS).tolist() == [0, 1, 0, 2, 2, 2]
     outcome(call("grpo", index=index, norm_adv_by_std_in_grpo=False), CENTERED)
 
 
-@pytest.mark.parametrize("config", [SimpleNamespace(gamma=0.5), {"gamma": 0.5}])
+@walked("config", [SimpleNamespace(gamma=0.5), {"gamma": 0.5}])
 def test_any_config_is_read(config):
     close(call("reinforce_plus_plus", STEPS, TURNS, config=config)[1], [[2, 0, 2]])
 
@@ -529,7 +528,7 @@ def components(**config):
     }
 
 
-@pytest.mark.parametrize(
+@walked(
     ("name", "given", "error", "message"),
     [
         ("grpo_passk", {"index": INDEX}, InputError, "config was not given"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat import verl
@@ -99,7 +100,7 @@ def test_the_clamp_of_the_page_is_an_argument() -> None:
         assert float(kl) == pytest.approx(-kept, rel=1e-7)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("mode", "expected"),
     [
         ("token-mean", 7 / 3),
@@ -228,7 +229,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@walked("case", BAD)
 def test_what_cannot_be_done_is_named(case: str) -> None:
     call, match = BAD[case]
     with pytest.raises(pl.PolicyLossError, match=match):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from walk import walked
 
 from policyloss.compat.verl import rollout_correction as verl
 from policyloss.errors import InputError, SpecError
@@ -46,8 +47,8 @@ WEIGHTS = [
 ]
 
 
-@pytest.mark.parametrize(("rollout_is", "threshold", "expected"), WEIGHTS)
-@pytest.mark.parametrize("mask_dtype", [torch.float64, torch.int64, torch.bool])
+@walked(("rollout_is", "threshold", "expected"), WEIGHTS)
+@walked("mask_dtype", [torch.float64, torch.int64, torch.bool])
 def test_weights(rollout_is, threshold, expected, mask_dtype):
     ratio = LOG_RATIO.clone().requires_grad_()
     weights, _ = verl.compute_rollout_correction_weights(
@@ -233,8 +234,8 @@ REJECTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("rollout_rs", "threshold", "expected"), REJECTIONS)
-@pytest.mark.parametrize("mask_dtype", [torch.float64, torch.int64, torch.bool])
+@walked(("rollout_rs", "threshold", "expected"), REJECTIONS)
+@walked("mask_dtype", [torch.float64, torch.int64, torch.bool])
 def test_rejection(rollout_rs, threshold, expected, mask_dtype):
     mask = MASK.to(mask_dtype)
     kept, metrics = verl.compute_rollout_rejection_mask(LOG_RATIO, mask, rollout_rs, threshold)
@@ -345,7 +346,7 @@ BY_WEIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("rollout_rs", "high", "low", "expected", "rows"), BY_WEIGHT)
+@walked(("rollout_rs", "high", "low", "expected", "rows"), BY_WEIGHT)
 def test_rejection_by_weight_before_071(rollout_rs, high, low, expected, rows):
     kept, metrics = verl.compute_rollout_rejection_mask(
         LOG_RATIO, MASK.long(), rollout_rs, high, rollout_rs_threshold_lower=low, release="0.7.0"
@@ -493,7 +494,7 @@ def test_bypass_mode():
 # --- Refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@walked(
     "threshold",
     ["", " ", "abc", "0.5_", "_2", "0.5_x", -1.0, 0, "0_2", "-1_2", "2_0.5", True, None, [2.0]],
 )
@@ -507,7 +508,7 @@ def test_malformed_weight_thresholds(threshold):
     assert ("not a boolean" in str(caught.value)) == (threshold is True)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("rollout_rs", "threshold", "said"),
     [
         (None, 2.0, "rollout_rs must be a string"),
@@ -634,7 +635,7 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@walked("name", SIGNATURES)
 def test_signatures(name):
     signature = inspect.signature(getattr(verl, name))
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]

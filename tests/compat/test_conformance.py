@@ -29,6 +29,7 @@ from conformance.compare import compare, flatten
 from conformance.inputs import KINDS, draw
 from conformance.runner import run_function
 from conformance.suite import Defect, Function
+from walk import walked
 
 F64 = torch.float64
 
@@ -101,7 +102,7 @@ def test_a_difference_of_1e_13_passes():
     assert run_function(twin(loss=lambda x: x + 1e-13)).failures == []
 
 
-@pytest.mark.parametrize(
+@walked(
     ("output", "change", "problem"),
     [
         ("nothing", lambda x: 0.0, "theirs is a float, ours a NoneType"),

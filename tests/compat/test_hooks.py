@@ -16,6 +16,7 @@ import pytest
 import torch
 from trl_configs import config as trl_config
 from trl_configs import grpo_config
+from walk import walked
 
 import policyloss as pl
 from policyloss.advantage import ESTIMATORS
@@ -72,7 +73,7 @@ DEFINED_WITH = {
 }
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_the_advantages_of_a_preset_are_data_with_a_source(name: str) -> None:
     preset = PRESETS[name]
     assert preset.advantage == DEFINED_WITH.get(name)
@@ -81,7 +82,7 @@ def test_the_advantages_of_a_preset_are_data_with_a_source(name: str) -> None:
     assert "advantage." not in preset.note or name == "rloo_loss"  # said once
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_the_trainer_follows_them(name: str) -> None:
     config = TrainConfig(loss=name)
     assert config.estimator == DEFINED_WITH.get(name, "grpo")
@@ -152,7 +153,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
     return args
 
 
-@pytest.mark.parametrize(
+@walked(
     ("loss", "scale_rewards", "words"),
     [
         (
@@ -184,7 +185,7 @@ def test_trl_says_that_the_advantages_are_others(
     assert not [word for word in words if word not in text]
 
 
-@pytest.mark.parametrize(
+@walked(
     ("loss", "scale_rewards"),
     [("dr_grpo", "none"), ("dr_grpo", False), ("gspo", "group"), ("gspo", True), ("bnpo", "batch")],
 )
@@ -275,9 +276,7 @@ OVERRIDDEN: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"), OVERRIDDEN, ids=[f"{n} {w[0]}" for n, _, w in OVERRIDDEN]
-)
+@walked(("name", "options", "words"), OVERRIDDEN, ids=[f"{n} {w[0]}" for n, _, w in OVERRIDDEN])
 def test_verl_names_the_settings_a_preset_overrides_once(
     name: str, options: dict[str, Any], words: list[str]
 ) -> None:
@@ -288,7 +287,7 @@ def test_verl_names_the_settings_a_preset_overrides_once(
     assert not [word for word in (f"policyloss/{name}", *words) if word not in text]
 
 
-@pytest.mark.parametrize(
+@walked(
     ("name", "options"),
     [
         ("dapo", {"clip_ratio_high": 0.28}),
@@ -356,7 +355,7 @@ def run_config(loss_mode: str, adv_estimator: Any, **more: Any) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize(
+@walked(
     ("config", "words"),
     [
         (
@@ -388,7 +387,7 @@ def test_a_verl_run_says_that_the_advantages_are_others(
     assert not [word for word in words if word not in text]
 
 
-@pytest.mark.parametrize(
+@walked(
     "config",
     [
         run_config("policyloss/gspo", "grpo"),

@@ -4,6 +4,7 @@ from math import inf, isnan, log, nan, sqrt
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat.verl import rollout_metrics as mismatch
@@ -93,7 +94,7 @@ def test_epsilon_is_added_to_every_count():
     assert isnan(exact.of_sequences(x)[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.float64])
+@walked("dtype", [torch.bool, torch.int64, torch.float32, torch.float64])
 def test_counts_are_taken_in_the_masks_own_dtype(dtype):
     # 10 / (3 + 1e-8) in float64; an integer count plus 1e-8 is float32,
     # where 1e-8 vanishes beside 3.

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from walk import walked
 
 from policyloss.advantage import discounted_returns, gae, group_advantages, rloo, whiten
 from policyloss.advantage.returns import reward_to_go
@@ -41,7 +42,7 @@ def sized_groups(seed, dtype, sizes=(1, 2, 3, 5, 5, 8, 9, 16, 21), offset=3.0):
     return (offset + torch.randn(len(ids), generator=g, dtype=torch.float64)).to(dtype), ids
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@walked("dtype", [torch.float32, torch.float64])
 def test_stacked_is_bit_for_bit_the_mean_and_deviation_of_each_group_alone(dtype):
     for seed in range(5):
         rewards, ids = sized_groups(seed, dtype)
@@ -60,7 +61,7 @@ def test_stacked_is_bit_for_bit_the_mean_and_deviation_of_each_group_alone(dtype
             ).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@walked("dtype", [torch.float32, torch.float64])
 def test_indexed_adds_up_one_row_after_the_other(dtype):
     rewards, ids = sized_groups(1, dtype)
     g = PlainGroups.indexed(rewards, ids, dtype=torch.float32)
@@ -177,7 +178,7 @@ def test_whiten_with_its_small_constants():
     close(plain_whiten(x, mask)[0, 0], -2 * (14 / 4 * bessel + 1e-8) ** -0.5, atol=1e-15)
 
 
-@pytest.mark.parametrize("count", [0, 1])
+@walked("count", [0, 1])
 def test_whiten_refuses_what_has_no_variance(count):
     with pytest.raises(InputError, match=f"two valid tokens, got {count}"):
         plain_whiten(torch.ones(2, 3), torch.arange(6).view(2, 3) < count)
@@ -203,7 +204,7 @@ def test_gae_by_hand_at_masked_tokens_too():
     )
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7)])
+@walked(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7)])
 def test_gae_and_returns_are_the_exact_ones_at_valid_tokens(gamma, lam):
     g = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 3, 5, generator=g, dtype=torch.float64)
@@ -249,7 +250,7 @@ def test_no_rows():
         assert g.left_out().shape == g.scaled(g.centered, 1e-6).shape == (0,)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("call", "message"),
     [
         (lambda: sequence_scores(torch.ones(3)), r"tensor \[B, T\]"),

@@ -20,6 +20,7 @@ from conformance.record import (
 )
 from conformance.runner import run_function
 from recorded_cases import NAMES, entries, entry, recorded
+from walk import walked
 
 TOLERANCE = 1e-12
 # verl takes the statistics of this estimator in float32 whatever it is given, and their last digit
@@ -48,7 +49,7 @@ def worst(peer, name, cases):
     return max(found)
 
 
-@pytest.mark.parametrize(("peer", "name"), NAMES, ids=lambda word: word)
+@walked(("peer", "name"), NAMES, ids=lambda word: word)
 def test_ours_gives_the_recorded_numbers(peer, name):
     cases = recorded(peer)[name]
     assert cases
@@ -57,7 +58,7 @@ def test_ours_gives_the_recorded_numbers(peer, name):
     assert worst(peer, name, cases)[0] <= tolerance, worst(peer, name, cases)
 
 
-@pytest.mark.parametrize("peer", [peer.name for peer in PEERS.values() if peer.steps])
+@walked("peer", [peer.name for peer in PEERS.values() if peer.steps])
 def test_every_function_of_the_pinned_release_is_recorded(peer):
     release.set_current(PEERS[peer].release)
     expected = {
@@ -71,7 +72,7 @@ def test_every_function_of_the_pinned_release_is_recorded(peer):
     assert of_the_release == expected
 
 
-@pytest.mark.parametrize("peer", ["verl", "openrlhf", "trl"])
+@walked("peer", ["verl", "openrlhf", "trl"])
 def test_our_signatures_are_the_recorded_ones(peer):
     release.set_current(PEERS[peer].release)
     described = recorded_signatures(PEERS[peer])
@@ -126,7 +127,7 @@ def changed(peer, path, change):
 VALUE_LOSS = "verl.trainer.ppo.core_algos:compute_value_loss"
 
 
-@pytest.mark.parametrize(
+@walked(
     ("change", "words"),
     [
         (
@@ -205,7 +206,7 @@ def test_a_new_argument_of_openrlhf_fails():
     )
 
 
-@pytest.mark.parametrize("function", entries("colossalai"), ids=lambda function: function.name)
+@walked("function", entries("colossalai"), ids=lambda function: function.name)
 def test_colossalchat_is_compared_whole(function):
     """Its package is on no index, so all there is of it is recorded,
     and all of it is compared here.
@@ -231,7 +232,7 @@ def perturbed(case, factor):
     return moved
 
 
-@pytest.mark.parametrize("name", ["compute_policy_loss_vanilla", "agg_loss", "compute_value_loss"])
+@walked("name", ["compute_policy_loss_vanilla", "agg_loss", "compute_value_loss"])
 def test_a_recorded_number_that_is_off_by_1e_11_fails(name):
     case = next(c for c in recorded("verl")[name] if "loss" in c.get("outputs", ()))
     assert worst("verl", name, [case])[0] <= TOLERANCE
@@ -270,7 +271,7 @@ def test_the_records_stay_small():
     assert sum(path.stat().st_size for path in RECORDED.glob("*.json")) < 1_500_000
 
 
-@pytest.mark.parametrize(
+@walked(
     ("peer", "theirs", "ours"),
     [
         ("trl", signatures.ADD_FUSED_HEAD, "policyloss.compat.trl.head:add_fused_lm_head"),

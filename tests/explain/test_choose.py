@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from policyloss.choose import QUESTIONS, RULES, all_choices, choose
@@ -39,7 +40,7 @@ def test_every_rule_and_every_answer_matters() -> None:
             ), f"{question.name}={answer}"
 
 
-@pytest.mark.parametrize(
+@walked(
     "choice", {choice.code: choice for choice in CHOICES}.values(), ids=lambda choice: choice.code
 )
 def test_a_chosen_loss_has_a_gradient(choice) -> None:  # type: ignore[no-untyped-def]
@@ -60,7 +61,7 @@ def test_a_chosen_loss_has_a_gradient(choice) -> None:  # type: ignore[no-untype
     assert bool((logp.grad != 0).all())
 
 
-@pytest.mark.parametrize(
+@walked(
     ("answers", "code"),
     [
         ({}, 'pl.preset("dapo").replace(correction=pl.Truncate(high=2))'),
@@ -90,7 +91,7 @@ def test_a_loss_against_the_engine_has_no_correction_and_others_have_one() -> No
         assert needs_one == (against_engine or bool(choice.spec.correction))
 
 
-@pytest.mark.parametrize("gap", [-0.001, 0.001])
+@walked("gap", [-0.001, 0.001])
 def test_the_mismatch_of_an_engine_alone_silences_nobody(gap: float) -> None:
     """A thousandth of a nat between engine and trainer, which half precision makes, is no reason to
     drop a token. It is one for the band of GSPO, [1 - 0.0003, 1 + 0.0004], if the ratio is to the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
+from walk import walked
 
 import policyloss as pl
 from cases import NEIGHBOURS, PRESETS
@@ -34,7 +34,7 @@ def test_equal_losses_say_so() -> None:
     assert str(pl.diff(pl.preset("dapo"), "dapo")) == "dapo and dapo are the same loss."
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_exactly_the_changed_slots_are_shown(name: str) -> None:
     spec = PRESETS[name]
     for other in NEIGHBOURS[name].values():
@@ -61,7 +61,7 @@ def test_a_term_that_only_one_has() -> None:
     assert kl.meaning == ("b alone: plus 0.04 times k3, an estimate of KL(current, ref).",)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("slots", "other", "note"),
     [
         (

@@ -16,6 +16,7 @@ from formula_evaluator import Evaluator
 from formulas import assert_formula_holds, assert_zero_where_said, numbers, zero_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from walk import walked
 
 import policyloss as pl
 from cases import (
@@ -83,13 +84,13 @@ MORE_CORRECTIONS = (
 )
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_the_printed_formula_of_a_preset_is_what_is_computed(name: str) -> None:
     for batch in BATCHES:
         assert_formula_holds(PRESETS[name], batch)
 
 
-@pytest.mark.parametrize("part", RATIOS, ids=label)
+@walked("part", RATIOS, ids=label)
 def test_the_formula_holds_for_every_trust_region_under_every_ratio(part: Any) -> None:
     for trusted in (*TRUSTS, *MORE_TRUSTS):
         spec = swapped(FULL, ratio=part, trust=trusted)
@@ -97,10 +98,8 @@ def test_the_formula_holds_for_every_trust_region_under_every_ratio(part: Any) -
             assert_formula_holds(spec, BATCHES[0])
 
 
-@pytest.mark.parametrize("rejected", REJECTED)
-@pytest.mark.parametrize(
-    "part", [pl.TokenRatio(), pl.SequenceRatio(), pl.SegmentRatio()], ids=label
-)
+@walked("rejected", REJECTED)
+@walked("part", [pl.TokenRatio(), pl.SequenceRatio(), pl.SegmentRatio()], ids=label)
 def test_the_formula_holds_for_every_correction_and_what_it_does_to_the_denominator(
     part: Any, rejected: Any
 ) -> None:
@@ -117,7 +116,7 @@ def test_the_formula_holds_for_every_correction_and_what_it_does_to_the_denomina
             assert_formula_holds(spec, BATCHES[1])
 
 
-@pytest.mark.parametrize("part", [None, *KLS], ids=label)
+@walked("part", [None, *KLS], ids=label)
 def test_the_formula_holds_for_every_kl_and_average(part: Any) -> None:
     for average in AGGREGATES:
         assert_formula_holds(FULL.replace(kl=part, aggregate=average), BATCHES[0])
@@ -195,7 +194,7 @@ def test_dapo_reads_as_the_paper_writes_it() -> None:
 # Which tokens get no gradient ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@walked(
     "part", [*RATIOS, pl.SegmentRatio(log_clamp=0.2), pl.SequenceRatio(log_clamp=0.1)], ids=label
 )
 def test_the_gradient_is_zero_where_explain_says_and_nowhere_else(part: Any) -> None:
@@ -209,8 +208,8 @@ def test_the_gradient_is_zero_where_explain_says_and_nowhere_else(part: Any) -> 
         ), spec
 
 
-@pytest.mark.parametrize("rejected", REJECTED)
-@pytest.mark.parametrize("trusted", REJECTING_TRUSTS, ids=label)
+@walked("rejected", REJECTED)
+@walked("trusted", REJECTING_TRUSTS, ids=label)
 def test_the_gradient_of_rejected_tokens_is_zero_where_explain_says(
     trusted: Any, rejected: Any
 ) -> None:
@@ -222,7 +221,7 @@ def test_the_gradient_of_rejected_tokens_is_zero_where_explain_says(
                 assert_zero_where_said(spec, zero_batch(3))
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_zero_gradients_of_presets(name: str) -> None:
     assert_zero_where_said(PRESETS[name].replace(kl=None, entropy_coef=0.0), zero_batch(4))
 
@@ -230,7 +229,7 @@ def test_zero_gradients_of_presets(name: str) -> None:
 # Numbers and their sources ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     said, spec = numbers(pl.explain(name)), pl.preset(name)
     for where, (value, source) in said.items():
@@ -249,7 +248,7 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
                 assert said[f"{slot}.{f.name}"][0] == getattr(part, f.name)
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_sources_name_real_slots_and_fields(name: str) -> None:
     for key in NAMED[name].sources:
         if key == "advantage":
@@ -379,7 +378,7 @@ def text_of_traps(spec: Any) -> str:
     return " ".join(t.text for t in pl.explain(spec).traps)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("loss", "words"),
     [
         ("ppo", "Clipping cannot fire on the first on-policy step"),
@@ -419,7 +418,7 @@ def test_traps_are_not_shown_where_they_do_not_belong() -> None:
     assert "denominator" not in text_of_traps("tis")  # truncation rejects nothing
 
 
-@pytest.mark.parametrize(
+@walked(
     ("loss", "framework", "name"),
     [
         ("ppo", "verl", 'loss_mode="vanilla"'),
@@ -452,7 +451,7 @@ def test_gspo_is_not_said_to_be_verls() -> None:
 # The page -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_the_page_of_a_preset_is_whole_and_json_ready(name: str) -> None:
     e = pl.explain(name)
     text, data = str(e), json.loads(json.dumps(e.to_dict()))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from formulas import assert_formula_holds, assert_zero_where_said, zero_batch
+from walk import walked
 
 import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, TRUSTS, make_batch, swapped
@@ -35,7 +36,7 @@ def lines(**slots: Any) -> list[str]:
 # Expressions --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@walked(
     "text",
     [
         "a - (b - c)",
@@ -74,7 +75,7 @@ def test_brackets_follow_pythons_precedences() -> None:
         assert parse(str(tree)) == tree
 
 
-@pytest.mark.parametrize("text", ["a and b", "a < b < c", "x[0]", "f(a=1)", "'text'", "a @ b"])
+@walked("text", ["a and b", "a < b < c", "x[0]", "f(a=1)", "'text'", "a @ b"])
 def test_what_is_no_expression_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not an expression of the printed formulas"):
         parse(text)
@@ -136,7 +137,7 @@ class Shifted:
         return -t.advantages * torch.minimum(t.ratio, torch.full_like(t.ratio, 1 + self.shift))
 
 
-@pytest.mark.parametrize(
+@walked(
     ("slots", "expected"),
     [
         (
@@ -216,9 +217,7 @@ def numpy_like(t: pl.Tokens) -> Any:
     return t.logp * float(t.advantages)
 
 
-@pytest.mark.parametrize(
-    "function", [branching, failing, with_a_tensor, unknown_function, counting, numpy_like]
-)
+@walked("function", [branching, failing, with_a_tensor, unknown_function, counting, numpy_like])
 def test_a_function_that_symbols_cannot_follow_is_printed_as_its_name(function: Any) -> None:
     profile = sys.getprofile()
     e = pl.explain(pl.LossSpec(trust=function))
@@ -275,7 +274,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("file", sorted(EXPLAIN.glob("*.py")), ids=lambda path: path.stem)
+@walked("file", sorted(EXPLAIN.glob("*.py")), ids=lambda path: path.stem)
 def test_explain_knows_no_part_by_name(file: Path) -> None:
     """What is said of a part stands on the part.
 
@@ -288,7 +287,7 @@ def test_explain_knows_no_part_by_name(file: Path) -> None:
     assert not used & PARTS
 
 
-@pytest.mark.parametrize(
+@walked(
     "module", [ratio, trust, correction, kl, aggregate], ids=lambda m: m.__name__.rsplit(".", 1)[1]
 )
 def test_every_part_says_what_it_does(module: Any) -> None:

@@ -17,6 +17,7 @@ from docs.names.called import FRAMEWORKS
 from docs.names.homonyms import HOMONYMS, SAME
 from docs.names.meanings import Homonym, Meaning
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from docs import names_page
@@ -34,7 +35,7 @@ def numbers(meaning: Meaning) -> list[Tensor]:
     return [] if found is None else [x for x in found if x is not None]
 
 
-@pytest.mark.parametrize("homonym", HOMONYMS, ids=lambda h: h.name)
+@walked("homonym", HOMONYMS, ids=lambda h: h.name)
 def test_the_meanings_of_a_name_really_differ(homonym: Homonym) -> None:
     measured = {m.who: numbers(m) for m in homonym.meanings if numbers(m)}
     assert len(measured) > 1
@@ -46,7 +47,7 @@ def test_the_meanings_of_a_name_really_differ(homonym: Homonym) -> None:
         ), f"{a} is {b}"
 
 
-@pytest.mark.parametrize("same", SAME, ids=lambda s: s.says)
+@walked("same", SAME, ids=lambda s: s.says)
 def test_what_is_said_to_be_the_same_is_the_same(same: Any) -> None:
     (loss, gradient), (other_loss, other_gradient) = names_page.same_numbers(same)
     assert same.a != same.b
@@ -76,9 +77,7 @@ def test_sapo_does_not_care_for_the_temperature_where_the_advantage_is_zero() ->
     assert loss.isfinite()
 
 
-@pytest.mark.parametrize(
-    ("homonym", "meaning"), MEANINGS, ids=lambda x: x.name if isinstance(x, Homonym) else x.who
-)
+@walked(("homonym", "meaning"), MEANINGS, ids=lambda x: x.name if isinstance(x, Homonym) else x.who)
 def test_a_meaning_of_a_preset_is_that_preset(homonym: Homonym, meaning: Meaning) -> None:
     for name in re.findall(r"preset `(\w+)`", meaning.who):
         expected = names_page.measured(Meaning("", "", PRESETS[name].spec))
@@ -101,7 +100,7 @@ def test_every_homonym_has_its_section() -> None:
     assert [name for name, _ in sections()] == [h.name for h in HOMONYMS]
 
 
-@pytest.mark.parametrize(("name", "text"), list(sections()), ids=[name for name, _ in sections()])
+@walked(("name", "text"), list(sections()), ids=[name for name, _ in sections()])
 def test_the_code_on_the_page_gives_the_numbers_on_the_page(name: str, text: str) -> None:
     given: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)\n```", PAGE, re.DOTALL)[0], given)
@@ -385,9 +384,7 @@ WITHOUT = {
 WITHOUT |= {("grpo, as an advantage", "ColossalChat")}
 
 
-@pytest.mark.parametrize(
-    ("key", "framework"), [(key, who) for key, checks in CHECKS.items() for who in checks]
-)
+@walked(("key", "framework"), [(key, who) for key, checks in CHECKS.items() for who in checks])
 def test_a_meaning_is_what_the_drop_in_computes(key: tuple[str, str], framework: str) -> None:
     meaning = next(m for h, m in MEANINGS if (h.name, m.who) == key)
     given = names_page.batch()
@@ -463,9 +460,7 @@ VALUES: dict[tuple[str, str], dict[str, Callable[[Given], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "framework"), [(key, who) for key, checks in VALUES.items() for who in checks]
-)
+@walked(("key", "framework"), [(key, who) for key, checks in VALUES.items() for who in checks])
 def test_a_value_is_what_the_drop_in_reports(key: tuple[str, str], framework: str) -> None:
     meaning = next(m for h, m in MEANINGS if (h.name, m.who) == key)
     given: dict[str, Any] = names_page.batch()

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from docs.names.called import FRAMEWORKS, REQUIRED, Argument, Option, Row
 from docs.names.options import OPTIONS
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat.trl.options import DEFAULTS
@@ -46,7 +46,7 @@ def label(x: Any) -> str:
     return f"{x.function}.{x.parameter}" if isinstance(x, Argument) else str(x)
 
 
-@pytest.mark.parametrize(("who", "argument"), list(said(Argument)), ids=label)
+@walked(("who", "argument"), list(said(Argument)), ids=label)
 def test_a_stated_default_is_the_drop_ins_own(who: str, argument: Argument) -> None:
     parameter = inspect.signature(the_callable(who, argument.function)).parameters[
         argument.parameter
@@ -76,7 +76,7 @@ def test_the_options_of_trl_are_all_there_with_the_defaults_the_drop_in_knows() 
     assert set(stated) - set(DEFAULTS) == {"scale_rewards"}
 
 
-@pytest.mark.parametrize(
+@walked(
     ("who", "function"),
     [
         ("verl", "compute_policy_loss"),

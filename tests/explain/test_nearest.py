@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from trl_configs import config
+from walk import walked
 
 import policyloss as pl
 from policyloss.compat.trl.config import LOSS_TYPES, spec_from_config
@@ -113,7 +113,7 @@ for _name, _preset in PRESETS.items():
         REACHED.setdefault(as_read(_spec), set()).add(_name)
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_a_preset_with_one_change_is_a_change_of_that_preset(name: str) -> None:
     wrong: dict[str, Any] = {}
     for change, spec in one_change(PRESETS[name].spec):
@@ -144,7 +144,7 @@ def test_few_changes_lead_to_the_same_loss() -> None:
     assert shared == same
 
 
-@pytest.mark.parametrize(
+@walked(
     ("spec", "name"),
     [
         (pl.preset("grpo").replace(kl=None), "grpo"),
@@ -174,8 +174,8 @@ def test_what_a_reader_would_say(spec: pl.LossSpec, name: str) -> None:
 CALLED = {"dapo": "ppo", "bnpo": "ppo"}
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@walked("beta", [0.0, 0.04])
+@walked("loss_type", LOSS_TYPES)
 def test_the_loss_types_of_trl(loss_type: str, beta: float) -> None:
     level = "sequence" if loss_type == "luspo" else "token"
     spec = spec_from_config(

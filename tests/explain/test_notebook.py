@@ -5,8 +5,8 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any
 
-import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import make_batch, run
@@ -94,7 +94,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@walked("name", SHOWN)
 def test_a_notebook_shows_what_the_text_says_and_no_markup_of_others(name: str) -> None:
     thing, expected = SHOWN[name]
     page = Page(thing._repr_html_())

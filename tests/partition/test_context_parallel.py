@@ -24,6 +24,7 @@ from two_ranks import (
     whole_gradient,
     work,
 )
+from walk import walked
 
 import policyloss as pl
 from cases import BY_CORRECTION, PRESETS, Result, assert_same, make_batch, run
@@ -48,7 +49,7 @@ def both(said: Said, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return said[0][case], said[1][case]
 
 
-@pytest.mark.parametrize("case", cp_cases())
+@walked("case", cp_cases())
 def test_context_parallel_ranks_add_up(case: str, said: Said) -> None:
     spec, sharding, packed = cp_cases()[case]
     expected, ranks = run(spec, BATCH), both(said, f"cp: {case}")
@@ -63,7 +64,7 @@ def test_context_parallel_ranks_add_up(case: str, said: Said) -> None:
         assert_same(rank["metrics"], expected.metrics, what="metric")
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@walked("sharding", SHARDINGS)
 def test_the_shards_are_the_batch(sharding: str) -> None:
     """Both ranks hold a part of it, or the case tests nothing;
     and no token is lost or held twice.
@@ -91,7 +92,7 @@ def value_of_whole(aggregate: Any) -> Result:
     return Result(out.loss.detach(), gradient, torch.zeros_like(gradient), out.metrics)
 
 
-@pytest.mark.parametrize("aggregate", VALUE_AGGREGATES, ids=str)
+@walked("aggregate", VALUE_AGGREGATES, ids=str)
 def test_value_loss_over_context_parallel_ranks(aggregate: Any, said: Said) -> None:
     expected, ranks = value_of_whole(aggregate), both(said, f"cp value: {aggregate}")
     assert_same(ranks[0]["loss"] + ranks[1]["loss"], expected.loss, what="loss")
@@ -116,8 +117,8 @@ def test_one_advantage_per_sequence_reaches_every_rank(said: Said) -> None:
     )
 
 
-@pytest.mark.parametrize("holder", [0, 1])
-@pytest.mark.parametrize(
+@walked("holder", [0, 1])
+@walked(
     "name",
     [n for n, s in BY_CORRECTION.items() if n.endswith(":keep") and "rollout_logp" in s.reads],
 )
@@ -144,16 +145,16 @@ def check_average(
         assert_same(rank["metrics"], expected.metrics, what="metric")
 
 
-@pytest.mark.parametrize("split", DP_ROWS)
-@pytest.mark.parametrize("name", [*PRESETS, *BY_CORRECTION, "PromptMean"])
+@walked("split", DP_ROWS)
+@walked("name", [*PRESETS, *BY_CORRECTION, "PromptMean"])
 def test_data_parallel_ranks_average(name: str, split: str, said: Said) -> None:
     """PromptMean's group 11 has one sequence on each rank; measured statistics cross ranks too."""
     spec = {**PRESETS, **BY_CORRECTION, "PromptMean": pl.LossSpec(aggregate=pl.PromptMean())}[name]
     check_average(both(said, f"dp: {name}, {split}"), run(spec, BATCH), split)
 
 
-@pytest.mark.parametrize("split", DP_ROWS)
-@pytest.mark.parametrize("aggregate", VALUE_AGGREGATES, ids=str)
+@walked("split", DP_ROWS)
+@walked("aggregate", VALUE_AGGREGATES, ids=str)
 def test_value_loss_over_data_parallel_ranks(aggregate: Any, split: str, said: Said) -> None:
     check_average(both(said, f"dp value: {aggregate}, {split}"), value_of_whole(aggregate), split)
 
@@ -172,7 +173,7 @@ def test_totals_are_counted_over_the_groups_named(said: Said) -> None:
         assert said[rank]["count alone"] == [int(own.sum()), int(own.any(1).sum()), 1]
 
 
-@pytest.mark.parametrize("case", ["error missing", "error missing value"])
+@walked("case", ["error missing", "error missing value"])
 def test_missing_totals_are_an_error_on_two_ranks(case: str, said: Said) -> None:
     for message in both(said, case):
         assert "torch.distributed runs on 2 ranks" in str(message)

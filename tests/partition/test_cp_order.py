@@ -30,6 +30,7 @@ from cp_order_ranks import (
     work,
 )
 from started import run_ranks, started_once
+from walk import walked
 
 from cases import PRESETS, assert_same, run
 from policyloss import advantage
@@ -55,8 +56,8 @@ def groups_of(size: int) -> list[list[int]]:
     return [[0, 1], [2, 3]] if size == 2 else [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@walked("sharding", SHARDINGS)
+@walked("ranks", [2, 4])
 def test_the_shards_are_the_batch(sharding: str, ranks: int) -> None:
     """No valid token is lost or held twice, and turns do cross ranks."""
     parts = [shard(sharding, rank, ranks, "padded") for rank in range(ranks)]
@@ -68,8 +69,8 @@ def test_the_shards_are_the_batch(sharding: str, ranks: int) -> None:
     assert crossings.sum() >= 2 or (ranks == 2 and sharding.startswith(("a rank", "one rank")))
 
 
-@pytest.mark.parametrize(("size", "sharding", "layout"), CASES)
-@pytest.mark.parametrize("name", TURN_SPECS)
+@walked(("size", "sharding", "layout"), CASES)
+@walked("name", TURN_SPECS)
 def test_turns_cross_ranks(name: str, size: int, sharding: str, layout: str, said: Said) -> None:
     expected = run(TURN_SPECS[name], BATCH)
     for ranks in groups_of(size):
@@ -105,7 +106,7 @@ def test_a_turn_is_not_a_sequence() -> None:
     assert (whole(alone, "contiguous") - turn).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("size", "sharding", "layout"), CASES)
+@walked(("size", "sharding", "layout"), CASES)
 def test_scans_cross_ranks(size: int, sharding: str, layout: str, said: Said) -> None:
     for name, per_sequence, poisoned in scan_cases(layout):
         expected = over_time(SCANS[name], per_sequence, poisoned, None)
@@ -145,7 +146,7 @@ def test_whitening_over_pairs_of_ranks(said: Said) -> None:
         assert_same(whole(found, "zigzag")[half], expected[half], what="advantages")
 
 
-@pytest.mark.parametrize("name", ESTIMATES)
+@walked("name", ESTIMATES)
 def test_groups_of_samples_cross_ranks(name: str, said: Said) -> None:
     """Rank 2 has no sequence. Bit for bit what one process gives, but for whitening,
     whose sums go by the order of rows.
@@ -159,7 +160,7 @@ def test_groups_of_samples_cross_ranks(name: str, said: Said) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:group_ids. all")
-@pytest.mark.parametrize("name", ESTIMATES)
+@walked("name", ESTIMATES)
 def test_without_a_group_statistics_are_local_and_say_so(name: str, said: Said) -> None:
     for rank, ranks in enumerate(said):
         assert torch.equal(ranks[f"local: {name}"], ranks[f"unsaid: {name}"])
@@ -192,7 +193,7 @@ def test_what_the_losses_exchange(said: Said) -> None:
         assert ranks["cost: scan"] == ranks["cost: estimate"] == {"all_gather": 2}
 
 
-@pytest.mark.parametrize(
+@walked(
     ("case", "message"),
     [
         ("missing", "SegmentRatio depends on the order of tokens, and with cp_group"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from cases import (
@@ -74,14 +75,14 @@ def check_split(spec: pl.LossSpec, split: str, packed: bool = False) -> None:
     )
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", PRESETS)
+@walked("split", SPLITS)
+@walked("name", PRESETS)
 def test_every_preset_under_every_split(name: str, split: str) -> None:
     for packed in (False, True):
         check_split(PRESETS[name], split, packed)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@walked("name", PRESETS)
 def test_the_whole_batch_as_one_micro_batch(name: str) -> None:
     """Given its own totals, a call gives the bits it gives without (up to the rounding of measured
     means in another layout).
@@ -93,15 +94,15 @@ def test_the_whole_batch_as_one_micro_batch(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@walked("name", PRESETS)
 def test_every_preset_with_every_aggregation(name: str) -> None:
     for turn, aggregate in enumerate(GLOBAL, start=list(PRESETS).index(name)):
         spec = PRESETS[name].replace(aggregate=aggregate)
         check_split(spec, FEW[turn % len(FEW)], packed=turn % 2 == 0)
 
 
-@pytest.mark.parametrize("rejected", REJECTED)
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=label)
+@walked("rejected", REJECTED)
+@walked("correction", CORRECTIONS, ids=label)
 def test_every_correction_under_every_rejection_and_aggregation(
     correction: Any, rejected: Any
 ) -> None:
@@ -110,7 +111,7 @@ def test_every_correction_under_every_rejection_and_aggregation(
         check_split(spec, FEW[i % len(FEW)], packed=i % 2 == 0)
 
 
-@pytest.mark.parametrize("trust", TRUSTS, ids=label)
+@walked("trust", TRUSTS, ids=label)
 def test_every_trust_region_with_rejection_and_self_normalisation(trust: Any) -> None:
     """Statistics of the batch (covariances, a mean weight) and survivors of a rejection,
     measured together.
@@ -122,7 +123,7 @@ def test_every_trust_region_with_rejection_and_self_normalisation(trust: Any) ->
         check_split(spec, "one by one", packed=rejected == "keep")
 
 
-@pytest.mark.parametrize("aggregate", LOCAL, ids=lambda a: a.__name__)
+@walked("aggregate", LOCAL, ids=lambda a: a.__name__)
 def test_local_aggregations_depend_on_the_cut(aggregate: Any) -> None:
     """They reproduce runs that averaged per micro-batch,
     so the sum over the cut is not the whole — by a lot.
@@ -135,7 +136,7 @@ def test_local_aggregations_depend_on_the_cut(aggregate: Any) -> None:
     assert (parts.dlogp - whole(spec).dlogp).abs().max() > 0.05 * whole(spec).dlogp.abs().max()
 
 
-@pytest.mark.parametrize("aggregate", LOCAL, ids=lambda a: a.__name__)
+@walked("aggregate", LOCAL, ids=lambda a: a.__name__)
 def test_a_local_mean_is_the_mean_of_its_own_call(aggregate: Any) -> None:
     same = {pl.LocalTokenMean: pl.TokenMean, pl.LocalSeqMeanTokenMean: pl.SeqMeanTokenMean}[
         aggregate
@@ -154,7 +155,7 @@ STATISTICAL = {
 }
 
 
-@pytest.mark.parametrize("name", STATISTICAL)
+@walked("name", STATISTICAL)
 def test_counts_alone_are_an_error_where_a_loss_needs_statistics(name: str) -> None:
     spec = STATISTICAL[name]
     assert spec.needs_statistics
@@ -163,7 +164,7 @@ def test_counts_alone_are_an_error_where_a_loss_needs_statistics(name: str) -> N
     assert_same_result(run(spec, BATCH, "local"), whole(spec), tol=0)
 
 
-@pytest.mark.parametrize("name", [n for n, spec in PRESETS.items() if not spec.needs_statistics])
+@walked("name", [n for n, spec in PRESETS.items() if not spec.needs_statistics])
 def test_measure_is_count_where_counts_are_enough(name: str) -> None:
     measured = pl.measure(PRESETS[name], **BATCH.kwargs)
     counted = pl.Totals.count(BATCH.mask, group_ids=BATCH.group_ids)
@@ -224,7 +225,7 @@ def test_prompt_mean_without_groups_is_an_error() -> None:
         run(spec, BATCH, pl.Totals.count(BATCH.mask))
 
 
-@pytest.mark.parametrize("aggregate", GLOBAL, ids=label)
+@walked("aggregate", GLOBAL, ids=label)
 def test_dp_size_multiplies_the_loss_and_gradient_but_not_the_metric(aggregate: Any) -> None:
     """DDP averages gradients over ranks; the factor makes the average the gradient
     of the whole batch.
@@ -237,7 +238,7 @@ def test_dp_size_multiplies_the_loss_and_gradient_but_not_the_metric(aggregate: 
     assert_same(result.metrics, expected.metrics, what="metric")
 
 
-@pytest.mark.parametrize("as_type", [int, float, torch.tensor], ids=["int", "float", "tensor"])
+@walked("as_type", [int, float, torch.tensor], ids=["int", "float", "tensor"])
 def test_totals_may_be_numbers_or_tensors(as_type: Any) -> None:
     spec = BASE.replace(aggregate=pl.SeqMeanTokenMean())
     totals = pl.Totals(as_type(int(BATCH.mask.sum())), as_type(5))
@@ -267,9 +268,9 @@ def value_run(aggregate: Any, kind: Any, batch: Batch, totals: Any = None) -> Re
     return Result(out.loss.detach(), rows, torch.zeros_like(rows), out.metrics)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", ["mse", "huber"])
-@pytest.mark.parametrize("aggregate", GLOBAL, ids=label)
+@walked("split", SPLITS)
+@walked("kind", ["mse", "huber"])
+@walked("aggregate", GLOBAL, ids=label)
 def test_value_loss(aggregate: Any, kind: str, split: str) -> None:
     totals = step_totals(BASE, BATCH)
     expected = value_run(aggregate, kind, BATCH)

@@ -36,6 +36,7 @@ from ranks_cases import (
 from ranks_more import COUNTED, PER_SEQUENCE, PER_TOKEN, optimal_baseline
 from ranks_work import WORLDS, told, work
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import AGGREGATES, BY_CORRECTION, LOCAL, PRESETS, REJECTED, assert_same, label
@@ -82,7 +83,7 @@ def check(said: Said, cut: str, case: str, dtype: str) -> None:
     assert_same(actual["metrics"], expected["metrics"], tolerance, f"{case}: metric")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@walked("name", PRESETS)
 def test_every_preset_with_every_aggregation(name: str, said: Said) -> None:
     cases = [name, *(f"{name}:{label(a)}" for a in GLOBAL if a != PRESETS[name].aggregate)]
     assert len({SPECS[c].aggregate for c in cases}) >= len(GLOBAL)
@@ -90,15 +91,15 @@ def test_every_preset_with_every_aggregation(name: str, said: Said) -> None:
         check(said, cut, case, dtype)
 
 
-@pytest.mark.parametrize("cut", FULL)
-@pytest.mark.parametrize("base", ["token", "sequence", "turn"])
+@walked("cut", FULL)
+@walked("base", ["token", "sequence", "turn"])
 def test_every_aggregation_with_kl_and_entropy(base: str, cut: str, said: Said) -> None:
     for case in [c for c in EVERY_AGGREGATE if c.startswith(base)]:
         check(said, cut, case, "float64")
 
 
-@pytest.mark.parametrize("cut", FULL)
-@pytest.mark.parametrize("rejected", REJECTED)
+@walked("cut", FULL)
+@walked("rejected", REJECTED)
 def test_every_correction(rejected: str, cut: str, said: Said) -> None:
     cases = [c for c in BY_CORRECTION if c.endswith(f":{rejected}")]
     assert len(cases) == len(BY_CORRECTION) // len(REJECTED)
@@ -106,15 +107,13 @@ def test_every_correction(rejected: str, cut: str, said: Said) -> None:
         check(said, cut, case, "float64")
 
 
-@pytest.mark.parametrize("cut", [c for c in CUTS if c not in FULL])
+@walked("cut", [c for c in CUTS if c not in FULL])
 def test_every_preset_under_the_other_cuts(cut: str, said: Said) -> None:
     for case in PRESETS:
         check(said, cut, case, "float64")
 
 
-@pytest.mark.parametrize(
-    ("cut", "dtype"), [(c, d) for c in CUTS for d in TOLERANCE if d == "float64" or c in FULL]
-)
+@walked(("cut", "dtype"), [(c, d) for c in CUTS for d in TOLERANCE if d == "float64" or c in FULL])
 def test_value_loss(cut: str, dtype: str, said: Said) -> None:
     for aggregate in GLOBAL:
         for kind in ("mse", "huber"):
@@ -133,7 +132,7 @@ def test_only_the_local_aggregations_are_left_out() -> None:
     )
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@walked("cut", CUTS)
 def test_a_cut_holds_every_token_once(cut: str) -> None:
     seen = torch.zeros(EVERYWHERE.shape, dtype=torch.int64)
     for rank in range(CUTS[cut].ranks):
@@ -198,7 +197,7 @@ def whole_advantages(name: str) -> Tensor:
     return placed(PER_TOKEN[name](whole, alone), ROWS, EVERYWHERE)
 
 
-@pytest.mark.parametrize("name", [*PER_TOKEN, *PER_SEQUENCE, "optimal_token_baseline"])
+@walked("name", [*PER_TOKEN, *PER_SEQUENCE, "optimal_token_baseline"])
 def test_advantages(name: str, said: Said) -> None:
     """Scans that cross shards, statistics of the batch,
     and groups of samples that lie on several ranks.
@@ -234,13 +233,13 @@ FORWARD_AND_BACKWARD: dict[str, tuple[list[int], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@walked("name", COUNTED)
 def test_a_loss_makes_no_collective_under_data_parallel(name: str, said: Said) -> None:
     """The totals were counted before; nothing else is needed of other ranks."""
     assert said[2]["collectives"][f"DP|{name}"] == {"forward": [], "backward": []}
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@walked("name", COUNTED)
 def test_what_crosses_context_parallel_ranks_is_a_few_numbers_per_sequence(
     name: str, said: Said
 ) -> None:
@@ -257,8 +256,8 @@ def test_what_crosses_context_parallel_ranks_is_a_few_numbers_per_sequence(
 # what is refused
 
 
-@pytest.mark.parametrize("call", ["policy_loss", "value_loss", "aggregate_tokens"])
-@pytest.mark.parametrize("world", [2, 4])
+@walked("call", ["policy_loss", "value_loss", "aggregate_tokens"])
+@walked("world", [2, 4])
 def test_missing_totals_are_an_error(call: str, world: int, said: Said) -> None:
     message = said[world]["refusals"][call]
     assert f"torch.distributed runs on {world} ranks" in message
@@ -266,7 +265,7 @@ def test_missing_totals_are_an_error(call: str, world: int, said: Said) -> None:
     assert 'totals="local"' in message
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@walked("world", [2, 4])
 def test_what_cannot_be_known_locally_is_an_error_or_a_warning(world: int, said: Said) -> None:
     refusals = said[world]["refusals"]
     assert "pass positions=" in refusals["turns"]

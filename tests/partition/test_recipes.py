@@ -18,6 +18,7 @@ import pytest
 import torch
 from recipe_ranks import RANKS, RECIPES, ROOT
 from started import started_once
+from walk import walked
 
 Saved = dict[str, Any]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -121,7 +122,7 @@ def test_the_command_of_a_recipe_starts_it(tmp_path: Path, folder: Path) -> None
     assert distance(torch.load(path, weights_only=True), saved(folder, "plain_loop")) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", RANKS)
+@walked("name", RANKS)
 def test_a_recipe_is_short_and_the_page_shows_it_as_it_is(name: str) -> None:
     code = (RECIPES / f"{name}.py").read_text(encoding="utf-8")
     assert len(code.splitlines()) < 40
