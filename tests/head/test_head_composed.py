@@ -27,6 +27,7 @@ from head_cases import (
 )
 from test_head_loss import totals_of
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, REJECTED, TRUSTS, swapped
@@ -281,8 +282,8 @@ NORMALISED = {
 }
 
 
-@pytest.mark.parametrize("measured", [False, True], ids=["local", "measured"])
-@pytest.mark.parametrize("name", NORMALISED)
+@walked("measured", [False, True], ids=["local", "measured"])
+@walked("name", NORMALISED)
 def test_weights_normalised_beside_a_correction_that_reads_logp(name: str, measured: bool) -> None:
     """The mean weight depends on logp: a window must be given it, and cannot know it alone."""
     spec = pl.LossSpec(correction=NORMALISED[name])
@@ -369,7 +370,7 @@ BROKEN_PROMISES = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_PROMISES)
+@walked("name", BROKEN_PROMISES)
 def test_a_broken_promise_is_refused(name: str) -> None:
     """A part that looks further than it says would get a wrong gradient;
     what can be noticed is an error.

@@ -23,6 +23,7 @@ from head_cases import (
     run_oracle,
 )
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss.functional.divergence import Measure, of_distributions, on_support, support_of
@@ -107,7 +108,7 @@ def plans(teacher: Any, **options: Any) -> list[Any]:
     return ["auto", *LOGPROB_PLANS, *small]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@walked("kind", KINDS)
 def test_every_kind_under_every_plan(kind: str) -> None:
     teacher = teacher_of()
     wide = log_probabilities(teacher.hidden.double(), teacher.weight.double())
@@ -117,8 +118,8 @@ def test_every_kind_under_every_plan(kind: str) -> None:
         assert_all_near(found(teacher, plan, kind=kind, beta=0.3), truth)
 
 
-@pytest.mark.parametrize("top", ["student", "teacher", "union", "intersection"])
-@pytest.mark.parametrize("kind", KINDS)
+@walked("top", ["student", "teacher", "union", "intersection"])
+@walked("kind", KINDS)
 def test_the_most_probable_entries(kind: str, top: str) -> None:
     teacher = teacher_of()
     wide = log_probabilities(teacher.hidden.double(), teacher.weight.double())
@@ -162,8 +163,8 @@ def known_entries(k: int) -> tuple[pl.TopK, Tensor]:
     return pl.TopK.sorted(ids, values.to(FLOAT)), logp
 
 
-@pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@walked("tail", [True, False])
+@walked("kind", KINDS)
 def test_a_teacher_known_by_some_entries(kind: str, tail: bool) -> None:
     teacher, logp = known_entries(6)
     leaves = [leaf(x, torch.float64) for x in (CASE.hidden, CASE.weight)]
@@ -203,7 +204,7 @@ def test_entries_that_are_among_the_students_best() -> None:
     assert_near(few[rows], same[rows].double(), 10 * TOL, "divergence")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@walked("kind", KINDS)
 def test_logits_that_exist(kind: str) -> None:
     """Of the teacher in `linear_divergence`, of both in `divergence`."""
     teacher = teacher_of()
@@ -224,7 +225,7 @@ def test_logits_that_exist(kind: str) -> None:
     assert_near(by_ids.detach(), alone.double(), 10 * TOL, "by ids")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@walked("kind", KINDS)
 def test_an_equal_teacher_moves_nothing(kind: str) -> None:
     """The student itself, its weight tied to the teacher's: 0 and no gradient, exactly."""
     hidden, weight = leaf(CASE.hidden), leaf(CASE.weight)
@@ -289,8 +290,8 @@ SPEC = pl.LossSpec(
 BATCH = make_head_batch(seed=4)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("kind", KINDS)
+@walked("layout", ["padded", "packed"])
+@walked("kind", KINDS)
 def test_with_a_policy_loss_in_the_same_pass(kind: str, layout: str) -> None:
     batch = BATCH if layout == "padded" else BATCH.packed()
     spec = SPEC.with_fields(kind=kind)
@@ -355,7 +356,7 @@ def test_a_window_holds_half_as_many_rows() -> None:
     assert beside.extra_bytes <= 1.05 * alone.extra_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@walked("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype) -> None:
     """Errors of the value are those of float32 statistics, of the gradients those of the dtype."""
     g = torch.Generator().manual_seed(0)
@@ -455,7 +456,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@walked("name", WRONG)
 def test_errors_say_what_to_do(name: str) -> None:
     make, words = WRONG[name]
     with pytest.raises(pl.PolicyLossError) as error:
@@ -486,7 +487,7 @@ def test_a_common_prefix() -> None:
 
 
 @pytest.mark.skipif(not CUDA, reason="kernels run on a GPU")
-@pytest.mark.parametrize("kind", KINDS)
+@walked("kind", KINDS)
 def test_large_vocabulary_on_a_gpu(kind: str) -> None:
     """An odd vocabulary, bfloat16, under every plan, against float64 rows."""
     case = peaked_case(512, 50257, 256, torch.bfloat16, peak=20.0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from head_cases import DEVICE, leaf, make_head_batch, peaked_case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from walk import walked
 
 import policyloss as pl
 from cases import PRESETS
@@ -61,7 +62,7 @@ def said(call: Callable[[], Any], *words: str) -> None:
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-@pytest.mark.parametrize("value", [-100, -1, 33, 10**12])
+@walked("value", [-100, -1, 33, 10**12])
 def test_an_id_outside_the_vocabulary(value: int) -> None:
     said(lambda: linear(ids=ids_with(value, CASE.ids)), "ids", str(value), "33", "mask")
     said(lambda: logits(ids=ids_with(value, CASE.ids)), "ids", str(value), "33", "mask")
@@ -77,7 +78,7 @@ def test_an_id_outside_the_vocabulary_is_found_under_a_mask_that_has_it() -> Non
     assert logits(ids=ids_with(-1, CASE.ids), mask=mask)[2] == 0
 
 
-@pytest.mark.parametrize("call", [linear, logits], ids=["linear_logprobs", "logprobs"])
+@walked("call", [linear, logits], ids=["linear_logprobs", "logprobs"])
 def test_ids_of_another_shape_or_kind(call: Any) -> None:
     said(lambda: call(ids=CASE.ids[:4]), "ids", "(4,)", "(6,)")
     said(lambda: call(ids=CASE.ids.unsqueeze(0)), "ids", "(1, 6)", "(6,)")
@@ -86,7 +87,7 @@ def test_ids_of_another_shape_or_kind(call: Any) -> None:
     said(lambda: call(ids=CASE.ids.tolist()), "ids", "list")
 
 
-@pytest.mark.parametrize("call", [linear, logits], ids=["linear_logprobs", "logprobs"])
+@walked("call", [linear, logits], ids=["linear_logprobs", "logprobs"])
 def test_a_mask_that_does_not_fit(call: Any) -> None:
     said(lambda: call(mask=torch.ones(5, dtype=torch.bool, device=DEVICE)), "mask", "(5,)", "(6,)")
     said(lambda: call(mask=[1] * 6), "mask", "list")
@@ -138,17 +139,15 @@ def test_tensors_on_two_devices() -> None:
     said(lambda: logits(ids=CASE.ids.cpu()), "ids", "cpu", "cuda")
 
 
-@pytest.mark.parametrize(
-    "call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"]
-)
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@walked("call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"])
+@walked("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_is_none(call: Any, value: float) -> None:
     said(lambda: call(temperature=value), "temperature")
     shape = BATCH.ids.shape if call is loss else CASE.ids.shape
     said(lambda: call(temperature=torch.full(shape, value, device=DEVICE)), "temperature")
 
 
-@pytest.mark.parametrize("call", [linear, logits], ids=["linear_logprobs", "logprobs"])
+@walked("call", [linear, logits], ids=["linear_logprobs", "logprobs"])
 def test_temperatures_that_do_not_fit(call: Any) -> None:
     said(lambda: call(temperature=torch.ones(5, device=DEVICE)), "temperature", "(5,)", "(6,)")
     said(lambda: call(temperature=torch.ones(6, 1, device=DEVICE)), "temperature", "(6, 1)", "(6,)")
@@ -164,9 +163,7 @@ def test_temperatures_that_do_not_fit(call: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"]
-)
+@walked("call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"])
 def test_a_softcap_that_is_none(call: Any) -> None:
     for value in (0, -30.0, float("nan"), "30"):
         said(lambda value=value: call(softcap=value), "softcap")
@@ -209,7 +206,7 @@ def test_one_pass_is_not_for_a_loss_of_ones_own() -> None:
     said(lambda: linear(plan="one_pass"), "one_pass", "recompute", "stash")
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@walked("name", ["clip_cov", "kl_cov"])
 def test_one_pass_of_a_loss_that_compares_with_the_batch(name: str) -> None:
     """It says why (the whole batch) and both ways out: measure first, or another plan."""
     said(

@@ -29,6 +29,7 @@ from head_cases import (
 )
 from torch import Tensor
 from torch.autograd import gradcheck
+from walk import walked
 
 import policyloss as pl
 
@@ -109,22 +110,22 @@ def test_temperature_and_softcap_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("upstream", UPSTREAM)
-@pytest.mark.parametrize("vocab", VOCABULARIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@walked("upstream", UPSTREAM)
+@walked("vocab", VOCABULARIES)
+@walked("dtype", DTYPES, ids=dtype_name)
 def test_values_and_gradients(dtype: torch.dtype, vocab: int, upstream: str) -> None:
     ours = LogitsCase(5, vocab, dtype).check(upstream=upstream)
     wide = torch.promote_types(dtype, torch.float32)
     assert (ours.logp.dtype, ours.entropy.dtype, ours.grads[0].dtype) == (wide, wide, dtype)
 
 
-@pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 1000, 65537 if CUDA else 4097])
+@walked("n", [1, 2, 127, 128, 129, 1000, 65537 if CUDA else 4097])
 def test_any_number_of_rows(n: int) -> None:
     LogitsCase(n, 33, torch.float32).check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("kind", ["peaked", "deep", "flat", "far"])
+@walked("dtype", DTYPES, ids=dtype_name)
+@walked("kind", ["peaked", "deep", "flat", "far"])
 def test_extreme_logits(kind: str, dtype: torch.dtype) -> None:
     """One logit 80 above, or below, all others; all equal; all near a thousand."""
     case = LogitsCase(6, 1000, dtype)
@@ -154,7 +155,7 @@ def test_values_do_not_depend_on_where_the_logits_lie() -> None:
     assert float((there.entropy - here.entropy).abs().max()) <= allowed
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
+@walked("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
 def test_forbidden_entries(dtype: torch.dtype) -> None:
     """−inf is a probability of 0: nothing in the values, exactly nothing in the gradient,
     and no NaN.
@@ -173,7 +174,7 @@ def test_forbidden_entries(dtype: torch.dtype) -> None:
     assert max(abs(float(ours.logp[0])), abs(float(ours.entropy[0]))) <= allowed
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
+@walked("overwrite", [False, True], ids=["kept", "overwritten"])
 def test_all_but_the_last_position(overwrite: bool) -> None:
     """`logits[:, :-1]`, the usual shift, has no single stride from row to row;
     its gradient is that of a contiguous copy.
@@ -205,7 +206,7 @@ def test_a_forbidden_token_has_logp_minus_infinity() -> None:
     assert logp[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("vocab", [2, 33, 1000, 50257])
+@walked("vocab", [2, 33, 1000, 50257])
 def test_ids_at_both_ends(vocab: int) -> None:
     case = LogitsCase(4, vocab, torch.float32)
     case.ids = torch.tensor([0, vocab - 1, 0, vocab - 1], device=DEVICE)
@@ -214,9 +215,9 @@ def test_ids_at_both_ends(vocab: int) -> None:
     assert_same_bits(case.ours(), ours)
 
 
-@pytest.mark.parametrize("temperature", [0.7, "per token"])
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
+@walked("temperature", [0.7, "per token"])
+@walked("softcap", [None, 30.0])
+@walked("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
 def test_temperature_and_softcap(
     temperature: Any, softcap: float | None, dtype: torch.dtype
 ) -> None:
@@ -227,7 +228,7 @@ def test_temperature_and_softcap(
     case.check(temperature=temperature, softcap=softcap)
 
 
-@pytest.mark.parametrize("variant", ["plain", "temperature", "per_token", "softcap", "mask"])
+@walked("variant", ["plain", "temperature", "per_token", "softcap", "mask"])
 def test_gradcheck(variant: str) -> None:
     case = LogitsCase(4, 6)
     temperature = torch.tensor([0.5, 1.0, 1.7, 0.9], dtype=torch.float64, device=DEVICE)
@@ -254,8 +255,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
+@walked("layout", LAYOUTS)
+@walked("overwrite", [False, True], ids=["kept", "overwritten"])
 def test_strided_logits(layout: str, overwrite: bool) -> None:
     case = LogitsCase(6, 33, torch.float32)
     expected = case.ours()
@@ -300,8 +301,8 @@ def test_entropy_is_only_returned_when_asked_for() -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
+@walked("overwrite", [False, True], ids=["kept", "overwritten"])
+@walked("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
 def test_garbage_at_masked_rows(dtype: torch.dtype, overwrite: bool) -> None:
     """NaN, inf and ids outside the vocabulary behind the mask change no bit elsewhere;
     values and gradients there are 0.
@@ -351,7 +352,7 @@ def test_a_nan_stays_in_its_row() -> None:
         assert torch.equal(a[others], b[others])
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
+@walked("shape", [(0,), (2, 0), (0, 3)], ids=str)
 def test_no_rows(shape: tuple[int, ...]) -> None:
     z = torch.zeros(*shape, 33, device=DEVICE, requires_grad=True)
     logp, entropy = pl.logprobs(
@@ -363,7 +364,7 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
     assert z.grad.shape == z.shape
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
+@walked("overwrite", [False, True], ids=["kept", "overwritten"])
 def test_all_rows_masked(overwrite: bool) -> None:
     z = torch.full((4, 33), torch.nan, device=DEVICE, requires_grad=True)
     ids, mask = (
@@ -377,8 +378,8 @@ def test_all_rows_masked(overwrite: bool) -> None:
     assert (z.grad == 0).all()
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@walked("masked", [False, True], ids=["all", "masked"])
+@walked("dtype", DTYPES, ids=dtype_name)
 def test_overwriting_the_logits(dtype: torch.dtype, masked: bool) -> None:
     """The same bits as without, and the storage of the logits holds the gradient afterwards; a
     second backward would be wrong.
@@ -438,7 +439,7 @@ def test_no_graph_without_gradients() -> None:
     assert not pl.logprobs(case.logits, case.ids).requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@walked("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
 def test_the_same_bits_every_time_and_whatever_memory_held(dtype: torch.dtype) -> None:
     case = LogitsCase(40, 1537, dtype)
     mask = torch.arange(40, device=DEVICE) % 3 > 0
@@ -451,7 +452,7 @@ def test_the_same_bits_every_time_and_whatever_memory_held(dtype: torch.dtype) -
 
 
 @pytest.mark.skipif(not CUDA, reason="needs the memory of a GPU")
-@pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
+@walked("overwrite", [False, True], ids=["kept", "overwritten"])
 def test_more_than_two_to_the_31_logits(overwrite: bool) -> None:
     """16 384 × 151 936 ≈ 2.5·10⁹ entries: rows at the end, where a 32-bit index would have wrapped,
     are those of a small call.

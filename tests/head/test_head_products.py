@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss.head import backward
@@ -22,7 +23,7 @@ def matrices(m: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return a, b, c
 
 
-@pytest.mark.parametrize("size", SIZES)
+@walked("size", SIZES)
 def test_cut_products_are_whole_products(
     size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

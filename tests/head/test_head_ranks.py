@@ -46,6 +46,7 @@ from started import run_ranks, started_once
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from two_ranks import DP_ROWS, SHARDINGS, held
+from walk import walked
 
 import policyloss as pl
 from cases import PRESETS, assert_same
@@ -146,7 +147,7 @@ def check_shards(said: Said, case: str, expected: dict[str, Any], cut: Cut) -> N
 SHARDED = [(count, name) for count, cuts in CUTS.items() for name in cuts]
 
 
-@pytest.mark.parametrize(("count", "name"), SHARDED)
+@walked(("count", "name"), SHARDED)
 def test_logprobs_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, batch = CUTS[count][name], CUTS[count][name].batch()
     for case, arguments in logprob_cases(name == FIRST[count]).items():
@@ -166,7 +167,7 @@ def test_logprobs_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
         )
 
 
-@pytest.mark.parametrize(("count", "name"), SHARDED)
+@walked(("count", "name"), SHARDED)
 def test_supports_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     """Some tokens keep no entry of a rank at all."""
     cut, batch = CUTS[count][name], CUTS[count][name].batch()
@@ -179,7 +180,7 @@ def test_supports_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
     check_shards(said, f"support: {name}, loss", loss, cut)
 
 
-@pytest.mark.parametrize(("count", "name"), SHARDED)
+@walked(("count", "name"), SHARDED)
 def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, first = CUTS[count][name], name == FIRST[count]
     plain = cache(lambda spec: on_one(spec, cut.batch(), cut.bias))
@@ -199,7 +200,7 @@ def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
         check_shards(three, case, truth, cut)
 
 
-@pytest.mark.parametrize(("count", "name"), SHARDED)
+@walked(("count", "name"), SHARDED)
 def test_the_shards_are_what_they_should_be(count: int, name: str) -> None:
     """Shards make up the vocabulary, both ends of each live one are asked for,
     and some tokens are clipped but not most.
@@ -214,8 +215,8 @@ def test_the_shards_are_what_they_should_be(count: int, name: str) -> None:
     assert 0.05 < on_one(PRESETS["ppo"], cut.batch(), cut.bias)["metrics"]["clip_fraction"] < 0.7
 
 
-@pytest.mark.parametrize("stray", [-1, VOCAB])
-@pytest.mark.parametrize("count", [2, 3])
+@walked("stray", [-1, VOCAB])
+@walked("count", [2, 3])
 def test_an_id_outside_the_whole_vocabulary_stops_every_rank(
     said: Said, count: int, stray: int
 ) -> None:
@@ -226,8 +227,8 @@ def test_an_id_outside_the_whole_vocabulary_stops_every_rank(
         assert f"ids holds {stray} at position" in messages.pop()
 
 
-@pytest.mark.parametrize("plan", LOSS_PLANS)
-@pytest.mark.parametrize("count", [2, 3])
+@walked("plan", LOSS_PLANS)
+@walked("count", [2, 3])
 def test_nothing_to_train_on_over_a_sharded_vocabulary(said: Said, count: int, plan: str) -> None:
     for numbers in (s[f"nothing: {plan}"] for s in said):
         for name in ("value", "logp", "entropy", "dhidden", "dweight", "dbias"):
@@ -235,8 +236,8 @@ def test_nothing_to_train_on_over_a_sharded_vocabulary(said: Said, count: int, p
         assert numbers["metrics"]["tokens"] == 0
 
 
-@pytest.mark.parametrize("plan", LOSS_PLANS)
-@pytest.mark.parametrize("count", [2, 3])
+@walked("plan", LOSS_PLANS)
+@walked("count", [2, 3])
 def test_a_nan_in_one_shard_shows_on_every_rank(said: Said, count: int, plan: str) -> None:
     for numbers in (s[f"nan: {plan}"] for s in said):
         assert numbers["value"].isnan()
@@ -256,11 +257,11 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(agreement: Said) -> None:
         )
 
 
-@pytest.mark.parametrize(
+@walked(
     ("plan", "memory"),
     [("auto", "scarce on one"), *((plan, "ample") for plan in ("auto", *LOSS_PLANS))],
 )
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@walked("name", ["ppo", "gspo"])
 def test_ranks_take_the_same_windows_whatever_they_hold(
     agreement: Said, name: str, plan: str, memory: str
 ) -> None:
@@ -274,7 +275,7 @@ def test_ranks_take_the_same_windows_whatever_they_hold(
         assert s[f"plan: {case}"] == [expected, 16]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@walked("count", [2, 3])
 def test_missing_totals_are_an_error_with_a_sharded_vocabulary(said: Said, count: int) -> None:
     for s in said:
         assert f"torch.distributed runs on {count} ranks" in s["no totals"]
@@ -308,8 +309,8 @@ def check_sums(two: Said, case: str, expected: dict[str, Any], sharding: str, pa
 one_process = cache(lambda name: on_one({**CP_TOKEN, **CP_SEQUENCE}[name], BATCH))
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("name", [*CP_TOKEN, *CP_SEQUENCE])
+@walked("sharding", SHARDINGS)
+@walked("name", [*CP_TOKEN, *CP_SEQUENCE])
 def test_context_parallel_ranks_add_up(two: Said, name: str, sharding: str) -> None:
     spec = {**CP_TOKEN, **CP_SEQUENCE}[name]
     cases = {
@@ -326,7 +327,7 @@ def test_context_parallel_ranks_add_up(two: Said, name: str, sharding: str) -> N
             assert_same(s[f"cp: {case}"]["metrics"], expected["metrics"], TOLERANCE, "metric")
 
 
-@pytest.mark.parametrize("name", ["ppo, seq-mean", "gspo"])
+@walked("name", ["ppo, seq-mean", "gspo"])
 def test_context_parallel_ranks_whose_gradients_are_averaged(two: Said, name: str) -> None:
     """`Totals.count` takes it that gradients are averaged over the group:
     each rank's is then twice its share.
@@ -359,7 +360,7 @@ def test_missing_totals_are_an_error_with_a_cp_group(two: Said) -> None:
         assert "policyloss.Totals.count(" in s["cp no totals"]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@walked("sharding", SHARDINGS)
 def test_rows_left_out_under_a_cp_group(two: Said, sharding: str) -> None:
     """Tokens without advantage are not computed, but still counted in every sequence's length."""
     check_sums(
@@ -379,8 +380,8 @@ def check_parameters(two: Said, case: str, expected: dict[str, Tensor], tol: flo
             assert_near(s[case][name], x, tol, f"{case}, {name}")
 
 
-@pytest.mark.parametrize("split", DP_ROWS)
-@pytest.mark.parametrize("name", train_of.SPECS)
+@walked("split", DP_ROWS)
+@walked("name", train_of.SPECS)
 def test_three_steps_with_a_sharded_body(two: Said, name: str, split: str) -> None:
     """FSDP2 around the body, the head a plain weight: the parameters of one process, to 1e-10."""
     steps, start = (
@@ -408,8 +409,8 @@ def test_a_sharded_head(two: Said) -> None:
             assert "full_tensor(grad_placements=" in s[f"dtensor {name}"]
 
 
-@pytest.mark.parametrize("split", DP_ROWS)
-@pytest.mark.parametrize("name", train_of.SPECS)
+@walked("split", DP_ROWS)
+@walked("name", train_of.SPECS)
 def test_averaged_gradients(two: Said, name: str, split: str) -> None:
     """DDP, at once and over micro-batches that are added to gradients of 1:
     those of one process with the whole batch.

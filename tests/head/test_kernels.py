@@ -13,6 +13,7 @@ import pytest
 import torch
 from interpreted import DEVICE
 from torch import Tensor
+from walk import walked
 
 from policyloss.functional.scale_kernel import scaled as scaled_copy
 from policyloss.head import gradient_kernel, kernels, tiles
@@ -139,7 +140,7 @@ def assert_partials(got: Partials, want: Partials) -> None:
         torch.testing.assert_close(got.moment.double(), want.moment, rtol=4e-6, atol=4e-6)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("vocabulary", "kind"),
     [(v, k) for k in KINDS for v in (300, 1)]
     + [(33, "plain"), (33, "all"), (256, "temperature"), (517, "all")],
@@ -161,7 +162,7 @@ def test_partials_without_entropy_are_the_same() -> None:
     assert torch.equal(without.target, got.target)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@walked("dtype", [torch.bfloat16, torch.float16])
 def test_partials_of_half_precision_logits(dtype: torch.dtype) -> None:
     z, ids, scaling = logits(300, dtype), ids_of(300), Scaling(0.8)
     assert_partials(
@@ -207,7 +208,7 @@ def test_by_hand() -> None:
     assert out[1].tolist() == pytest.approx([3 / 16 * math.log(3), -3 / 16 * math.log(3)], abs=5e-7)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("vocabulary", "kind"),
     [(150, k) for k in KINDS]
     + [(1, "plain"), (1, "all"), (33, "plain"), (128, "temperature"), (33, "all")],
@@ -224,7 +225,7 @@ def test_gradient_equals_the_formula(vocabulary: int, kind: str) -> None:
         torch.testing.assert_close(out.double(), want, rtol=0, atol=8e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@walked("dtype", [torch.bfloat16, torch.float16])
 def test_gradient_in_place(dtype: torch.dtype) -> None:
     """Over z itself, same type: the same bits as into a separate tensor."""
     z, ids, scaling = logits(300, dtype, size=3.0), ids_of(300), Scaling(1 / 0.9)
@@ -237,7 +238,7 @@ def test_gradient_in_place(dtype: torch.dtype) -> None:
     assert torch.equal(z, apart)
 
 
-@pytest.mark.parametrize(
+@walked(
     ("vocabulary", "dtype"), [(33, torch.bfloat16), (128, torch.float16), (300, torch.bfloat16)]
 )
 def test_gradient_in_the_first_half_of_its_own_float32_rows(
@@ -275,8 +276,8 @@ def test_rows_with_a_stride_are_read_and_written_within_their_columns() -> None:
     assert buffer[:, 311:].isnan().all()
 
 
-@pytest.mark.parametrize("nothing", [-math.inf, ABSENT])
-@pytest.mark.parametrize("place", [slice(0, 290), slice(256, None), slice(3, 299, 2), slice(0, 0)])
+@walked("nothing", [-math.inf, ABSENT])
+@walked("place", [slice(0, 290), slice(256, None), slice(3, 299, 2), slice(0, 0)])
 def test_minus_infinity_is_probability_zero(place: slice, nothing: float) -> None:
     """A whole first tile, a tail, every other entry: each counts as if it were not there."""
     z, ids, scaling = logits(300, size=3.0), torch.full((ROWS,), 297, device=DEVICE), Scaling(0.9)
@@ -300,7 +301,7 @@ def test_a_row_of_nothing_but_minus_infinity_has_an_empty_sum() -> None:
     assert [x.item() for x in got if x is not None] == [-math.inf, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("column", [0, 255, 299])
+@walked("column", [0, 255, 299])
 def test_nan_stays_in_its_row(column: int) -> None:
     z, ids = logits(300, size=3.0), ids_of(300)
     clean = row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD)
@@ -381,8 +382,8 @@ def test_the_same_input_gives_the_same_bits() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: real sizes")
-@pytest.mark.parametrize("vocabulary", [151936, 128256, 50257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@walked("vocabulary", [151936, 128256, 50257])
+@walked("dtype", [torch.float32, torch.bfloat16])
 def test_real_vocabularies_with_the_default_tiles(vocabulary: int, dtype: torch.dtype) -> None:
     z, ids, (g, h) = logits(vocabulary, dtype, size=4.0), ids_of(vocabulary), derivatives()
     got = row_partials(z, ids, Scaling(1.0), entropy=True)
@@ -412,8 +413,8 @@ def test_rows_past_two_to_the_31_elements() -> None:
     assert (z[:-1] == 0).all()
 
 
-@pytest.mark.parametrize("n", [0, 1, 4096, 9001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@walked("n", [0, 1, 4096, 9001])
+@walked("dtype", [torch.float32, torch.bfloat16])
 def test_a_scaled_copy(n: int, dtype: torch.dtype) -> None:
     """`out = x * factor` in the type of out; nothing is written past its end. In place too.
 
@@ -436,8 +437,8 @@ def test_a_scaled_copy(n: int, dtype: torch.dtype) -> None:
     assert torch.equal(x, want)
 
 
-@pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@walked("entropy", [True, False])
+@walked("kind", KINDS)
 def test_parts_of_a_vocabulary_are_rows_to_the_kernel(
     kind: str, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

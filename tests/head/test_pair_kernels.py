@@ -12,6 +12,7 @@ import torch
 from interpreted import DEVICE
 from test_kernels import FORWARD, ROWS, ids_of, logits, scaled, scalings
 from torch import Tensor
+from walk import walked
 
 from policyloss.functional.divergence import (
     Measure,
@@ -33,7 +34,7 @@ MEASURES = {
     "jsd": Measure("jsd", 0.3),
 }
 V = 300
-by_measure = pytest.mark.parametrize("kind", MEASURES)
+by_measure = walked("kind", MEASURES)
 # Rows of tiles and a tail, a row shorter than a tile, and one of tiles alone.
 CASES = ((V, "plain"), (V, "all"), (40, "temperature"), (256, "softcap"))
 BACKWARD = {"_block": 128, "_warps": 1}

@@ -25,6 +25,7 @@ from head_cases import (
     run_loss,
 )
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 
@@ -90,7 +91,7 @@ def assert_runs_agree(actual: Run, expected: Run) -> None:
         assert_near(a, b, 10 * TOL, "gradient")
 
 
-@pytest.mark.parametrize("plan", ["recompute", "stash", pl.Plan("recompute", 3, 7)])
+@walked("plan", ["recompute", "stash", pl.Plan("recompute", 3, 7)])
 def test_values_and_gradients(plan: Any) -> None:
     assert_runs_agree(ours(CASE, plan=plan), oracle(CASE))
     per_token = torch.linspace(0.5, 2, 23, dtype=FLOAT, device=DEVICE)
@@ -103,9 +104,9 @@ def test_values_and_gradients(plan: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("layout", ["flat", "rows", "a slice"])
-@pytest.mark.parametrize("overwrite", [False, True])
+@walked("softcap", [None, 3.0])
+@walked("layout", ["flat", "rows", "a slice"])
+@walked("overwrite", [False, True])
 def test_logits_that_exist(
     overwrite: bool, layout: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +153,7 @@ def test_weight_outside_every_support_gets_no_gradient() -> None:
         assert weight.grad.abs().sum() > 0.1
 
 
-@pytest.mark.parametrize("plan", ["recompute", "stash"])
+@walked("plan", ["recompute", "stash"])
 def test_the_whole_vocabulary_is_no_support(plan: str) -> None:
     """Bit for bit: k = V cuts nothing."""
     everything = as_pair(torch.ones_like(DENSE))
@@ -191,9 +192,9 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("plan", [*LOSS_PLANS, pl.Plan("one_pass", 8, 0)])
-@pytest.mark.parametrize("name", SPECS)
+@walked("packed", [False, True], ids=["padded", "packed"])
+@walked("plan", [*LOSS_PLANS, pl.Plan("one_pass", 8, 0)])
+@walked("name", SPECS)
 def test_loss(name: str, plan: Any, packed: bool) -> None:
     """`policy_loss` on log-probabilities over the kept entries, masked rows without any."""
     batch = make_head_batch(seed=3)
@@ -247,7 +248,7 @@ def test_a_token_outside_its_support_is_an_error_that_counts_them() -> None:
         run_loss(SPECS["dapo"], batch, support=as_pair(dense))
 
 
-@pytest.mark.parametrize(
+@walked(
     ("support", "words"),
     [
         (SUPPORT[0], ["support must be a pair (ids, offsets)"]),
