@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from docs.architecture_imports import Box, direct_imports, layers
 
-WIDTH, ROW, TOP, BOTTOM, LABELS = 1120, 104, 14, 14, 152
+WIDTH, ROW, TOP, BOTTOM, LABELS = 1252, 104, 14, 14, 152
 BOX_WIDTH, BOX_HEIGHT, LANE, GAP = 112, 46, 2, 20
 INK, SOFT, FILL, BORDER, ARROW, BAND = (
     "#1f2933",

@@ -16,7 +16,7 @@ import policyloss as pl
 
 PACKAGE = Path(pl.__file__).resolve().parent
 # Modules that only start the program say nothing about how it is built.
-LEFT_OUT = {"__init__", "__main__"}
+LEFT_OUT = {"__init__", "__main__", "public"}  # they hold names alone
 MODULE_NAME = re.compile(r"policyloss(\.\w+)+")
 
 
@@ -55,7 +55,10 @@ class Layer:
 LAYERS = (
     Layer(
         "Foundations",
-        ("errors", "arguments", "functional", "records", "notebook", "output", "logs"),
+        (
+            *("errors", "arguments", "functional", "records", "notebook", "output", "logs"),
+            "commands",
+        ),
     ),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
     Layer("What a loss is", ("parts", "spec", "presets")),

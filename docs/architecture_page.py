@@ -38,7 +38,7 @@ PLACES = (
     ),
     NewLine(
         "a new part of a loss",
-        ("src/policyloss/functional", "src/policyloss/parts", "src/policyloss/__init__.py"),
+        ("src/policyloss/functional", "src/policyloss/parts", "src/policyloss/public.py"),
         "The formula as a pure function, the part that calls it, its public name ([a worked "
         "example](../CONTRIBUTING.md)).",
         "tests/core/test_invariance.py",

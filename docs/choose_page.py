@@ -9,7 +9,6 @@ from typing import Any
 
 from docs.markdown import GENERATED, fenced, join, linked, table
 from policyloss.choose import QUESTIONS, RULES, Choice, Rule, all_choices, choose
-from policyloss.explain.diff import part_text
 
 # Where the form stands on the site; in plain Markdown, the sentence stands there by itself.
 FORM = "In a terminal, `policyloss choose --help` asks the same questions."
@@ -73,9 +72,8 @@ def _rule_row(rule: Rule) -> list[str]:
         for name, values in rule.when.items()
     )
     preset = f"[`{rule.preset}`](presets/{rule.preset}.md)" if rule.preset else ""
-    slots = ", ".join(f"`{slot}=pl.{part_text(part)}`" for slot, part in rule.slots.items())
-    anchor = f"the ratio's `anchor={rule.anchor!r}`" if rule.anchor else ""
-    return [where or "elsewhere", preset or slots or anchor, rule.why, linked(rule.cited)]
+    slots = ", ".join(f"`{slot}={part}`" for slot, part in rule.slots.items())
+    return [where or "elsewhere", preset or slots, rule.why, linked(rule.cited)]
 
 
 def form() -> str:
@@ -90,7 +88,7 @@ def form() -> str:
             "preset": choice.preset,
             "reasons": [reasons.setdefault(reason, len(reasons)) for reason in choice.reasons],
             "advantages": choice.advantages,
-            "reads": ["logp", "advantages", "mask", *choice.spec.reads],
+            "reads": choice.reads,
         }
     data = {
         "questions": [question._asdict() for question in QUESTIONS],

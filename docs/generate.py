@@ -18,6 +18,7 @@ from docs.conformance_page import conformance_page
 from docs.doctor_logs_page import doctor_logs_pages
 from docs.doctor_page import doctor_pages
 from docs.evidence_page import evidence_pages
+from docs.losses_table import losses_table
 from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
@@ -58,6 +59,7 @@ def pages() -> dict[str, str]:
     texts["docs/presets/README.md"] = index_page()
     texts["docs/metrics.md"] = metrics_page()
     texts["docs/names.md"] = names_page()
+    texts["src/policyloss/losses.json"] = losses_table()
     texts["docs/choose.md"] = choose_page()
     texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
     texts |= architecture_pages()

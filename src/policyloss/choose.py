@@ -3,23 +3,35 @@
 The rules are data. Of those that name a preset, the first that fits decides; every other rule that
 fits changes a slot, or only says something. `policyloss choose` and the page of the documentation
 that asks the same questions read them from here.
+
+`losses.json` holds every preset, and every loss that is chosen, as data: the command answers from
+it without torch. `make docs` writes it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from policyloss.commands import Argument, read_words
+from policyloss.commands.arguments import JSON
 from policyloss.errors import InputError, unknown_name
-from policyloss.explain.diff import part_text
-from policyloss.explain.explanation import explain, section
-from policyloss.parts.correction import Band, Truncate
-from policyloss.presets import find_preset, preset
-from policyloss.spec import LossSpec
+from policyloss.output import section
+
+if TYPE_CHECKING:
+    from policyloss.spec import LossSpec
+
+
+@cache
+def losses() -> dict[str, Any]:
+    """The presets, and by their code the losses that are chosen."""
+    data: dict[str, Any] = json.loads(Path(__file__).with_name("losses.json").read_bytes())
+    return data
 
 
 class Question(NamedTuple):
@@ -73,15 +85,14 @@ class Rule:
     """Holds where every question of `when` has one of its answers.
 
     why: one or two sentences. source: who says so; empty for the source of the preset. preset: the
-    loss to begin with. slots: what to put into its slots. anchor: what its ratio is to.
+    loss to begin with. slots: the parts that go into its slots, as code.
     """
 
     when: dict[str, str]
     why: str
     source: str = ""
     preset: str = ""
-    slots: dict[str, Any] = field(default_factory=dict)
-    anchor: str = ""
+    slots: dict[str, str] = field(default_factory=dict)
 
     def fits(self, answers: Mapping[str, str]) -> bool:
         """Whether it holds for these answers; `a|b` in `when` means either."""
@@ -90,7 +101,7 @@ class Rule:
     @property
     def cited(self) -> str:
         """Who says so."""
-        return self.source or find_preset(self.preset).paper
+        return self.source or str(losses()["presets"][self.preset]["paper"])
 
 
 _REWARD = "reward|reward_and_teacher"
@@ -153,14 +164,14 @@ RULES = (
         "The engine's probabilities differ from the trainer's although the weights are the same. A "
         "truncated importance weight corrects for it; it needs rollout_logp from the engine.",
         f"{_TIS}; 2 is the default of verl, SkyRL and slime",
-        slots={"correction": Truncate(2.0)},
+        slots={"correction": "pl.Truncate(high=2)"},
     ),
     Rule(
         {"signal": _REWARD, "updates": "one|several", "engine": "separate", "model": "moe"},
         "With experts, engine and trainer disagree about a few tokens by large factors. Such "
         "tokens get no gradient; it needs rollout_logp from the engine.",
         "IcePop (Ring-1T, arXiv 2510.18855)",
-        slots={"correction": Band(0.5, 5.0)},
+        slots={"correction": "pl.Band(low=0.5, high=5)"},
     ),
     Rule(
         {"signal": _REWARD, "updates": "stale", "engine": "separate"},
@@ -168,7 +179,7 @@ RULES = (
         "reported describes the policy that sampled. The ratio to rollout_logp holds staleness and "
         "mismatch together, and needs no correction.",
         "LlamaRL, arXiv 2505.24034: the ratio to the policy that sampled",
-        anchor="rollout",
+        slots={"ratio": "pl.TokenRatio(anchor='rollout')"},
     ),
     Rule(
         {"signal": _REWARD, "updates": "stale", "engine": "same"},
@@ -199,26 +210,39 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The loss for some answers. preset: the one it begins with. slots: what was changed in it."""
+    """The loss for some answers. rules: one that names a preset, and those that change slots."""
 
     answers: dict[str, str]
-    preset: str
-    slots: dict[str, Any]
-    reasons: tuple[Reason, ...]
+    rules: tuple[Rule, ...]
+
+    @property
+    def preset(self) -> str:
+        """The preset that it begins with."""
+        return next(rule.preset for rule in self.rules if rule.preset)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """A reason for each rule."""
+        return tuple(Reason(rule.why, rule.cited) for rule in self.rules)
 
     @property
     def spec(self) -> LossSpec:
         """The loss."""
-        return preset(self.preset).replace(**self.slots)
+        from policyloss.spec import LossSpec
+
+        return LossSpec.from_dict(self._stored["spec"])
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        stored: dict[str, Any] = losses()["chosen"][self.code]
+        return stored
 
     @property
     def code(self) -> str:
         """The same as Python."""
-        text = f'pl.preset("{self.preset}")'
-        if not self.slots:
-            return text
-        changes = ", ".join(f"{slot}=pl.{part_text(part)}" for slot, part in self.slots.items())
-        return f"{text}.replace({changes})"
+        slots = [f"{slot}={part}" for rule in self.rules for slot, part in rule.slots.items()]
+        changes = f".replace({', '.join(slots)})" if slots else ""
+        return f'pl.preset("{self.preset}"){changes}'
 
     @property
     def advantages(self) -> str:
@@ -227,10 +251,17 @@ class Choice:
             return "zeros: the teacher is the only signal."
         if self.answers["critic"] == "yes":
             return "advantage.gae, with the values of the critic."
-        return explain(self.preset).advantages
+        return str(losses()["presets"][self.preset]["advantages"])
+
+    @property
+    def reads(self) -> list[str]:
+        """The tensors that it is computed from."""
+        return ["logp", "advantages", "mask", *self._stored["reads"]]
 
     def elsewhere(self) -> dict[str, list[str]]:
-        """What each framework calls its parts."""
+        """The names of its parts in each framework."""
+        from policyloss.explain import explain
+
         names: dict[str, list[str]] = {}
         for entry in explain(self.spec).elsewhere:
             for framework, name in entry.names.items():
@@ -243,9 +274,9 @@ class Choice:
             "answers": self.answers,
             "preset": self.preset,
             "code": self.code,
-            "spec": self.spec.to_dict(),
+            "spec": self._stored["spec"],
             "advantages": self.advantages,
-            "reads": list(self.spec.reads),
+            "reads": self._stored["reads"],
             "reasons": [reason._asdict() for reason in self.reasons],
         }
 
@@ -256,7 +287,7 @@ class Choice:
             for title, lines in (
                 ("", [f"  {self.code}"]),
                 ("Because", [f"- {text} ({source})" for text, source in self.reasons]),
-                ("Reads", [", ".join(("logp", "advantages", "mask", *self.spec.reads))]),
+                ("Reads", [", ".join(self.reads)]),
                 ("Advantages", [self.advantages]),
                 ("Your answers", asked),
             )
@@ -276,13 +307,7 @@ def choose(**answers: str) -> Choice:
             )
     fitting = [rule for rule in RULES if rule.fits(complete)]
     base = next(rule for rule in fitting if rule.preset)
-    slots = {slot: part for rule in fitting for slot, part in rule.slots.items()}
-    for rule in fitting:
-        if rule.anchor:
-            ratio: Any = preset(base.preset).ratio
-            slots["ratio"] = replace(ratio, anchor=rule.anchor)
-    reasons = [Reason(rule.why, rule.cited) for rule in fitting if rule is base or not rule.preset]
-    return Choice(complete, base.preset, slots, tuple(reasons))
+    return Choice(complete, tuple(rule for rule in fitting if rule is base or not rule.preset))
 
 
 def all_choices() -> list[Choice]:
@@ -292,24 +317,27 @@ def all_choices() -> list[Choice]:
     return [choose(**dict(zip(names, answers, strict=True))) for answers in combinations]
 
 
-def choose_command(argv: Sequence[str]) -> int:
+ARGUMENTS = [
+    *(
+        Argument(
+            question.name,
+            Literal[tuple(question.answers)],
+            next(iter(question.answers)),
+            f"{question.text} "
+            + "; ".join(f"{name}: {meaning}" for name, meaning in question.answers.items())
+            + ".",
+        )
+        for question in QUESTIONS
+    ),
+    JSON,
+]
+
+
+def choose_command(words: Sequence[str]) -> int:
     """`policyloss choose`: the loss for what is known about a run, with the reasons."""
-    lines = [
-        f"--{q.name}: {q.text}\n" + "\n".join(f"    {k:<22}{v}" for k, v in q.answers.items())
-        for q in QUESTIONS
-    ]
-    parser = argparse.ArgumentParser(
-        prog="policyloss choose",
-        description="Name a loss for what you know about your run, with the reasons.",
-        epilog="The questions; the first answer is the default.\n\n" + "\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for question in QUESTIONS:
-        parser.add_argument(f"--{question.name}", choices=list(question.answers))
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    options = vars(parser.parse_args(argv))
-    as_json = options.pop("json")
-    choice = choose(**{name: value for name, value in options.items() if value is not None})
+    answers = read_words("choose", ARGUMENTS, words)
+    as_json = answers.pop(JSON.name, JSON.default)
+    choice = choose(**answers)
     text = json.dumps(choice.to_dict(), indent=2, ensure_ascii=False) if as_json else str(choice)
     print(text, flush=True)
     return 0

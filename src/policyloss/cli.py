@@ -1,8 +1,9 @@
-"""The `policyloss` command. Each subcommand is a function that returns the text to print."""
+"""The `policyloss` command. Each subcommand is a function of the words after its name, which prints
+and returns the exit code. Neither a help nor a list needs torch.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -12,48 +13,142 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from policyloss.errors import PolicyLossError, visible
+from policyloss import __version__
+from policyloss.choose import ARGUMENTS, losses
+from policyloss.commands import (
+    HELP,
+    OPTIONS,
+    Argument,
+    Parser,
+    arguments_of,
+    parser_of,
+    read_options,
+    read_words,
+)
+from policyloss.commands.arguments import (
+    JSON,
+    Diff,
+    Doctor,
+    Eval,
+    Explain,
+    ExplainTrl,
+    Explore,
+    Export,
+    Report,
+    Sample,
+    WhatIfTokens,
+)
+from policyloss.errors import InputError, PolicyLossError, unknown_name, visible
+from policyloss.train.config import TrainConfig
 
 
 class Command(NamedTuple):
-    """A subcommand: its name, a line about it, its arguments, and what returns its text."""
+    """A subcommand: a sentence about it, its arguments or the dataclass that declares them, and the
+    module of its function.
+    """
 
-    name: str
     about: str
-    run: Callable[[argparse.Namespace], str]
-    arguments: dict[str, str]
+    options: type | list[Argument]
+    module: str
+
+    @property
+    def arguments(self) -> list[Argument]:
+        """Its arguments."""
+        return self.options if isinstance(self.options, list) else arguments_of(self.options)
 
 
-def presets_command(args: argparse.Namespace) -> str:
+COMMANDS = {
+    "presets": Command("List the named losses.", [JSON], "policyloss.cli"),
+    "choose": Command(
+        "Name a loss for what you know about your run, with the reasons.",
+        ARGUMENTS,
+        "policyloss.choose",
+    ),
+    "explain": Command(
+        "Explain a loss: formula, numbers, zero gradients, names, traps.",
+        Explain,
+        "policyloss.cli",
+    ),
+    "diff": Command("Show how two losses differ.", Diff, "policyloss.cli"),
+    "explain-trl": Command(
+        "Explain the loss of a TRL GRPOConfig: the options that decide, traps, the loss.",
+        ExplainTrl,
+        "policyloss.cli",
+    ),
+    "explore": Command(
+        "Write a page to play with losses, which opens offline: curves, gradients, formulas.",
+        Explore,
+        "policyloss.explore.command",
+    ),
+    "train": Command(
+        "Train a language model by reinforcement learning with any policy loss.",
+        TrainConfig,
+        "policyloss.train.commands",
+    ),
+    "eval": Command(
+        "Evaluate the policy of a run on held-out prompts, greedily.",
+        Eval,
+        "policyloss.train.commands",
+    ),
+    "sample": Command(
+        "Sample completions from the policy of a run.", Sample, "policyloss.train.commands"
+    ),
+    "export": Command(
+        "Write the policy of a run as a Hugging Face folder: weights, tokenizer, chat template.",
+        Export,
+        "policyloss.train.export",
+    ),
+    "report": Command(
+        "Draw one or more runs as one HTML page, which opens offline.",
+        Report,
+        "policyloss.report.command",
+    ),
+    "doctor": Command(
+        "Find out why engine and trainer disagree, or what is wrong with a run. The exit code is 0 "
+        "for healthy, 1 for a cause, 2 for wrong input, 3 for a gap without a known cause.",
+        Doctor,
+        "policyloss.doctor.command",
+    ),
+    "what-if": Command(
+        "Try every loss on the tokens that a run stored, and find the smallest change of the loss "
+        "that cures what is wrong.",
+        WhatIfTokens,
+        "policyloss.whatif.command",
+    ),
+}
+
+
+def presets_command(words: Sequence[str]) -> int:
     """The named losses, one per line."""
-    from policyloss.presets import PRESETS
-
-    if args.json:
-        rows = [
-            {"name": p.name, "title": p.title, "paper": p.paper, "spec": p.spec.to_dict()}
-            for p in PRESETS.values()
-        ]
-        return _json(rows)
-    width = max(len(name) for name in PRESETS)
-    column = max(len(p.title) for p in PRESETS.values())
-    return "\n".join(f"{p.name:<{width}}  {p.title:<{column}}  {p.paper}" for p in PRESETS.values())
+    rows = losses()["presets"]
+    if read_words("presets", [JSON], words):
+        names = ("title", "paper", "spec")
+        _print_json([{"name": name, **{k: row[k] for k in names}} for name, row in rows.items()])
+        return 0
+    width, column = max(map(len, rows)), max(len(row["title"]) for row in rows.values())
+    for name, row in rows.items():
+        print(f"{name:<{width}}  {row['title']:<{column}}  {row['paper']}")
+    return 0
 
 
-def explain_command(args: argparse.Namespace) -> str:
-    """What one loss is."""
+def explain_command(words: Sequence[str]) -> int:
+    """One loss: formula, numbers, traps."""
     from policyloss.explain import explain
 
-    explanation = explain(_loss(args.loss))
-    return _json(explanation.to_dict()) if args.json else str(explanation)
+    options = read_options("explain", Explain, words)
+    explanation = explain(_loss(options.loss))
+    _print_json(explanation.to_dict()) if options.json else print(explanation)
+    return 0
 
 
-def explain_trl_command(args: argparse.Namespace) -> str:
-    """What a TRL GRPOConfig trains."""
+def explain_trl_command(words: Sequence[str]) -> int:
+    """The loss of a TRL GRPOConfig."""
     from policyloss.compat.trl import explain_config, spec_from_config
     from policyloss.compat.trl.config import BESIDE
     from policyloss.compat.trl.options import DEFAULTS
     from policyloss.presets import read_json
 
+    args = read_options("explain-trl", ExplainTrl, words)
     options = read_json(args.config)
     if not isinstance(options, dict):
         raise PolicyLossError(
@@ -67,84 +162,41 @@ def explain_trl_command(args: argparse.Namespace) -> str:
             )
     config = SimpleNamespace(**{**DEFAULTS, **options})
     if args.json:
-        return _json(spec_from_config(config, handled=BESIDE).to_dict())
-    return explain_config(config)
+        _print_json(spec_from_config(config, handled=BESIDE).to_dict())
+    else:
+        print(explain_config(config))
+    return 0
 
 
-def diff_command(args: argparse.Namespace) -> str:
+def diff_command(words: Sequence[str]) -> int:
     """How two losses differ."""
     from policyloss.explain import diff
 
-    difference = diff(_loss(args.a), _loss(args.b))
-    return _json(difference.to_dict()) if args.json else str(difference)
-
-
-_LOSS = "the name of a preset, or the path of a JSON file that holds LossSpec.to_dict()"
-COMMANDS = (
-    Command("presets", "list the named losses", presets_command, {}),
-    Command(
-        "explain",
-        "say what a loss is: formula, numbers, zero gradients, names, traps",
-        explain_command,
-        {"loss": _LOSS},
-    ),
-    Command(
-        "explain-trl",
-        "say what a TRL GRPOConfig trains: the options that decide, traps, the loss",
-        explain_trl_command,
-        {"config": "the path of a JSON file with options; one that is missing has TRL's default"},
-    ),
-    Command("diff", "say how two losses differ", diff_command, {"a": _LOSS, "b": _LOSS}),
-)
-
-
-TRAINING = {
-    "choose": "name a loss for what you know about your run, with the reasons",
-    "train": "train a language model with any of these losses",
-    "eval": "evaluate the policy of a run on held-out prompts",
-    "sample": "sample completions from the policy of a run",
-    "export": "write the policy of a run as a Hugging Face folder",
-    "report": "draw one or more runs as one HTML page",
-    "doctor": "say why engine and trainer disagree, or what is wrong with a run",
-    "explore": "write a page to play with losses: curves, gradients, formulas, names",
-    "what-if": "try every loss on the tokens that a run stored",
-}
-# The commands that need torch alone, and the module of each.
-LIGHT = {
-    "choose": "policyloss.choose",
-    "report": "policyloss.report.command",
-    "doctor": "policyloss.doctor.command",
-    "explore": "policyloss.explore.command",
-    "what-if": "policyloss.whatif.command",
-}
+    options = read_options("diff", Diff, words)
+    difference = diff(_loss(options.a), _loss(options.b))
+    _print_json(difference.to_dict()) if options.json else print(difference)
+    return 0
 
 
 def _loss(name: str) -> Any:
-    """`read_loss` that also knows TRL's parts, which `explain-trl --json` writes."""
+    """`read_loss`, also of TRL's parts, which `explain-trl --json` writes."""
     import policyloss.compat.trl  # noqa: F401  # makes those parts known
     from policyloss.presets import read_loss
 
     return read_loss(name)
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The command line: one subparser per entry of `COMMANDS`."""
-    from policyloss import __version__
-
-    top = argparse.ArgumentParser(
-        prog="policyloss",
-        description="The loss functions of LLM reinforcement learning, explained.",
-    )
-    top.add_argument("--version", action="version", version=f"policyloss {__version__}")
-    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, about, run, arguments in COMMANDS:
-        parser = subparsers.add_parser(name, help=about, description=about)
-        for argument, meaning in arguments.items():
-            parser.add_argument(argument, help=meaning)
-        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-        parser.set_defaults(run=run)
-    for name, about in TRAINING.items():
-        subparsers.add_parser(name, help=about, add_help=False)  # it reads its options by itself
+def overview() -> Parser:
+    """The parser without a command, whose help lists the commands."""
+    about = "The loss functions of LLM reinforcement learning."
+    top = Parser("policyloss", "COMMAND [options]", about)
+    group = top.add_argument_group("commands")
+    for name, command in COMMANDS.items():
+        group.add_argument(name, nargs="?", help=command.about.partition(". ")[0])
+    last = top.add_argument_group(OPTIONS)
+    version = f"policyloss {__version__}"
+    last.add_argument("--version", action="version", version=version, help="Print the version.")
+    last.add_argument(*HELP, action="help", help="Print this help, or that of a command.")
     return top
 
 
@@ -156,12 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = 0
-        if arguments and arguments[0] in TRAINING:
-            code = _training_command(arguments[0])(arguments[1:])
-        else:
-            args = command_line().parse_args(arguments)
-            print(args.run(args))
+        code = _run(arguments or ["--help"])
         print(end="", flush=True)  # what is still in the buffer
         return code
     except PolicyLossError as error:
@@ -179,6 +226,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failure(f"cannot write the output: {error.strerror or error}.")
 
 
+def _run(words: Sequence[str]) -> int:
+    name, *rest = words
+    if name.startswith("-"):
+        overview().parse_args([name])
+    if name not in COMMANDS:
+        raise InputError(unknown_name("command", name, COMMANDS))
+    if {*HELP} & set(rest):
+        parser_of(name, COMMANDS[name].about, COMMANDS[name].arguments).print_help()
+        return 0
+    return _function(name)(rest)
+
+
 def _failure(sentence: str) -> int:
     """Print the sentence on one line, in which no name of a file can move the cursor."""
     print(f"policyloss: {' '.join(visible(sentence).split())}", file=sys.stderr)
@@ -190,20 +249,20 @@ def _close_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _training_command(name: str) -> Callable[[Sequence[str]], int]:
-    """What runs a command that reads its own options, or an error that says what to install."""
-    module = {**LIGHT, "export": "policyloss.train.export"}.get(name, "policyloss.train.commands")
-    function = f"{name.replace('-', '_')}_command"
+def _function(name: str) -> Callable[[Sequence[str]], int]:
+    """The function of a command, or an error that names the extra to install."""
+    module = COMMANDS[name].module
     try:
-        command: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+        loaded = import_module(module)
     except ModuleNotFoundError as error:
-        if name in LIGHT or (error.name or "").partition(".")[0] == "policyloss":
-            raise  # these need torch alone, so nothing that could be installed is missing
+        if not module.startswith("policyloss.train") or str(error.name).startswith("policyloss"):
+            raise  # nothing that could be installed is missing
         raise PolicyLossError(
             f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'."
         ) from None
+    command: Callable[[Sequence[str]], int] = getattr(loaded, f"{name.replace('-', '_')}_command")
     return command
 
 
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False)
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))

@@ -1,5 +1,5 @@
-"""The files that a command reads and writes: regular ones only. A file is written completely or not
-at all.
+"""The output of commands: sections of text, and files. Only regular files are read or written, and
+a file is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 import tempfile
+import textwrap
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from policyloss.errors import InputError
 # Windows knows the last alone. Without O_NONBLOCK, to open a pipe would wait for a writer.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+WIDTH = 100  # of text
 _KINDS = {
     stat.S_IFLNK: "symbolic link, which is not followed",
     stat.S_IFDIR: "folder",
@@ -109,3 +111,19 @@ def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
         raise InputError(f"{argument}={str(path)!r} cannot be written: {error}.") from error
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def section(title: str, lines: list[str]) -> str:
+    """A titled list of lines, wrapped; the text of one that begins with "- " hangs below itself."""
+    indent = "  " if title else ""
+    body = []
+    for line in lines:
+        if line.startswith("  "):
+            body.append(indent + line)  # laid out already: formulas and tables are not wrapped
+        else:
+            hanging = indent + ("  " if line.startswith("- ") else "")
+            wrapper = textwrap.TextWrapper(
+                WIDTH, indent, hanging, break_long_words=False, break_on_hyphens=False
+            )
+            body += wrapper.wrap(line)
+    return "\n".join([title, *body] if title else body)

@@ -1,11 +1,4 @@
-"""policyloss: the loss functions of LLM reinforcement learning,
-as short compositions of orthogonal parts.
-
-import policyloss as pl
-spec = pl.preset("dapo")
-out = pl.policy_loss(spec, logp, old_logp, advantages, mask)
-out.loss.backward()
-"""
+"""Every public name of the library. `import policyloss` reads them from here when one is used."""
 
 from policyloss import advantage, compat, functional, hf, report
 from policyloss.accumulate import Accumulation, MicroBatch, accumulate
@@ -76,8 +69,6 @@ from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 from policyloss.value import value_loss
 from policyloss.whatif import WhatIf, what_if
-
-__version__ = "0.1.0"
 
 __all__ = [
     "KL",

@@ -143,7 +143,6 @@ def test_trl_gives_its_longest_completion() -> None:
 
 
 def test_the_trainer_gives_its_longest_completion() -> None:
-    pytest.importorskip("tyro")  # reads the command line; the core does without it
     config, spec = read_arguments(["--loss", "dr_grpo", "--max-new-tokens", "24"])
     assert spec.aggregate.horizon == config.max_new_tokens == 24
     assert (

@@ -162,10 +162,10 @@ MUTANTS = (
         "test_cli_failures.py::test_a_name_cannot_write_to_the_terminal",
     ),
     Mutant(
-        "choose_forgets_the_anchor",
+        "choose_forgets_the_slots",
         "choose.py",
-        "replace(ratio, anchor=rule.anchor)",
-        "ratio",
+        'if slots else ""',
+        'if not slots else ""',
         "test_choose.py::test_a_loss_against_the_engine_has_no_correction_and_others_have_one",
     ),
     Mutant(

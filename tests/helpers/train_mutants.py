@@ -15,7 +15,7 @@ _DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _VLLM = (
 TRAIN = (
     (
         "an_option_may_be_any_number",
-        "train/options.py",
+        "commands/__init__.py",
         "if x is not None and x not in limit:",
         "if False:",
         "test_train_config.py::test_a_number_outside_of_its_limits_is_refused",

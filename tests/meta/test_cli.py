@@ -15,7 +15,7 @@ import pytest
 
 import policyloss as pl
 from policyloss import cli
-from policyloss.cli import COMMANDS, TRAINING, main
+from policyloss.cli import COMMANDS, main
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -141,20 +141,13 @@ def test_a_missing_or_binary_file_is_one_line(
     assert "is not JSON" in complaint(capsys, "explain", str(tmp_path / "binary.json"))
 
 
-def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_and_words_that_are_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"policyloss {pl.__version__}\n"
-    with pytest.raises(SystemExit) as stopped:
-        main([])
-    assert stopped.value.code == 2
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    usage = capsys.readouterr().out
-    assert all(c.name in usage.split() and c.about[:30] in usage for c in COMMANDS)
+    assert "unknown command 'trian'; did you mean 'train'?" in complaint(capsys, "trian")
+    assert "unrecognized arguments: -x. See policyloss --help." in complaint(capsys, "-x")
 
 
 def command(
@@ -196,7 +189,7 @@ def extras() -> set[str]:
     return set(re.findall(r"^([\w-]+) = \[", section, flags=re.M))
 
 
-@pytest.mark.parametrize("command", TRAINING)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_an_extra_that_is_advised_exists(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,7 +201,7 @@ def test_an_extra_that_is_advised_exists(
         raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
     monkeypatch.setattr(cli, "import_module", missing)
-    if command in cli.LIGHT:
+    if not COMMANDS[command].module.startswith("policyloss.train"):
         with pytest.raises(ModuleNotFoundError, match="rich"):
             main([command])
         return

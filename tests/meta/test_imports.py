@@ -133,7 +133,6 @@ EXTRAS = {
         "tokenizers",
         "torchao",
         "transformers",
-        "tyro",
     }
 }
 
@@ -203,33 +202,38 @@ def test_the_kernels_are_where_the_rule_says() -> None:
     }
 
 
-def test_the_package_file_only_names_things() -> None:
-    """`__init__` holds a docstring, imports of the package, `__version__` and `__all__`."""
-    for node in ast.parse((PACKAGE / "__init__.py").read_text()).body[1:]:
+def test_the_file_of_public_names_only_names_things() -> None:
+    """`public` holds a docstring, imports of the package, and `__all__`."""
+    for node in ast.parse((PACKAGE / "public.py").read_text()).body[1:]:
         if isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[0] in ("policyloss", "__future__")
+            assert (node.module or "").split(".")[0] == "policyloss"
         else:
             assert isinstance(node, ast.Assign)
-            assert ast.unparse(node.targets[0]) in ("__version__", "__all__")
+            assert ast.unparse(node.targets[0]) == "__all__"
 
 
 SCRIPT = """
 import json, sys
 absent = "numpy triton transformers trl verl openrlhf matplotlib pydantic pandas scipy tensordict"
-for name in (*absent.split(), "rich", "tyro"):
+for name in (*absent.split(), "rich"):
     sys.modules[name] = None  # importing it now raises ImportError
 import torch
 before = set(sys.modules)
 from time import process_time
 start = process_time()
+import policyloss.accumulate, policyloss.doctor, policyloss.explain, policyloss.presets
 import policyloss as pl
+pl.policy_loss
 seconds = process_time() - start
 added = sorted({name.split(".")[0] for name in set(sys.modules) - before})
 logp = torch.zeros(1, 2, requires_grad=True)
 mask = torch.ones(1, 2, dtype=torch.bool)
 out = pl.policy_loss(pl.preset("ppo"), logp, torch.zeros(1, 2), torch.ones(1), mask)
 out.loss.backward()
+same = {"accumulate", "doctor", "explain", "presets"}
 print(json.dumps({
+    "functions": sorted(name for name in same if callable(getattr(pl, name))),
+    "listed": set(pl.__all__) <= set(dir(pl)),
     "added": added, "seconds": seconds, "cli": "policyloss.cli" in sys.modules,
     "loss": out.metrics.compute()["loss"], "gradient": logp.grad.tolist(),
 }))
@@ -266,6 +270,16 @@ def test_the_package_works_with_torch_alone(fresh_import: dict[str, Any]) -> Non
     """Two tokens at ratio 1 with A = 1 under a token mean: loss −1, gradient −1/2 each."""
     assert fresh_import["loss"] == -1.0
     assert fresh_import["gradient"] == [[-0.5, -0.5]]
+
+
+def test_a_module_hides_no_function_of_its_name(fresh_import: dict[str, Any]) -> None:
+    """Not even one that is imported before the public names are."""
+    modules = {path.stem for path in PACKAGE.iterdir()}
+    same = [name for name in pl.__all__ if name in modules and callable(getattr(pl, name))]
+    assert fresh_import["functions"] == sorted(same)
+    assert fresh_import["listed"]
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        getattr(pl, "nonsense")  # noqa: B009
 
 
 def documented(thing: Any) -> bool:

@@ -329,7 +329,7 @@ def test_the_report_needs_no_trainer() -> None:
         "policyloss.train.run.records",
     ]
     foreign = {name.partition(".")[0] for module in seen for name in imports_of(module)}
-    assert not foreign & {"transformers", "numpy", "rich", "safetensors", "tyro"}
+    assert not foreign & {"transformers", "numpy", "rich", "safetensors"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes and links")

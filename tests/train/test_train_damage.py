@@ -133,14 +133,9 @@ def outcome(arguments: list[str]) -> str:
         for row in err.getvalue().splitlines()
         if row.startswith("policyloss: ") and "warning: " not in row[:24]
     ]
-    boxed = "For full helptext" in err.getvalue()  # as tyro draws it
     if code == 0 and not rows:
         return ""
-    return (
-        ""
-        if code == 2 and (len(rows) == 1 or boxed)
-        else f"exit code {code}, and said {err.getvalue()!r}"
-    )
+    return "" if code == 2 and len(rows) == 1 else f"exit code {code}, and said {err.getvalue()!r}"
 
 
 def copied(folder: Path, where: Path) -> Path:

@@ -19,16 +19,15 @@ from safetensors.torch import load_file, save_file
 from train_loop_ranks import SMALL, lines, make_model, resume, train
 
 from policyloss.cli import main
+from policyloss.commands import arguments_of
 from policyloss.errors import InputError
-from policyloss.train.config import TrainConfig
+from policyloss.train.config import TrainConfig, named_options
 from policyloss.train.models import load
-from policyloss.train.options import groups
 from policyloss.train.run.checkpoint import latest
 from policyloss.train.run.directory import RunDir
 from policyloss.train.run.files import StorageError, replace_file
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines
-from policyloss.train.run.resumed_options import named_options
 from policyloss.train.tasks import make_task
 
 
@@ -62,17 +61,9 @@ def rewritten(run: Path, **options: Any) -> Path:
 
 
 def test_which_options_were_named() -> None:
-    arguments = [
-        "--lr",
-        "1",
-        "--no-resume",
-        "--group_size=4",
-        "--loss.kl.coef",
-        "1",
-        "--nonsense",
-        "lr",
-    ]
-    assert named_options(arguments) == {"lr", "resume", "group_size"}
+    words = "--lr 1 --no-resume --group-size=4 --loss.kl.coef 1 --stop a b --betas 0 0.5"
+    named = {"lr": 1.0, "resume": False, "group_size": 4, "stop": ("a", "b"), "betas": (0.0, 0.5)}
+    assert named_options(words.split()) == (named, [("kl.coef", "1")])
 
 
 def test_options_that_changed_are_listed_with_both_values(
@@ -122,9 +113,7 @@ def test_the_whole_command_again_with_resume_goes_on(run: Path, model: str) -> N
 
 
 def test_a_new_run_cannot_be_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--out", str(tmp_path / "run"), "--extend", "9"])
-    assert caught.value.code == 2
+    assert main(["train", "--out", str(tmp_path / "run"), "--extend", "9"]) == 2
     assert "--extend 9 continues a run, so it needs --resume" in capsys.readouterr().err
 
 
@@ -509,11 +498,10 @@ def test_every_option_with_a_path_is_among_them() -> None:
     for field in dataclasses.fields(TrainConfig):
         if "Path" in str(field.type):
             assert field.name in {*NOWHERE, "out"}
-    help_of = {name: text for names in groups(TrainConfig).values() for name, text in names.items()}
     with_path = {
-        name
-        for name, text in help_of.items()
-        if re.search(r"\bpath\b|folder|module:|director|\bfile\b", text)
+        argument.name
+        for argument in arguments_of(TrainConfig)
+        if re.search(r"\bpath\b|folder|module:|director|\bfile\b", argument.meaning)
     }
     aside = {"out", "resume", "trust_remote_code"}  # where to write, and two that name nothing
     assert with_path - aside <= NOWHERE.keys(), with_path - aside - NOWHERE.keys()

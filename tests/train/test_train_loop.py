@@ -26,8 +26,8 @@ import policyloss as pl
 from policyloss.cli import main
 from policyloss.train import loop
 from policyloss.train.collect import Collector
-from policyloss.train.config import TrainConfig
-from policyloss.train.contradictions import ADVANTAGES, BY_TEACHER
+from policyloss.train.config import BY_TEACHER, TrainConfig
+from policyloss.train.contradictions import ADVANTAGES
 from policyloss.train.run.directory import RunDir
 
 # A run in which everything that a checkpoint must hold matters:

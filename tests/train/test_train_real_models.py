@@ -437,7 +437,7 @@ def test_what_cannot_be_exported(
     assert main(["export", str(run), str(run)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["export", str(run)]) == 2
-    assert "name the folder to write" in capsys.readouterr().err
+    assert "arguments are required: FOLDER" in capsys.readouterr().err
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

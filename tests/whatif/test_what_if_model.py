@@ -197,7 +197,7 @@ def test_ids_that_the_model_does_not_know_are_refused(prompts: Any, first: int, 
 def test_a_run_is_seen_through_its_last_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tyro")
+    pytest.importorskip("transformers")
     from policyloss.cli import main
 
     run = str(tmp_path / "run")

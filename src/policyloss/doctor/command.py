@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -10,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from policyloss.commands import read_options
+from policyloss.commands.arguments import Doctor
 from policyloss.doctor.diagnose import Thresholds
 from policyloss.doctor.diagnosis import Diagnosis
 from policyloss.doctor.logs.curves import LogThresholds
@@ -24,30 +25,9 @@ Limits = TypeVar("Limits", Thresholds, LogThresholds)
 
 def doctor_command(arguments: Sequence[str]) -> int:
     """Print the verdict; returns the exit code: 0 healthy, 1 a cause, 3 not explained."""
-    parser = argparse.ArgumentParser(
-        prog="policyloss doctor",
-        description="Say why the rollout engine and the trainer disagree, or what is wrong with a "
-        "run. Exit codes: 0 healthy, 1 a cause was named, 2 bad input, 3 not explained.",
-    )
-    parser.add_argument(
-        "path",
-        help="a .jsonl or .safetensors file of tokens (rollout_logp, old_logp, …), a run "
-        "directory, trainer_state.json, TensorBoard events, verl's metrics, or a CSV export",
-    )
-    parser.add_argument(
-        "--model", help="the folder of the trainer's model, to simulate causes with (transformers)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument(
-        "--threshold",
-        action="append",
-        default=[],
-        metavar="NAME=NUMBER",
-        help="change a number of the verdict (docs/doctor.md lists them); may be repeated",
-    )
-    args = parser.parse_args(arguments)
-    verdict = verdict_on(Path(args.path), args.model, args.threshold)
-    print(verdict.to_json() if args.json else str(verdict), flush=True)
+    options = read_options("doctor", Doctor, arguments)
+    verdict = verdict_on(options.path, options.model, options.threshold)
+    print(verdict.to_json() if options.json else str(verdict), flush=True)
     if verdict.healthy:
         return HEALTHY
     unclear = isinstance(verdict, Diagnosis) and verdict.cause == "not_explained"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,10 @@ from policyloss.explain.traits import describe, elsewhere
 from policyloss.explain.traps import Trap, traps
 from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.notebook import heading, listed, paragraphs, preformatted, table
+from policyloss.output import section
 from policyloss.presets import Preset, as_spec, presets_equal_to
 from policyloss.presets.nearest import nearest_preset
 from policyloss.spec import LossSpec
-
-_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -242,19 +240,3 @@ def _elsewhere(e: Explanation) -> list[str]:
         lines.append(f"{entry.part}:")
         lines += [f"  {framework}: {name}" for framework, name in entry.names.items()]
     return lines
-
-
-def section(title: str, lines: list[str]) -> str:
-    """A titled list of lines, wrapped; the text of one that begins with "- " hangs below itself."""
-    indent = "  " if title else ""
-    body = []
-    for line in lines:
-        if line.startswith("  "):
-            body.append(indent + line)  # laid out already: formulas and tables are not wrapped
-        else:
-            hanging = indent + ("  " if line.startswith("- ") else "")
-            wrapper = textwrap.TextWrapper(
-                _WIDTH, indent, hanging, break_long_words=False, break_on_hyphens=False
-            )
-            body += wrapper.wrap(line)
-    return "\n".join([title, *body] if title else body)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from policyloss.commands.arguments import Explore
 from policyloss.errors import SpecError
 from policyloss.explain import explain
 from policyloss.explain.derive import Lines
@@ -25,7 +26,7 @@ from policyloss.presets import PRESETS, as_spec, presets_equal_to
 from policyloss.spec import LossSpec
 
 MOST = 3  # losses side by side
-FIRST = ("ppo", "gspo")  # those that a page shows at first
+FIRST = Explore.losses  # those that a page shows at first
 
 
 def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:

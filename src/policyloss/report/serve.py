@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from policyloss.commands.arguments import Report
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.report.collect import collect
 from policyloss.report.render import render
@@ -23,7 +24,7 @@ from policyloss.report.sources import split_run
 from policyloss.train.run.lock import is_held
 
 ADDRESS = "127.0.0.1"
-PORT = 8321
+PORT = Report.port
 EVERY = 2000  # milliseconds between two questions of a page
 _HOSTS = {"127.0.0.1", "localhost"}
 _WATCHED = 10_000  # files of the runs whose size and time are looked at

@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from dataclasses import replace
+from typing import Any
 
 import policyloss as pl
+from policyloss.commands import read_options
+from policyloss.commands.arguments import Eval, FromRun, Sample
 from policyloss.errors import InputError
 from policyloss.train.chat import with_template
 from policyloss.train.collect import Evaluation, Result, answered
-from policyloss.train.config import TrainConfig, read_arguments
+from policyloss.train.config import TrainConfig, named_options, read_arguments
 from policyloss.train.distributed import Ranks
 from policyloss.train.loop import train
-from policyloss.train.options import Count, Whole, check_numbers
 from policyloss.train.run.resume import explained, stored_weights
 from policyloss.train.run.resumed_options import (
-    named_options,
     read_resumed,
     refuse_unnamed_code,
     stored_options,
@@ -35,58 +32,15 @@ from policyloss.train.tasks.rewards import forgiving
 
 def train_command(arguments: Sequence[str]) -> int:
     """`policyloss train [options]`."""
-    if "--resume" in arguments and not {"-h", "--help"} & set(arguments):
-        return train(*read_resumed(arguments), offline="model" not in named_options(arguments))
-    return train(*read_arguments(arguments), named_out="out" in named_options(arguments))
-
-
-@dataclass(frozen=True)
-class FromRun:
-    """A run, one of its checkpoints, and what is named instead of what its config.json names."""
-
-    run: tyro.conf.Positional[Path]
-    """The run directory. It is only data: code that it names is not run, and nothing is
-    downloaded, unless you name it here."""
-    checkpoint: Path | None = None
-    """One of its checkpoints; the last one if not given."""
-    model: str | None = None
-    """The model that the run started from: a folder, or a name on the hub, which may then be
-    downloaded."""
-    task: str | None = None
-    """Another task than that of the run, or where its file is now."""
-    trust_remote_code: bool = False
-    """Run the Python files that come with the model."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-
-
-@dataclass(frozen=True)
-class EvalOptions(FromRun):
-    """Evaluate the policy of a run on held-out prompts, greedily.
-
-    Accuracy is the share of answers whose reward reaches --success.
-    """
-
-    prompts: Count = 1024
-    """How many held-out prompts."""
-    reward: str | None = None
-    """How answers are scored: exact, math, or module:function. A function that the run names is
-    used only if you name it here."""
-    success: float | None = None
-    """The reward from which on an answer counts as right; that of the run if not given, which is 1
-    unless it was set."""
-    reward_timeout: float = 60.0
-    """Seconds that one call of the reward may take; 0 is no limit."""
-    show: Whole = 5
-    """Wrong answers to show."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print JSON, every prompt with its answer."""
+    named, _ = named_options(arguments)
+    if named.get("resume"):
+        return train(*read_resumed(arguments), offline="model" not in named)
+    return train(*read_arguments(arguments), named_out="out" in named)
 
 
 def eval_command(arguments: Sequence[str]) -> int:
     """`policyloss eval RUN`."""
-    options = tyro.cli(EvalOptions, args=list(arguments), prog="policyloss eval")
-    check_numbers(options)
+    options = read_options("eval", Eval, arguments)
     config, spec = _options(options)
     changes = {
         name: x
@@ -101,7 +55,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
     evaluation = Evaluation.of(answers, task.success)
     results = list(zip(examples, evaluation.results, strict=True))
-    if options.as_json:
+    if options.json:
         rows = [
             {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
             for e, a in results
@@ -137,29 +91,14 @@ def evaluate(
     return answered(examples, samples, score)
 
 
-@dataclass(frozen=True)
-class SampleOptions(FromRun):
-    """Sample completions from the policy of a run."""
-
-    prompt: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Prompts; the first held-out ones if none is given."""
-    number: Count = 4
-    """Completions of each."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    seed: Whole = 0
-    """Of the draws."""
-
-
 def sample_command(arguments: Sequence[str]) -> int:
     """`policyloss sample RUN [PROMPT …]`."""
-    options = tyro.cli(SampleOptions, args=list(arguments), prog="policyloss sample")
-    check_numbers(options)
+    options = read_options("sample", Sample, arguments)
     config, spec = unscored_options(options)
     (task, tokenizer, model, _), _ = load_run(options, config, spec)
     prompts = tuple(example.prompt for example in task.held_out[:3])
-    if options.prompt:
-        prompts = _as_in_training(task, tokenizer, config, options.prompt)
+    if options.prompts:
+        prompts = _as_in_training(task, tokenizer, config, options.prompts)
     if len(prompts) * options.number * config.max_new_tokens >= 2**31:
         raise InputError(
             f"--number {options.number} completions of {len(prompts)} prompts are too many for one "

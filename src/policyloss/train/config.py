@@ -6,24 +6,25 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from policyloss.errors import InputError, unknown_name
-from policyloss.presets import PRESETS
-from policyloss.spec import LossSpec
-from policyloss.train.contradictions import BY_TEACHER, advantage_problems, sampling_problems
-from policyloss.train.loss_options import read_spec, split_loss_options
-from policyloss.train.options import (
+from policyloss.commands import (
     Count,
     NotNegative,
     Positive,
     Whole,
     Within,
+    arguments_of,
     check_numbers,
-    help_text,
-    typed,
+    read_words,
 )
+from policyloss.errors import InputError, unknown_name
+from policyloss.train.options import typed
 
+if TYPE_CHECKING:  # torch is not needed to print the help
+    from policyloss.spec import LossSpec
+
+BY_TEACHER = ("opd", "iw_opd")  # advantages that read a teacher
 Share = Annotated[float, Within(least=0, most=1)]
 # Far beyond what can learn, and far from what overflows.
 Rate = Annotated[
@@ -243,6 +244,8 @@ class TrainConfig:
     """Log to this tracker too, if it is installed."""
 
     def __post_init__(self) -> None:
+        from policyloss.train.contradictions import advantage_problems, sampling_problems
+
         check_numbers(self)
         for problem in (*sampling_problems(self), *advantage_problems(self)):
             raise InputError(problem)
@@ -267,6 +270,8 @@ class TrainConfig:
     @property
     def defined_with(self) -> str | None:
         """The advantage estimator that the loss is defined with; None if it goes with any."""
+        from policyloss.presets import PRESETS
+
         return PRESETS[self.loss].advantage if self.loss in PRESETS else None
 
     @property
@@ -274,7 +279,9 @@ class TrainConfig:
         """A line for a run whose advantages are not those that its loss is defined with."""
         if self.advantage in (None, self.defined_with) or self.defined_with is None:
             return None
-        source = PRESETS[self.loss].sources["advantage"]
+        from policyloss.presets import find_preset
+
+        source = find_preset(self.loss).sources["advantage"]
         return (
             f"--advantage {self.advantage}: the loss {self.loss!r} is defined with "
             f"{self.defined_with!r} ({source})"
@@ -307,17 +314,22 @@ class TrainConfig:
         return cls(**typed(cls, data))
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
-    """The command line after `policyloss train`: options by tyro,
-    and `--loss.SLOT.OPTION VALUE` as changes of the loss.
+def named_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The options on a command line by their fields, and the changes of the loss: each
+    `--loss.SLOT.OPTION VALUE` as its path and its text.
     """
-    import tyro
+    from policyloss.train.loss_options import split_loss_options
 
     rest, changes = split_loss_options(arguments)
-    if {"-h", "--help"} & set(rest):
-        print(help_text(TrainConfig, "policyloss train"))
-        raise SystemExit(0)
-    config = tyro.cli(TrainConfig, args=rest, prog="policyloss train")
+    return read_words("train", arguments_of(TrainConfig), rest), changes
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
+    """The command line after `policyloss train`."""
+    from policyloss.train.loss_options import read_spec
+
+    named, changes = named_options(arguments)
+    config = TrainConfig(**named)
     spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
     check_together(config, spec)
     return config, spec

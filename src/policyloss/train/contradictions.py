@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from policyloss.train.config import TrainConfig
 
 ENGINES = ("built-in", "vllm")
-BY_TEACHER = ("opd", "iw_opd")  # estimators that read a teacher
 BY_COMPARISON = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg")  # within a group
 WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards leave them a gradient
 # Estimators that take rewards and groups of one step and nothing that a run does not have.

@@ -5,36 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from safetensors import SafetensorError
 
+from policyloss.commands import read_options
+from policyloss.commands.arguments import Export
 from policyloss.errors import InputError
 from policyloss.train.adapter import has_adapter, merged_weights, written_whole
-from policyloss.train.commands import FromRun, load_run, unscored_options
+from policyloss.train.commands import load_run, unscored_options
 from policyloss.train.models import without_bars
 from policyloss.train.run.files import make_folder, sync, write_error
 
 
-@dataclass(frozen=True)
-class ExportOptions(FromRun):
-    """Write the policy of a run as a Hugging Face folder: weights, tokenizer and chat template."""
-
-    folder: tyro.conf.Positional[Path] = Path()
-    """The folder to write, which must not be there yet."""
-    adapter: bool = False
-    """Write the adapter of a run with --lora-rank alone, for peft. Otherwise it is added to the
-    weights, and nothing else is needed to load them."""
-
-
 def export_command(arguments: Sequence[str]) -> int:
     """`policyloss export RUN DIR`."""
-    options = tyro.cli(ExportOptions, args=list(arguments), prog="policyloss export")
-    if options.folder == Path():
-        raise InputError("name the folder to write: policyloss export RUN DIR.")
+    options = read_options("export", Export, arguments)
     if options.folder.exists():
         raise InputError(f"{options.folder} is there already; name a folder that is not.")
     config, spec = unscored_options(options)

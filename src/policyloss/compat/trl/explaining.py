@@ -8,7 +8,7 @@ from typing import Any
 from policyloss.compat.trl.config import BESIDE, CLIPPED, spec_from_config
 from policyloss.compat.trl.options import SAPO, VESPO, VLLM, advantages_of, is_set, option
 from policyloss.explain import explain
-from policyloss.explain.explanation import section
+from policyloss.output import section
 
 _ROWS = (
     "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row"

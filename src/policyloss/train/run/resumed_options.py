@@ -8,20 +8,17 @@ if it is named on the command line, not because config.json names it.
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from policyloss.commands import flag
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig
-from policyloss.train.loss_options import change_spec, read_spec, split_loss_options
-from policyloss.train.options import flag
+from policyloss.train.config import TrainConfig, named_options
+from policyloss.train.loss_options import change_spec, read_spec
 from policyloss.train.run.directory import RunDir
 from policyloss.train.run.files import TEMPLATE, StorageError, damage_named
 
@@ -36,17 +33,6 @@ _MAY_DIFFER = (*CHANGEABLE, "out", "resume", "extend")
 # What may name code, an address or a service. To train, all of these are used; to evaluate, the
 # reward.
 _MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
-
-
-def named_options(arguments: Sequence[str]) -> frozenset[str]:
-    """The options on a command line, by their fields: `--no-resume` and `--resume` are "resume"."""
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    names = {
-        argument[2:].partition("=")[0].replace("-", "_")
-        for argument in arguments
-        if argument.startswith("--")
-    }
-    return frozenset(fields & {*names, *(name.removeprefix("no_") for name in names)})
 
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
@@ -71,27 +57,16 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
 
 def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     """`policyloss train --resume …`: the options of the run, which those named must agree with."""
-    rest, changes = split_loss_options(arguments)
-    where, _ = tyro.cli(
-        _Where, args=rest, prog="policyloss train", return_unknown_args=True, add_help=False
-    )
-    stored, stored_spec = stored_options(where.out)
-    named = named_options(rest)
-    config = tyro.cli(
-        TrainConfig, args=rest, default=replace(stored, resume=True), prog="policyloss train"
-    )
-    refuse_unnamed_code(config, named, _MAY_BE_CODE)
+    named, changes = named_options(arguments)
+    stored, stored_spec = stored_options(named.get("out", TrainConfig.out))
+    config = replace(stored, **named)
+    refuse_unnamed_code(config, frozenset(named), _MAY_BE_CODE)
     if "loss" in named or stored_spec is None:
         spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
     else:
         spec = change_spec(stored_spec, changes)
     refuse_changes(stored, config, stored_spec, spec)
     return config, spec
-
-
-@dataclass(frozen=True)
-class _Where:
-    out: Path = TrainConfig.out
 
 
 def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
