@@ -407,7 +407,7 @@ def test_a_filter_drops_the_policy_term_and_keeps_the_kl() -> None:
     inputs = batch(ref_per_token_logps=x + 1.0)
     out, _ = run({"beta": 0.5, "use_bias_correction_kl": False}, inputs, keep=keep)
     close(out.loss, (-1 + 0.5 * 7 * (math.e - 2)) / 7)  # k3 at d = 1 is e − 2
-    assert out.metrics["rejected_fraction/high_entropy"].item() == 6 / 7
+    assert out.metrics["rejected_fraction/low_entropy"].item() == 6 / 7
 
 
 def test_vespo_by_hand() -> None:

@@ -135,7 +135,7 @@ def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:
 
 
 def _keep_only(keep: Tensor) -> Callable[[Tokens], Corrected]:
-    def high_entropy(t: Tokens) -> Corrected:
+    def low_entropy(t: Tokens) -> Corrected:  # metrics call a rejection so
         return Corrected(keep=keep)
 
-    return high_entropy
+    return low_entropy
