@@ -45,6 +45,11 @@ POSITIVE_LOGP = (
     "were probabilities, entropies or negative log-likelihoods passed as logp, old_logp, "
     "rollout_logp or ref_logp? See the metric positive_logp_tokens."
 )
+ZERO_LOGP = (
+    "every valid token has a log-probability of exactly 0, so that it was certain: was a tensor of "
+    "zeros passed as logp, old_logp, rollout_logp, ref_logp or teacher_logp, and never filled? See "
+    "the metric zero_logp_tokens."
+)
 BEYOND_TOTALS = (
     "a call held more than its totals say the whole step has (metric beyond_totals): the average "
     "divided by too small a count. Count all micro-batches of the step, "
@@ -172,7 +177,8 @@ class Metrics(Mapping[str, Record]):
         """All values as Python floats, with one host sync for all of them together.
 
         A count of certainly wrong values (`invalid_…`) is left out if it is 0, and an `InputError`
-        if it is not. Likely mistakes (`positive_logp_tokens`, `beyond_totals`) are a warning.
+        if it is not. Likely mistakes (`positive_logp_tokens`, `zero_logp_tokens`,
+        `beyond_totals`) are a warning.
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             places, packed = self._packed
@@ -187,8 +193,11 @@ class Metrics(Mapping[str, Record]):
         )
         invalid = [name for name, record in self._records.items() if isinstance(record, Invalid)]
         refuse_invalid({name: numbers.pop(name) for name in invalid})
-        if numbers.get("positive_logp_tokens", 0) > numbers.get("tokens", 0) / 2:
+        tokens = numbers.get("tokens", 0)
+        if numbers.get("positive_logp_tokens", 0) > tokens / 2:
             warnings.warn(POSITIVE_LOGP, stacklevel=outside_level())
+        if tokens and numbers.get("zero_logp_tokens") == tokens:
+            warnings.warn(ZERO_LOGP, stacklevel=outside_level())
         if numbers.get("beyond_totals", 0) > 0:
             warnings.warn(BEYOND_TOTALS, stacklevel=outside_level())
         return numbers

@@ -30,7 +30,7 @@ from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 from policyloss.totals import Totals
 
-# A log-probability above this is none. Half precision rounds those near 0 by less.
+# No log-probability lies above this. Half precision rounds those near 0 by less.
 POSITIVE = 0.1
 
 FORMULAS = {
@@ -56,11 +56,15 @@ FORMULAS = {
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; `pl.doctor` says why",
     "nonfinite_tokens": (
-        "valid tokens whose loss, logp, old_logp or ref_logp (if given) is NaN or infinite"
+        "valid tokens whose loss or any given log-probability is NaN or infinite"
     ),
     "positive_logp_tokens": (
         "valid tokens with a given log-probability above 0.1, which no token "
         "can have: `compute` warns if they are more than half"
+    ),
+    "zero_logp_tokens": (
+        "valid tokens whose largest given log-probability is exactly 0, as in a tensor that was "
+        "never filled: `compute` warns if all are"
     ),
     "beyond_totals": (
         "tokens (sequences, if the average divides by them) that a call has beyond "
@@ -134,7 +138,7 @@ def policy_metrics(
         records["tokens"] = (Sum, n)
         if everything:
             records["advantage_mean"] = (Stat, total(t.advantages), n)
-            _of_logprobs(records, spec, t, token_loss)
+            _of_logprobs(records, spec, before, t, token_loss)
             records["beyond_totals"] = (Sum, _beyond_totals(spec, t, n, step_totals))
     records |= {name: (Invalid, number) for name, number in t.invalid.items()}
     if level != "none":
@@ -161,23 +165,26 @@ def policy_metrics(
     return Metrics(all_records()) if at_once else Metrics.when_read(all_records)
 
 
-def _of_logprobs(records: _Records, spec: LossSpec, t: Tokens, token_loss: Tensor) -> None:
-    """Tokens with a number or log-probability that is none, which a clamp may hide."""
+def _of_logprobs(
+    records: _Records, spec: LossSpec, before: Tokens, t: Tokens, token_loss: Tensor
+) -> None:
+    """Tokens whose numbers or log-probabilities are impossible, which a clamp may hide."""
     logprobs = {
         name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
     }
-    # A sum is finite if and only if its terms are, for numbers of this size. An engine may report
-    # −inf for a token that top-p cut.
-    finite, rest = token_loss, {n: x for n, x in logprobs.items() if n != "rollout_logp"}
-    if t.raw_log_ratio is not None and _is_drift(spec, t):
+    # A sum is finite if and only if its terms are, for numbers of this size.
+    finite, rest = token_loss, logprobs
+    if t.raw_log_ratio is not None and _is_drift(spec, t) and t.mask is before.mask:
         finite = finite + t.raw_log_ratio
-        rest = {name: x for name, x in rest.items() if name not in ("logp", "old_logp")}
+        rest = {name: x for name, x in logprobs.items() if name not in ("logp", "old_logp")}
     if rest:
-        finite = fill(reduce(torch.add, rest.values(), finite), t.mask, zero=t.zero)
+        finite = fill(reduce(torch.add, rest.values(), finite), before.mask, zero=t.zero)
     records["nonfinite_tokens"] = (Sum, nonfinite(finite))
     # A NaN is not the larger of two numbers here.
-    positive = (reduce(torch.fmax, logprobs.values()) > POSITIVE) & t.mask
-    records["positive_logp_tokens"] = (Sum, count(positive))
+    largest = fill(reduce(torch.fmax, logprobs.values()), t.mask, zero=t.zero)
+    records["positive_logp_tokens"] = (Sum, count(largest > POSITIVE))
+    not_zero = count(largest)
+    records["zero_logp_tokens"] = (Sum, lambda: t.count - not_zero)
 
 
 def _is_drift(spec: LossSpec, t: Tokens) -> bool:

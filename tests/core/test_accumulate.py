@@ -86,7 +86,7 @@ def hand_made() -> list[dict[str, Any]]:
     masks = torch.tensor([[True]]), torch.tensor([[True, False], [True, True]])
     advantages = torch.tensor([5.0]), torch.tensor([-1.0, -1.0])
     return [
-        {"mask": m, "old_logp": torch.zeros(m.shape), "advantages": a}
+        {"mask": m, "old_logp": torch.full(m.shape, -1.0), "advantages": a}
         for m, a in zip(masks, advantages, strict=True)
     ]
 
@@ -107,7 +107,7 @@ def test_by_hand(aggregate: Any, losses: list[float], gradients: list[Any]) -> N
     assert (int(step.totals.tokens), int(step.totals.sequences), step.totals.dp_size) == (4, 3, 1)
     assert step.counts is step.totals
     for micro, loss, gradient in zip(step, losses, gradients, strict=True):
-        logp = torch.zeros(micro["mask"].shape, requires_grad=True)
+        logp = torch.full(micro["mask"].shape, -1.0, requires_grad=True)
         share = micro.loss(logp)
         share.backward()
         torch.testing.assert_close(share.detach(), torch.tensor(loss))
@@ -201,7 +201,7 @@ def test_what_is_known_only_after_the_forward() -> None:
     """
     step = pl.accumulate(REINFORCE.replace(entropy_coef=0.1, aggregate=pl.TokenMean()), hand_made())
     losses = [
-        float(m.loss(torch.zeros(m["mask"].shape), entropy=torch.full(m["mask"].shape, 2.0)))
+        float(m.loss(torch.full(m["mask"].shape, -1.0), entropy=torch.full(m["mask"].shape, 2.0)))
         for m in step
     ]
     assert sum(losses) == pytest.approx(-0.5 - 0.2, rel=1e-6)
@@ -247,18 +247,20 @@ def test_extras_are_measured_too() -> None:
         {**micro, "extras": {"keep": torch.ones(micro["mask"].shape)}} for micro in hand_made()
     ]
     given[1]["extras"]["keep"][0, 0] = 0
-    step = pl.accumulate(spec, given, logp=lambda micro: torch.zeros(micro["mask"].shape))
+    step = pl.accumulate(spec, given, logp=lambda micro: torch.full(micro["mask"].shape, -1.0))
     assert int(step.totals.tokens) == 3
     # −5 of the first sequence, 1 of each of the two survivors of the others.
-    losses = [float(micro.loss(torch.zeros(micro["mask"].shape))) for micro in step]
+    losses = [float(micro.loss(torch.full(micro["mask"].shape, -1.0))) for micro in step]
     assert losses == pytest.approx([-5 / 3, 2 / 3], rel=1e-6)
 
 
 def test_a_micro_batch_that_was_only_measured_is_unused() -> None:
     spec = REINFORCE.replace(trust=pl.CovKL(fraction=0.2))
-    step = pl.accumulate(spec, hand_made(), logp=lambda micro: torch.zeros(micro["mask"].shape))
+    step = pl.accumulate(
+        spec, hand_made(), logp=lambda micro: torch.full(micro["mask"].shape, -1.0)
+    )
     first, _ = step
-    first.loss(torch.zeros(1, 1))
+    first.loss(torch.full((1, 1), -1.0))
     with pytest.raises(pl.InputError, match="1 micro-batches of this step were never used"):
         step.reduce_metrics()
 
@@ -272,16 +274,19 @@ def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -
     first, second, empty = step
     assert [micro.is_last for micro in (first, second, empty)] == [False, False, True]
     assert not empty["mask"].any()
-    losses = [float(m.loss(torch.zeros(m["mask"].shape))) for m in (first, second)]
+    losses = [float(m.loss(torch.full(m["mask"].shape, -1.0))) for m in (first, second)]
     assert step.reduce_metrics().compute()["loss"] == pytest.approx(sum(losses), rel=1e-6)
-    assert float(empty.loss(torch.zeros(2, 2))) == 0
+    assert float(empty.loss(torch.full((2, 2), -1.0))) == 0
 
 
 @walked("aggregate", [pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()], ids=str)
 def test_local_means_stay_local(aggregate: Any) -> None:
     """They were asked for by name: −5 and 1, each micro-batch's own mean."""
     step = pl.accumulate(REINFORCE.replace(aggregate=aggregate), hand_made())
-    assert [float(micro.loss(torch.zeros(micro["mask"].shape))) for micro in step] == [-5.0, 1.0]
+    assert [float(micro.loss(torch.full(micro["mask"].shape, -1.0))) for micro in step] == [
+        -5.0,
+        1.0,
+    ]
 
 
 def test_a_step_is_iterated_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 
@@ -10,7 +11,7 @@ import torch
 from walk import walked
 
 import policyloss as pl
-from cases import make_batch
+from cases import PRESETS, make_batch
 from policyloss import advantage
 from policyloss.functional.segments import Sequences
 from policyloss.records import Invalid
@@ -233,17 +234,43 @@ def test_a_few_positive_numbers_are_counted_without_a_warning():
     assert call(ref_logp=ref).metrics.compute()["positive_logp_tokens"] == 1
 
 
-@walked("name", ["logp", "old_logp", "ref_logp"])
-@walked("spec", ["ppo", "reinforce", "grpo"])
-def test_an_infinite_log_probability_is_counted_also_where_a_clamp_hides_it(spec, name):
-    x = getattr(BATCH, name).clone()
+LOGPROBS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
+REJECTING = {
+    f"icepop, {rejected}": pl.preset("icepop").replace(rejected=rejected)
+    for rejected in ("renormalise", "drop_sequence")
+}
+
+
+def test_an_infinite_log_probability_is_counted_also_where_a_clamp_hides_it():
+    """By every preset, whether it reads the tensor or not, and where the token is rejected."""
+    wrong = {}
+    (i, j), (row, column) = BATCH.mask.nonzero()[0].tolist(), (~BATCH.mask).nonzero()[0].tolist()
+    for (name, spec), of in itertools.product({**PRESETS, **REJECTING}.items(), LOGPROBS):
+        for bad in (-math.inf, math.inf, math.nan):
+            x = getattr(BATCH, of).clone()
+            x[row, column] = bad
+            outside = call(spec, **{of: x}).metrics["nonfinite_tokens"].item()
+            x[i, j] = bad
+            inside = call(spec, **{of: x}).metrics["nonfinite_tokens"].item()
+            if not inside >= 1 or outside:
+                wrong[name, of, bad] = inside, outside
+    assert not wrong
+
+
+def test_a_log_probability_that_was_never_filled_is_told():
+    """All zeros, in any tensor beside logp, of any dtype."""
+    assert call().metrics.compute()["zero_logp_tokens"] == 0
+    for name, dtype in itertools.product(LOGPROBS[1:], (torch.float32, torch.bfloat16)):
+        metrics = call(**{name: torch.zeros_like(BATCH.logp, dtype=dtype)}).metrics
+        assert metrics["zero_logp_tokens"].item() == BATCH.mask.sum(), name
+        with pytest.warns(UserWarning, match="log-probability of exactly 0"):
+            metrics.compute()
+    # A sure token has this log-probability, and one that is not sure shows that the tensor is full.
     i, j = BATCH.mask.nonzero()[0].tolist()
-    x[i, j] = -math.inf
-    assert call(pl.preset(spec), **{name: x}).metrics["nonfinite_tokens"].item() == 1
-    outside = (~BATCH.mask).nonzero()[0].tolist()
-    y = getattr(BATCH, name).clone()
-    y[outside[0], outside[1]] = -math.inf
-    assert call(pl.preset(spec), **{name: y}).metrics["nonfinite_tokens"].item() == 0
+    old = torch.zeros_like(BATCH.logp)
+    old[i, j] = -0.5
+    n = int(BATCH.mask.sum())
+    assert call(old_logp=old).metrics.compute()["zero_logp_tokens"] == n - 1
 
 
 @walked(

@@ -448,5 +448,6 @@ def test_kl_is_aggregated_like_the_rest():
     # the KL's slope is each token's weight.
     spec = pl.LossSpec(trust=RATIO, kl=pl.KL("k1", 1.0), aggregate=pl.SeqMeanTokenMean())
     zero = torch.zeros(2, 2, dtype=torch.float64)
-    result = evaluate(spec, zero, zero, zero, [[1, 1], [1, 0]], ref_logp=[[-1, -3], [-8, -99]])
+    logp = zero - 1
+    result = evaluate(spec, logp, logp, zero, [[1, 1], [1, 0]], ref_logp=[[-2, -4], [-9, -99]])
     assert_loss(result, 5, [[1 / 4, 1 / 4], [1 / 2, 0]])

@@ -89,6 +89,7 @@ def naive(batch: Batch) -> dict[str, float]:
         "positive_logp_tokens": sum(
             max(t["logp"], t["old_logp"], t["rollout_logp"], t["ref_logp"]) > 0.1 for t in tokens
         ),
+        "zero_logp_tokens": 0,
         "beyond_totals": 0,
         "kl_old_k1": mean([-t["lr"] for t in tokens]),
         "kl_old_k3": mean([exp(t["lr"]) - 1 - t["lr"] for t in tokens]),
@@ -158,6 +159,7 @@ def test_metrics_follow_what_was_given():
         "advantage_mean",
         "nonfinite_tokens",
         "positive_logp_tokens",
+        "zero_logp_tokens",
         "beyond_totals",
     }
     drift = {"kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_max", "ratio_min", "clamped_tokens"}

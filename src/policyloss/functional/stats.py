@@ -14,12 +14,12 @@ from policyloss.functional.ratio import LogClamp
 
 
 def count(flags: Tensor) -> Tensor:
-    """How many of `flags` are True.
+    """How many of `flags` are True, or of numbers not 0.
 
     (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)
     """
     if is_compiling():
-        return flags.sum(dtype=torch.int32)
+        return (flags if flags.dtype == torch.bool else flags != 0).sum(dtype=torch.int32)
     return torch.count_nonzero(flags)
 
 
@@ -37,7 +37,7 @@ def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def nonfinite(x: Tensor) -> Tensor:
     """How many of `x` are NaN or infinite: only for these is `x - x` not 0."""
-    return count((x - x) != 0) if is_compiling() else torch.count_nonzero(x - x)
+    return count(x - x)
 
 
 def beyond(log_ratio: Tensor, limit: LogClamp) -> Tensor:
