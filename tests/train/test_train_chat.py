@@ -175,6 +175,8 @@ def test_a_run_with_messages_and_stop_texts_trains_evaluates_and_samples(
     }
     command = [*train_loop_ranks.arguments(out, {**train_loop_ranks.SMALL, **options}), "--stop"]
     assert main([*command, "a", "b", "c", "d"]) == 0
+    again = [*command, "a", "b", "c", "d", "--resume"]
+    assert main(again) == 0
     for row in lines(out, "rollouts"):
         assert row["prompt"].startswith("<system>Add.\n<user>")
         assert not set(row["completion"]) & set("abcd")
@@ -182,5 +184,10 @@ def test_a_run_with_messages_and_stop_texts_trains_evaluates_and_samples(
     assert metrics["truncated"] < 0.9  # of random characters, most of 24 have one of four
     capsys.readouterr()
     (tmp_path / "chat.jinja").write_text("{{ another }}")  # the run has the text of its own
+    assert main(again) == 2
+    copy = out / "chat_template.jinja"
+    assert f"--chat-template is {tmp_path / 'chat.jinja'}, and the run has {copy}" in (
+        capsys.readouterr().err
+    )
     assert main(["sample", str(out), "1+1=", "--number", "2"]) == 0
     assert "'<system>Add.\\n<user>1+1=\\n<assistant>'" in capsys.readouterr().out

@@ -8,6 +8,7 @@ if it is named on the command line, not because config.json names it.
 
 from __future__ import annotations
 
+import filecmp
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -80,6 +81,9 @@ def refuse_changes(
     stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec | None, spec: LossSpec
 ) -> None:
     """Raise if options or numbers of the loss are not those of the run, and list them."""
+    old, new = stored.chat_template, now.chat_template
+    if old is not None and new is not None and filecmp.cmp(old, new, shallow=False):
+        now = replace(now, chat_template=old)
     before, after = (
         {flag(name): x for name, x in vars(config).items() if name not in _MAY_DIFFER}
         | _flat(loss_data(loss, config.loss), "--loss.")
