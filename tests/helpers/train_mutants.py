@@ -379,7 +379,7 @@ TRAIN = (
     ),
     (
         "recorder_forgets_the_mask",
-        "report/recorder.py",
+        "report/recorder_arguments.py",
         "for x, used in zip(row, mask[i], strict=True) if used",
         "for x, used in zip(row, mask[i], strict=True)",
         "test_recorder.py::test_padded_tensors",
@@ -390,6 +390,27 @@ TRAIN = (
         "self._stride *= 2",
         "self._stride = 2",
         "test_recorder.py::test_completions_are_bounded_on_disk_and_evenly_spaced",
+    ),
+    (
+        "a_forked_child_frees_the_lock",
+        "train/run/lock.py",
+        'os.getpid() != self.owner["pid"] or ',
+        "",
+        "test_recorder.py::test_a_forked_child_leaves_the_run_to_its_parent",
+    ),
+    (
+        "a_positive_log_probability_is_trained_on",
+        "train/rollout/protocol.py",
+        "((logp > LEFT_OUT) & (logp <= NOISE))",
+        "(logp > LEFT_OUT)",
+        "test_train_rollout.py::test_what_an_engine_must_not_return",
+    ),
+    (
+        "weights_that_never_arrive_are_believed",
+        "train/rollout/server.py",
+        "if (loaded := self.version()) != version:",
+        "if (loaded := version) != version:",
+        "test_train_hostile_servers.py::test_weights_that_never_arrive_are_refused",
     ),
     (
         "a_page_shows_the_first_groups",

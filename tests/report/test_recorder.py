@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from json_places import assert_all_handled
 
 import policyloss as pl
 from policyloss.report import Recorder, collect
+from policyloss.train.tasks.time_limit import within
 
 
 def run_of(folder: Path) -> dict[str, Any]:
@@ -219,6 +223,17 @@ def test_completions_are_bounded_on_disk_and_evenly_spaced(tmp_path: Path) -> No
     assert left_out[-1] == 500 - len(steps)
 
 
+def test_completions_of_one_step_may_fill_the_file(tmp_path: Path) -> None:
+    """There is no second step that could be dropped: what comes is left out."""
+    with Recorder(tmp_path, rollout_bytes=10_000) as recorder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(40):
+            within(5, lambda: recorder.completions(1, prompts=["p"], texts=["x" * 950]))
+        recorder.step({"a": 1})
+    assert len(lines(tmp_path / "rollouts.jsonl")) == 9
+    assert lines(tmp_path / "metrics.jsonl")[0]["completions_left_out"] == 31
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs links")
 def test_a_link_in_the_folder_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
@@ -227,3 +242,222 @@ def test_a_link_in_the_folder_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(pl.PolicyLossError, match="symbolic link"):
         Recorder(tmp_path / "run")
     assert (tmp_path / "other").read_text() == "kept"
+
+
+# ---------------------------------------------------------------- arguments that make no sense
+
+
+class Raises:
+    """An object that raises whatever is done with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("no")
+
+    __float__ = __len__ = __iter__ = __repr__ = __str__ = lambda self: 1 / 0  # type: ignore[assignment]
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+LOOP: dict[str, Any] = {}
+LOOP["a"] = LOOP
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+META = torch.ones(2, device="meta")
+OPENED: dict[str, tuple[Any, ...]] = {
+    "path": (None, 3, b"x", "x\0y", "x" * 5000, [], Raises()),
+    "spec": (3, [], Raises(), {"a": 1}),
+    "config": (
+        *(3, "x", [1], [("a",)], {1: 2}, {None: 1}, LOOP, {"a": CYCLE}, {"a": DEEP}),
+        *({"a": 10**5000}, {"a": object()}, {"a": {1}}, {"a": b"x"}, {"a": META}, Raises()),
+    ),
+    "resume_after": ("x", 1.5, True, -1, 10**400, [1], math.nan),
+    "rollout_bytes": ("x", None, -1, 1.5, True, math.nan, [1]),
+}
+STEPPED: dict[str, tuple[Any, ...]] = {
+    "metrics": (
+        *(None, 3, "x", [1], [("a", 1)], {1: 2}, {None: 1}, {"step": 3}, Raises()),
+        *({"a": x} for x in (10**400, 10**5000, "x", None, [1], {}, object(), 1j, META, Raises())),
+    ),
+    "step": ("x", 1.5, True, -1, 10**400, 2**60, [1], math.nan, META, Raises()),
+    "tokens": ("x", 1.5, True, -1, 10**400, [1], math.nan, Raises()),
+    "seconds": ("x", True, -1, 10**400, [1], math.nan, math.inf, 1j, META, Raises()),
+}
+LISTS = (3, "xy", b"xy", {"a": 1, "b": 2}, [1], object(), META, CYCLE, Raises())
+ENTRIES: tuple[Any, ...] = (object(), 1j, b"x", {}, {"a": 1}, DEEP, CYCLE, META[0], Raises())
+NUMBERS = (*ENTRIES, "x", None, [[1.0]], 10**400, 10**5000)
+TEXTS = (*ENTRIES, 3, 1.5, ["x"])
+STORED: dict[str, tuple[Any, ...]] = {
+    "step": STEPPED["step"],
+    "prompts": (*LISTS, None, *([x, "b"] for x in (*TEXTS, None))),
+    "texts": (*LISTS, *([x, "b"] for x in (*TEXTS, None))),
+    "answers": (*LISTS, *([x, "b"] for x in TEXTS)),
+    "finish_reasons": (*LISTS, *([x, "b"] for x in TEXTS)),
+    "rewards": (*LISTS, *([x, 1.0] for x in NUMBERS if x is not None)),
+    "advantages": (
+        *LISTS,
+        [[1.0], 1.0],
+        [1.0, [1.0]],
+        *([x, 1.0] for x in NUMBERS if x is not None),
+    ),
+    "groups": (*LISTS, *([x, 1] for x in (*ENTRIES, 1.5, [1], 10**5000))),
+    "ids": (*LISTS, *([x, [1]] for x in (3, *(([y]) for y in (*NUMBERS, 1.5))))),
+    "tokens": (*LISTS, *([x, ["b"]] for x in ("x", 3, *(([y]) for y in TEXTS)))),
+    "mask": (*LISTS, *([x, [1]] for x in (3, "x", *(([y]) for y in (*ENTRIES, "x", None))))),
+    "decode": (3, "x", [], lambda ids: 3, lambda ids: 1 / 0, lambda: "x", Raises()),
+    **{
+        name: (*LISTS, *([x, [1.0]] for x in (3, "x", *(([y]) for y in NUMBERS))))
+        for name in ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
+    },
+}
+
+
+def refusal(argument: str, call: Any) -> str:
+    """ "" if a call is refused by an error that names the argument; else what it did."""
+    try:
+        call()
+    except pl.PolicyLossError as error:
+        named = argument in str(error) or "could not write" in str(error)
+        return "" if named else f"not named: {error}"[:300]
+    except BaseException as error:
+        return f"raised {type(error).__name__}"
+    return "accepted"
+
+
+def test_arguments_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    """Whatever is passed, the error names the argument at the call, and nothing is written."""
+    results = {}
+    for name, values in OPENED.items():
+        for i, value in enumerate(values):
+            given = {"path": tmp_path / f"{name}{i}", name: value}
+            results[f"{name} {i} of Recorder"] = refusal(
+                name, lambda given=given: Recorder(**given)
+            )
+    with Recorder(tmp_path / "run") as recorder:
+        for name, values in STEPPED.items():
+            for i, value in enumerate(values):
+                given = {"metrics": {"a": 1.0}, name: value}
+                results[f"{name} {i} of step"] = refusal(
+                    name, lambda given=given: recorder.step(**given)
+                )
+        for name, values in STORED.items():
+            for i, value in enumerate(values):
+                given = {"step": 1, "prompts": ["a", "b"], "ids": [[1], [2]], name: value}
+                results[f"{name} {i} of completions"] = refusal(
+                    name, lambda given=given: recorder.completions(**given)
+                )
+    for file in ("metrics.jsonl", "timing.jsonl", "rollouts.jsonl"):
+        results[f"{file} is empty"] = (tmp_path / "run" / file).read_text()[:300]
+    assert_all_handled(results, least=350)
+
+
+def test_numbers_of_other_packages_are_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with Recorder(tmp_path) as recorder:
+        recorder.step({"a": numpy.float32(0.5)}, step=numpy.int64(3), tokens=torch.tensor(4))
+        recorder.completions(
+            torch.tensor(3),
+            prompts=numpy.array(["a", "b"]),
+            rewards=[numpy.float32(1), torch.tensor(0.5)],
+            ids=[numpy.array([1, 2]), [torch.tensor(3)]],
+            groups=(i for i in range(2)),
+        )
+    assert lines(tmp_path / "metrics.jsonl")[0] == {"step": 3, "a": 0.5, "tokens": 4}
+    first, second = lines(tmp_path / "rollouts.jsonl")
+    assert (first["step"], first["ids"], first["reward"], first["group"]) == (3, [1, 2], 1.0, 0)
+    assert (second["ids"], second["reward"]) == ([3], 0.5)
+
+
+# ---------------------------------------------------------------- what must not end a training
+
+
+def test_a_recorder_that_is_closed_or_cannot_write_lets_the_training_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It warns, and its folder is free."""
+
+    def fails(*arguments: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    faults: dict[str, Callable[[Recorder, pytest.MonkeyPatch], Any]] = {
+        "closed": lambda recorder, patch: recorder.close(),
+        "closed twice": lambda recorder, patch: (recorder.close(), recorder.close()),
+        "a full disk": lambda recorder, patch: patch.setattr(os, "write", fails),
+        "no disk": lambda recorder, patch: patch.setattr(os, "fstat", fails),
+        "files that are closed": lambda recorder, patch: [
+            os.close(one._handle) for one in recorder._lines.values()
+        ],
+    }
+    for name, fault in faults.items():
+        recorder = Recorder(tmp_path / name)
+        recorder.step({"a": 1})
+        with monkeypatch.context() as patch:
+            fault(recorder, patch)
+            for call in (
+                lambda recorder=recorder: recorder.step({"a": 2}),
+                lambda recorder=recorder: recorder.completions(2, prompts=["p"], texts=["x"]),
+            ):
+                with pytest.warns(UserWarning, match="is no longer recorded") as caught:
+                    call()
+                assert caught[0].filename == __file__, name
+                assert str(tmp_path / name) in str(caught[0].message)
+        recorder.close()
+        assert len(lines(tmp_path / name / "metrics.jsonl")) == 1, name
+        with Recorder(tmp_path / name, resume_after=1) as again:
+            again.step({"a": 2})
+
+
+def test_a_disk_that_fails_at_the_end_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    recorder = Recorder(tmp_path)
+    recorder.step({"a": 1})
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.warns(UserWarning, match=r"is no longer recorded: .*Input/output error"):
+        recorder.close()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_threads_lose_no_step(tmp_path: Path) -> None:
+    with Recorder(tmp_path, rollout_bytes=20_000) as recorder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        def record() -> None:
+            for _ in range(50):
+                recorder.step({"a": 1})
+                recorder.completions(1, prompts=["p"], texts=["x" * 100])
+
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(record) for _ in range(4)]:
+                done.result()
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == list(range(1, 201))
+    assert all(row["step"] == 1 for row in lines(tmp_path / "rollouts.jsonl"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.step({"a": 1})
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                recorder.step({"a": 2})
+                recorder.completions(2, prompts=["p"], texts=["x"])
+                recorder.close()
+            code = 0 if len(caught) == 2 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "lock").exists()
+    with pytest.raises(pl.PolicyLossError, match="in use by process"):
+        Recorder(tmp_path, resume_after=1)
+    recorder.step({"a": 3})
+    recorder.close()
+    assert [row["a"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 3]
+    assert lines(tmp_path / "rollouts.jsonl") == []

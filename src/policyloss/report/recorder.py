@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from policyloss.errors import InputError
+from policyloss.errors import InputError, safe_repr
 from policyloss.metrics import Metrics
 from policyloss.presets import as_spec
+from policyloss.report.limits import LARGEST_STEP
+from policyloss.report.recorder_arguments import (
+    NONE,
+    NUMBER,
+    column,
+    decoded,
+    duration,
+    listed,
+    metric_numbers,
+    rows_of,
+    whole,
+)
 from policyloss.spec import LossSpec
 from policyloss.train.run import files
 from policyloss.train.run.environment import environment
@@ -36,7 +48,9 @@ class Recorder:
                 recorder.completions(step, prompts=prompts, texts=texts, rewards=rewards)
 
     A line is written as a whole when a method returns, so that `kill -9` loses nothing that came
-    before. In a run of several processes, only one of them records.
+    before. In a run of several processes, only one of them records: a forked child leaves the run
+    to its parent. Threads may share a recorder. An argument that makes no sense is an error at the
+    call; a disk that fails is a warning, and the training goes on without a record.
 
     path: a folder, made if need be; one that holds a run is refused. spec: the loss, or the name of
     its preset; the page explains it. config: settings, as JSON can hold them; "steps" is the
@@ -56,9 +70,16 @@ class Recorder:
         resume_after: int | None = None,
         rollout_bytes: int = ROLLOUT_BYTES,
     ) -> None:
-        self.path = Path(path)
-        self._bytes, self._left_out = rollout_bytes, 0
+        try:
+            self.path = Path(path)
+        except TypeError:
+            raise InputError(f"path is {safe_repr(path)}; give that of a folder.") from None
+        self._bytes, self._left_out = whole(rollout_bytes, "rollout_bytes"), 0
         self._calls, self._stride = 0, 1
+        if resume_after is not None:
+            resume_after = whole(resume_after, "resume_after", LARGEST_STEP)
+        if not isinstance(config, (Mapping, NONE)):
+            raise InputError(f"config is {safe_repr(config)}; give a dict of settings.")
         settings = dict(config or {})
         if isinstance(spec, str):
             settings.setdefault("loss", spec)
@@ -69,7 +90,7 @@ class Recorder:
         data = files.to_json(contents, "config", indent=2)
         try:
             files.make_folder(self.path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise files.write_error(self.path, error, "Nothing was written.") from error
         files.refuse_links(self.path)
         self._lock = Lock(self.path)
@@ -91,6 +112,8 @@ class Recorder:
             self._lock.release()
             raise
         self._began = time.perf_counter()
+        self._guard = threading.Lock()
+        self._ended: str | None = None  # why nothing is written any more
 
     def step(
         self,
@@ -108,13 +131,25 @@ class Recorder:
         one after the last. tokens: how many were trained on. seconds: what the step took; by
         default, the time since the last call.
         """
+        numbers = metric_numbers(metrics)
+        if step is not None:
+            step = whole(step, "step", LARGEST_STEP)
+        if tokens is not None:
+            tokens = whole(tokens, "tokens")
+        if seconds is not None:
+            seconds = duration(seconds)
+        self._write(self._append_step, numbers, step, tokens, seconds)
+
+    def _append_step(
+        self, numbers: dict[str, float], step: int | None, tokens: int | None, seconds: float | None
+    ) -> None:
         last, now = self._lines["metrics"].last, time.perf_counter()
         step = (0 if last is None else last) + 1 if step is None else step
         if last is not None and step <= last:
             raise InputError(
                 f"step={step} was recorded already, the last one is {last}; steps must grow."
             )
-        row = {"step": step, **_numbers(metrics)}
+        row = {"step": step, **numbers}
         seconds = now - self._began if seconds is None else seconds
         timing: dict[str, Any] = {"step": step, "step_s": seconds}
         if tokens is not None:
@@ -161,6 +196,8 @@ class Recorder:
         token. What is per token is `[B, T]` with `mask` `[B, T]`, True at the tokens of the
         completion, or a list of B lists of the same lengths.
         """
+        step = whole(step, "step", LARGEST_STEP)
+        prompts = listed(prompts, "prompts", str)
         count = len(prompts)
         per_token = dict(
             zip(
@@ -169,115 +206,93 @@ class Recorder:
                 strict=True,
             )
         )
-        flags = _rows(mask, "mask", count, None)
+        flags = rows_of(mask, "mask", count, None, *NUMBER)
         columns = {
-            name: _rows(values, name, count, flags)
-            for name, values in {"ids": ids, "tokens": tokens, **per_token}.items()
+            "ids": rows_of(ids, "ids", count, flags, int),
+            "tokens": rows_of(tokens, "tokens", count, flags, str),
+            **{
+                name: rows_of(values, name, count, flags, *NUMBER)
+                for name, values in per_token.items()
+            },
         }
-        each = _column(advantages, "advantages", count)
+        each = None if advantages is None else listed(advantages, "advantages")
         if each and isinstance(each[0], list):
-            columns["token_advantage"], each = _rows(each, "advantages", count, flags), None
+            columns["token_advantage"] = rows_of(each, "advantages", count, flags, *NUMBER)
+            each = None
         plain = {
-            "reward": _column(rewards, "rewards", count),
-            "group": _column(groups, "groups", count),
-            "completion": _column(texts, "texts", count),
-            "answer": _column(answers, "answers", count),
-            "finish_reason": _column(finish_reasons, "finish_reasons", count),
-            "advantage": None
-            if "token_advantage" in columns
-            else _column(each, "advantages", count),
+            "reward": column(rewards, "rewards", count, *NUMBER, NONE),
+            "group": column(groups, "groups", count, str, int),
+            "completion": column(texts, "texts", count, str),
+            "answer": column(answers, "answers", count, str, NONE),
+            "finish_reason": column(finish_reasons, "finish_reasons", count, str, NONE),
+            "advantage": column(each, "advantages", count, *NUMBER, NONE),
         }
         rows = [_row(step, i, prompts, plain, columns, decode) for i in range(count)]
         if plain["group"] is None:
             numbers: dict[str, int] = {}
             for row in rows:
                 row["group"] = numbers.setdefault(row["prompt"], len(numbers))
-        self._store(rows)
+        self._write(self._append_completions, rows)
 
-    def _store(self, rows: list[dict[str, Any]]) -> None:
+    def _append_completions(self, rows: list[dict[str, Any]]) -> None:
         """Write the rows if it is their turn, and make room first if there is none."""
         size = sum(len(line_of(row)) + 1 for row in rows)
-        file = self.path / "rollouts.jsonl"
-        left_out = 0
-        while 0 < size <= self._bytes < size + file.stat().st_size:
-            left_out += self._lines["rollouts"].thin()
+        lines, left_out = self._lines["rollouts"], 0
+        dropped = 1
+        while self._is_turn and dropped and 0 < size <= self._bytes < size + lines.size:
+            dropped = lines.thin()  # nothing, where all rows are of one step
+            left_out += dropped
             self._stride *= 2
-        if self._calls % self._stride == 0 and size <= self._bytes:
-            self._lines["rollouts"].append(rows)
+        if self._is_turn and size + lines.size <= self._bytes:
+            lines.append(rows)
         else:
             left_out += len(rows)
         if left_out and not self._left_out:
             warnings.warn(
-                f"{file} has reached rollout_bytes={self._bytes}; from here on, completions of "
-                "every second step are left out, and of more as the run goes on.",
-                stacklevel=3,
+                f"{lines.path} has reached rollout_bytes={self._bytes}; from here on, completions "
+                "of every second step are left out, and of more as the run goes on.",
+                stacklevel=4,
             )
         self._left_out += left_out
         self._calls += 1
 
+    @property
+    def _is_turn(self) -> bool:
+        return self._calls % self._stride == 0
+
+    def _write(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something with the files, one thread at a time; warn if that is not possible."""
+        owner = self._lock.owner["pid"]
+        problem: str | None = f"process {owner} records it, and this is another one"
+        if os.getpid() == owner:
+            with self._guard:
+                try:
+                    if self._ended is None:
+                        action(*arguments)
+                        return
+                except (OSError, files.StorageError) as error:
+                    self._ended = str(error)
+                problem = self._ended
+        warnings.warn(
+            f"{self.path} is no longer recorded: {problem} The training goes on.", stacklevel=3
+        )
+
     def close(self) -> None:
         """Bring everything to the disk, and release the folder."""
-        try:
-            for lines in self._lines.values():
-                lines.close()
-        finally:
-            self._lock.release()
+        if self._ended is None and os.getpid() == self._lock.owner["pid"]:
+            self._write(self._close_files)
+        self._lock.release()
+
+    def _close_files(self) -> None:
+        self._ended = "it is closed."
+        for lines in self._lines.values():
+            lines.close()
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _numbers(metrics: Mapping[str, Any] | Metrics) -> dict[str, float]:
-    if isinstance(metrics, Metrics):
-        metrics = {"policy": metrics}
-    out: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Metrics):
-            out |= {f"{name}/{inner}": x for inner, x in value.compute().items()}
-            continue
-        try:
-            out[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise InputError(
-                f"metrics[{name!r}] is a {type(value).__name__} and no number; give a number, a "
-                "tensor with one, or leave it out."
-            ) from None
-    return out
-
-
-def _plain(values: Any) -> Any:
-    """A tensor or an array as lists; everything else as it is."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-    return values.tolist() if hasattr(values, "tolist") else values
-
-
-def _column(values: Any, name: str, count: int) -> list[Any] | None:
-    """One value per completion."""
-    values = _plain(values)
-    if values is not None and len(values) != count:
-        raise InputError(f"{name} has {len(values)} entries for {count} prompts; give one each.")
-    return None if values is None else list(values)
-
-
-def _rows(values: Any, name: str, count: int, mask: list[Any] | None) -> list[Any] | None:
-    """One list per completion, without what `mask` leaves out."""
-    rows = _column(values, name, count)
-    if rows is None:
-        return None
-    for i, row in enumerate(rows):
-        rows[i] = row = _plain(row)
-        if mask is not None:
-            if len(row) != len(mask[i]):
-                raise InputError(
-                    f"{name}[{i}] has {len(row)} tokens and mask[{i}] {len(mask[i])}; they must be "
-                    "equal."
-                )
-            rows[i] = [x for x, used in zip(row, mask[i], strict=True) if used]
-    return rows
 
 
 def _row(
@@ -297,9 +312,9 @@ def _row(
         raise InputError(f"completion {place} has different numbers of tokens: {lengths}.")
     ids = row.get("ids")
     if decode is not None and ids is not None:
-        words = {token: decode([token]) for token in set(ids)}
+        words = {token: decoded(decode, [token]) for token in set(ids)}
         row.setdefault("tokens", [words[token] for token in ids])
-        row.setdefault("completion", decode(ids))
+        row.setdefault("completion", decoded(decode, ids))
     if "completion" not in row:
         row["completion"] = "".join(row.get("tokens", ()))
     if "tokens" not in row and lengths:

@@ -113,7 +113,14 @@ def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
 
     name: what `value` is, for the error about something that JSON cannot hold.
     """
-    return json.dumps(_plain(value, name), indent=indent, allow_nan=False).encode()
+    try:
+        return json.dumps(_plain(value, name), indent=indent, allow_nan=False).encode()
+    except RecursionError:
+        raise InputError(
+            f"{name} is nested too deeply, or holds itself; JSON cannot hold that."
+        ) from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(f"{name}: {error}") from None
 
 
 def from_json(data: bytes) -> Any:

@@ -42,7 +42,11 @@ class Lock:
             raise write_error(self.path, error, "Nothing else was written.") from error
 
     def release(self) -> None:
-        """Release the directory, if it is still this process that holds it."""
+        """Release the directory, if it is still this process that holds it: a child that was forked
+        from it does not.
+        """
+        if os.getpid() != self.owner["pid"] or not self.path.exists():
+            return
         with suppress(OSError, StorageError), self._alone() as handle:
             if _read(os.read(handle, LOCK_BYTES)) == self.owner:
                 self.path.unlink()
