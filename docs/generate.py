@@ -14,6 +14,7 @@ from pathlib import Path
 import policyloss as pl
 from docs.architecture_page import architecture_pages
 from docs.choose_page import choose_page
+from docs.commands_page import commands_page
 from docs.conformance_page import conformance_page
 from docs.doctor_logs_page import doctor_logs_pages
 from docs.doctor_page import doctor_pages
@@ -61,6 +62,7 @@ def pages() -> dict[str, str]:
     texts["docs/names.md"] = names_page()
     texts["src/policyloss/losses.json"] = losses_table()
     texts["docs/choose.md"] = choose_page()
+    texts["docs/commands.md"] = commands_page()
     texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
     texts |= architecture_pages()
     texts |= performance_pages(ROOT / BENCHMARKS)

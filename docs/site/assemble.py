@@ -14,6 +14,7 @@ from pathlib import Path
 
 import policyloss as pl
 from docs.choose_page import FORM, form
+from docs.commands_page import commands_page
 from docs.generate import ROOT
 from docs.markdown import join
 from docs.site import loss_page, notebook
@@ -33,7 +34,7 @@ from policyloss.explore import explorer_page
 from policyloss.output import write_output
 
 PRESETS, TUTORIALS, FILES = "docs/presets/", "docs/tutorials/", "files"
-CHOOSE, EXPLORER = "docs/choose.md", "docs/explorer.md"
+CHOOSE, EXPLORER, COMMANDS = "docs/choose.md", "docs/explorer.md", "docs/commands.md"
 _FENCE = re.compile(r"(^(`{3,}|~{3,}).*?^\2`*$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -163,6 +164,8 @@ class Assembly:
             page.source = join(title, link_to_it, rest)
         elif origin == CHOOSE:
             page.source = page.plain.replace(FORM, form())
+        elif origin == COMMANDS:
+            page.source = link(commands_page(marked=True))
         return page
 
     def _index(self, section: Section) -> None:

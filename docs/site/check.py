@@ -6,19 +6,36 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.parse import unquote, urlsplit
 
-from sphinx.search.en import SearchEnglish
+from policyloss.cli import COMMANDS
+from policyloss.commands import flag
 
-# What a reader may search for, and a page that the index must lead to.
+# Words that a reader may search for, and a page that must be among the first.
 WORDS = {
     "dual clip": "losses/ppo_dual_clip",
     "TIS": "losses/tis",
     "denominator": "guides/denominators",
     "policy_loss": "reference/loss",
+    "Recorder": "reference/report",
+    "export": "guides/commands",
+    "learning rate": "guides/commands",
+    "lora": "guides/commands",
+    "multi-turn": "guides/turns",
 }
+AMONG = 3
+HISTORY = ("decisions/", "project/changelog")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+_SEARCH = ("doctools.js", "sphinx_highlight.js", "searchtools.js", "language_data.js")
 WITHOUT_TWIN = ("search.html", "genindex.html", "py-modindex.html", "explorer.html")
 # An attribute that makes a browser load something; a link is only followed.
 _LOADS = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src")}
@@ -80,28 +97,46 @@ def _page_problems(site: Path, path: Path, pages: dict[Path, PageReader]) -> lis
     return wrong
 
 
-def found_pages(site: Path, query: str) -> list[str]:
-    """The pages that hold every word of `query`, by the index that the search page reads."""
-    text = (site / "searchindex.js").read_text(encoding="utf-8")
-    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
-    names = index["docnames"]
-    stem = SearchEnglish({}).stem
-    results: set[str] | None = None
-    for word in query.lower().split():
-        holding: set[int] = set()
-        for table in (index["terms"], index["titleterms"]):
-            for term, places in table.items():
-                if term in (word, stem(word)):
-                    holding |= set(places if isinstance(places, list) else [places])
-        pages = {names[i] for i in holding}
-        results = pages if results is None else results & pages
-    return sorted(results or ())
+def search(site: Path, queries: Sequence[str]) -> dict[str, list[str]]:
+    """The pages that the search of the site gives for each query, the first one first."""
+    scripts = [site / "_static" / name for name in _SEARCH] + [site / "searchindex.js"]
+    loaded = "".join(f'<script src="{path.as_uri()}"></script>' for path in scripts)
+    pages = "Search._performSearch(...Search._parseQuery(query)).map((result) => result[0])"
+    page = (
+        f"<body>{loaded}<script>const found = {json.dumps(queries)}.map((query) => {pages});"
+        "document.body.textContent = JSON.stringify(found)</script>"
+    )
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "search.html"
+        file.write_text(page, encoding="utf-8")
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, check=True)
+    found = json.loads(unescape(re.findall(r"<body>(.*)</body>", done.stdout, re.DOTALL)[0]))
+    return {
+        query: list(dict.fromkeys(reversed(pages)))
+        for query, pages in zip(queries, found, strict=True)
+    }
 
 
 def search_problems(site: Path) -> list[str]:
-    """The words of `WORDS` that a search does not find on their page."""
-    return [
-        f"a search for {query!r} does not find {page}"
+    """The words of `WORDS` that a search does not find on their page, pages of history that precede
+    a guide, and options that are not found.
+    """
+    if CHROMIUM is None:
+        print("The search was not tried: there is no Chromium here.")
+        return []
+    options = [flag(a.name) for c in COMMANDS.values() for a in c.arguments if not a.place]
+    results = search(site, [*WORDS, *options])
+    wrong = [
+        f"a search for {query!r} does not show {page} among the first {AMONG}"
         for query, page in WORDS.items()
-        if page not in found_pages(site, query)
+        if page not in results[query][:AMONG]
     ]
+    for query, pages in results.items():
+        history = [i for i, page in enumerate(pages) if page.startswith(HISTORY)]
+        guides = [i for i, page in enumerate(pages) if page.startswith("guides/")]
+        if history and guides and history[0] < guides[-1]:
+            wrong.append(f"a search for {query!r} shows {pages[history[0]]} before guides")
+        if query in options and "guides/commands" not in pages:
+            wrong.append(f"a search for {query!r} does not find the option")
+    return wrong

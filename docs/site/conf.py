@@ -37,6 +37,7 @@ html_js_files = [(name, {"defer": "defer"}) for name in ("choose.js", "versions-
 templates_path = [str(HERE / "templates")]
 html_copy_source = False
 html_show_sphinx = False
+html_search_scorer = str(HERE / "scorer.js")
 html_sidebars: dict[str, list[str]] = {"index": []}
 html_theme_options = {
     "logo": {"text": "policyloss"},

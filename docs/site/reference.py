@@ -13,33 +13,147 @@ from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import policyloss as pl
 from docs.markdown import fenced, join
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MODULES = {"": pl, "advantage.": pl.advantage, "functional.": pl.functional, "hf.": pl.hf}
-# The pages: an address, a title, and the modules of `policyloss` whose names stand there. A name
-# stands on the first page that fits, so the last one takes what no other has.
+MODULES = {"": pl, "advantage.": pl.advantage, "functional.": pl.functional}
+MODULES |= {"hf.": pl.hf, "report.": pl.report}
+
+
+class Topic(NamedTuple):
+    """A page: its address, title and summary, the modules of `policyloss` whose names stand there,
+    and the name that stands first.
+    """
+
+    address: str
+    title: str
+    about: str
+    modules: tuple[str, ...]
+    first: str = ""
+
+
+# A name stands on the first page that fits, so the last one takes the names that no other has.
 TOPICS = (
-    ("loss", "The loss", ("loss", "value", "compiled")),
-    ("spec", "Losses as values", ("spec", "presets", "errors")),
-    ("explain", "Explain and compare", ("explain",)),
-    ("own", "A part of your own", ("tokens",)),
-    ("ratio", "Parts: ratio", ("parts.ratio",)),
-    ("trust", "Parts: trust region", ("parts.trust",)),
-    ("correction", "Parts: rollout correction", ("parts.correction",)),
-    ("pulls", "Parts: KL and divergence", ("parts.kl", "parts.divergence")),
-    ("aggregate", "Parts: aggregation", ("parts.aggregate",)),
-    ("step", "A whole optimizer step", ("accumulate", "totals", "metrics", "records")),
-    ("advantage", "Advantages", ("advantage",)),
-    ("head", "The head", ("head", "teacher", "hf")),
-    ("check", "Checks", ("check", "functional.exact")),
-    ("doctor", "The doctor", ("doctor",)),
-    ("whatif", "What if", ("whatif",)),
-    ("functional", "Pure functions", ("functional",)),
-    ("others", "Others", ("",)),
+    Topic(
+        "loss",
+        "The loss",
+        "Policy and value losses of log-probabilities, their averages, and their metrics.",
+        ("loss", "value", "compiled"),
+        "policy_loss",
+    ),
+    Topic(
+        "spec",
+        "Losses as values",
+        "A loss is a frozen value: take a preset, change a number or a part, write it as JSON.",
+        ("spec", "presets", "errors"),
+        "preset",
+    ),
+    Topic(
+        "explain",
+        "Explain and compare",
+        "The formula of a loss, the source of each number, its traps, and how two losses differ.",
+        ("explain",),
+        "explain",
+    ),
+    Topic(
+        "own",
+        "A part of your own",
+        "The tensors that a function of yours receives where it fills a slot of a loss.",
+        ("tokens",),
+    ),
+    Topic(
+        "ratio",
+        "Parts: ratio",
+        "Parts for the slot `ratio`: one ratio per token, sequence or turn.",
+        ("parts.ratio",),
+        "TokenRatio",
+    ),
+    Topic(
+        "trust",
+        "Parts: trust region",
+        "Parts for the slot `trust`, which limit how far a step moves the policy.",
+        ("parts.trust",),
+        "Clip",
+    ),
+    Topic(
+        "correction",
+        "Parts: rollout correction",
+        "Parts for the slot `correction`, for completions of an engine that is not the trainer.",
+        ("parts.correction",),
+        "Truncate",
+    ),
+    Topic(
+        "pulls",
+        "Parts: KL and divergence",
+        "Parts for the slot `kl`: a pull to a reference model or to a teacher.",
+        ("parts.kl", "parts.divergence"),
+        "KL",
+    ),
+    Topic(
+        "aggregate",
+        "Parts: aggregation",
+        "Parts for the slot `aggregate`, which average the losses of the tokens.",
+        ("parts.aggregate",),
+        "TokenMean",
+    ),
+    Topic(
+        "step",
+        "A whole optimizer step",
+        "Micro-batches and ranks with the counts of the whole step, and metrics that add up.",
+        ("accumulate", "totals", "metrics", "records"),
+        "accumulate",
+    ),
+    Topic(
+        "advantage",
+        "Advantages",
+        "Advantages from rewards, from a critic, or from a teacher.",
+        ("advantage",),
+        "advantage.grpo",
+    ),
+    Topic(
+        "head",
+        "The head",
+        "The loss and log-probabilities of hidden states, without keeping all logits.",
+        ("head", "teacher", "hf"),
+        "linear_policy_loss",
+    ),
+    Topic(
+        "check",
+        "Checks",
+        "Tests for your training loop, your own loss, and the bits of a result.",
+        ("check", "functional.exact"),
+        "partition_check",
+    ),
+    Topic(
+        "doctor",
+        "The doctor",
+        "Why the rollout engine and the trainer disagree, and what is wrong with a run.",
+        ("doctor",),
+        "doctor",
+    ),
+    Topic(
+        "whatif",
+        "What if",
+        "Every loss on the tokens that a run stored.",
+        ("whatif",),
+        "what_if",
+    ),
+    Topic(
+        "report",
+        "Recorder and report",
+        "Write down the steps of your own loop, and draw runs as one HTML page.",
+        ("report",),
+        "report.Recorder",
+    ),
+    Topic(
+        "functional",
+        "Pure functions",
+        "The formulas as functions of tensors, for a loss that you write yourself.",
+        ("functional",),
+    ),
 )
 
 
@@ -62,10 +176,7 @@ class Entry:
         module = getattr(self.value, "__module__", "policyloss.").removeprefix("policyloss.")
         if "." in self.name:
             module = self.name
-        for address, _, prefixes in TOPICS:
-            if module.startswith(prefixes):
-                return address
-        return TOPICS[-1][0]
+        return next(topic.address for topic in TOPICS if module.startswith(topic.modules))
 
 
 def entries() -> list[Entry]:
@@ -115,10 +226,11 @@ def reference_pages() -> dict[str, tuple[str, str]]:
         by_topic.setdefault(entry.topic, []).append(entry)
     sessions = examples()
     pages = {}
-    for address, title, _ in TOPICS:
-        if address in by_topic:
-            top = join(f"# {title}", "Every example begins with this batch:", batch())
-            pages[f"{address}.md"] = _page(top, by_topic[address], sessions)
+    for topic in TOPICS:
+        top = join(
+            f"# {topic.title}", topic.about, "Every example begins with this batch:", batch()
+        )
+        pages[f"{topic.address}.md"] = _page(top, by_topic[topic.address], sessions, topic.first)
     for name in pl.compat.__all__:
         module = import_module(f"policyloss.compat.{name}")
         functions = [
@@ -126,14 +238,14 @@ def reference_pages() -> dict[str, tuple[str, str]]:
         ]
         top = join(f"# Drop-ins: {name}", prose(module), DROP_INS)
         named = [entry for entry in functions if not inspect.ismodule(entry.value)]
-        pages[f"compat_{name}.md"] = _page(top, named, {})
+        pages[f"compat_{name}.md"] = _page(top, named, {}, "")
     return pages
 
 
-def _page(top: str, found: list[Entry], sessions: dict[str, str]) -> tuple[str, str]:
+def _page(top: str, found: list[Entry], sessions: dict[str, str], first: str) -> tuple[str, str]:
     """The plain page and the one for Sphinx; a name that has no session stands without one."""
     plain, marked = [top], [top]
-    for entry in sorted(found, key=lambda entry: entry.name.lower()):
+    for entry in sorted(found, key=lambda entry: (entry.name != first, entry.name.lower())):
         session = fenced(sessions[entry.name], "pycon") if entry.name in sessions else ""
         plain.append(join(f"## {entry.name}", *_plain(entry, session)))
         marked.append(_marked(entry, session))
@@ -141,10 +253,10 @@ def _page(top: str, found: list[Entry], sessions: dict[str, str]) -> tuple[str, 
 
 
 def _plain(entry: Entry, session: str) -> Iterator[str]:
-    yield fenced(f"pl.{entry.name}{_signature(entry.value)}", "python")
+    yield fenced(_wrapped(f"pl.{entry.name}{signature(entry.value)}"), "python")
     yield prose(entry.value)
     for name, member in members(entry.value):
-        yield f"**`.{name}{_signature(member)}`** {prose(member)}"
+        yield f"**`.{name}{signature(member)}`** {prose(member)}"
     yield f"Example:\n\n{session}" if session else ""
 
 
@@ -155,26 +267,51 @@ def _marked(entry: Entry, session: str) -> str:
     body = [prose(entry.value), *(["**Example**", session] if session else [])]
     for name, member in members(entry.value):
         inner = "method" if callable(member) else "property"
-        body.append(f":::{{py:{inner}}} {name}{_signature(member)}\n\n{prose(member)}\n:::")
+        body.append(f":::{{py:{inner}}} {name}{signature(member)}\n\n{prose(member)}\n:::")
     text = "\n\n".join(body)
-    directive = f"::::{{py:{kind}}} {entry.name}{_signature(entry.value)}"
+    directive = f"::::{{py:{kind}}} {entry.name}{signature(entry.value)}"
     return f"{directive}\n:module: policyloss\n\n{text}\n::::"
 
 
-def _signature(value: Any) -> str:
-    """The arguments, without annotations that a line could not hold."""
+def _wrapped(call: str) -> str:
+    """A call with one argument on a line, if it does not fit on one line."""
+    if len(call) <= 88:
+        return call
+    head, _, rest = call.partition("(")
+    body, _, end = rest.rpartition(")")
+    arguments = re.split(r", (?=\w+:|\*|/)", body)
+    return "\n".join([f"{head}(", *(f"    {argument}," for argument in arguments), f"){end}"])
+
+
+class _Type:
+    """An annotation that a signature shows without quotes, and without the names of modules."""
+
+    def __init__(self, annotation: Any) -> None:
+        written = isinstance(annotation, str)
+        text = annotation if written else inspect.formatannotation(annotation)
+        self._text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def signature(value: Any) -> str:
+    """The arguments with their types, and the type of the result."""
     if isinstance(value, property) or not callable(value):
         return ""
     try:
-        signature = inspect.signature(value)
+        declared = inspect.signature(value)
     except (TypeError, ValueError):
         return "()"
-    plain = [
-        parameter.replace(annotation=inspect.Parameter.empty)
-        for name, parameter in signature.parameters.items()
+    empty = inspect.Parameter.empty
+    parameters = [
+        parameter.replace(annotation=a if (a := parameter.annotation) is empty else _Type(a))
+        for name, parameter in declared.parameters.items()
         if name != "self"
     ]
-    text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    result = declared.return_annotation
+    result = empty if inspect.isclass(value) or result is empty else _Type(result)
+    text = str(declared.replace(parameters=parameters, return_annotation=result))
     return re.sub(r"<([\w.]+)[^>]*>", r"\1", text)
 
 

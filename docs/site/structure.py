@@ -61,7 +61,16 @@ GUIDES = Section(
             "TRL, verl, OpenRLHF, ColossalChat",
             ("docs/frameworks.md", "docs/names.md", "docs/conformance.md"),
         ),
-        Group("Train", ("docs/train.md", "docs/scale.md", "docs/report.md")),
+        Group(
+            "Train",
+            (
+                "docs/train.md",
+                "docs/commands.md",
+                "docs/turns.md",
+                "docs/scale.md",
+                "docs/report.md",
+            ),
+        ),
         Group(
             "Diagnose",
             (

@@ -5,19 +5,24 @@ curves are what the loss computes, and every public name has an example that run
 from __future__ import annotations
 
 import doctest
+import inspect
 import math
 import os
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from browser import needs_browser
 from docs.site import assemble, check, curves, loss_page, mathml, reference
 from docs.site.structure import SECTIONS
+from sphinx.cmd.build import build_main
 
 import policyloss as pl
+from policyloss.cli import COMMANDS
 from policyloss.explain.expression import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -273,6 +278,50 @@ def test_the_reference_has_the_drop_ins_too() -> None:
     assert "::::{py:class} compat.openrlhf.PolicyLoss(" in marked
 
 
+def test_every_page_of_the_reference_has_a_summary_of_its_own(
+    assembly: assemble.Assembly,
+) -> None:
+    """It stands in the list of pages, in llms.txt and in a search."""
+    pages = [page for path, page in assembly.pages.items() if path.startswith("reference/")]
+    sentences = [page.first_sentence for page in pages]
+    assert len(set(sentences)) == len(sentences) > 20
+    assert [text for text in sentences if len(text) < 20 or text[-1] != "."] == []
+
+
+def test_a_page_of_the_reference_begins_with_its_main_function() -> None:
+    pages = reference.reference_pages()
+    wrong = {}
+    for topic in reference.TOPICS:
+        plain, marked = pages[f"{topic.address}.md"]
+        names = re.findall(r"^## (.+)$", plain, re.MULTILINE)
+        if topic.first and names[0] != topic.first:
+            wrong[topic.address] = names[0]
+        assert re.findall(r"^::::\{py:\w+\} ([\w.]+)", marked, re.MULTILINE) == names
+    assert wrong == {}
+    assert re.findall(r"^## (.+)$", pages["loss.md"][0], re.MULTILINE)[0] == "policy_loss"
+    listed = re.findall(r"^## (.+)$", pages["report.md"][0], re.MULTILINE)
+    assert listed[0] == "report.Recorder"
+    assert set(listed) >= {"report.show", "report.write_report"}
+
+
+def test_every_argument_in_the_reference_has_its_type() -> None:
+    untyped = []
+    for entry in reference.entries():
+        for thing in (entry.value, *(member for _, member in reference.members(entry.value))):
+            if not callable(thing) or (isinstance(thing, type) and issubclass(thing, Exception)):
+                continue
+            shown = reference.signature(thing)
+            for name, parameter in inspect.signature(thing).parameters.items():
+                typed = parameter.annotation is not inspect.Parameter.empty
+                if typed and name != "self" and f"{name}: " not in shown:
+                    untyped.append(f"{entry.name}: {name}")
+    assert untyped == []
+    shown = reference.signature(pl.policy_loss)
+    assert "logp: Tensor, " in shown
+    assert ", rollout_logp: Tensor | None = None, " in shown
+    assert shown.endswith(") -> LossOutput")
+
+
 def test_the_first_loss_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
     """A stranger compares both, letter by letter."""
     page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
@@ -300,7 +349,9 @@ def test_docstrings_survive_markdown() -> None:
 # The built site ---------------------------------------------------------------------------------
 
 
-def test_the_check_of_the_built_site_notices_what_is_wrong(tmp_path: Path) -> None:
+def test_the_check_of_the_built_site_notices_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "index.html").write_text(
         '<a href="a/b.html#there">1</a><a href="a/b.html#gone">2</a><a href="nowhere.html">3</a>'
@@ -309,10 +360,15 @@ def test_the_check_of_the_built_site_notices_what_is_wrong(tmp_path: Path) -> No
     (tmp_path / "a/b.html").write_text('<h2 id="there">b</h2><img src="//cdn.org/y.png">')
     (tmp_path / "a/b.md").write_text("# b")
     (tmp_path / "x.css").write_text("@import 'https://fonts.org/z.css'; a { b: url(local.png) }")
-    (tmp_path / "searchindex.js").write_text(
-        'Search.setIndex({"docnames":["losses/tis","guides/denominators","losses/ppo_dual_clip"],'
-        '"terms":{"ti":0,"tis":0,"denomin":[0,1],"dual":2,"clip":[0,2]},"titleterms":{}})'
-    )
+
+    def search(site: Path, queries: Sequence[str]) -> dict[str, list[str]]:
+        pages = {query: [check.WORDS.get(query, "guides/commands")] for query in queries}
+        late = ["guides/a", "guides/b", "guides/c", "losses/tis"]
+        history = ["project/changelog", "guides/commands"]
+        return {**pages, "TIS": late, "export": history, "--lr": ["guides/train"]}
+
+    monkeypatch.setattr(check, "search", search)
+    monkeypatch.setattr(check, "CHROMIUM", "a browser")
     assert check.problems(tmp_path) == [
         "a/b.html: loads //cdn.org/y.png",
         "index.html: loads https://cdn.org/x.js",
@@ -320,10 +376,47 @@ def test_the_check_of_the_built_site_notices_what_is_wrong(tmp_path: Path) -> No
         "index.html: the link nowhere.html leads nowhere",
         "index.html: has no Markdown twin",
         "x.css: loads https://fonts.org/z.css",
-        "a search for 'policy_loss' does not find reference/loss",
+        "a search for 'TIS' does not show losses/tis among the first 3",
+        "a search for 'export' shows project/changelog before guides",
+        "a search for '--lr' does not find the option",
     ]
-    assert check.found_pages(tmp_path, "dual clip") == ["losses/ppo_dual_clip"]
-    assert check.found_pages(tmp_path, "Denominators") == ["guides/denominators", "losses/tis"]
+
+
+@needs_browser
+def test_a_search_shows_guides_first_and_history_last(tmp_path: Path) -> None:
+    """With the scorer of the site. By itself, Sphinx sorts these pages by their titles, and counts
+    one word of several in a heading like all of them.
+    """
+    texts = {
+        "decisions/a": "# A decision\n\nThe rate of learning.",
+        "project/changelog": "# A changelog\n\nThe rate of learning.",
+        "losses/b": "# Rate\n\nOf learning.",
+        "guides/z": "# Z\n\nThe learning rate.",
+        "index": "# Index\n\n```{toctree}\n:glob:\n:hidden:\n\n*/*\n```",
+    }
+    for name, text in texts.items():
+        path = tmp_path / "source" / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    scorer = Path(check.__file__).with_name("scorer.js")
+    conf = f"extensions = ['myst_parser']\nhtml_search_scorer = {str(scorer)!r}\n"
+    (tmp_path / "source/conf.py").write_text(conf)
+    folders = [str(tmp_path / name) for name in ("source", "site")]
+    assert build_main(["-b", "html", "-q", "-E", *folders]) == 0
+    found = check.search(tmp_path / "site", ["learning rate", "rate"])
+    assert found["learning rate"] == ["guides/z", "losses/b", "decisions/a", "project/changelog"]
+    assert found["rate"] == ["losses/b", "guides/z", "decisions/a", "project/changelog"]
+
+
+def test_the_page_of_commands_has_every_argument(assembly: assemble.Assembly) -> None:
+    page = assembly.pages["guides/commands.md"]
+    assert re.findall(r"^## (.+)$", page.plain, re.MULTILINE) == list(COMMANDS)
+    marked = [block.partition("\n")[0] for block in page.source.split(":::{option} ")[1:]]
+    assert len(marked) == sum(len(command.arguments) for command in COMMANDS.values())
+    assert "--lr NUMBER" in marked
+    for command in COMMANDS.values():
+        for argument in command.arguments:
+            assert argument.meaning in page.plain, argument.name
 
 
 def test_the_sections_of_the_site_are_those_a_reader_needs() -> None:

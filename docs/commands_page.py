@@ -1,0 +1,60 @@
+"""Makes docs/commands.md from the arguments that the help of each command is made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from docs.markdown import GENERATED, fenced, join, table
+from policyloss.cli import COMMANDS
+from policyloss.commands import OPTIONS, Argument, flag, parser_of
+
+ABOUT = (
+    "`policyloss` alone lists the commands, and `policyloss COMMAND --help` prints a section of "
+    "this page. Guides show how to use them: [train](train.md), [report](report.md), "
+    "[doctor](doctor.md), [what-if](what_if.md), [choose](choose.md), [explore](explorer.md)."
+)
+PLACES = "arguments"
+
+
+def commands_page(*, marked: bool = False) -> str:
+    """The page. marked: for Sphinx, whose search finds each argument by its name."""
+    return join("# Commands and options", GENERATED, ABOUT, *_sections(marked))
+
+
+def _sections(marked: bool) -> Iterator[str]:
+    for name, command in COMMANDS.items():
+        usage = parser_of(name, command.about, command.arguments).usage
+        yield join(f"## {name}", command.about, fenced(f"{usage}", "text"))
+        if marked:
+            yield f"```{{program}} policyloss {name}\n```"
+        groups: dict[str, list[Argument]] = {}
+        for argument in command.arguments:
+            groups.setdefault(PLACES if argument.place else argument.title, []).append(argument)
+        for title, arguments in groups.items():
+            yield "" if title in (PLACES, OPTIONS) else f"### {title}"
+            if marked:
+                yield from map(_directive, arguments)
+            else:
+                rows = [[f"`{words(a)}`", a.meaning, _code(a.shown_default)] for a in arguments]
+                yield table(["argument", "meaning", "default"], rows)
+
+
+def words(argument: Argument) -> str:
+    """The argument as it is typed."""
+    if argument.place:
+        return argument.usage
+    if argument.kind is bool:
+        name = "no_" + argument.name if argument.default else argument.name
+        return flag(name)
+    return " ".join([flag(argument.name), *argument.values, *(["..."] if argument.is_list else [])])
+
+
+def _directive(argument: Argument) -> str:
+    default = f" Default: `{argument.shown_default}`." if argument.shown_default else ""
+    meaning = re.sub(r"([*<\[\]])", r"\\\1", argument.meaning)
+    return f":::{{option}} {words(argument)}\n\n{meaning}{default}\n:::"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
