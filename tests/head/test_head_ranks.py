@@ -147,7 +147,7 @@ def check_shards(said: Said, case: str, expected: dict[str, Any], cut: Cut) -> N
 SHARDED = [(count, name) for count, cuts in CUTS.items() for name in cuts]
 
 
-@walked(("count", "name"), SHARDED)
+@pytest.mark.parametrize(("count", "name"), SHARDED)
 def test_logprobs_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, batch = CUTS[count][name], CUTS[count][name].batch()
     for case, arguments in logprob_cases(name == FIRST[count]).items():
@@ -167,7 +167,7 @@ def test_logprobs_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
         )
 
 
-@walked(("count", "name"), SHARDED)
+@pytest.mark.parametrize(("count", "name"), SHARDED)
 def test_supports_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     """Some tokens keep no entry of a rank at all."""
     cut, batch = CUTS[count][name], CUTS[count][name].batch()
@@ -180,7 +180,7 @@ def test_supports_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
     check_shards(said, f"support: {name}, loss", loss, cut)
 
 
-@walked(("count", "name"), SHARDED)
+@pytest.mark.parametrize(("count", "name"), SHARDED)
 def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, first = CUTS[count][name], name == FIRST[count]
     plain = cache(lambda spec: on_one(spec, cut.batch(), cut.bias))
@@ -215,8 +215,8 @@ def test_the_shards_are_what_they_should_be(count: int, name: str) -> None:
     assert 0.05 < on_one(PRESETS["ppo"], cut.batch(), cut.bias)["metrics"]["clip_fraction"] < 0.7
 
 
-@walked("stray", [-1, VOCAB])
-@walked("count", [2, 3])
+@pytest.mark.parametrize("stray", [-1, VOCAB])
+@pytest.mark.parametrize("count", [2, 3])
 def test_an_id_outside_the_whole_vocabulary_stops_every_rank(
     said: Said, count: int, stray: int
 ) -> None:
@@ -227,8 +227,8 @@ def test_an_id_outside_the_whole_vocabulary_stops_every_rank(
         assert f"ids holds {stray} at position" in messages.pop()
 
 
-@walked("plan", LOSS_PLANS)
-@walked("count", [2, 3])
+@pytest.mark.parametrize("plan", LOSS_PLANS)
+@pytest.mark.parametrize("count", [2, 3])
 def test_nothing_to_train_on_over_a_sharded_vocabulary(said: Said, count: int, plan: str) -> None:
     for numbers in (s[f"nothing: {plan}"] for s in said):
         for name in ("value", "logp", "entropy", "dhidden", "dweight", "dbias"):
@@ -236,8 +236,8 @@ def test_nothing_to_train_on_over_a_sharded_vocabulary(said: Said, count: int, p
         assert numbers["metrics"]["tokens"] == 0
 
 
-@walked("plan", LOSS_PLANS)
-@walked("count", [2, 3])
+@pytest.mark.parametrize("plan", LOSS_PLANS)
+@pytest.mark.parametrize("count", [2, 3])
 def test_a_nan_in_one_shard_shows_on_every_rank(said: Said, count: int, plan: str) -> None:
     for numbers in (s[f"nan: {plan}"] for s in said):
         assert numbers["value"].isnan()
@@ -275,7 +275,7 @@ def test_ranks_take_the_same_windows_whatever_they_hold(
         assert s[f"plan: {case}"] == [expected, 16]
 
 
-@walked("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 def test_missing_totals_are_an_error_with_a_sharded_vocabulary(said: Said, count: int) -> None:
     for s in said:
         assert f"torch.distributed runs on {count} ranks" in s["no totals"]
