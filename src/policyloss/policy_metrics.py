@@ -55,9 +55,7 @@ FORMULAS = {
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; `pl.doctor` says why",
-    "nonfinite_tokens": (
-        "valid tokens whose loss or any given log-probability is NaN or infinite"
-    ),
+    "nonfinite_tokens": ("valid tokens whose loss or any given log-probability is NaN or infinite"),
     "positive_logp_tokens": (
         "valid tokens with a given log-probability above 0.1, which no token "
         "can have: `compute` warns if they are more than half"

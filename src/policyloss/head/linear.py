@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_group
-from policyloss.functional.exact import stays_eager
+from policyloss.functional.exact import is_exact, stays_eager
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import (
     TeacherColumns,
@@ -175,6 +175,9 @@ def head_of(
     check_ids(ids, tokens, "hidden", hidden.device)
     check_softcap(softcap)
     x, w, b = operands(hidden, weight, bias)
+    if is_exact() and (1 not in w.stride() or w.data_ptr() % 64):
+        # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
+        w = w.clone(memory_format=torch.contiguous_format)
     rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
