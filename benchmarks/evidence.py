@@ -264,7 +264,7 @@ def make_teacher(folder: Path) -> None:
         return
     config = TrainConfig(out=folder, **{**COMMON, "checkpoint_every": 60, **TEACHER_OPTIONS})
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        train(config, read_spec(config.loss, ()).with_horizon(config.max_new_tokens))
+        train(config, read_spec(config.loss, ()).for_run(config.max_new_tokens))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

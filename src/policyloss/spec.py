@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import description
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, ratio, trust
 from policyloss.parts.data import VARIANTS, check_part, decoded, encoded, has_fields, known_parts
 from policyloss.parts.divergence import Divergence
@@ -253,15 +253,25 @@ class LossSpec(Part):
     def with_horizon(self, tokens: float) -> LossSpec:
         """The same loss, its token sums divided by `tokens`: the generation budget of your run.
 
-        A loss that does not ask for a horizon, or has one, is returned as it is.
+        An error for a loss that divides by no such constant.
         """
-        if not self.needs_horizon:
-            return self
+        if getattr(self.aggregate, "horizon", _NO_HORIZON) is _NO_HORIZON:
+            raise SpecError(
+                f"this loss has no horizon to set to {tokens!r}: {safe_repr(self.aggregate)} does "
+                "not divide by the length of your run; SeqMeanTokenSumNorm and TokenSumNorm do."
+            )
         if tokens is None:
             raise SpecError(
                 "with_horizon needs the horizon, your generation budget in tokens; got None."
             )
         return self.replace(aggregate=dataclasses.replace(self.aggregate, horizon=tokens))
+
+    def for_run(self, tokens: float) -> LossSpec:
+        """The same loss for a run whose completions have at most `tokens` tokens.
+
+        They are its horizon, where it needs one that is not set.
+        """
+        return self.with_horizon(tokens) if self.needs_horizon else self
 
     def replace(self, **slots: Unpack[Slots]) -> LossSpec:
         """The same loss with other parts in the named slots."""

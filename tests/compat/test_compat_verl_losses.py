@@ -378,7 +378,7 @@ SERVED = [
 @pytest.mark.parametrize("name", SERVED)
 def test_a_registered_preset_is_the_preset(fake_verl: dict[str, Any], name: str) -> None:
     loss = registered(fake_verl, name, loss_scale_factor=12)
-    expected = pl.policy_loss(pl.preset(name).with_horizon(12), NEW, OLD, A, MASK).loss
+    expected = pl.policy_loss(pl.preset(name).for_run(12), NEW, OLD, A, MASK).loss
     assert float(loss) == pytest.approx(float(expected), rel=1e-13, abs=1e-15)
 
 

@@ -59,21 +59,33 @@ def test_computing_without_a_horizon_says_how_to_set_it(part: Any) -> None:
     assert pl.check_loss(spec)  # a common factor, which no check depends on
 
 
-def test_with_horizon_sets_what_is_not_set_and_nothing_else() -> None:
+def test_with_horizon_sets_it_and_for_run_only_what_is_not_set() -> None:
     spec = pl.preset("dr_grpo")
-    assert spec.with_horizon(8) == spec.replace(aggregate=pl.SeqMeanTokenSumNorm(8))
-    assert not spec.with_horizon(8).needs_horizon
-    chosen = spec.replace(aggregate=pl.SeqMeanTokenSumNorm(100))
-    assert chosen.with_horizon(8) is chosen  # the user's own number stays
-    assert not chosen.needs_horizon
-    plain = pl.preset("dapo")
-    assert plain.with_horizon(8) is plain
-    assert not plain.needs_horizon
-    own = pl.LossSpec(aggregate=lambda t: t.mask.sum())
-    assert own.with_horizon(8) is own
+    set_to_8 = spec.replace(aggregate=pl.SeqMeanTokenSumNorm(8))
+    assert spec.with_horizon(8) == spec.for_run(8) == set_to_8
+    assert not set_to_8.needs_horizon
+    assert set_to_8.with_horizon(9) == spec.with_horizon(9)
+    assert set_to_8.for_run(9) is set_to_8  # the user's own number stays
     for wrong in (0, -1, None, float("inf"), "8"):
         with pytest.raises(pl.SpecError, match="horizon"):
             spec.with_horizon(wrong)  # type: ignore[arg-type]
+
+
+def test_a_loss_without_a_horizon_refuses_one() -> None:
+    """Every preset, every aggregation and a function: a horizon is taken or refused, never lost."""
+    specs = [pl.preset(name) for name in pl.presets()]
+    specs += [pl.LossSpec(aggregate=part()) for part in aggregate.VARIANTS]
+    specs.append(pl.LossSpec(aggregate=lambda t: t.mask.sum()))
+    refused = 0
+    for spec in specs:
+        if spec.needs_horizon:
+            assert spec.with_horizon(100).aggregate.horizon == 100
+            continue
+        with pytest.raises(pl.SpecError, match="no horizon to set to 100"):
+            spec.with_horizon(100)
+        assert spec.for_run(100) is spec
+        refused += 1
+    assert refused > len(pl.presets()) / 2
 
 
 def test_the_number_is_divided_by() -> None:

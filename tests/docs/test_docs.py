@@ -85,7 +85,7 @@ def test_the_snippet_on_the_page_runs_and_gives_the_loss(name: str) -> None:
         "print": lambda *_: None,
     }
     exec(snippet[1], given)
-    expected = run(pl.preset(name).with_horizon(4096), batch).loss  # the budget that the page shows
+    expected = run(pl.preset(name).for_run(4096), batch).loss  # the budget that the page shows
     torch.testing.assert_close(given["out"].loss.detach(), expected, rtol=0, atol=0)
 
 

@@ -149,7 +149,7 @@ def expected_weights(spec: pl.LossSpec, ratios: list[float]) -> list[float]:
 
     logp = (old + placed(ratios)).requires_grad_()
     out = pl.policy_loss(
-        spec.with_horizon(6),
+        spec.for_run(6),
         logp,
         old,
         torch.tensor([1.0, -1.0], dtype=torch.float64),

@@ -166,7 +166,7 @@ def unique(groups: dict[str, dict[str, pl.LossSpec]]) -> dict[str, dict[str, pl.
 
 
 # Those that divide by a length of the user's run, by one that no batch here has.
-PRESETS = {name: pl.preset(name).with_horizon(12) for name in pl.presets()}
+PRESETS = {name: pl.preset(name).for_run(12) for name in pl.presets()}
 NEIGHBOURS = unique({name: neighbours(spec) for name, spec in PRESETS.items()})
 _FULL = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entropy_coef=0.01)
 _BASES = {

@@ -91,7 +91,7 @@ def train(out: Path, **options: Any) -> dict[str, Any]:
     from policyloss.train.loop import train
 
     config = TrainConfig(out=out, **{**SMALL, **options})
-    spec = pl.preset(config.loss).with_horizon(config.max_new_tokens)
+    spec = pl.preset(config.loss).for_run(config.max_new_tokens)
     assert train(config, spec) == 0
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     numbers: dict[str, Any] = json.loads(lines[-1])

@@ -136,7 +136,7 @@ def test_every_preset_gives_the_gradient_of_policy_loss(name: str) -> None:
     """Tokens end to end give the gradient that the padded rows have."""
     tokens = random_tokens()
     outcome = pl.what_if(tokens, [name])[name]
-    spec = PRESETS[name].spec.with_horizon(7)
+    spec = PRESETS[name].spec.for_run(7)
     leaves = {n: tokens[n].clone().requires_grad_() for n in ("logp", "entropy", "divergence")}
     out = pl.policy_loss(spec, **{**tokens, **leaves})
     (slope,) = torch.autograd.grad(out.loss, leaves["logp"], allow_unused=True)

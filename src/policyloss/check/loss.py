@@ -136,7 +136,7 @@ def check_loss(
     else:
         spec = (LossSpec() if base is None else as_spec(base, "base")).replace(trust=loss)
     batch = Batch.random(seed=seed)
-    spec = spec.with_horizon(batch.mask.shape[-1])  # a common factor, which no check depends on
+    spec = spec.for_run(batch.mask.shape[-1])  # a common factor, which no check depends on
     results = [_run("runs", _runs, spec, batch)]
     if results[0].passed:
         checks = {

@@ -129,12 +129,9 @@ def defined_with(loss: LossSpec | str) -> str | None:
 
 def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
     """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
-    horizon = getattr(spec.aggregate, "horizon", None)
-    return tuple(
-        p
-        for p in PRESETS.values()
-        if spec == (p.spec if horizon is None else p.spec.with_horizon(horizon))
-    )
+    if spec.is_data and getattr(spec.aggregate, "horizon", None) is not None:
+        spec = spec.with_fields(horizon=None)
+    return tuple(p for p in PRESETS.values() if p.spec == spec)
 
 
 def read_loss(name: str) -> LossSpec | str:

@@ -330,7 +330,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
 
     named, changes = named_options(arguments)
     config = TrainConfig(**named)
-    spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
+    spec = read_spec(config.loss, changes).for_run(config.max_new_tokens)
     check_together(config, spec)
     return config, spec
 

@@ -124,7 +124,7 @@ def outcome_of(name: str, spec: LossSpec, tokens: StoredTokens) -> Outcome:
     missing = [argument for argument in spec.reads if getattr(t, argument) is None]
     if missing:
         raise InputError(f"it reads {' and '.join(missing)}, which was not stored.")
-    spec = spec.with_horizon(tokens.horizon or int(tokens.lengths.max()))
+    spec = spec.for_run(tokens.horizon or int(tokens.lengths.max()))
     bare = spec.replace(kl=None, entropy_coef=0.0)
     sampled = [x for x in ("old_logp", "rollout_logp") if getattr(t, x) is not None]
     gradient, metrics = _gradient(spec, t)

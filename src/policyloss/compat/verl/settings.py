@@ -106,7 +106,7 @@ def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
             f"actor.loss_scale_factor={tokens!r}; give both the same value, or leave one of them "
             "out."
         )
-    return spec if tokens is None else spec.with_horizon(tokens)
+    return spec if tokens is None else spec.for_run(tokens)
 
 
 def check_config(config: Any) -> None:

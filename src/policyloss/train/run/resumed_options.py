@@ -63,7 +63,7 @@ def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
     config = replace(stored, **named)
     refuse_unnamed_code(config, frozenset(named), _MAY_BE_CODE)
     if "loss" in named or stored_spec is None:
-        spec = read_spec(config.loss, changes).with_horizon(config.max_new_tokens)
+        spec = read_spec(config.loss, changes).for_run(config.max_new_tokens)
     else:
         spec = change_spec(stored_spec, changes)
     refuse_changes(stored, config, stored_spec, spec)
