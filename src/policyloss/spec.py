@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,9 +14,17 @@ from torch import Tensor
 from policyloss.arguments import description
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, ratio, trust
-from policyloss.parts.data import VARIANTS, check_part, decoded, encoded, has_fields, known_parts
+from policyloss.parts.data import (
+    VARIANTS,
+    check_depth,
+    check_part,
+    decoded,
+    encoded,
+    has_fields,
+    known_parts,
+)
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.validate import Part, within
+from policyloss.parts.validate import Finite, Part
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 if TYPE_CHECKING:
@@ -52,7 +60,7 @@ class LossSpec(Part):
     correction: Any = ()
     rejected: Literal["keep", "renormalise", "drop_sequence"] = "keep"
     kl: Any = None
-    entropy_coef: Annotated[float, within(finite=True)] = 0.0
+    entropy_coef: Finite = 0.0
     aggregate: Any = _TOKEN_MEAN
     _is_data: ClassVar[bool]
     as_json: ClassVar[str | None]
@@ -303,6 +311,7 @@ class LossSpec(Part):
             raise SpecError(
                 f"data must be a mapping, as LossSpec.to_dict makes it, got {description(data)}."
             )
+        check_depth(data)
         slots: dict[str, Any] = {}
         for key, value in data.items():
             if key not in SLOTS:

@@ -5,16 +5,18 @@ and strict about what it accepts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
 from walk import walked
 
 import policyloss as pl
-from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, TRUSTS, label
+from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, TRUSTS, label, make_batch, run
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
 SPECS = {
@@ -419,6 +421,63 @@ REFUSED = {
     ),
     "preset": (lambda: pl.preset("dapoo"), ["preset", "'dapoo'", "did you mean 'dapo'", "gspo"]),
 }
+
+
+def test_infinity_in_data_is_a_bound_that_never_binds_or_is_refused():
+    """In every number of every part, alone and in all at once: the loss stays finite, and some
+    token is kept.
+    """
+    wrong, refused = {}, set()
+    batch = make_batch()
+    for (name, spec), word in itertools.product(SPECS.items(), ("inf", "-inf")):
+        data = spec.for_run(12).to_dict()
+        for slot, part in data.items():
+            parts = part if isinstance(part, list) else [part]
+            for one in (x for x in parts if isinstance(x, dict)):
+                fields = [k for k, x in one.items() if isinstance(x, float) or x == "inf"]
+                for changed in [*([k] for k in fields), fields]:
+                    number = {**one, **dict.fromkeys(changed, word)}
+                    other = [number if x is one else x for x in parts]
+                    try:
+                        there = {**data, slot: other if isinstance(part, list) else number}
+                        infinite = pl.LossSpec.from_dict(there)
+                    except pl.SpecError:
+                        refused.add((one["type"], *changed))
+                        continue
+                    out = run(infinite, batch)
+                    rejected = out.metrics.get("rejected_fraction", 0)
+                    if not out.loss.isfinite() or rejected == 1:
+                        wrong[f"{name}, {one}, {changed} = {word}"] = out.loss.item(), rejected
+    assert not wrong
+    assert ("Truncate", "low") in refused
+
+
+def nested(depth):
+    part = {"type": "Clip", "eps_low": 0.2, "eps_high": 0.2}
+    for _ in range(depth):
+        part = {"type": "BySign", "positive": part, "negative": {"type": "Clip", "eps_low": 0.2}}
+    return part
+
+
+def test_data_that_is_nested_too_deeply_is_refused():
+    assert pl.LossSpec.from_dict({"trust": nested(3)}).trust.positive.positive.positive
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"type": deep}
+    lists: list[Any] = []
+    for _ in range(100_000):
+        lists = [lists]
+    for data in (
+        {"trust": nested(100)},
+        {"trust": nested(20_000)},
+        {"kl": lists},
+        {"correction": lists},
+        {"ratio": {"type": "TokenRatio", "log_clamp": lists}},
+        {"rejected": deep},
+        deep,
+    ):
+        with pytest.raises(pl.SpecError, match="nested too deeply"):
+            pl.LossSpec.from_dict(data)
 
 
 @walked("name", REFUSED)

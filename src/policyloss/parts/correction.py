@@ -21,7 +21,15 @@ from policyloss.functional import correction, kl
 from policyloss.functional.collectives import all_sum
 from policyloss.functional.exact import folded, is_exact, total
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.parts.validate import NotNegative, Part, Positive, Real, not_below, within
+from policyloss.parts.validate import (
+    Finite,
+    LowerBound,
+    NotNegative,
+    Part,
+    Positive,
+    not_below,
+    within,
+)
 from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
 
@@ -68,7 +76,7 @@ class Truncate(Part):
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
     high: Annotated[float, within(above=0, hint="math.inf is no truncation."), not_below("low")]
-    low: NotNegative = 0.0
+    low: LowerBound = 0.0
     level: Level = "token"
     log_clamp: Positive | None = 20.0
 
@@ -92,7 +100,7 @@ class Band(Part):
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
-    low: NotNegative
+    low: LowerBound
     high: Annotated[Positive, not_below("low")]
     level: Level = "token"
     log_clamp: Positive | None = 20.0
@@ -118,7 +126,7 @@ class SequenceMask(Part):
     """
 
     reads_logp: ClassVar[bool] = False
-    low: NotNegative
+    low: LowerBound
     high: Annotated[Positive, not_below("low")]
     level: Literal["geomean", "product"] = "geomean"
     weight: Literal["token", "sequence"] | None = "token"
@@ -166,7 +174,7 @@ class DivergenceMask(Part):
     reads_logp: ClassVar[bool] = False
     divergence: Literal["kl", "tv"]
     high: Annotated[NotNegative, not_below("low")]
-    low: Real | None = None
+    low: Finite | None = None
     level: Literal["token", "sequence"] = "token"
     weight: Literal["token"] | None = "token"
     floor: Positive = 1e-6
@@ -223,8 +231,8 @@ class Reject(Part):
     weighs: ClassVar[bool] = False
     estimator: Literal["k1", "k2", "k3"]
     reduce: Literal["token", "sum", "mean", "max"] = "token"
-    low: Real | None = None
-    high: Annotated[Real, not_below("low")] | None = None
+    low: Finite | None = None
+    high: Annotated[Finite, not_below("low")] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,7 +269,7 @@ class Veto(Part):
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
-    low: Positive | None = 1e-4
+    low: Annotated[float, within(above=0, finite=True)] | None = 1e-4
     high: Annotated[Positive, not_below("low")] | None = None
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ VARIANTS: dict[str, tuple[type, ...]] = {
     "kl": kl.VARIANTS,
     "aggregate": aggregate.VARIANTS,
 }
+DEEPEST = 32  # levels of a loss as data; parts of parts take a few
 _FRAMEWORK_PARTS: dict[str, dict[str, type]] = {slot: {} for slot in VARIANTS}
 P = TypeVar("P")
 
@@ -98,6 +99,16 @@ def _encode_value(slot: str, value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"  # JSON has no infinity
     return value
+
+
+def check_depth(data: Any) -> None:
+    """Raise if plain data has more levels than a loss can have."""
+    level = [data]
+    for _ in range(DEEPEST):
+        holders = [x for x in level if isinstance(x, (Mapping, list, tuple))]
+        level = [y for x in holders for y in (x.values() if isinstance(x, Mapping) else x)]
+    if level:
+        raise SpecError(f"data is nested too deeply to be a loss: more than {DEEPEST} levels.")
 
 
 def decoded(slot: str, data: Any) -> Any:

@@ -218,7 +218,7 @@ class DetachedClip(Part):
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    ratio_min: Annotated[float, within(least=0, hint=_RATIO)]
+    ratio_min: Annotated[float, within(least=0, finite=True, hint=_RATIO)]
     ratio_max: Annotated[float, within(above=0, hint=_RATIO), not_below("ratio_min")]
     outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
 

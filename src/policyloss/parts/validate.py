@@ -121,5 +121,7 @@ def log_clamp(owner: Any, field: str) -> None:
 
 
 Real: TypeAlias = Annotated[float, within()]
+Finite: TypeAlias = Annotated[float, within(finite=True)]
 Positive: TypeAlias = Annotated[float, within(above=0)]
 NotNegative: TypeAlias = Annotated[float, within(least=0)]
+LowerBound: TypeAlias = Annotated[float, within(least=0, finite=True)]

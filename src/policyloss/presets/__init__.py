@@ -6,7 +6,6 @@ default. There is no function per algorithm; `explain` says what each one is.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -21,7 +20,6 @@ from policyloss.presets.taught import TAUGHT
 from policyloss.spec import LossSpec
 
 LARGEST_FILE = 2**20  # bytes of a loss, or of the options of a framework
-DEEPEST = 32  # levels of the JSON of a loss; parts of parts take a few
 # The names, for type checkers and editors.
 PresetName = Literal[
     "ppo",
@@ -139,21 +137,10 @@ def read_loss(name: str) -> LossSpec | str:
     if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
         return name
     data = read_json(name)
-    if _is_deeper(data, DEEPEST):
-        raise PolicyLossError(f"{name} is nested too deeply to be a loss.")
     try:
         return LossSpec.from_dict(data)
     except PolicyLossError as error:
         raise PolicyLossError(f"{name}: {error}") from None
-
-
-def _is_deeper(data: Any, most: int) -> bool:
-    """Whether plain data has more levels than `most`."""
-    level = [data]
-    for _ in range(most):
-        inner = [x.values() if isinstance(x, dict) else x for x in level if type(x) in (dict, list)]
-        level = list(itertools.chain.from_iterable(inner))
-    return bool(level)
 
 
 def read_json(name: str) -> Any:
