@@ -64,7 +64,10 @@ def _page(measured: Any) -> str:
         "out, and a note says so. A preset that reads something that was not stored (`ref_logp`, "
         "`rollout_logp`, a divergence) is not tried, and the result says why.",
         "## What the numbers mean",
-        table(["column", "meaning"], [[f"`{name}`", text] for name, text in COLUMNS.items()]),
+        table(
+            ["column", "on the page", "meaning"],
+            [[f"`{column.name}`", column.title, column.meaning] for column in COLUMNS],
+        ),
         _definitions(),
         "## What is wrong, and the smallest cure",
         _cures(),

@@ -276,9 +276,8 @@ def test_settings_are_bounded(tmp_path: Path) -> None:
 def test_the_command_line_says_what_was_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [
-        {"step": 0, "b\x1b[31m": float("nan"), **{f"m{i:02d}": float("inf") for i in range(60)}}
-    ]
+    rows = [{"step": i, f"m{i:02d}": math.inf} for i in range(1, 61)]
+    rows = [{"step": 0, "b\x1b[31m": math.nan, "c": math.nan}, *rows]
     run = write_run(tmp_path / "run", rows, rollouts=[rollout(0, ["x" * 300])])
     assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
     captured = capsys.readouterr()
@@ -288,7 +287,7 @@ def test_the_command_line_says_what_was_left_out(
         "run: 1 token(s) longer than 200 characters are shown up to there; the rest is left out."
         in lines
     )
-    assert "run: b\\u001b[31m was NaN or infinite at 1 step(s), first at step 0." in lines
+    assert "run: b\\u001b[31m and c were NaN or infinite at 1 step(s), first at step 0." in lines
     assert len(lines) == 21
     # 40 and the one that says how many more there are.
     assert lines[-1] == "21 more notes are on the page."

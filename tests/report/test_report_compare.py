@@ -14,7 +14,8 @@ from report_runs import write_run
 
 import policyloss as pl
 from policyloss.report import cards, collect, render, tables
-from policyloss.report.seeds import coinciding, listed
+from policyloss.report.seeds import coinciding
+from policyloss.report.text import listed
 from policyloss.report.verdict import WORDS, verdict_of
 from policyloss.report.view import view
 

@@ -183,3 +183,19 @@ def test_runs_of_several_tables_have_different_names(tmp_path: Path) -> None:
     assert [run["label"] for run in collect(paths)["runs"]] == [
         *("x.csv/a (1)", "x.csv/b (1)", "y.csv/a", "x.csv/a (2)", "x.csv/b (2)"),
     ]
+
+
+def test_a_note_of_several_runs_stands_there_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n{"step": 2')
+    out = tmp_path / "page.html"
+    assert main(["report", *(str(tmp_path / name) for name in "abc"), "--out", str(out)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert "a, b and c: The last line of metrics.jsonl is half-written and was left out." in lines
+    assert len(set(lines)) == len(lines)
+    page = out.read_text(encoding="utf-8").partition("<script")[0]
+    assert page.count("is half-written") == 1
+    assert f"Notes on the data ({len(lines)})" in page

@@ -114,7 +114,7 @@ def test_advantages_that_are_all_0_are_what_is_wrong(tmp_path: Path) -> None:
     assert "step 2, one of 2 stored steps." in result.notes[0]
     (remedy,) = result.remedies
     assert remedy.problem.name == "advantages"
-    assert "wrong: every advantage is 0" in str(result)
+    assert "- Every advantage is 0" in str(result)
     assert "Nothing is wrong" not in page(result, "run")
     taught = pl.what_if(
         file_of(tmp_path, [{**r, "teacher_logp": r["logp"]} for r in rows]), [], spec="opd_kl"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policyloss.report.seeds import listed
-from policyloss.report.text import duration, escaped, number
+from policyloss.report.text import duration, escaped, listed, number
 from policyloss.report.verdict import WORDS
 
 _STATES = {
@@ -39,6 +38,7 @@ _UNKNOWN = ("–", "<b>unknown</b>")
 _VERDICTS = 8  # sentences that are visible at once
 _TALL = 12  # rows, from which on the table scrolls by itself
 _HEALTHY = 3  # runs without a symptom that have a line each
+_SWATCHES = 6  # colours of runs that share a note
 _MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unclear": "?"}
 
 
@@ -163,17 +163,27 @@ def _amount(value: float | int, *, share: bool) -> str:
 
 def notes(runs: Sequence[Mapping[str, Any]]) -> str:
     """What was missing or odd in a run; "" if nothing was."""
-    items = [(i, run["label"], note) for i, run in enumerate(runs) for note in run["notes"]]
+    items = shared_notes(runs)
     if not items:
         return ""
     lines = "".join(
-        f"<li>{swatch(i)}<bdi>{escaped(label)}</bdi>: {escaped(note)}" for i, label, note in items
+        f"<li>{''.join(map(swatch, at[:_SWATCHES]))}<bdi>{escaped(names)}</bdi>: {escaped(note)}"
+        for note, (names, at) in items.items()
     )
     opened = " open" if len(items) < 6 else ""
     return (
         f'<details class="notes"{opened}><summary>Notes on the data '
         f"({len(items)})</summary><ul>{lines}</ul></details>"
     )
+
+
+def shared_notes(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list[int]]]:
+    """Each note once, with the names and the places of the runs that have it."""
+    places: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        for note in dict.fromkeys(run["notes"]):
+            places.setdefault(note, []).append(i)
+    return {note: (listed([runs[i]["label"] for i in at]), at) for note, at in places.items()}
 
 
 def health(runs: Sequence[Mapping[str, Any]]) -> str:

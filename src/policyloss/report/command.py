@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from policyloss.commands import read_options
 from policyloss.commands.arguments import Report
 from policyloss.errors import InputError, visible
+from policyloss.report.cards import shared_notes
 from policyloss.report.serve import serve
 from policyloss.report.write import write_report
 
@@ -29,7 +30,7 @@ def report_command(arguments: Sequence[str]) -> int:
     data = write_report(options.runs, options.out, options.json)
     runs = f"{count} runs" if (count := len(data["runs"])) > 1 else "1 run"
     print(f"{options.out}: {runs}; open it in a browser.", flush=True)
-    notes = [f"{run['label']}: {note}" for run in data["runs"] for note in run["notes"]]
+    notes = [f"{names}: {note}" for note, (names, _) in shared_notes(data["runs"]).items()]
     for note in notes[:_SHOWN]:
         print(visible(note), file=sys.stderr)
     if len(notes) > _SHOWN:

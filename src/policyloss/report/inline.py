@@ -9,7 +9,7 @@ from policyloss.errors import InputError
 from policyloss.report.collect import collect
 from policyloss.report.limits import INLINE_BYTES, MIB
 from policyloss.report.render import render
-from policyloss.report.seeds import listed
+from policyloss.report.text import listed
 
 
 class InlineReport:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policyloss.report.compare import differences, flat
-from policyloss.report.text import number
 
 # The last parts of the names of settings that tell runs apart without shaping them.
 _SEEDS = {"seed", "data_seed"}
@@ -103,10 +102,3 @@ def _equal(values: Mapping[int, Any]) -> list[list[int]]:
     for i, value in values.items():
         groups.setdefault(json.dumps(value, sort_keys=True), []).append(i)
     return [indices for indices in groups.values() if len(indices) > 1]
-
-
-def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Names as a part of a sentence: "a, b and c", or the first few and how many more."""
-    if len(names) > shown + 1:
-        return f"{', '.join(names[:shown])} and {number(len(names) - shown)} more"
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -20,6 +20,7 @@ from policyloss.report.reading import (
     row_at,
     step_of,
 )
+from policyloss.report.text import listed
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
@@ -189,12 +190,15 @@ class Table:
         return _columns(self._sums[name].points(limit)) if self._sums[name].count else None
 
     def nonfinite_notes(self) -> Notes:
-        """A sentence for each metric that was NaN or infinite."""
+        """A sentence for metrics that were NaN or infinite equally often from the same step on."""
+        names: dict[tuple[int, Any], list[str]] = {}
+        for key, line in sorted(self.lines.items()):
+            if line.nonfinite:
+                names.setdefault((line.nonfinite, line.first_nonfinite), []).append(key)
         return [
-            f"{key} was NaN or infinite at {line.nonfinite} step(s), first at step "
-            f"{line.first_nonfinite}."
-            for key, line in sorted(self.lines.items())
-            if line.nonfinite
+            f"{listed(keys)} {'were' if len(keys) > 1 else 'was'} NaN or infinite at {count} "
+            f"step(s), first at step {first}."
+            for (count, first), keys in names.items()
         ]
 
     def change(self, name: str) -> dict[str, Any] | None:

@@ -1,9 +1,12 @@
-"""Makes text from a run safe for the page: nothing acts as markup, nothing is invisible."""
+"""Text of the page, and parts of sentences. Text from a run is made safe: nothing acts as markup,
+nothing is invisible.
+"""
 
 from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from policyloss.errors import visible
@@ -41,3 +44,10 @@ def duration(seconds: float | int | None) -> str:
     if rounded >= 1e15:
         return f"{seconds:.3g} s"
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
+
+
+def listed(names: Sequence[str], shown: int = 5) -> str:
+    """Names as a part of a sentence: "a, b and c", or the first few and how many more."""
+    if len(names) > shown + 1:
+        return f"{', '.join(names[:shown])} and {number(len(names) - shown)} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

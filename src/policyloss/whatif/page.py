@@ -15,7 +15,7 @@ from policyloss.presets import PRESETS, presets_equal_to
 from policyloss.report.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
 from policyloss.report.offline import asset, content_policy
 from policyloss.report.text import escaped, island
-from policyloss.whatif.result import COLUMNS, THROUGH_WORDS, YOURS, WhatIf, cells
+from policyloss.whatif.result import YOURS, WhatIf
 
 SHOWN_TOKENS = 4_000  # with their weights under every loss
 _OURS = "policyloss.whatif"
@@ -26,33 +26,31 @@ def page(result: WhatIf, title: str) -> str:
     style = asset("policyloss.report", "page.css") + asset(_OURS, "whatif.css")
     scripts = (asset("policyloss.report", "draw.js"), asset(_OURS, "whatif.js"))
     script = "(() => {\n" + "\n".join(scripts) + "})();"
-    count, sequences = int(result.tokens.inputs.mask.sum()), result.tokens.lengths.shape[0]
-    about = f"{count:,} tokens of {sequences:,} sequences, {THROUGH_WORDS[result.through]}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">\
 <meta http-equiv="Content-Security-Policy" content="{content_policy(style, script)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">\
 <title>{escaped(title)} · what if</title>
 <style>{style}</style></head><body>
-<header><h1>What if</h1><p><bdi>{escaped(title)}</bdi>: {about}.</p>
-{_remedies(result)}{_notes(result.notes)}</header>
+<header><h1>What if</h1><p><bdi>{escaped(title)}</bdi>: {result.about}.</p>
+{_verdict(result)}{_notes(result.notes)}</header>
 <main>{asset(_OURS, "whatif.html").replace("{table}", _table(result) + _refused(result))}</main>
 <script type="application/json" id="data">{island(page_data(result))}</script>
 <script>{script}</script></body></html>
 """
 
 
-def _remedies(result: WhatIf) -> str:
-    if not any(outcome.name == YOURS for outcome in result.outcomes):
+def _verdict(result: WhatIf) -> str:
+    if result.outcomes[0].name != YOURS:
         return ""
-    if not result.remedies:
-        return '<p class="card">Nothing is wrong with your loss on these tokens.</p>'
     items = "".join(
-        f"<li>{escaped(r.problem.sentence)}.<br><b>{escaped(r.sentence)}</b>"
-        for r in result.remedies
+        f"<li><b>{escaped(problem)}</b><br>{escaped(cure)}" for problem, cure in result.problems()
     )
+    kind, mark = ("worse", "!") if items else ("solved", "✓")
+    sentence = "Your loss has a problem on these tokens." if items else result.verdict()[0]
     return (
-        f'<div class="card"><h3>Your loss on these tokens</h3><ul class="wrong">{items}</ul></div>'
+        f'<div class="card" id="verdict"><p class="verdict {kind}"><i>{mark}</i> {sentence}</p>'
+        f"{f'<ul>{items}</ul>' if items else ''}</div>"
     )
 
 
@@ -66,37 +64,32 @@ def _notes(notes: Sequence[str]) -> str:
 
 
 def _table(result: WhatIf) -> str:
+    columns, rows = result.table()
     head = "".join(
-        f'<th scope=col><button type="button" title="{escaped(meaning)}">{escaped(name)}</button>'
-        for name, meaning in COLUMNS.items()
+        f'<th scope=col><button type="button" title="{escaped(column.meaning)}">'
+        f"{escaped(column.title)}</button>"
+        for column in columns
     )
-    rows = ""
-    for outcome, row in zip(result.outcomes, result.rows(), strict=True):
-        name, *numbers = cells(row)
-        body = "".join(f"<td>{escaped(x)}" for x in numbers)
+    body = ""
+    for outcome, (name, *numbers) in zip(result.outcomes, rows, strict=True):
         title = escaped(_title(outcome.name, outcome.spec))
-        rows += f'<tr><th scope=row title="{title}">{escaped(name)}{body}'
-    meanings = "".join(
-        f"<dt>{escaped(name)}<dd>{escaped(meaning)}" for name, meaning in COLUMNS.items()
-    )
-    table = f"<table><thead><tr>{head}</thead><tbody>{rows}</tbody></table>"
-    return (
-        f'<div class="wide side">{table}</div>'
-        f"<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>"
-    )
+        body += f'<tr><th scope=row title="{title}">{escaped(name)}'
+        body += "".join(f"<td>{escaped(x)}" for x in numbers)
+    table = f"<table><thead><tr>{head}</thead><tbody>{body}</tbody></table>"
+    meanings = [(column.title, column.meaning) for column in columns]
+    return f'<div class="wide side">{table}</div>' + _listed("The columns", meanings)
 
 
 def _refused(result: WhatIf) -> str:
-    items = "".join(
-        f"<dt>{escaped(name)}<dd>{escaped(cut(why, NOTE_LENGTH))}"
-        for name, why in result.refused.items()
-    )
-    count = len(result.refused)
-    return (
-        f"<details><summary>Not tried ({count})</summary><dl>{items}</dl></details>"
-        if items
-        else ""
-    )
+    reasons = [
+        (", ".join(names), cut(why, NOTE_LENGTH)) for why, names in result.not_tried().items()
+    ]
+    return _listed(f"Not tried ({len(result.refused)})", reasons) if reasons else ""
+
+
+def _listed(title: str, pairs: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escaped(name)}<dd>{escaped(text)}" for name, text in pairs)
+    return f"<details><summary>{title}</summary><dl>{items}</dl></details>"
 
 
 def _title(name: str, spec: Any) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from policyloss import notebook
 from policyloss.arguments import description
 from policyloss.errors import InputError, PolicyLossError, match_name, unknown_name
+from policyloss.output import section
 from policyloss.presets import PRESETS, as_spec
 from policyloss.spec import LossSpec
 from policyloss.whatif.outcome import LIMITED, Outcome, outcome_of
@@ -122,42 +123,99 @@ class WhatIf:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
-        d = self.to_dict()
-        lines = [
-            f"{d['tokens']} tokens of {d['sequences']} sequences, {THROUGH_WORDS[self.through]}"
+        columns, rows = self.table()
+        lines = [[column.name for column in columns], *rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        shown = [
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+            for line in lines
         ]
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"wrong: {r.problem.sentence}\n  {r.sentence}" for r in self.remedies]
-        table = [list(HEADING), *(cells(row) for row in d["losses"])]
-        widths = [max(len(row[i]) for row in table) for i in range(len(HEADING))]
-        for row in table:
-            name, *numbers = (cell.rjust(w) for cell, w in zip(row, widths, strict=True))
-            lines.append("  ".join([name.strip().ljust(widths[0]), *numbers]).rstrip())
-        lines += [f"{name}: not tried, {why}" for name, why in self.refused.items()]
-        return "\n".join(lines)
+        legend = [f"- {column.name}: {column.meaning}" for column in columns[1:]]
+        refused = [f"- {why[:-1]}: {', '.join(names)}" for why, names in self.not_tried().items()]
+        about = section("", [f"{self.about}.", *(f"Note: {note}" for note in self.notes)])
+        parts = [section("Verdict", self.verdict()), "\n".join(shown), section("Columns", legend)]
+        parts += [section("Not tried", refused)] if refused else []
+        return "\n\n".join([about, *parts])
 
     def _repr_html_(self) -> str:
-        problems = [f"{r.problem.sentence}. {r.sentence}" for r in self.remedies]
-        refused = [f"{name}: not tried, {why}" for name, why in self.refused.items()]
-        table = notebook.table(HEADING, [cells(row) for row in self.rows()])
-        return notebook.listed([*problems, *self.notes]) + table + notebook.listed(refused)
+        columns, rows = self.table()
+        refused = [f"{', '.join(names)}: {why}" for why, names in self.not_tried().items()]
+        table = notebook.table([column.name for column in columns], rows)
+        return notebook.listed([*self.verdict(), *self.notes]) + table + notebook.listed(refused)
+
+    @property
+    def about(self) -> str:
+        """The tokens in a few words."""
+        count, sequences = int(self.tokens.inputs.mask.sum()), self.tokens.lengths.shape[0]
+        return f"{count:,} tokens of {sequences:,} sequences, {THROUGH_WORDS[self.through]}"
+
+    def verdict(self) -> list[str]:
+        """A sentence for each thing that is wrong with your loss, or one sentence."""
+        if self.outcomes[0].name != YOURS:
+            return ["None: no loss of yours is among these."]
+        wrong = [f"- {problem} {cure}" for problem, cure in self.problems()]
+        return wrong or ["Nothing is wrong with your loss on these tokens."]
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Each cure after the problems that it cures."""
+        problems: dict[str, list[str]] = {}
+        for remedy in self.remedies:
+            problems.setdefault(remedy.sentence, []).append(remedy.problem.sentence)
+        texts = [("; ".join(sentences), cure) for cure, sentences in problems.items()]
+        return [(f"{text[0].upper()}{text[1:]}.", cure) for text, cure in texts]
+
+    def table(self) -> tuple[list[Column], list[list[str]]]:
+        """The columns that have a number, and a row of texts for each loss."""
+        rows = [cells(row) for row in self.rows()]
+        shown = [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in rows)]
+        return [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+    def not_tried(self) -> dict[str, list[str]]:
+        """The losses that could not be tried, by the reason."""
+        names: dict[str, list[str]] = {}
+        for name, why in self.refused.items():
+            names.setdefault(why, []).append(name)
+        return names
 
 
-# The columns of the table, with what each means.
-COLUMNS = {
-    "loss": "the loss",
-    "effective": "effective sample size: the share of the tokens that ratio, trust region and "
-    "correction let count, 1 on policy",
-    "cut off": "share of the on-policy gradient at tokens that get none",
-    "limited": "share of tokens at a bound of the trust region",
-    "rejected": "share of tokens that the correction rejects",
-    "A > 0": "share of the gradient at tokens with an advantage above 0",
-    "cosine": "with the gradient of the first loss, each token a weight of its own",
-    "by model": "the same cosine through the model",
-    "gain": "advantage-weighted change of the log-probabilities for one step of length 1; it does "
-    "not say which loss learns more",
-}
-HEADING = tuple(COLUMNS)
+class Column(NamedTuple):
+    """A column of the table. name: in a terminal. title: on the page."""
+
+    name: str
+    title: str
+    meaning: str
+
+
+COLUMNS = (
+    Column("loss", "loss", "the loss"),
+    Column(
+        "effective",
+        "effective sample size",
+        "effective sample size: the share of the tokens that ratio, trust region and correction "
+        "let count, 1 on policy",
+    ),
+    Column(
+        "cut off", "gradient cut off", "share of the on-policy gradient at tokens that get none"
+    ),
+    Column("limited", "tokens limited", "share of tokens at a bound of the trust region"),
+    Column("rejected", "tokens rejected", "share of tokens that the correction rejects"),
+    Column(
+        "A > 0", "gradient at A > 0", "share of the gradient at tokens with an advantage above 0"
+    ),
+    Column(
+        "cosine",
+        "cosine by token",
+        "with the gradient of the first loss, each token a weight of its own",
+    ),
+    Column("by model", "cosine by model", "the same cosine through the model"),
+    Column(
+        "gain",
+        "gain of a step",
+        "advantage-weighted change of the log-probabilities for one step of length 1; it does not "
+        "say which loss learns more",
+    ),
+)
+UNKNOWN = "–"
 THROUGH_WORDS = {
     EachToken.name: "each log-probability a weight of its own",
     HeadWeight.name: "through the weight of the head",
@@ -180,7 +238,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _number(x: float | None, form: str) -> str:
-    return "–" if x is None else format(x, form)
+    return UNKNOWN if x is None else format(x, form)
 
 
 def what_if(

@@ -2,9 +2,10 @@
 const KINDS = { sign: "By sign of the advantage", ratio: "By ratio to the old policy", position: "By place in the sequence", branch: "The on-policy gradient by branch" };
 const THROUGH = { tokens: "each token a weight of its own", head: "through the weight of the head", parameters: "through all parameters" };
 const CODES = Object.fromEntries(DATA.branch_codes.map((name, i) => [name, i])), LIMITED = new Set(["upper", "lower", "dual", "dropped"].map((name) => CODES[name]));
-const state = { losses: starting(), sequence: 0, token: 0, cell: [0, 0], through: Object.keys(DATA.cosine).at(-1) };
+const state = { losses: starting(), sequence: mostChanged(), token: 0, cell: [0, 0], through: Object.keys(DATA.cosine).at(-1) };
 const BRANCH_NAMES = Object.fromEntries(DATA.branch_codes.map((code, i) => [code, DATA.branches[i].name]));
-const percent = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)} %`);
+const percent = (x) => `${(100 * x).toFixed(x && x < 0.0995 ? 1 : 0)} %`;
+const THEMES = { system: "light", light: "dark", dark: "system" };
 const chosen = () => state.losses.map((i) => DATA.losses[i]);
 
 // The first loss; of the others that have a gradient, the one least like it and the one that gains most.
@@ -14,11 +15,19 @@ function starting() {
   return [0, far, rest.reduce((a, b) => (DATA.losses[b].gain > DATA.losses[a].gain ? b : a), rest[0] ?? 0)];
 }
 
+// The sequence that the first loss changes most.
+function mostChanged() {
+  const sizes = DATA.losses[0].change.map(Math.abs);
+  return sizes.indexOf(Math.max(...sizes));
+}
+
 function swatch(parent, place) { add(parent, "i", { class: `swatch run${place}` }); }
 
-function bar(parent, place, share, text, down = false) {
-  const cell = add(parent, "div", { class: `bar run${place}` }), mark = add(cell, "i", down ? { class: "down" } : {});
-  mark.style.width = `${(72 * share).toFixed(1)}%`;
+// A bar of the length `share`. A signed one begins in the middle, and a share below 0 goes to the left.
+function bar(parent, place, share, text, signed = false) {
+  const cell = add(parent, "div", { class: `bar run${place}${signed ? " signed" : ""}` });
+  const mark = add(add(cell, "div"), "i", share < 0 ? { class: "down" } : {});
+  mark.style.width = `${(Math.abs(share) * (signed ? 50 : 100)).toFixed(1)}%`;
   add(cell, "span", {}, text);
 }
 
@@ -45,6 +54,10 @@ function drawCosines() {
   const grid = $("cosines"), rows = DATA.cosine[state.through];
   grid.replaceChildren();
   grid.style.gridTemplateColumns = `max-content repeat(${rows.length}, 19px)`;
+  const head = add(grid, "span", { role: "row" });
+  head.style.display = "contents";
+  add(head, "b");
+  for (const loss of DATA.losses) add(head, "b", { role: "columnheader", class: "over" }, loss.name);
   rows.forEach((row, i) => {
     const line = add(grid, "span", { role: "row" });
     line.style.display = "contents";
@@ -66,15 +79,15 @@ function drawSequences() {
   const table = $("sequences"), most = Math.max(1e-300, ...chosen().flatMap((loss) => loss.change.map(Math.abs)));
   table.replaceChildren();
   const head = add(add(table, "thead"), "tr");
-  for (const title of ["Sequence", "Reward", "Advantage", "Tokens"]) add(head, "th", { scope: "col" }, title);
+  for (const title of ["Sequence", "Reward", "Advantage", "Tokens"]) add(head, "th", { scope: "col", class: title === "Sequence" ? "" : "number" }, title);
   chosen().forEach((loss, place) => { const cell = add(head, "th", { scope: "col", class: "delta" }); swatch(cell, place); add(cell, "span", {}, loss.name); });
   const body = add(table, "tbody");
   DATA.sequences.forEach((sequence, s) => {
     const row = add(body, "tr", s === state.sequence ? { "aria-current": "true" } : {}), trained = sequence.advantage.filter((_, i) => sequence.mask[i]);
     const button = add(add(row, "th", { scope: "row" }), "button", { type: "button" }, `sequence ${s + 1}`);
     button.addEventListener("click", () => { state.sequence = s; state.token = 0; drawSequences(); drawTokens(); $("sequences").querySelectorAll("button")[s].focus(); });
-    for (const value of [short(sequence.reward, 3), short(trained.reduce((a, b) => a + b, 0) / Math.max(1, trained.length), 3), trained.length]) add(row, "td", {}, value);
-    chosen().forEach((loss, place) => bar(add(row, "td"), place, Math.abs(loss.change[s]) / most, `${loss.change[s] < 0 ? "−" : "+"}${short(Math.abs(loss.change[s]), 3)}`, loss.change[s] < 0));
+    for (const value of [short(sequence.reward, 3), short(trained.reduce((a, b) => a + b, 0) / Math.max(1, trained.length), 3), trained.length]) add(row, "td", { class: "number" }, value);
+    chosen().forEach((loss, place) => { const x = loss.change[s]; bar(add(row, "td"), place, x / most, `${x < 0 ? "−" : x > 0 ? "+" : ""}${short(Math.abs(x), 3)}`, true); });
   });
   if (DATA.left_out) add(add(body, "tr"), "td", { colspan: 7, class: "quiet" }, `${DATA.left_out} more sequences count in the numbers above and are not drawn.`);
 }
@@ -146,8 +159,9 @@ document.querySelectorAll(".side thead button").forEach((button, column) => butt
   body.append(...rows);
 }));
 $("theme").addEventListener("click", () => {
-  const root = document.documentElement, dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
+  const root = document.documentElement;
+  root.dataset.theme = THEMES[root.dataset.theme ?? "system"];
+  $("theme").textContent = `Theme: ${root.dataset.theme}`;
 });
 drawCosines();
 draw();
