@@ -18,6 +18,7 @@ import pytest
 import torch
 from conformance import snippets
 from conformance.environments import PEERS as FRAMEWORKS
+from walk import walked
 
 import policyloss as pl
 from cases import PRESETS, make_batch, run
@@ -71,7 +72,7 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_the_snippet_on_the_page_runs_and_gives_the_loss(name: str) -> None:
     page = (ROOT / f"docs/presets/{name}.md").read_text(encoding="utf-8")
     snippet = re.search(r"```python\n(.*?)\n```", page, re.DOTALL)
@@ -95,7 +96,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@walked("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     text = re.sub(
         r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
@@ -111,7 +112,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert target or heading in [one.replace(" ", "-") for one in headings], link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@walked("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_table_is_torn(page: Path) -> None:
     """A pipe inside a cell would tear its row."""
     width = 0

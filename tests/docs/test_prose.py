@@ -8,7 +8,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from walk import walked
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ruff holds code, docstrings and comments to this number, and the tests below hold prose to it.
@@ -49,7 +49,7 @@ def vague_names(source: str) -> set[str]:
     return names & VAGUE
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@walked("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_paragraphs_fit_the_page(page: Path) -> None:
     assert long_paragraph_lines(page.read_text(encoding="utf-8")) == []
 

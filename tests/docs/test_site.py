@@ -20,6 +20,7 @@ from browser import needs_browser
 from docs.site import assemble, check, curves, loss_page, mathml, reference
 from docs.site.structure import SECTIONS
 from sphinx.cmd.build import build_main
+from walk import walked
 
 import policyloss as pl
 from policyloss.cli import COMMANDS
@@ -153,7 +154,7 @@ def typeset(text: str) -> str:
     return linear(ET.fromstring(f"<mrow>{mathml.expression(parse(text))}</mrow>")).strip()
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_a_typeset_formula_reads_back_as_the_printed_one(name: str) -> None:
     for line in pl.explain(name).formula.lines:
         assert parse(typeset(line.expression)) == line.tree, line

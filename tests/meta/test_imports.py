@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from package_imports import FILES, PACKAGE, holds_kernels, imports_of, loads, named_modules, own
+from walk import walked
 
 import policyloss as pl
 
@@ -142,7 +143,7 @@ def part_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-@pytest.mark.parametrize("module", [m for m in FILES if part_of(m) in MAY_IMPORT])
+@walked("module", [m for m in FILES if part_of(m) in MAY_IMPORT])
 def test_imports_point_one_way(module: str) -> None:
     allowed = MAY_IMPORT[part_of(module)]
     wrong = sorted(n for n in own(imports_of(module)) if part_of(n) not in allowed)

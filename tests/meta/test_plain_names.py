@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from walk import walked
 
 PACKAGE = Path(__file__).parents[2] / "src" / "policyloss"
 FOLDERS = ("functional", "parts", "advantage", "presets", "explain")
@@ -60,13 +60,13 @@ def prose_lines(text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.line.rstrip("\n")
 
 
-@pytest.mark.parametrize("path", PATHS, ids=IDS)
+@walked("path", PATHS, ids=IDS)
 def test_a_name_says_what_a_thing_is(path: Path) -> None:
     names = list(bound_names(ast.parse(path.read_text())))
     assert [(line, name) for line, name in names if name.lstrip("_") in VAGUE] == []
 
 
-@pytest.mark.parametrize("path", PATHS, ids=IDS)
+@walked("path", PATHS, ids=IDS)
 def test_docstrings_and_comments_fit_on_a_line(path: Path) -> None:
     # A line that tells a tool something cannot be broken.
     lines = [
