@@ -10,6 +10,7 @@ lasts. That the last digit has a place too is what only the reward can teach it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import islice
 from random import Random
 
@@ -25,9 +26,16 @@ def sort_task(seed: int, score: Reward) -> Task:
     """`sort 52731=` → `12357`: four to six different digits. Training prompts follow from `seed`;
     held out are the same prompts whatever the seed.
     """
+    train, held_out = _examples(seed)
+    return Task("sort", train, held_out, score, demonstration=_demonstration)
+
+
+@cache
+def _examples(seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """The examples to train on and those held out. A run makes its task twice."""
     held_out = list(islice(different(_drawn(Random("held out"))), HELD_OUT))
     train = islice(different(_drawn(Random(f"train {seed}")), held_out), TRAIN)
-    return Task("sort", numbered(train), numbered(held_out), score, demonstration=_demonstration)
+    return numbered(train), numbered(held_out)
 
 
 def _demonstration(example: Example, rng: Random) -> str:
