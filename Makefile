@@ -10,7 +10,7 @@ ENGINE := .engines/vllm
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env dist test-core demo tour evidence test test-slow engines lint format docs site bench peers conformance record lock licences loop clean
+.PHONY: help env dist test-core demo tour evidence test test-docs test-slow engines lint format docs site bench peers conformance record lock licences loop clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' Makefile
@@ -38,11 +38,14 @@ evidence: $(STAMP)  ## train with every loss, three seeds each (half an hour on 
 	$(BIN)/python -m benchmarks.evidence
 	$(BIN)/python -m docs.generate
 
-test: $(STAMP)  ## the whole test suite
-	$(BIN)/python -m pytest -n 2
+test: $(STAMP)  ## the tests of the code, in five minutes on two cores
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not engines and not docs' --ignore=tests/docs --ignore=tests/explore
 
-test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned
-	$(BIN)/python -m pytest -n 2 -m slow
+test-docs: $(STAMP)  ## the tests of the documentation, and those that drive a browser
+	$(BIN)/python -m pytest -n 2 -m 'docs and not slow'
+
+test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned, and more random cases
+	$(BIN)/python -m pytest -n 2 -m 'slow or hypothesis' --hypothesis-profile=more
 
 TORCH := 2.6.0
 test-core:  ## the tests of the core beside PYTHON (3.10 or newer) and TORCH (the lowest supported) alone

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from formula_evaluator import Evaluator
 from formulas import assert_formula_holds, assert_zero_where_said, numbers, zero_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from walk import walked
 
@@ -147,7 +147,6 @@ def specs(draw: Any) -> pl.LossSpec:
     return swapped(pl.LossSpec(), **chosen) or pl.LossSpec(**{**chosen, "trust": TRUSTS[0]})
 
 
-@settings(max_examples=150)
 @given(spec=specs(), seed=st.integers(0, 10_000))
 def test_the_formula_of_a_random_loss_holds_on_random_data(spec: pl.LossSpec, seed: int) -> None:
     assert_formula_holds(spec, make_batch(seed=seed, rows=5, width=5, spread=0.5))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import folder_in_memory
 from test_report_fuzz import _check_numbers, _refuse, broken
@@ -103,7 +103,6 @@ def broken_lines(name: str) -> st.SearchStrategy[tuple[str, bytes]]:
     return st.tuples(st.just(name), content)
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(list(TEXT_FILES)).flatmap(broken_lines))
 def test_broken_text_files(file: tuple[str, bytes]) -> None:
     drawn(dict([file]))
@@ -112,7 +111,6 @@ def test_broken_text_files(file: tuple[str, bytes]) -> None:
 @pytest.mark.parametrize(
     "name", ["p.db", "run.wandb", "events.out.tfevents.1", "completions/completions_00001.parquet"]
 )
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_broken_binary_files(binaries: dict[str, bytes], name: str, data: st.DataObject) -> None:
     content = bytearray(binaries[name])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import folder_in_memory, rollout
 
@@ -137,7 +137,6 @@ directories = st.fixed_dictionaries(
 ) | st.fixed_dictionaries({}, optional=contents)
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.lists(directories, min_size=1, max_size=2))
 def test_any_directory_gives_a_page_or_an_error_of_ours(made: list[dict[str, bytes]]) -> None:
     with folder_in_memory() as name:
