@@ -14,6 +14,7 @@ from torch import Tensor
 
 import policyloss as pl
 from cases import PRESETS, Batch, assert_same, make_batch
+from policyloss.compiled import in_graph
 from policyloss.errors import PolicyLossError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
@@ -28,15 +29,20 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Graphs:
-    """A backend that runs each graph as it is, and counts the operations of it."""
+    """A backend that runs each graph as it is, and counts the operations of it.
+
+    leaves: the tensors whose gradient each loss computes, by name.
+    """
 
     def __init__(self) -> None:
         self.operations: list[int] = []
+        self.leaves: list[list[str]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         nodes = graph.graph.nodes
         getters = [n for n in nodes if n.op == "call_function" and "getitem" not in str(n.target)]
         self.operations.append(len(getters))
+        self.leaves += [list(n.args[4]) for n in getters if n.target is in_graph._node]
         return graph.forward
 
 
@@ -84,6 +90,78 @@ def test_other_shapes_share_a_graph(layout: str) -> None:
         others = arguments(batch)
         assert_same(compiled(batch.logp, others), loss(batch.logp, others), what="loss")
     assert graphs.operations == [1, 1]  # the first shape, and any
+
+
+def test_every_level_of_metrics_within_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that runs, in any thread, leaves the places of the metrics of other kinds alone."""
+    levels: tuple[Any, ...] = ("all", "basic", "none")
+    call, kinds, node = (BATCH.old_logp, BATCH.advantages, BATCH.mask), [], in_graph._node
+
+    def all_levels(logp: Tensor) -> list[pl.Metrics]:
+        return [pl.policy_loss("ppo", logp, *call, metrics=level).metrics for level in levels]
+
+    compiled = torch.compile(all_levels, fullgraph=True, backend="eager")
+    expected = all_levels(BATCH.logp)
+    for a, b in zip(compiled(BATCH.logp), expected, strict=True):
+        assert_same(a.compute(), b.compute(), what="metric")
+
+    def recorded(kind: str, *rest: Any) -> Any:
+        kinds.append(kind)
+        return node(kind, *rest)
+
+    monkeypatch.setattr(in_graph, "_node", recorded)
+    for level in levels:
+        in_graph.loss_in_graph("ppo", BATCH.logp, *call, None, level, {})
+    names = [{name for name, *_ in in_graph._places_of(kind).records} for kind in kinds]
+    assert names == [set(metrics) for metrics in expected]
+
+
+def test_a_loss_against_the_policy_itself() -> None:
+    """`old_logp="current"` is logp without its gradient."""
+    graphs = Graphs()
+
+    def loss(logp: Tensor) -> Tensor:
+        return pl.policy_loss("ppo", logp, "current", BATCH.advantages, BATCH.mask).loss
+
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=graphs)):
+        leaf = BATCH.logp.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(function(leaf), leaf)[0])
+    assert_same(gradients[1], gradients[0], what="gradient")
+    assert gradients[0].abs().max() > 0.01
+    assert graphs.operations == [1]
+
+
+def test_a_gradient_that_nobody_wants_is_not_computed() -> None:
+    """Of logp alone where the other inputs have none; of nothing without autograd."""
+    graphs = Graphs()
+
+    def loss(logp: Tensor) -> Tensor:
+        return pl.policy_loss("ppo", logp, **arguments(BATCH)).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend=graphs)
+    leaf = BATCH.logp.clone().requires_grad_()
+    assert compiled(leaf).requires_grad
+    with torch.no_grad():
+        assert not compiled(leaf).requires_grad
+    assert not compiled(leaf.detach()).requires_grad
+    assert graphs.leaves == [["logp"], [], []]
+
+
+def test_the_exact_mode_stays_out_of_the_graph() -> None:
+    """A compiler chooses the order of sums by itself."""
+    graphs = Graphs()
+
+    def loss(logp: Tensor) -> tuple[Tensor, pl.Metrics]:
+        out = pl.policy_loss("gspo", logp, **arguments(BATCH))
+        return out.loss, out.metrics
+
+    with pl.exact():
+        value, metrics = torch.compile(loss, backend=graphs)(BATCH.logp)
+        expected, other = loss(BATCH.logp)
+    assert torch.equal(value, expected)
+    assert metrics.compute() == other.compute()
+    assert sum(graphs.operations) == 0
 
 
 def test_metrics_of_two_losses_are_added_within_a_graph() -> None:

@@ -53,7 +53,7 @@ def loss_in_graph(
     if text is None or is_exact():
         return None
     if isinstance(old_logp, str) and old_logp == CURRENT and isinstance(logp, Tensor):
-        old_logp = logp.detach()
+        old_logp = logp  # the node detaches all of its inputs
     tensors = {"logp": logp, "advantages": advantages, "mask": mask}
     if old_logp is not None:
         tensors["old_logp"] = old_logp
@@ -124,4 +124,4 @@ def _node(
     loss = results.loss
     if carried:
         loss = with_gradients(loss, results.known, [named[name] for name in carried])
-    return loss, RecordPlaces.pack(results.metrics)
+    return loss, RecordPlaces.pack(results.metrics, results.loss)  # there may be no metrics
