@@ -73,7 +73,6 @@ def support_gradient(
     row_gradient(z, out, torch.full_like(ids, -1), s, total, dentropy, scaling)
     columns = torch.cat([entries.ids - first, ids.unsqueeze(-1)], -1)
     is_id = columns == ids.unsqueeze(-1)
-    is_id &= torch.nn.functional.pad(entries.keep, (0, 1), value=True)
     of_id = torch.where(is_id[:, :-1], slopes, 0).sum(-1) + dlogp
     direct = torch.where(is_id, of_id.unsqueeze(-1), torch.nn.functional.pad(slopes, (0, 1)))
     logp = torch.cat([entries.logp, s.logp.unsqueeze(-1)], -1)
