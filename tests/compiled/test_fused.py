@@ -19,7 +19,8 @@ from torch import Tensor
 
 import policyloss as pl
 from cases import PRESETS, Batch, make_batch
-from policyloss.compiled import fused, token_program
+from policyloss.compiled import fused, token_graph, token_program
+from policyloss.compiled.trace import traced
 from policyloss.inputs import Inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -153,6 +154,38 @@ def test_more_tokens_than_a_span() -> None:
     assert_equal(SPEC, arguments_of(SPEC, wide), level="basic")
     grpo = PRESETS["grpo"].replace(kl=None)
     assert_equal(grpo, arguments_of(grpo, wide), level="basic")
+
+
+def test_only_what_is_there_is_summed() -> None:
+    """By a function that is not 0 behind the end of a span, as masked tokens of a loss are."""
+
+    def numbers(x: Tensor) -> list[Tensor]:
+        packed = torch.stack([(x - 5).amax(), (x + 9).amin(), (2 - x).sum()])
+        return [(x + 1).sum(), packed, 3 * x]
+
+    example = torch.zeros(token_graph.ROWS, token_graph.WIDTH)
+    run = token_program.TokenKernels(token_program.source_of(traced(numbers, [example])))
+    for shape in ((2, 3), (3, token_program.BLOCK), (5, token_program.SPAN // 5 + 1)):
+        x = 1 - torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) / 2
+        for actual, expected in zip(run([x], x.shape), numbers(x), strict=True):
+            torch.testing.assert_close(actual, expected.to(actual.dtype))
+
+
+def test_other_leaves_and_other_ranks_have_kernels_of_their_own() -> None:
+    """A gradient where logp has one, and a loss of two ranks that is twice as large."""
+    spec, arguments = SPEC.replace(entropy_coef=0.0), arguments_of(SPEC)
+    for dp_size in (1, 2):
+        for leaf in (False, True):
+            logp = arguments["logp"].clone().requires_grad_(leaf)
+            inputs = Inputs(**{**arguments, "logp": logp})
+            totals = pl.Totals(torch.tensor(50, device=DEVICE), 30, dp_size=dp_size)
+            out = fused.served(spec, inputs, totals, "basic")
+            assert out is not None
+            assert out.loss.requires_grad == leaf
+            expected = run(spec, arguments, False, totals, "basic")
+            torch.testing.assert_close(out.loss.detach(), expected[0])
+            if leaf:
+                torch.testing.assert_close(torch.autograd.grad(out.loss, logp)[0], expected[2][0])
 
 
 def test_what_is_wrong_with_a_batch_shows() -> None:

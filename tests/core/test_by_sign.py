@@ -140,6 +140,16 @@ def test_each_side_is_its_part_alone(trust: Any) -> None:
     assert flagged > 0 or trust in (PAIRS[4], PAIRS[5])
 
 
+def test_flags_without_an_advantage_are_those_of_the_negative_side() -> None:
+    """A = 0 at the ratio e^1: `DetachedClip` holds its weight, whatever the advantage is."""
+    logp, mask = torch.tensor([[-1.0]]), torch.ones(1, 1, dtype=torch.bool)
+    held, free = pl.DetachedClip(0.8, 1.2), pl.Unbounded()
+    for trust, fraction in ((pl.BySign(free, held), 1.0), (pl.BySign(held, free), 0.0)):
+        spec = pl.LossSpec(trust=trust)
+        metrics = pl.policy_loss(spec, logp, logp - 1, torch.zeros(1, 1), mask).metrics
+        assert metrics.compute()["clip_fraction"] == fraction
+
+
 def test_topr_is_a_pair() -> None:
     pair = pl.BySign(pl.Unbounded("logp"), pl.DetachedClip(0.0, 1.0))
     batch = make_batch(seed=4)
@@ -165,7 +175,9 @@ def test_what_a_pair_reads_and_reaches() -> None:
     assert UP.reach == "token"
     assert UP.follows_advantage
     assert pl.LossSpec(trust=pl.BySign(pl.Unbounded("logp"), pl.Unbounded("current"))).reads == ()
-    assert pl.LossSpec(trust=pl.BySign(pl.GeometricClip(0.4, 0.4), CLIP)).reach == "sequence"
+    further = pl.GeometricClip(0.4, 0.4)
+    for trust in (pl.BySign(further, CLIP), pl.BySign(CLIP, further)):
+        assert pl.LossSpec(trust=trust).reach == "sequence"
     assert not pl.LossSpec(trust=pl.BySign(CLIP, pl.Quadratic(0.1))).follows_advantage
     chosen = pl.LossSpec(trust=pl.BySign(CLIP, pl.CovKL()))
     assert chosen.statistics_names == pl.CovKL.statistics_names

@@ -138,6 +138,20 @@ def test_gradcheck_on_a_support(measure: Measure, tail: bool) -> None:
     assert torch.autograd.gradcheck(value, z.requires_grad_())
 
 
+@by_measure
+def test_a_tail_that_is_held_has_no_slope(measure: Measure) -> None:
+    """The student has nothing outside the support: 1 − Σp is held at the rounding error of 1.
+
+    A multiple of p_s, which has no effect here, may be left out of the slopes. It may not be large.
+    """
+    student, teacher = log(0.75, 0.25).requires_grad_(), log(0.25, 0.25)
+    (expected,) = torch.autograd.grad(on_support(student, teacher, measure), student)
+    found = support_slopes(student.detach(), teacher, measure)
+    assert found.abs().max() < 2
+    by_logits = [x - student.detach().exp() * x.sum() for x in (found, expected)]
+    torch.testing.assert_close(*by_logits, rtol=1e-12, atol=1e-12)
+
+
 def test_the_limits_of_the_jsd_are_the_two_kls() -> None:
     z, teacher = rows()
     student = z.log_softmax(-1)

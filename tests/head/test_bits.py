@@ -221,7 +221,8 @@ def test_a_support_and_a_softcap():
     plain = pl.linear_logprobs(
         case.hidden, case.weight, case.ids, support=(draws.flatten(), offsets), **options
     )
-    torch.testing.assert_close(together.logp, plain.logp, rtol=1e-5, atol=1e-5)
+    for ours, expected in zip(together, plain, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -404,11 +405,11 @@ def test_a_trial_does_not_depend_on_the_weight_it_meets_first(monkeypatch, value
     assert list(tiles_of._CHECKED.values()) == [False]
 
 
-def test_a_trial_holds_for_one_layout_and_one_precision(monkeypatch):
+def test_a_trial_holds_for_one_layout_one_precision_and_one_number_of_threads(monkeypatch):
     """A weight whose columns lie together is multiplied by other code, and so is TF32."""
     case = bits_case("1000x64", torch.float32)
     monkeypatch.setattr(tiles_of, "_CHECKED", {})
-    before = torch.get_float32_matmul_precision()
+    before, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     try:
         with pl.exact():
             pl.linear_logprobs(case.hidden, case.weight, case.ids)
@@ -419,8 +420,12 @@ def test_a_trial_holds_for_one_layout_and_one_precision(monkeypatch):
             torch.set_float32_matmul_precision("medium" if before == "highest" else "highest")
             pl.linear_logprobs(case.hidden, case.weight, case.ids)
             assert len(tiles_of._CHECKED) == 3
+            torch.set_num_threads(threads + 1)
+            pl.linear_logprobs(case.hidden, case.weight, case.ids)
+            assert len(tiles_of._CHECKED) == 4
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.set_num_threads(threads)
 
 
 def test_plans_hold_whole_tiles():
@@ -439,8 +444,15 @@ def test_a_stack_is_summed_by_halves(count):
     x = torch.randn(count, 50, generator=torch.Generator().manual_seed(count))
     expected = tiles_of.tree(lambda i: x[i].clone(), 0, count)
     assert torch.equal(tiles_of._tree_of(x), expected)
-    if count == 4:
-        assert torch.equal(expected, (x[0] + x[1]) + (x[2] + x[3]))
+    by_hand = {
+        3: lambda a, b, c: (a + b) + c,
+        4: lambda a, b, c, d: (a + b) + (c + d),
+        5: lambda a, b, c, d, e: ((a + b) + c) + (d + e),
+        6: lambda a, b, c, d, e, f: ((a + b) + c) + ((d + e) + f),
+        7: lambda a, b, c, d, e, f, g: ((a + b) + (c + d)) + ((e + f) + g),
+    }
+    if count in by_hand:
+        assert torch.equal(expected, by_hand[count](*x))
 
 
 @pytest.mark.parametrize("wanted", ["all", "weight", "hidden"])

@@ -194,14 +194,18 @@ def test_entries_that_are_among_the_students_best() -> None:
     options = {"kind": "reverse", "top": "intersection", "k": 4}
     value = pl.linear_divergence(CASE.hidden, CASE.weight, teacher, **options)
     assert_near(value, truth, 10 * TOL, "divergence")
-    few = pl.linear_divergence(
-        CASE.hidden, CASE.weight, teacher, kind="forward", top="teacher", k=3
-    )
-    fewer, _ = known_entries(3)
-    fewer.ids[3] = teacher.ids[3].sort().values[-3:]  # row 3 lacks another entry there
-    rows = torch.arange(N, device=DEVICE) != 3
-    same = pl.linear_divergence(CASE.hidden, CASE.weight, fewer, kind="forward")
-    assert_near(few[rows], same[rows].double(), 10 * TOL, "divergence")
+
+
+def test_the_teachers_best_entries_of_those_it_has() -> None:
+    """Row 3 lacks its first: the three best after it are taken."""
+    teacher, logp = known_entries(6)
+    options = {"kind": "forward", "top": "teacher", "k": 3}
+    value = pl.linear_divergence(CASE.hidden, CASE.weight, teacher, **options)
+    ids = logp.topk(4, -1).indices
+    ids = torch.where(torch.arange(N, device=DEVICE)[:, None] == 3, ids[:, 1:], ids[:, :3])
+    student = log_probabilities(CASE.hidden.double(), CASE.weight.double())
+    truth = on_support(student.gather(-1, ids), logp.gather(-1, ids), Measure("forward"))
+    assert_near(value, truth, 10 * TOL, "divergence")
 
 
 @walked("kind", KINDS)
@@ -302,6 +306,19 @@ def test_with_a_policy_loss_in_the_same_pass(kind: str, layout: str) -> None:
         assert_near(ours.dhidden, truth.dhidden, 10 * TOL, "dhidden")
         assert_near(ours.dweight, truth.dweight, 10 * TOL, "dweight")
         assert ours.metrics["divergence"] == pytest.approx(truth.metrics["divergence"], rel=1e-5)
+
+
+@pytest.mark.parametrize("top", [None, "teacher"])
+def test_the_entropy_of_rows_that_nothing_else_moves(top: str | None) -> None:
+    """Without an advantage, and with a divergence above its clamp, only the bonus has a slope."""
+    held = pl.Divergence("reverse", 0.3, top=top, k=top and 4, clamp=(None, 1e-6))
+    spec = pl.LossSpec(kl=held, entropy_coef=0.05)
+    batch = BATCH.with_tokens(advantages=torch.zeros_like(BATCH.tokens.advantages))
+    truth = run_oracle(spec, batch)
+    assert truth.dhidden.abs().max() > 1e-4
+    for plan in ("one_pass", "recompute", "stash"):
+        ours = run_loss(spec, batch, plan=plan)
+        assert_near(ours.dhidden, truth.dhidden, 10 * TOL, plan)
 
 
 def test_what_the_output_holds() -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from walk import walked
 
 import policyloss as pl
+from policyloss.head import support as support_of_head
 
 Support = tuple[Tensor, Tensor]
 TOL = 2e-5 if CUDA else 1e-12
@@ -102,6 +103,17 @@ def test_values_and_gradients(plan: Any) -> None:
             ours(CASE, plan=plan, softcap=3.0, temperature=0.7),
             oracle(CASE, softcap=3.0, temperature=0.7),
         )
+
+
+def test_the_entries_of_a_rank() -> None:
+    """Ranks that hold a part of the vocabulary keep their part of every support."""
+    whole = torch.randn(23, 41, device=DEVICE)
+    support, expected = support_of_head.Support(*SUPPORT), whole.clone()
+    expected[~DENSE] = -torch.inf
+    for first, last in ((0, 17), (17, 41)):
+        z = whole[:, first:last].clone()
+        support.of_rows(slice(None), first).restrict(z)
+        assert torch.equal(z, expected[:, first:last])
 
 
 @walked("softcap", [None, 3.0])
