@@ -23,6 +23,7 @@ from head_cases import (
     peaked_case,
 )
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import LOCAL, PRESETS, SPECS, assert_same
@@ -200,7 +201,7 @@ def values_of_rows(case: Case, order: Any, how: str, plan: Any) -> tuple[Tensor,
     return out.logp[0], out.entropy[0], *torch.autograd.grad(out.loss, hidden)
 
 
-@pytest.mark.parametrize("how", [*LAYOUTS, "one row many times"])
+@walked("how", [*LAYOUTS, "one row many times"])
 def test_products_read_and_write_aligned_rows(monkeypatch, how):
     """A library takes other code for columns, and on some processors for rows at odd addresses."""
     wrong: list[str] = []

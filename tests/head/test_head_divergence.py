@@ -308,7 +308,7 @@ def test_with_a_policy_loss_in_the_same_pass(kind: str, layout: str) -> None:
         assert ours.metrics["divergence"] == pytest.approx(truth.metrics["divergence"], rel=1e-5)
 
 
-@pytest.mark.parametrize("top", [None, "teacher"])
+@walked("top", [None, "teacher"])
 def test_the_entropy_of_rows_that_nothing_else_moves(top: str | None) -> None:
     """Without an advantage, and with a divergence above its clamp, only the bonus has a slope."""
     held = pl.Divergence("reverse", 0.3, top=top, k=top and 4, clamp=(None, 1e-6))

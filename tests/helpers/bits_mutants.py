@@ -7,6 +7,7 @@ from __future__ import annotations
 _EXACT, _BITS, _CHECK = "test_exact.py::", "test_bits.py::", "test_bits_check.py::"
 _MODE, _ADVANTAGES = "test_exact_mode.py::", "test_exact_advantages.py::"
 _ALIGNED = "test_bits_search.py::test_products_read_and_write_aligned_rows"
+_TRIAL = _BITS + "test_a_trial_holds_for_one_layout_one_precision_and_one_number_of_threads"
 _CUT = _EXACT + "test_a_step_has_the_same_bits_however_it_is_cut"
 
 BITS = (
@@ -106,35 +107,35 @@ BITS = (
         "head/tiles.py",
         "if tile.shape[0] < self.rows or not _is_aligned(tile):",
         "if tile.shape[0] < self.rows:",
-        _ALIGNED + "[as it is]",
+        _ALIGNED,
     ),
     (
         "exact_writes_products_anywhere",
         "head/backward.py",
         "out = head.room(n, x.shape[1]).logits(rows_of_tiles, x.shape[1])",
         "out = x.new_empty(rows_of_tiles, x.shape[1], dtype=head.dtype)",
-        _ALIGNED + "[as it is]",
+        _ALIGNED,
     ),
     (
         "exact_rows_without_an_address",
         "head/tiles.py",
         "starts = (x.data_ptr(), step * x.element_size())",
         "starts = (0, step * x.element_size())",
-        _ALIGNED + "[one number later]",
+        _ALIGNED,
     ),
     (
         "exact_rows_with_gaps",
         "head/tiles.py",
         "return x.stride(1) == 1 and step >= x.shape[1]",
         "return step >= x.shape[1]",
-        _ALIGNED + "[every other column]",
+        _ALIGNED,
     ),
     (
         "exact_rows_over_each_other",
         "head/tiles.py",
         "return x.stride(1) == 1 and step >= x.shape[1]",
         "return x.stride(1) == 1",
-        _ALIGNED + "[one row many times]",
+        _ALIGNED,
     ),
     (
         "exact_gradient_in_a_chain",
@@ -239,7 +240,28 @@ BITS = (
         "head/tiles.py",
         "weight.shape, weight.stride(), sizes, *how)",
         "weight.shape, sizes, *how)",
-        _BITS + "test_a_trial_holds_for_one_layout_and_one_precision",
+        _TRIAL,
+    ),
+    (
+        "exact_trial_for_any_number_of_threads",
+        "head/tiles.py",
+        "how = (torch.get_num_threads(), torch.get_float32_matmul_precision())",
+        "how = (torch.get_float32_matmul_precision(),)",
+        _TRIAL,
+    ),
+    (
+        "exact_tree_with_the_smaller_half_first",
+        "head/tiles.py",
+        "    half = (count + 1) // 2\n",
+        "    half = count // 2\n",
+        _BITS + "test_a_stack_is_summed_by_halves",
+    ),
+    (
+        "exact_part_without_an_entry_is_nan",
+        "head/tiles.py",
+        "distance = torch.where(maxima == -torch.inf, 0, maxima - top)",
+        "distance = maxima - top",
+        _BITS + "test_a_support_and_a_softcap",
     ),
     (
         "exact_scan_by_the_place_in_the_batch",

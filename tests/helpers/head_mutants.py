@@ -129,6 +129,27 @@ HEAD = (
         _DIVERGENCE + "test_a_teacher_known_by_some_entries",
     ),
     (
+        "pair_silences_the_entropy",
+        "head/pair_rows.py",
+        "spread, silent = (h[b], dh[b]), silent & (dh[b] == 0)",
+        "spread = (h[b], dh[b])",
+        _DIVERGENCE + "test_the_entropy_of_rows_that_nothing_else_moves",
+    ),
+    (
+        "entries_silence_the_entropy",
+        "head/entry_rows.py",
+        "        silent &= dentropy == 0\n",
+        "        pass\n",
+        _DIVERGENCE + "test_the_entropy_of_rows_that_nothing_else_moves",
+    ),
+    (
+        "top_k_chooses_entries_it_lacks",
+        "head/comparison.py",
+        "least = torch.where(keep, logp, -torch.inf).topk(k, -1).indices",
+        "least = logp.topk(k, -1).indices",
+        _DIVERGENCE + "test_the_teachers_best_entries_of_those_it_has",
+    ),
+    (
         "teacher_of_other_rows",
         "head/comparison.py",
         "        rows = self.head.rows(at)\n",
@@ -176,6 +197,13 @@ HEAD = (
         "(starts - before)[rows]",
         "(starts - starts[0])[rows]",
         "test_support.py::test_values_and_gradients",
+    ),
+    (
+        "support_of_the_first_rank",
+        "head/support.py",
+        "return Kept(rows, self.ids[place] - first)",
+        "return Kept(rows, self.ids[place])",
+        "test_support.py::test_the_entries_of_a_rank",
     ),
     (
         "a_support_without_its_token_is_fine",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from bits_mutants import BITS
+from compiled_mutants import COMPILED
 from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
@@ -104,6 +105,20 @@ MUTANTS = (
         "never if b is None else b)",
         "never)",
         "test_by_sign.py::test_each_side_is_its_part_alone",
+    ),
+    Mutant(
+        "by_sign_flags_without_an_advantage",
+        "parts/trust.py",
+        "good, never = t.advantages > 0, torch.zeros_like(t.mask)",
+        "good, never = t.advantages >= 0, torch.zeros_like(t.mask)",
+        "test_by_sign.py::test_flags_without_an_advantage_are_those_of_the_negative_side",
+    ),
+    Mutant(
+        "by_sign_reach_of_the_positive_side",
+        "parts/trust.py",
+        "in {part.reach for part in self._sides}",
+        "in {self.positive.reach}",
+        "test_by_sign.py::test_what_a_pair_reads_and_reaches",
     ),
     Mutant(
         "extras_not_measured",
@@ -302,34 +317,6 @@ MUTANTS = (
         "test_metric_levels.py::test_without_metrics_nothing_is_computed_for_them",
     ),
     Mutant(
-        "kernel_takes_the_wrong_bound",
-        "compiled/token_graph.py",
-        '"maximum": "tl.maximum(',
-        '"maximum": "tl.minimum(',
-        "test_fused.py::test_the_hand_computed_loss",
-    ),
-    Mutant(
-        "kernel_clamps_the_other_side",
-        "compiled/token_graph.py",
-        '(("min", "<"), ("max", ">"))',
-        '(("min", ">"), ("max", "<"))',
-        "test_fused.py::test_the_hand_computed_loss",
-    ),
-    Mutant(
-        "node_of_a_graph_without_gradient",
-        "compiled/in_graph.py",
-        "    if carried:",
-        "    if not carried:",
-        "test_in_graph.py::test_a_compiler_sees_one_operation",
-    ),
-    Mutant(
-        "node_of_a_graph_trains_nothing",
-        "compiled/in_graph.py",
-        "check_gradients(spec, Inputs.of(first, second, third, fourth, rest))",
-        "Inputs.of(first, second, third, fourth, rest)",
-        "test_in_graph.py::test_a_wrong_call_raises_the_usual_error",
-    ),
-    Mutant(
         "counts_merged_in_float32",
         "records.py",
         "zip(self.wide, other.wide, strict=True)",
@@ -434,7 +421,10 @@ MUTANTS = (
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
     ),
-    *(Mutant(*mutant) for mutant in (*BITS, *DOCTOR, *HEAD, *PARTS, *REPORT, *TRAIN, *WHATIF)),
+    *(
+        Mutant(*mutant)
+        for mutant in (*BITS, *COMPILED, *DOCTOR, *HEAD, *PARTS, *REPORT, *TRAIN, *WHATIF)
+    ),
 )
 
 

@@ -77,6 +77,13 @@ PARTS = (
         "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
     ),
     (
+        "tail_that_is_held_has_a_slope",
+        "functional/divergence.py",
+        "torch.where(rest > _least(p), each[..., -1:] / rest.clamp(min=_least(p)), 0)",
+        "each[..., -1:] / rest.clamp(min=_least(p))",
+        "test_divergence.py::test_a_tail_that_is_held_has_no_slope",
+    ),
+    (
         "cut_reverse_as_if_whole",
         "functional/divergence.py",
         'return each + p if measure.form == "reverse" else each',

@@ -1,0 +1,99 @@
+"""One-line mistakes in compiled losses, for `mutants.py`, in the order of `head_mutants.HEAD`."""
+
+from __future__ import annotations
+
+_KERNELS, _NODE = "test_fused.py::", "test_in_graph.py::"
+
+COMPILED = (
+    (
+        "kernel_takes_the_wrong_bound",
+        "compiled/token_graph.py",
+        '"maximum": "tl.maximum(',
+        '"maximum": "tl.minimum(',
+        _KERNELS + "test_the_hand_computed_loss",
+    ),
+    (
+        "kernel_clamps_the_other_side",
+        "compiled/token_graph.py",
+        '(("min", "<"), ("max", ">"))',
+        '(("min", ">"), ("max", "<"))',
+        _KERNELS + "test_the_hand_computed_loss",
+    ),
+    (
+        "node_of_a_graph_without_gradient",
+        "compiled/in_graph.py",
+        "    if carried:",
+        "    if not carried:",
+        _NODE + "test_a_compiler_sees_one_operation",
+    ),
+    (
+        "node_of_a_graph_trains_nothing",
+        "compiled/in_graph.py",
+        "check_gradients(spec, Inputs.of(first, second, third, fourth, rest))",
+        "Inputs.of(first, second, third, fourth, rest)",
+        _NODE + "test_a_wrong_call_raises_the_usual_error",
+    ),
+    (
+        "node_shares_places_between_levels",
+        "compiled/in_graph.py",
+        'kind = f"{text} {level} {dp_size}',
+        'kind = f"{text} {dp_size}',
+        _NODE + "test_every_level_of_metrics_within_a_graph",
+    ),
+    (
+        "node_needs_a_metric",
+        "compiled/in_graph.py",
+        "RecordPlaces.pack(results.metrics, results.loss)",
+        "RecordPlaces.pack(results.metrics)",
+        _NODE + "test_every_level_of_metrics_within_a_graph",
+    ),
+    (
+        "node_in_the_exact_mode",
+        "compiled/in_graph.py",
+        "if text is None or is_exact():",
+        "if text is None:",
+        _NODE + "test_the_exact_mode_stays_out_of_the_graph",
+    ),
+    (
+        "node_of_the_current_policy_is_not_made",
+        "compiled/in_graph.py",
+        "        old_logp = logp  #",
+        "        pass  #",
+        _NODE + "test_a_loss_against_the_policy_itself",
+    ),
+    (
+        "node_computes_gradients_without_autograd",
+        "compiled/in_graph.py",
+        "if x.requires_grad] if torch.is_grad_enabled() else []",
+        "if x.requires_grad]",
+        _NODE + "test_a_gradient_that_nobody_wants_is_not_computed",
+    ),
+    (
+        "kernel_sums_beyond_the_end",
+        "compiled/token_program.py",
+        'value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"',
+        "value = writer.value(node.args[0], kind)",
+        _KERNELS + "test_only_what_is_there_is_summed",
+    ),
+    (
+        "kernel_adds_a_span_too_many",
+        "compiled/token_program.py",
+        "mask=at < spans",
+        "mask=at <= spans",
+        _KERNELS + "test_only_what_is_there_is_summed",
+    ),
+    (
+        "kernels_of_any_leaves",
+        "compiled/fused.py",
+        "return level, call.dp_size, call.leaves, kinds",
+        "return level, call.dp_size, kinds",
+        _KERNELS + "test_other_leaves_and_other_ranks_have_kernels_of_their_own",
+    ),
+    (
+        "kernels_of_any_ranks",
+        "compiled/fused.py",
+        "return level, call.dp_size, call.leaves, kinds",
+        "return level, call.leaves, kinds",
+        _KERNELS + "test_other_leaves_and_other_ranks_have_kernels_of_their_own",
+    ),
+)
