@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+_skip = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+
+
+def needs_browser(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.docs(_skip(test))
