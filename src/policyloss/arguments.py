@@ -52,6 +52,16 @@ def tracing() -> Iterator[None]:
         _traced.depth -= 1
 
 
+def refuse_transforms() -> None:
+    """Raise inside a transform of `torch.func`, in which a saved slope cannot be used."""
+    if not is_compiling() and torch._C._are_functorch_transforms_active():
+        raise InputError(
+            "policyloss cannot run inside a transform of torch.func (grad, vmap, jvp, …), because "
+            "it saves its derivatives with its values: call it outside, and differentiate by "
+            "loss.backward() or torch.autograd.grad."
+        )
+
+
 def description(x: Any) -> str:
     """How an error describes a wrong value: dtype and shape of a tensor, else type and value."""
     if isinstance(x, Tensor):

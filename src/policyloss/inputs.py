@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_like, check_tensor, description
+from policyloss.arguments import check_like, check_tensor, description, refuse_transforms
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
@@ -76,6 +76,7 @@ class Inputs:
         cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]
     ) -> Self:
         """From the arguments of a loss function; for an unknown name, suggest the nearest."""
+        refuse_transforms()
         for name in tensors:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))

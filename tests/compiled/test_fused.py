@@ -244,14 +244,6 @@ def test_calls_that_are_not_served() -> None:
     assert "no padded tokens" in path(**empty)
     flat = {name: x.reshape(-1) for name, x in arguments.items()}
     assert "cu_seqlens" in path(**flat, cu_seqlens=torch.tensor([0, 24]))
-    seen = []
-
-    def under_grad(x: Tensor) -> Tensor:
-        seen.append(path(logp=x))
-        return x.sum()
-
-    torch.func.grad(under_grad)(arguments["logp"])
-    assert seen == ["a transformation of torch.func is at work"]
 
 
 def test_a_wrong_shape_is_refused_as_ever() -> None:

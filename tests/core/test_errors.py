@@ -229,3 +229,37 @@ def test_unknown_metric_names_the_close_one():
     metrics = call().metrics
     with pytest.raises(KeyError, match="did you mean 'clip_fraction'"):
         metrics["clip_fracton"]
+
+
+def test_transforms_of_torch_func_are_refused_in_one_sentence():
+    """Every transform, of every function that keeps a slope: of rows, packs and heads."""
+    hidden, weight = torch.randn(*BATCH.mask.shape, 4), torch.randn(11, 4)
+    ids = torch.zeros(BATCH.mask.shape, dtype=torch.int64)
+    logits = hidden @ weight.T
+    rest = (BATCH.old_logp.float(), BATCH.advantages.float(), BATCH.mask)
+    functions = {
+        "policy_loss": (lambda x: call(logp=x).loss, BATCH.logp),
+        "reinforce": (lambda x: call(spec=pl.preset("reinforce"), logp=x).loss, BATCH.logp),
+        "packed": (lambda x: call(PACKED, logp=x).loss, PACKED.logp),
+        "compiled_loss": (
+            lambda x: pl.compiled_loss("ppo")(**{**BATCH.kwargs, "logp": x}).loss,
+            BATCH.logp,
+        ),
+        "linear_policy_loss": (
+            lambda x: pl.linear_policy_loss("ppo", x, weight, ids, *rest).loss,
+            hidden,
+        ),
+        "logprobs": (lambda x: pl.logprobs(x, ids).sum(), logits),
+        "linear_logprobs": (lambda x: pl.linear_logprobs(x, weight, ids).sum(), hidden),
+    }
+    for name, (function, x) in functions.items():
+        assert function(x).isfinite(), name
+        for transformed in (
+            torch.func.grad(function),
+            torch.func.vmap(lambda _: function(x)),  # noqa: B023
+            torch.func.vmap(function),
+            torch.func.jacrev(function),
+            lambda x: torch.func.jvp(function, (x,), (x,)),  # noqa: B023
+        ):
+            with pytest.raises(pl.InputError, match=r"torch\.func.*loss\.backward\(\)"):
+                transformed(x)

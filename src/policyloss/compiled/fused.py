@@ -129,10 +129,6 @@ def _refusal(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor]) -> str:
             return f"{name} lies elsewhere than logp"
         if x.is_floating_point() and x.dtype not in _FLOATS:
             return f"{name} is {x.dtype}"
-    try:
-        logp.data_ptr()
-    except RuntimeError:
-        return "a transformation of torch.func is at work"
     return "" if kernels("triton") is not None else "Triton is not installed"
 
 

@@ -28,6 +28,7 @@ NEEDED_OF_TORCH = {
     "torch._inductor.compile": "compiles a graph that was traced",
     "torch.utils._python_dispatch.TorchDispatchMode": "cuts sums in two while they are traced",
     "torch._assert_async": "reads a condition on a CPU without a graph break",
+    "torch._C._are_functorch_transforms_active": "tells whether torch.func transforms a call",
     "torch._foreach_copy_": "fills the memory of a recorded CUDA graph by one kernel",
 }
 

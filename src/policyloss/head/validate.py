@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind, is_number
+from policyloss.arguments import (
+    check_tensor,
+    description,
+    fits_kind,
+    is_number,
+    refuse_transforms,
+)
 from policyloss.errors import InputError
 from policyloss.head.head import Head, operand_dtype
 from policyloss.metrics import refuse_invalid
@@ -22,6 +28,7 @@ from policyloss.tokens import checked_mask
 
 def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
     """Raise unless `ids` are integers, one per token of `of`, where it lies."""
+    refuse_transforms()
     if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
         raise InputError(f"ids must be a tensor of token ids (integers), got {description(ids)}.")
     check_tensor("ids", ids)
