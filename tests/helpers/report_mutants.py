@@ -136,4 +136,18 @@ REPORT = (
         "if False:",
         "test_report_notebook.py::test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused",
     ),
+    (
+        "report_an_interval_is_no_doubt",
+        "report/verdict.py",
+        "if change + error > _SMALL * course.room:",
+        "if False:",
+        _COMPARE + "test_the_prompts_that_were_evaluated_decide_and_not_an_option",
+    ),
+    (
+        "report_a_reward_that_rises_is_overlooked",
+        "report/verdict.py",
+        "next((one for one in judged if one[0] not in _OPEN), judged[0])",
+        "judged[0]",
+        _COMPARE + "test_accuracy_and_reward_that_disagree_are_both_named",
+    ),
 )

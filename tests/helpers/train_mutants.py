@@ -426,4 +426,11 @@ TRAIN = (
         "True",
         "test_report_completions.py::test_branches_follow_from_the_stored_numbers_and_the_loss",
     ),
+    (
+        "rounding_does_not_grow_with_the_model",
+        "train/attention.py",
+        "4 * math.sqrt(layers * terms)",
+        "8",
+        "test_train_attention.py::test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not",
+    ),
 )

@@ -78,4 +78,11 @@ WHATIF = (
         '"texts": list(texts[starts[i] : starts[i] + n]),',
         _FILES + "test_a_hostile_run_is_read_as_data",
     ),
+    (
+        "whatif_a_step_without_advantages",
+        "whatif/reading.py",
+        "if bool(tried[number].inputs.advantages.any()):",
+        "if True:",
+        _FILES + "test_steps_whose_advantages_are_all_0_are_passed_over",
+    ),
 )
