@@ -26,7 +26,7 @@ from policyloss.compat.trl import explain_config
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.compat.verl import settings
 from policyloss.compat.verl.registry import as_verl_loss
-from policyloss.presets import PRESETS, defined_with
+from policyloss.presets import PRESETS
 from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 
@@ -139,14 +139,6 @@ def test_the_explanation_shows_them() -> None:
     assert (changed.near, changed.advantage) == ("dr_grpo", "dr_grpo")
 
 
-def test_a_spec_is_known_by_what_it_is() -> None:
-    assert defined_with(pl.preset("gspo")) == "grpo"
-    assert defined_with(pl.preset("dr_grpo").with_horizon(99)) == "dr_grpo"
-    # The same spec as ppo's, which has others: nobody can tell.
-    assert defined_with(pl.preset("bnpo")) is None
-    assert defined_with(pl.LossSpec(trust=pl.Clip(0.1, 0.1))) is None
-
-
 def trl_args(scale_rewards: Any, **options: Any) -> Any:
     args = grpo_config(**options)
     args.scale_rewards = scale_rewards
@@ -171,11 +163,24 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
         ("gspo", "none", ["advantage.grpo", "set scale_rewards='group'"]),
         ("gspo", "batch", ["scale_rewards='batch'", "others", "set scale_rewards='group'"]),
         ("rloo_loss", "group", ["advantage.rloo", "cannot make them"]),
+        ("DR-GRPO", "group", ["policy_loss='DR-GRPO' is defined with", "advantage.dr_grpo"]),
         (
             pl.preset("dr_grpo"),
             "group",
             ["policy_loss, the preset 'dr_grpo',", "advantage.dr_grpo", "set scale_rewards='none'"],
         ),
+        # A number changed, and one changed in a spec of which only the value is known.
+        (
+            pl.preset("dr_grpo", eps_high=0.28),
+            "group",
+            ["policy_loss, a change of the preset 'dr_grpo',", "set scale_rewards='none'"],
+        ),
+        (
+            pl.LossSpec.from_dict(pl.preset("gspo", eps_high=5e-4).to_dict()),
+            "none",
+            ["policy_loss, a change of the preset 'gspo',", "set scale_rewards='group'"],
+        ),
+        (pl.preset("ppo"), "group", ["the preset 'ppo'", "advantage.gae", "cannot make them"]),
     ],
 )
 def test_trl_says_that_the_advantages_are_others(
@@ -187,9 +192,16 @@ def test_trl_says_that_the_advantages_are_others(
 
 @walked(
     ("loss", "scale_rewards"),
-    [("dr_grpo", "none"), ("dr_grpo", False), ("gspo", "group"), ("gspo", True), ("bnpo", "batch")],
+    [
+        *(("dr_grpo", "none"), ("dr_grpo", False), ("gspo", "group"), ("gspo", True)),
+        *(("bnpo", "batch"), (pl.preset("bnpo"), "batch")),
+        (pl.preset("dr_grpo", eps_high=0.28), "none"),
+        (pl.LossSpec(trust=lambda tokens: tokens.ratio), "group"),
+        # Its numbers are those of ppo and of bnpo, which goes with any advantages.
+        *((pl.LossSpec(), "group"), (pl.LossSpec(trust=pl.Clip(0.1, 0.1)), "group")),
+    ],
 )
-def test_trl_is_quiet_where_they_fit(loss: str, scale_rewards: Any) -> None:
+def test_trl_is_quiet_where_they_fit(loss: Any, scale_rewards: Any) -> None:
     checked_loss(loss, trl_args(scale_rewards))  # a warning is an error here
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from policyloss.presets import PRESETS, defined_with, presets_equal_to
+from policyloss.presets import as_spec, presets_equal_to
+from policyloss.presets.nearest import nearest_preset
 from policyloss.spec import LossSpec
 
 
@@ -24,23 +26,34 @@ def default_of(config: Any, option: str, otherwise: Any) -> Any:
 
 
 def check_advantages(
-    name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: str
+    name: str,
+    loss: LossSpec | str,
+    estimator: str | None,
+    setting: str,
+    fix: Callable[[str], str],
 ) -> None:
-    """Warn if `loss` is defined with other advantages than the framework computes.
+    """Warn if `loss`, or the preset that it is a change of, is defined with other advantages than
+    the framework computes.
 
     name: what the framework calls the loss. estimator: the function of `policyloss.advantage` that
     computes what the framework computes, or None if there is none. setting: the option that
-    decides, with its value. fix: how to get the right advantages, or "" if there is no way.
+    decides, with its value. fix: how to get the advantages of an estimator, or "" if there is no
+    way.
     """
-    wanted = defined_with(loss)
-    if wanted is None or wanted == estimator:
+    spec = as_spec(loss)
+    preset, exact = nearest_preset(spec)
+    if preset is None or preset.advantage is None:
         return
-    preset = PRESETS[loss] if isinstance(loss, str) else presets_equal_to(loss)[0]
-    called = name if isinstance(loss, str) else f"{name}, the preset {preset.name!r},"
+    # Without an origin, a spec is as much any preset with the same numbers.
+    alike = (preset,) if spec.origin else presets_equal_to(preset.spec)
+    if any(p.advantage in (None, estimator) for p in alike):
+        return
+    if not isinstance(loss, str):
+        name = f"{name}, {'' if exact else 'a change of '}the preset {preset.name!r},"
     are = f"those of advantage.{estimator}" if estimator else "others"
-    advice = f"; {fix}" if fix else ""
+    advice = f"; {text}" if (text := fix(preset.advantage)) else ""
     source = preset.sources["advantage"]
     warn_once(
-        f"{called} is defined with the advantages of advantage.{wanted} ({source}), and {setting} "
-        f"makes {are}{advice}."
+        f"{name} is defined with the advantages of advantage.{preset.advantage} ({source}), and "
+        f"{setting} makes {are}{advice}."
     )

@@ -112,19 +112,6 @@ def as_spec(spec: LossSpec | PresetName | str, called: str = "spec") -> LossSpec
     )
 
 
-def defined_with(loss: LossSpec | str) -> str | None:
-    """The advantage estimator that a preset, or a spec equal to one, is defined with.
-
-    None if it goes with any, or is no preset.
-    A spec has no name: where several presets are this loss and are defined with different
-    advantages, the answer is None.
-    """
-    if isinstance(loss, str):
-        return find_preset(loss).advantage
-    estimators = {p.advantage for p in presets_equal_to(loss)}
-    return estimators.pop() if len(estimators) == 1 else None
-
-
 def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
     """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
     if spec.is_data and getattr(spec.aggregate, "horizon", None) is not None:

@@ -12,7 +12,7 @@ from policyloss.compat.trl.options import SAPO, VESPO, advantages_of, is_set, op
 from policyloss.errors import SpecError
 from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
 from policyloss.parts.kl import KL
-from policyloss.presets import defined_with, preset
+from policyloss.presets import preset
 from policyloss.spec import LossSpec
 
 # The slots that an option acts on. It has no effect if `policy_loss` has other parts in all of
@@ -60,7 +60,10 @@ def _check_advantages(policy_loss: LossSpec | str, config: Any) -> None:
     fixes = {"grpo": "set scale_rewards='group'", "dr_grpo": "set scale_rewards='none'"}
     called = f"policy_loss={policy_loss!r}" if isinstance(policy_loss, str) else "policy_loss"
     setting = f"GRPOConfig(scale_rewards={getattr(config, 'scale_rewards', 'group')!r})"
-    fix = fixes.get(defined_with(policy_loss) or "", "TRL's GRPOTrainer cannot make them")
+
+    def fix(advantage: str) -> str:
+        return fixes.get(advantage, "TRL's GRPOTrainer cannot make them")
+
     check_advantages(called, policy_loss, advantages_of(config), setting, fix)
 
 

@@ -127,10 +127,10 @@ def check_config(config: Any) -> None:
     estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
     if estimator == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
         estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
-    check_advantages(mode, name, estimator, setting, _setting_for(PRESETS[name].advantage))
+    check_advantages(mode, name, estimator, setting, _setting_for)
 
 
-def _setting_for(advantage: str | None) -> str:
+def _setting_for(advantage: str) -> str:
     if advantage == "dr_grpo":
         return "set algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false"
     theirs = next((name for name, ours in _ESTIMATORS.items() if ours == advantage), None)
