@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from types import SimpleNamespace
@@ -246,7 +247,8 @@ def _failure(sentence: str) -> int:
 
 def _close_output() -> None:
     """Let Python flush into a sink when it ends: it would fail again, and say so."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError):  # no file can be opened any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 # Characters that show nothing or deceive: controls except tab and newline, direction overrides and
@@ -49,11 +49,11 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     return f"unknown {kind} {shown}{hint} Valid: {', '.join(names)}."
 
 
-def safe_repr(value: object) -> str:
-    """`repr(value)`, cut to the length of a message; its type where it has none."""
+def safe_repr(value: object, form: Callable[[object], str] = repr) -> str:
+    """`repr(value)`, or its `str`, cut to the length of a message; its type where it has none."""
     try:
-        text = repr(value)
-    except Exception:  # a user's object may do anything here
+        text = form(value)
+    except (Exception, SystemExit):  # a user's object may do anything here
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}…"
 

@@ -5,8 +5,11 @@ a file is written completely or not at all.
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import shutil
 import stat
+import sys
 import tempfile
 import textwrap
 from contextlib import suppress
@@ -86,6 +89,32 @@ def check_output(path: Path, argument: str) -> None:
         )
 
 
+def temporary_prefix(path: Path) -> str:
+    """How names begin that this process may use beside `path` until it is complete. What processes
+    that were killed left under such names is removed.
+    """
+    prefix = f".{path.name[:100]}."
+    for left in path.parent.glob(f"{glob.escape(prefix)}*tmp"):
+        pid = left.name[len(prefix) :].partition(".")[0]
+        if pid.isdecimal() and not is_running(int(pid)):
+            with suppress(OSError):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return f"{prefix}{os.getpid()}."
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is a process of that number; where asking would end it, it is said to be."""
+    if sys.platform == "win32":
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
     """Write `data` to `path`, and make its folder if there is none. argument: the name of the path
     in an error.
@@ -97,7 +126,7 @@ def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
     check_output(path, argument)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
+        handle, name = tempfile.mkstemp(".tmp", temporary_prefix(path), path.parent)
     except (OSError, ValueError) as error:
         raise InputError(f"{argument}={str(path)!r} cannot be written: {error}.") from error
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -148,3 +149,22 @@ def test_the_other_writers_refuse_links_as_well(
     with pytest.raises(InputError, match=r"x\.md' is a symbolic link"):
         generate.write()
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+@posix
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    child = os.fork()
+    if child == 0:
+        os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        write_output(path, b"half")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert str(child) in left.name
+    living = left.with_name(left.name.replace(str(child), str(os.getppid())))
+    living.write_bytes(b"somebody writes it")
+    (tmp_path / ".page.html.mine.tmp").write_bytes(b"of a user")
+    write_output(path, b"whole")
+    assert path.read_bytes() == b"whole"
+    assert sorted(tmp_path.iterdir()) == sorted([living, path, tmp_path / ".page.html.mine.tmp"])

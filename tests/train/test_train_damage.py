@@ -14,11 +14,14 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
+import signal
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
-from policyloss.train import chat
+from policyloss.train import chat, export
 from policyloss.train.config import TrainConfig
 from policyloss.train.run.resumed_options import resume_command, stored_options
 from policyloss.train.tasks import make_task
@@ -647,3 +650,142 @@ def test_what_only_a_strangers_run_names_is_neither_read_nor_asked(
     assert outcome([*COMMANDS[0], str(run), "--track", "wandb"]) == ""
     assert len(opened) == 1
     assert resume_command(TrainConfig(track="wandb")).endswith(" --track wandb")
+
+
+# ---------------------------------------------------------------- data, rewards, exports
+
+
+def test_texts_with_half_a_character(folder: Path, tmp_path: Path) -> None:
+    """JSON may hold half of a surrogate pair, and so may a word of a command line; no tokenizer
+    reads it.
+    """
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    )
+    chatting = ("--chat-template", str(tmp_path / "chat.jinja"))
+    half, tiny = "x\ud800", ("--model", "tiny")
+
+    def rows(**change: Any) -> list[dict[str, Any]]:
+        good = [{"prompt": f"{n}=", "answer": str(n)} for n in range(20)]
+        if "messages" in change:
+            del good[3]["prompt"]
+        return [*good[:3], good[3] | change, *good[4:]]
+
+    def said(**message: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "x", **message}]}
+
+    cases: dict[str, tuple[Any, ...]] = {
+        "a prompt": (rows(prompt=half),),
+        "a prompt of tiny": (rows(prompt=half), *tiny),
+        "a prompt that is skipped": (rows(prompt=half), *tiny, "--unusable", "skip"),
+        "an answer": (rows(answer=half),),
+        "an answer of tiny": (rows(answer=half), *tiny),
+        "an answer of the warm-up": (rows(answer=half), "--warmup-steps", "1"),
+        "something else": (rows(other=half), *tiny),
+        "another key": (rows(**{half: 1}), *tiny),
+        "a split": (rows(split=half),),
+        "a message": (rows(**said(content=half)), *chatting),
+        "a role": (rows(**said(role=half)), *chatting),
+        "a system prompt": (rows(), "--system-prompt", half, *chatting),
+        "a stop text": (rows(), "--stop", half),
+        "a chat template": (rows(), "--chat-template", half),
+    }
+    few = "--steps 1 --prompts 1 --group-size 2 --minibatches 1 --eval-prompts 1 --max-new-tokens 2"
+    common = [*few.split(), "--reward", "exact", "--model", str(folder / "model")]
+    results = {}
+    for i, (name, (lines, *words)) in enumerate(cases.items()):
+        task = tmp_path / f"{i}.jsonl"
+        task.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        out = ["--out", str(tmp_path / f"run{i}"), "--task", str(task)]
+        results[name] = outcome(["train", *out, *common, *words])
+    assert_all_handled(results, least=14)
+
+
+@contextlib.contextmanager
+def lowered(limit: int, value: int) -> Iterator[None]:
+    """`ulimit`, for a while."""
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+
+
+def test_exports_that_fail_leave_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("kept")
+    Path("dangling").symlink_to("nowhere")
+    before = sorted(os.listdir())
+    results = {}
+
+    def exported(name: str, target: str = "exported", limit: Any = None) -> None:
+        with lowered(*limit) if limit else contextlib.nullcontext():
+            result = outcome(["export", str(folder / "run"), target])
+        if not result and target in ("exported", "x" * 255):  # it may have had all it needs
+            shutil.rmtree(target, ignore_errors=True)
+        left = sorted({*os.listdir()} - {*before})
+        results[name] = result or (f"left {left}" if left else "")
+
+    names = (
+        "x\0y",
+        "\udcff",
+        "x" * 300,
+        "..",
+        "/",
+        "",
+        "file",
+        "file/x",
+        "dangling",
+        "/dev/null/x",
+    )
+    for name in (*names, "x" * 255, "/proc/nowhere/x"):
+        exported(f"name {name!r:.20}", name)
+    for size in (0, 1, 300, 1000, 4000):
+        exported(f"ulimit -f {size}", limit=(resource.RLIMIT_FSIZE, size))
+    lowest = os.dup(0)
+    os.close(lowest)
+    for more in range(4):
+        limit = (resource.RLIMIT_NOFILE, lowest + more)
+        exported(f"{more} files", limit=limit)
+        with lowered(*limit):
+            result = outcome([*COMMANDS[0], str(folder / "run")])
+        results[f"{more} files, train"] = result
+
+    def full(*_: Any, **options: Any) -> None:
+        raise Exception("File too large (os error 27)")  # as tokenizers raise it
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+        exported("a tokenizer that cannot be written")
+    assert_all_handled(results, least=20)
+    assert outcome(["export", str(folder / "run"), "exported"]) == ""
+    assert Path("exported/model.safetensors").is_file()
+
+
+class Stub:
+    """A model, or a tokenizer, of one file."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "weights").write_text("x")
+
+    def modules(self) -> list[Any]:
+        return []
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    target = tmp_path / "exported"
+    child = os.fork()
+    if child == 0:
+        os.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        export.save(Stub(), Stub(), target)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert (left / "weights").exists()
+    living = left.with_name(left.name.replace(str(child), str(os.getppid())))
+    shutil.copytree(left, living)
+    export.save(Stub(), Stub(), target)
+    assert sorted(tmp_path.iterdir()) == sorted([living, target])

@@ -391,7 +391,7 @@ def task_with_a_long_prompt(tmp_path: Path) -> Path:
     good = [{"prompt": f"sort {n}=", "answer": str(n), "split": "train"} for n in range(1000, 1008)]
     bad = [
         {"prompt": "sort " + "1" * 9000, "answer": "1", "split": "train"},
-        {"prompt": "\ud800=", "answer": "1", "split": "train"},
+        {"prompt": "sort " + "3" * 9000, "answer": "1", "split": "train"},
     ]
     held = [
         {"prompt": f"sort {n}=", "answer": str(n), "split": "held_out"} for n in range(2000, 2004)
@@ -417,7 +417,7 @@ def test_prompts_that_cannot_be_used(
         "(example 3) has 9005 tokens, which with --max-new-tokens 8 are more than 8192 positions"
         in said
     )
-    assert "(example 4) is no text" in said
+    assert "(example 4) has 9005 tokens" in said
     assert "1 of 5 prompts of the split 'held_out' cannot be used" in said
     assert not any((tmp_path / "run").glob("checkpoints/*"))
     assert train(tmp_path / "run", **options, unusable="skip") == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import posix
 import re
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import train_faults_work
+from json_places import assert_all_handled
 from safetensors.torch import load_file
 from train_loop_ranks import lines, make_model, resume, train
 
@@ -233,10 +236,75 @@ def test_a_reward_cannot_leave(
         checked("mine", lambda example, completion: sys.exit(3))(EXAMPLE, "c")
 
 
-@pytest.mark.parametrize("value", [10**400, 10**5000, -(10**400)], ids=["400", "5000", "-400"])
-def test_numbers_that_no_float_holds_are_no_rewards(value: int) -> None:
-    with pytest.raises(RewardError, match="where a finite number belongs"):
-        checked("mine", lambda example, completion: value)(EXAMPLE, "c")
+class Strange(float):
+    """A number, and an error, of which nothing can be read."""
+
+    def __float__(self) -> float:
+        raise KeyError("no")
+
+    __repr__ = __str__ = lambda self: sys.exit(0)  # type: ignore[assignment]
+
+
+class StrangeError(Exception):
+    __repr__ = __str__ = lambda self: 1 / 0  # type: ignore[assignment]
+
+
+def test_what_is_no_reward_is_an_error_that_says_so() -> None:
+    """Numbers that no float holds, or whose squares none holds; objects that raise whatever is
+    done with them.
+    """
+
+    def fails(error: BaseException) -> Any:
+        raise error
+
+    rewards: dict[str, Any] = {
+        f"returns {value!r:.20}": lambda value=value: value
+        for value in (1e308, -1e308, 1e30, 10**400, -(10**400), math.nan, math.inf, None, "1", [1])
+    }
+    rewards |= {
+        "returns 10**5000": lambda: 10**5000,
+        "returns a strange number": lambda: Strange(0.5),
+        "returns a strange object": StrangeError,
+        "raises a strange error": lambda: fails(StrangeError()),
+        "raises an error of strange words": lambda: fails(ValueError("\ud800", StrangeError())),
+        "leaves": lambda: sys.exit(0),
+        "leaves with a strange code": lambda: sys.exit(StrangeError()),  # type: ignore[arg-type]
+    }
+    results = {}
+    for name, function in rewards.items():
+        try:
+            value = checked("mine", lambda example, completion: function())(EXAMPLE, "c")  # noqa: B023
+            results[name] = f"accepted: {value}"
+        except RewardError as error:
+            results[name] = "" if "the reward 'mine' " in str(error) else str(error)
+        except BaseException as error:
+            results[name] = f"raised {type(error).__name__}"
+    assert_all_handled(results, least=17)
+    assert checked("mine", lambda example, completion: -1e15)(EXAMPLE, "c") == -1e15
+
+
+def test_a_reward_cannot_end_the_process() -> None:
+    """By os._exit(0) the run would end as if all were done. A process that the reward forked may
+    end itself so.
+    """
+
+    def ends(example: Example, completion: str) -> float:
+        if os.fork() == 0:
+            os._exit(5)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
+        os._exit(0)
+
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            checked("mine", ends)(EXAMPLE, "c")
+        except RewardError as error:
+            code = 7 if "raised SystemExit: os._exit(0)" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert os._exit is posix._exit
 
 
 def spin() -> None:

@@ -24,7 +24,7 @@ from policyloss.report.recorder_arguments import (
     listed,
     metric_numbers,
     rows_of,
-    whole,
+    whole_number,
 )
 from policyloss.spec import LossSpec
 from policyloss.train.run import files
@@ -74,10 +74,10 @@ class Recorder:
             self.path = Path(path)
         except TypeError:
             raise InputError(f"path is {safe_repr(path)}; give that of a folder.") from None
-        self._bytes, self._left_out = whole(rollout_bytes, "rollout_bytes"), 0
+        self._bytes, self._left_out = whole_number(rollout_bytes, "rollout_bytes"), 0
         self._calls, self._stride = 0, 1
         if resume_after is not None:
-            resume_after = whole(resume_after, "resume_after", LARGEST_STEP)
+            resume_after = whole_number(resume_after, "resume_after", LARGEST_STEP)
         if not isinstance(config, (Mapping, NONE)):
             raise InputError(f"config is {safe_repr(config)}; give a dict of settings.")
         settings = dict(config or {})
@@ -133,9 +133,9 @@ class Recorder:
         """
         numbers = metric_numbers(metrics)
         if step is not None:
-            step = whole(step, "step", LARGEST_STEP)
+            step = whole_number(step, "step", LARGEST_STEP)
         if tokens is not None:
-            tokens = whole(tokens, "tokens")
+            tokens = whole_number(tokens, "tokens")
         if seconds is not None:
             seconds = duration(seconds)
         self._write(self._append_step, numbers, step, tokens, seconds)
@@ -196,7 +196,7 @@ class Recorder:
         token. What is per token is `[B, T]` with `mask` `[B, T]`, True at the tokens of the
         completion, or a list of B lists of the same lengths.
         """
-        step = whole(step, "step", LARGEST_STEP)
+        step = whole_number(step, "step", LARGEST_STEP)
         prompts = listed(prompts, "prompts", str)
         count = len(prompts)
         per_token = dict(

@@ -59,17 +59,17 @@ def duration(value: Any) -> float:
     return seconds
 
 
-def whole(value: Any, name: str, end: int = _LARGEST) -> int:
+def whole_number(value: Any, name: str, end: int = _LARGEST) -> int:
     """A whole number from 0 on and below `end`, or a tensor with one."""
     try:
-        whole = -1 if isinstance(value, bool) else operator.index(value)
+        number = -1 if isinstance(value, bool) else operator.index(value)
     except Exception:  # somebody else's object may raise anything
-        whole = -1
-    if not 0 <= whole < end:
+        number = -1
+    if not 0 <= number < end:
         raise InputError(
             f"{name} is {safe_repr(value)}; give a whole number from 0 on and below {end}."
         )
-    return whole
+    return number
 
 
 def _plain(values: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss.output import read_regular
 from policyloss.train.tasks import Example, Task
+from policyloss.train.tasks.base import is_text
 from policyloss.train.tasks.time_limit import TimeIsUp, several, within
 
 TEMPLATE_BYTES = 1 << 20
@@ -70,6 +71,8 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
         ) from None
     except Exception as error:  # a template is a program of somebody else's
         raise InputError(f"the chat template fails on {messages!r:.200}: {error}.") from error
+    if not is_text(text):
+        raise InputError(f"half of a surrogate pair, which is no character, is in {text!r:.200}.")
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     for candidate in (text, text.removeprefix(tokenizer.bos_token or "")):
         if tokenizer(candidate)["input_ids"] == expected:

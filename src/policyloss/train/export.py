@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from policyloss.commands import read_options
 from policyloss.commands.arguments import Export
 from policyloss.errors import InputError
+from policyloss.output import temporary_prefix
 from policyloss.train.adapter import has_adapter, merged_weights, written_whole
 from policyloss.train.commands import load_run, unscored_options
 from policyloss.train.models import without_bars
-from policyloss.train.run.files import make_folder, sync, write_error
+from policyloss.train.run.files import make_folder, refuse_name, sync, write_error
 
 
 def export_command(arguments: Sequence[str]) -> int:
     """`policyloss export RUN DIR`."""
     options = read_options("export", Export, arguments)
+    refuse_name(options.folder)
     if options.folder.exists():
         raise InputError(f"{options.folder} is there already; name a folder that is not.")
     config, spec = unscored_options(options)
@@ -38,7 +38,7 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
 
     adapter: write the adapters alone; otherwise they are merged into the weights.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    temporary = folder.with_name(f"{temporary_prefix(folder)}tmp")
     try:
         make_folder(temporary)
         with without_bars():
@@ -52,7 +52,7 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
             sync(file)
         os.rename(temporary, folder)
         sync(folder.parent)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # of other packages, which raise anything for a full disk
         raise write_error(folder, error, "Nothing is there under that name.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

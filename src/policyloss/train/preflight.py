@@ -55,14 +55,9 @@ def unusable(
     model: Any, tokenizer: Any, examples: Sequence[Example], max_new_tokens: int
 ) -> dict[int, str]:
     """The places of the examples whose prompt the model cannot continue, and why."""
-    reasons = {
-        i: "is no text: a character is half of a pair"
-        for i, e in enumerate(examples)
-        if e.prompt != e.prompt.encode(errors="replace").decode()
-    }
-    rest = [i for i in range(len(examples)) if i not in reasons]
+    reasons: dict[int, str] = {}
     most = longest(model)
-    for i, ids in zip(rest, encode(tokenizer, [examples[i].prompt for i in rest]), strict=True):
+    for i, ids in enumerate(encode(tokenizer, [example.prompt for example in examples])):
         if not ids:
             reasons[i] = "has no token"
         elif most is not None and len(ids) + max_new_tokens > most:
@@ -70,7 +65,7 @@ def unusable(
                 f"has {len(ids)} tokens, which with --max-new-tokens {max_new_tokens} are more "
                 f"than {most} positions"
             )
-    return dict(sorted(reasons.items()))
+    return reasons
 
 
 def checkpoint_bytes(learner: Learner) -> int:

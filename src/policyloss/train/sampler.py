@@ -23,6 +23,7 @@ from policyloss.errors import InputError
 from policyloss.train.decoding import Completed, complete
 from policyloss.train.drawing import Rule
 from policyloss.train.supports import Pair, first_tokens
+from policyloss.train.tasks.base import is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -130,10 +131,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     try:
         ids = tokenizer(distinct, return_attention_mask=False)["input_ids"]
     except (TypeError, UnicodeEncodeError) as error:  # tokenizers take no half of a surrogate pair
-        bad = next(
-            (text for text in distinct if text != text.encode(errors="replace").decode()),
-            distinct[0],
-        )
+        bad = next((text for text in distinct if not is_text(text)), distinct[0])
         raise InputError(
             f"the prompt {bad!r} is no text that the tokenizer can read ({type(error).__name__})."
         ) from error

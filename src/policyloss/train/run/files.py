@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,7 +41,8 @@ class StorageError(PolicyLossError):
 
 def write_error(what: object, error: Exception, kept: str) -> StorageError:
     """The error for a failed write: what, why, what to do. kept: what is still there."""
-    number = error.errno if isinstance(error, OSError) else None
+    rust = re.search(r"\(os error (\d{1,3})\)", str(error))  # by what is written in Rust
+    number = error.errno if isinstance(error, OSError) else int(rust[1]) if rust else None
     reason = os.strerror(number) if number else str(error)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         advice = "Free some space"
@@ -183,17 +185,24 @@ def read_plain(path: Path, limit: int = PLAIN_BYTES) -> bytes:
     return read_regular(path, limit)
 
 
+def refuse_name(path: Path) -> None:
+    """Raise if a path is no text, or none that the system takes."""
+    try:
+        plain = b"\0" not in str(path).encode()
+    except UnicodeEncodeError:
+        plain = False
+    if not plain:
+        raise InputError(
+            f"{str(path)!r} is no text in UTF-8, and safetensors opens no such file; use another "
+            "name."
+        )
+
+
 def refuse_links(run: Path) -> None:
     """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a
     name that is no text. `run` itself may be a link: the user named it.
     """
-    try:
-        str(run).encode()
-    except UnicodeEncodeError:
-        raise InputError(
-            f"{str(run)!r} is no text in UTF-8, and safetensors opens no such file; use another "
-            "name."
-        ) from None
+    refuse_name(run)
     for name in FILES:
         require_plain(run / name)
         require_plain(run / f".{name}.tmp")

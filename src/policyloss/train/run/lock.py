@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from policyloss.output import is_running
 from policyloss.train.run.files import StorageError, from_json, open_plain, write_error
 
 if sys.platform != "win32":
@@ -126,14 +127,8 @@ def _same_file(handle: int, path: Path) -> bool:
 
 def _runs(pid: int, began: Any) -> bool:
     """Whether the process that took the lock lives; of the same id, one may have begun later."""
-    if sys.platform == "win32":
-        return True  # where asking ends the process asked about
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
+    if not is_running(pid):
         return False
-    except PermissionError:
-        pass
     now = _began(pid)
     return now != _ENDED and (began is None or now in (None, began))
 

@@ -93,13 +93,11 @@ def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> No
 def refuse_nonfinite_weights(path: Path) -> None:
     """Raise a `StorageError` if a checkpoint holds weights that are not finite."""
     for name in checked_index(path, sums=False)["files"]:
-        try:
-            with safe_open(path / name, framework="pt") as file:
-                names = file.keys()  # of a file, which is no dictionary
-                keys = [key for key in names if key.startswith(_TRAINED)]
-                bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
-        except SafetensorError as error:
-            raise StorageError(f"checkpoint {path} is damaged: {name}: {error}.") from error
+        damage = damage_named(f"checkpoint {path} is damaged: {name}", "", SafetensorError, OSError)
+        with damage, safe_open(path / name, framework="pt") as file:
+            names = file.keys()  # of a file, which is no dictionary
+            keys = [key for key in names if key.startswith(_TRAINED)]
+            bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
         if bad:
             raise StorageError(
                 f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} "

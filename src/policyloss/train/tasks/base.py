@@ -63,6 +63,11 @@ def different(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator[Row]:
             yield row
 
 
+def is_text(text: str) -> bool:
+    """Whether no character is half of a surrogate pair: JSON may hold one, tokenizers do not."""
+    return text == text.encode(errors="replace").decode()
+
+
 def normalised(text: str) -> str:
     """Every run of white space is one space, and none is left at the ends."""
     return " ".join(text.split())

@@ -14,7 +14,7 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.output import open_regular
-from policyloss.train.tasks.base import Example, Reward, Task, normalised
+from policyloss.train.tasks.base import Example, Reward, Task, is_text, normalised
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")
@@ -49,9 +49,7 @@ def _placed(examples: list[Example]) -> tuple[Example, ...]:
 
 def _share(prompts: set[str]) -> set[str]:
     """A tenth of the prompts, at least one: those with the smallest hashes, in any order."""
-    ordered = sorted(
-        prompts, key=lambda prompt: sha256(prompt.encode("utf-8", "surrogatepass")).digest()
-    )
+    ordered = sorted(prompts, key=lambda prompt: sha256(prompt.encode()).digest())
     return set(ordered[: max(1, round(HELD_OUT_SHARE * len(ordered)))])
 
 
@@ -91,6 +89,11 @@ def _row(line: bytes, where: str) -> tuple[str | None, Example]:
         if not isinstance(data[key], str):
             raise InputError(
                 f'{where}: {key!r} is {data[key]!r}; write it as a string, "{key}": "…".'
+            )
+        if not is_text(data[key]):
+            raise InputError(
+                f"{where}: {key!r} has half of a surrogate pair, which is no character: "
+                f"{data[key]!r:.80}."
             )
     if not data["prompt"].strip():
         raise InputError(f"{where}: the prompt is empty.")

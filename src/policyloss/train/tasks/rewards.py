@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 from policyloss.errors import InputError, PolicyLossError, safe_repr, unknown_name
 from policyloss.train.tasks.base import Example, Reward, Task, normalised
 from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.user_code import load_code
+
+LARGEST = 1e15  # of a reward: the squares of so many as a run has add up in float32
 
 
 class RewardError(PolicyLossError):
@@ -24,7 +28,8 @@ class RewardError(PolicyLossError):
 
 def make_reward(name: str) -> Reward:
     """`exact`, `math`, or `module:function`: a function `(example, completion) → number`. What it
-    returns must be a finite number; anything else, and what it raises, becomes a `RewardError`.
+    returns must be a number of at most 1e15; anything else, and what it raises, becomes a
+    `RewardError`.
     """
     if name in _BUILT_IN:
         return checked(name, _BUILT_IN[name]())
@@ -43,19 +48,38 @@ def checked(name: str, function: Any) -> Reward:
 
     def reward(example: Example, completion: str) -> float:
         try:
-            value = function(example, completion)
+            with _exit_raised():
+                value = function(example, completion)
         # By `sys.exit` a reward would end the run as if it had succeeded.
         except (Exception, SystemExit) as error:
-            raise RewardError(
-                name, example, completion, f"raised {type(error).__name__}: {error}"
-            ) from error
+            what = f"raised {type(error).__name__}: {safe_repr(error, str)}"
+            raise RewardError(name, example, completion, what) from error
         number = _number(value)
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST:
             what = f"returned {safe_repr(value)} ({type(value).__name__})"
             raise RewardError(name, example, completion, f"{what} where a finite number belongs")
         return number
 
     return reward
+
+
+@contextmanager
+def _exit_raised() -> Iterator[None]:
+    """Have `os._exit` raise a `SystemExit`: the run would end with any code, and without a word.
+    A process that was forked from this one may end itself.
+    """
+    end, process = os._exit, os.getpid()
+
+    def leave(code: int) -> NoReturn:
+        if os.getpid() != process:
+            end(code)
+        raise SystemExit(f"os._exit({code})")
+
+    os._exit = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def scored(task: Task, example: Example, completion: str, seconds: float) -> float:
@@ -89,7 +113,7 @@ def _number(x: object) -> float:
     """As a float; NaN for what is no number, and for one that no float can hold."""
     try:
         return float(x) if isinstance(x, Real) else math.nan
-    except (OverflowError, ValueError, TypeError):
+    except Exception:  # a user's number may do anything here
         return math.nan
 
 
