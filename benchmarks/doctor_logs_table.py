@@ -104,9 +104,9 @@ def rldoctor(rows: Sequence[Row], run: Mapping[str, Any], least: str = "WARNING"
     own = run["settings"]["own"]
     config = {
         "algorithm": "ppo" if own.get("advantage") == "gae" else "grpo",
-        "num_generations": own.get("group_size", TrainConfig.group_size),
-        "max_response_length": own.get("max_new_tokens", TrainConfig.max_new_tokens),
-        "learning_rate": own.get("lr", TrainConfig.lr),
+        "num_generations": own.get("group_size", TrainConfig().group_size),
+        "max_response_length": own.get("max_new_tokens", TrainConfig().max_new_tokens),
+        "learning_rate": own.get("lr", TrainConfig().lr),
     }
     result = package.diagnose(package.run_from_records(records, config=config))
     names = [f.detector for f in result.findings if f.severity >= package.Severity[least]]

@@ -13,7 +13,7 @@ from typing import Any
 from policyloss.errors import InputError, unknown_name
 from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, check_together
+from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import read_spec
 
 GOAL = 0.9  # of held-out prompts
@@ -68,7 +68,7 @@ PLANS: Mapping[str, Plan] = {
     "grpo": _GROUPS,
     "dr_grpo": Plan(
         {"advantage": "dr_grpo"},
-        {"aggregate.horizon": TrainConfig.max_new_tokens},
+        {"aggregate.horizon": TrainConfig().max_new_tokens},
         why=(
             "its own advantages; the horizon is the longest completion here, as the preset's note "
             "asks"
@@ -209,8 +209,7 @@ class Job:
     @cached_property
     def fingerprint(self) -> str:
         """Of every option and number: a result that bears another one is of another experiment."""
-        config = self.config(Path("-"))
-        check_together(config, self.spec)
+        config = self.config(Path("-")).with_loss(self.spec)
         # Of a run that is resumed.
         options = {name: x for name, x in config.to_dict().items() if name != "extend"}
         everything = json.dumps([self.study, options, self.spec.to_dict()], sort_keys=True)

@@ -84,10 +84,11 @@ def test_the_advantages_of_a_preset_are_data_with_a_source(name: str) -> None:
 
 @walked("name", pl.presets())
 def test_the_trainer_follows_them(name: str) -> None:
-    config = TrainConfig(loss=name)
-    assert config.estimator == DEFINED_WITH.get(name, "grpo")
+    spec = pl.preset(name).for_run(16)
+    config = TrainConfig(loss=name, teacher=Path("t")).with_loss(spec)
+    assert config.advantage == DEFINED_WITH.get(name, "grpo")
     assert config.with_critic == (DEFINED_WITH.get(name) == "gae")
-    assert config.advantage_notice is None
+    assert "is defined with" not in config.headline(spec)
 
 
 def test_the_evidence_was_made_with_them() -> None:
@@ -98,16 +99,6 @@ def test_the_evidence_was_made_with_them() -> None:
 
     for name, plan in PLANS.items():
         assert plan.options["advantage"] == DEFINED_WITH.get(name, plan.options["advantage"])
-
-
-def test_the_trainer_says_when_others_are_chosen() -> None:
-    said = TrainConfig(loss="dr_grpo", advantage="grpo").advantage_notice
-    assert said is not None
-    assert "--advantage grpo" in said
-    assert "'dr_grpo' is defined with 'dr_grpo'" in said
-    assert TrainConfig(loss="dr_grpo", advantage="dr_grpo").advantage_notice is None
-    assert TrainConfig(loss="tis", advantage="rloo").advantage_notice is None  # goes with any
-    assert TrainConfig(loss="mine.json", advantage="rloo").advantage_notice is None
 
 
 def test_the_line_is_said_at_the_start_of_a_run(
@@ -122,10 +113,12 @@ def test_the_line_is_said_at_the_start_of_a_run(
     monkeypatch.setattr(loop, "end_ids", lambda *args: [])
     for name in ("Collector", "make_rollout"):
         monkeypatch.setattr(loop, name, lambda *args, **kwargs: None)
+    spec = pl.preset("dr_grpo").with_horizon(16)
     for advantage, lines in (("grpo", 1), (None, 0)):
         said.clear()
-        config = TrainConfig(loss="dr_grpo", advantage=advantage, out=tmp_path)
-        loop.Training(config, pl.preset("dr_grpo"), Ranks(0, 1, torch.device("cpu")), None, False)
+        config = TrainConfig(loss="dr_grpo", advantage=advantage, out=tmp_path).with_loss(spec)
+        loop.Training(config, spec, Ranks(0, 1, torch.device("cpu")), None, False)
+        assert said[0] == config.headline(spec)
         assert len([text for text in said if "is defined with" in text]) == lines
 
 

@@ -18,7 +18,7 @@ from cases import make_batch, run
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.explain.formula import formula
 from policyloss.parts import aggregate
-from policyloss.train.config import check_together, read_arguments
+from policyloss.train.arguments import read_arguments
 from policyloss.train.loss_options import read_spec
 
 UNSET = (pl.SeqMeanTokenSumNorm(), pl.TokenSumNorm())
@@ -155,7 +155,7 @@ def test_trl_gives_its_longest_completion() -> None:
 
 
 def test_the_trainer_gives_its_longest_completion() -> None:
-    config, spec = read_arguments(["--loss", "dr_grpo", "--max-new-tokens", "24"])
+    config, spec, _ = read_arguments(["--loss", "dr_grpo", "--max-new-tokens", "24"])
     assert spec.aggregate.horizon == config.max_new_tokens == 24
     assert (
         read_arguments(["--loss", "dr_grpo", "--loss.aggregate.horizon", "100"])[
@@ -163,5 +163,5 @@ def test_the_trainer_gives_its_longest_completion() -> None:
         ].aggregate.horizon
         == 100
     )
-    with pytest.raises(pl.InputError, match=r"with_horizon\(16\)"):
-        check_together(config.__class__(loss="dr_grpo"), read_spec("dr_grpo"))
+    with pytest.raises(pl.InputError, match=r"with_horizon\(24\)"):
+        config.with_loss(read_spec("dr_grpo"))

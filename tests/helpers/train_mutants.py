@@ -427,6 +427,20 @@ TRAIN = (
         "test_report_completions.py::test_branches_follow_from_the_stored_numbers_and_the_loss",
     ),
     (
+        "a_loss_by_value_gets_grpo_s_advantages",
+        "train/config.py",
+        'defined_with or "grpo"',
+        '"grpo"',
+        "test_train_config.py::test_every_way_to_name_a_loss_gives_the_same_advantages",
+    ),
+    (
+        "any_model_learns_as_fast_as_the_built_in_one",
+        "train/config.py",
+        "if config.model in TINY:",
+        "if True:",
+        "test_train_config.py::test_learning_rates_follow_the_model",
+    ),
+    (
         "rounding_does_not_grow_with_the_model",
         "train/attention.py",
         "4 * math.sqrt(layers * terms)",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 from typing import get_type_hints
 
@@ -11,12 +13,15 @@ import pytest
 
 import policyloss as pl
 from policyloss.commands import Within
-from policyloss.train.config import TrainConfig, check_together, read_arguments
+from policyloss.presets import PRESETS, presets_equal_to
+from policyloss.train.arguments import read_arguments
+from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import read_spec
+from policyloss.train.tiny import TINY
 
 
 def test_a_preset_with_changes() -> None:
-    config, spec = read_arguments(
+    config, spec, _ = read_arguments(
         [
             "--loss",
             "dapo",
@@ -47,6 +52,7 @@ def test_a_spec_from_a_file(tmp_path: Path) -> None:
         (["--loss.kl.coef", "1"], ["kl", "nothing"]),
         (["--loss.trust.eps-high"], ["needs a value"]),
         (["--loss", "tis", "--old-logp", "rollout"], ["tis", "--old-logp recompute"]),
+        (["--group-size", "1"], ["--group-size 1", "'grpo'", "gae"]),
     ],
 )
 def test_a_loss_that_makes_no_sense(arguments: list[str], words: list[str]) -> None:
@@ -59,7 +65,8 @@ def test_a_loss_that_makes_no_sense(arguments: list[str], words: list[str]) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"group_size": 1}, ["--group-size 1", "gae"]),
+        ({"group_size": 1, "advantage": "grpo"}, ["--group-size 1", "gae"]),
+        ({"model": "path/to/model"}, ["path/to/model", "--max-new-tokens"]),
         ({"steps": 0}, ["--steps", "at least 1", "0"]),
         ({"lr": -1.0}, ["--lr", "-1.0"]),
         ({"lr": float("nan")}, ["--lr", "nan"]),
@@ -95,11 +102,66 @@ def test_to_and_from_json() -> None:
         TrainConfig.from_dict({**config.to_dict(), "stepss": 1})
 
 
+def test_every_way_to_name_a_loss_gives_the_same_advantages(tmp_path: Path) -> None:
+    """By name in any spelling, by value from a file or from code, and with a number changed. Two
+    presets have the numbers of another one: a file cannot tell which of the two it is, and is the
+    first of them.
+    """
+    wrong: list[str] = []
+    for name, preset in PRESETS.items():
+        by_value = presets_equal_to(preset.spec)[0].advantage or "grpo"
+        file, code = tmp_path / f"{name}.json", tmp_path / f"{name}.py"
+        file.write_text(json.dumps(preset.spec.to_dict()))
+        code.write_text(f"import policyloss as pl\nspec = pl.preset({name!r})\n")
+        spellings = (name, name.upper(), name.replace("_", "-"), f" {name} ", f"{code}:spec")
+        ways = dict.fromkeys(spellings, preset.advantage or "grpo")
+        ways[str(file)] = by_value
+        for way, advantage in ways.items():
+            for changes in ([], [("entropy_coef", "0.01")]):
+                spec = read_spec(way, changes).for_run(16)
+                config = TrainConfig(loss=way, teacher=tmp_path).with_loss(spec)
+                if (config.advantage, config.with_critic) != (advantage, advantage == "gae"):
+                    wrong.append(f"{way} {changes}: {config.advantage}, not {advantage}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_who_gets_a_critic() -> None:
-    assert TrainConfig(loss="ppo").with_critic
-    assert not TrainConfig(loss="dapo").with_critic
-    assert TrainConfig(loss="dapo", advantage="gae").with_critic
-    check_together(TrainConfig(loss="tis"), pl.preset("tis"))
+    assert TrainConfig(loss="dapo", advantage="gae").with_loss(pl.preset("dapo")).with_critic
+    # A loss of one's own that is no preset goes with any advantages.
+    config = TrainConfig(loss="mine.py:f").with_loss(pl.LossSpec(trust=lambda tokens: tokens.ratio))
+    assert config.advantage == "grpo"
+
+
+def test_the_first_line_names_loss_advantages_critic_and_rate() -> None:
+    for words, line in {
+        "": "loss dapo; advantages grpo; no critic; learning rate 0.0005",
+        "--loss PPO": "loss PPO (the preset ppo); advantages gae; a critic (learning rate 0.001); "
+        "learning rate 0.0005",
+        "--loss dr_grpo --loss.trust.eps-high 0.3 --lr 1e-4": "loss dr_grpo (the preset dr_grpo, "
+        "changed); advantages dr_grpo; no critic; learning rate 0.0001",
+        "--loss tis --advantage rloo": "loss tis; advantages rloo; no critic; learning rate 0.0005",
+        "--loss dr_grpo --advantage grpo --model m --max-new-tokens 9": "loss dr_grpo; advantages "
+        f"grpo (the loss is defined with dr_grpo: {PRESETS['dr_grpo'].sources['advantage']}); "
+        "no critic; learning rate 1e-06",
+    }.items():
+        config, spec, _ = read_arguments(words.split())
+        assert config.headline(spec) == line
+
+
+def test_learning_rates_follow_the_model() -> None:
+    """A rate that is named stays, on every way to a run's options."""
+    for options, rates in (
+        ({}, (5e-4, 1e-3)),
+        ({"model": "tiny32", "lora_rank": 4}, (5e-4, 1e-3)),
+        ({"model": "m", "max_new_tokens": 9}, (1e-6, 1e-5)),
+        ({"model": "m", "max_new_tokens": 9, "lora_rank": 4}, (1e-5, 1e-5)),
+        ({"model": "m", "max_new_tokens": 9, "lr": 3e-5, "critic_lr": 2e-5}, (3e-5, 2e-5)),
+    ):
+        config = TrainConfig(**options)  # type: ignore[arg-type]
+        words = [f"--{name.replace('_', '-')}={x}" for name, x in options.items()]
+        stored = TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+        for one in (config, read_arguments(words).config, stored):
+            assert (one.lr, one.critic_lr) == rates, options
 
 
 def limits() -> list[tuple[str, float]]:
@@ -126,3 +188,36 @@ def test_what_limits_say() -> None:
     assert str(Within(least=0, below=2**32)) == "at least 0 and below 4294967296"
     assert [x in Within(above=0, most=1) for x in (0, 1e-9, 1, 1.1)] == [False, True, True, False]
     assert len(limits()) > 40
+
+
+def test_the_commands_of_the_documents_start_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every one that is written out, with the files that it names."""
+    docs = Path(__file__).parents[2] / "docs"
+    texts = {name: (docs / name).read_text() for name in ("train.md", "rollout.md", "scale.md")}
+    commands = {
+        (name, match[1].replace("\\\n", " "))
+        for name, text in texts.items()
+        for match in re.finditer(r"policyloss train((?: |\\\n)[^#`\n\\]*(?:\\\n[^#`\n\\]*)*)", text)
+        if "-" in match[1] and "…" not in match[1]
+    }
+    assert len(commands) >= 17
+    monkeypatch.chdir(tmp_path)
+    Path("my_loss.json").write_text(json.dumps(pl.LossSpec().to_dict()))
+    Path("my_losses.py").write_text(
+        "def half_clip(tokens): ...\ndef mine(rewards, group_ids): ...\n"
+    )
+    wrong = []
+    for name, command in sorted(commands):
+        words = shlex.split(command)
+        if {"--resume", "--teacher"} & set(words):
+            continue  # these need a run
+        try:
+            config = read_arguments(words).config
+        except (pl.PolicyLossError, SystemExit) as error:
+            wrong.append(f"{name}: policyloss train{command}: {error}")
+            continue
+        if config.model not in TINY and config.lr > 1e-5:
+            wrong.append(f"{name}: {command}: learning rate {config.lr}")
+    assert not wrong, "\n".join(wrong)

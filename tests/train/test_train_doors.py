@@ -21,13 +21,15 @@ from train_loop_ranks import SMALL, lines, make_model, resume, train
 from policyloss.cli import main
 from policyloss.commands import arguments_of
 from policyloss.errors import InputError
-from policyloss.train.config import TrainConfig, named_options
+from policyloss.train.arguments import named_options
+from policyloss.train.config import TrainConfig
 from policyloss.train.models import load
 from policyloss.train.run.checkpoint import latest
 from policyloss.train.run.directory import RunDir
 from policyloss.train.run.files import StorageError, replace_file
 from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines
+from policyloss.train.run.resumed_options import stored_options
 from policyloss.train.tasks import make_task
 
 
@@ -50,7 +52,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def rewritten(run: Path, **options: Any) -> Path:
-    """The same run, whose config.json says something else."""
+    """The same run with other options in its config.json."""
     contents = json.loads((run / "config.json").read_text())
     contents["config"] |= options
     (run / "config.json").write_text(json.dumps(contents))
@@ -110,6 +112,18 @@ def test_how_a_run_is_watched_and_stored_may_change(run: Path) -> None:
 
 def test_the_whole_command_again_with_resume_goes_on(run: Path, model: str) -> None:
     assert train(run, model=model, steps=2, checkpoint_every=1, resume=True) == 0
+
+
+def test_a_run_of_an_older_version_goes_on_with_the_advantages_it_had(run: Path) -> None:
+    """It stored none: those of a preset by its exact name, and else GRPO's."""
+    contents = json.loads((run / "config.json").read_text())
+    contents["config"]["advantage"] = None
+    (run / "config.json").write_text(json.dumps(contents))
+    for loss, advantage in {"ppo": "gae", "PPO": "grpo", "tis": "grpo", "x.json": "grpo"}.items():
+        assert stored_options(rewritten(run, loss=loss))[0].advantage == advantage
+    rewritten(run, loss="dapo")
+    assert resume(run, extend=3) == 0
+    assert RunDir.read_config(run)["config"]["advantage"] == "grpo"
 
 
 def test_a_new_run_cannot_be_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,9 +24,10 @@ from train_loop_ranks import SMALL, arguments, lines, make_model, resume, train
 
 import policyloss as pl
 from policyloss.cli import main
+from policyloss.presets import PRESETS
 from policyloss.train import loop
 from policyloss.train.collect import Collector
-from policyloss.train.config import BY_TEACHER, TrainConfig
+from policyloss.train.config import BY_TEACHER
 from policyloss.train.contradictions import ADVANTAGES
 from policyloss.train.run.directory import RunDir
 
@@ -386,7 +387,7 @@ def assert_learned(out: Path, model: str) -> dict[str, Any]:
 def has_a_teacher(name: str) -> bool:
     """Whether a preset needs a teacher, as in `test_train_teacher.py`."""
     pulls = any(getattr(part, "teaches", False) for part in pl.preset(name).pulls)
-    return pulls or TrainConfig(loss=name).estimator in BY_TEACHER
+    return pulls or PRESETS[name].advantage in BY_TEACHER
 
 
 @pytest.mark.slow

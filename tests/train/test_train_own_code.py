@@ -17,8 +17,9 @@ import policyloss as pl
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.train.advantages import judge
+from policyloss.train.arguments import read_arguments
 from policyloss.train.batches import Pack
-from policyloss.train.config import TrainConfig, read_arguments
+from policyloss.train.config import TrainConfig
 from policyloss.train.loss_options import read_spec
 from policyloss.train.user_code import load_code
 
@@ -82,7 +83,7 @@ def test_a_loss_of_ones_own_is_a_spec_or_a_function(code: Path) -> None:
     spec = read_spec(f"{code}:clipped")
     assert spec == pl.LossSpec(trust=load_code(f"{code}:clipped", "the loss"))
     assert not spec.is_data
-    config, same = read_arguments(["--loss", f"{code}:clipped"])
+    config, same, _ = read_arguments(["--loss", f"{code}:clipped"])
     assert (config.loss, same) == (f"{code}:clipped", spec)
 
 

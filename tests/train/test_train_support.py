@@ -21,10 +21,11 @@ from train_loop_ranks import lines, make_model, resume, train
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.train.arguments import read_arguments
 from policyloss.train.attention import Rows
 from policyloss.train.batches import Pack
 from policyloss.train.collect import Completions
-from policyloss.train.config import TrainConfig, read_arguments
+from policyloss.train.config import TrainConfig
 from policyloss.train.decoding import complete
 from policyloss.train.distributed import Ranks
 from policyloss.train.drawing import Rule, draw, support

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import policyloss as pl
 from policyloss.train.advantages import judge
 from policyloss.train.batches import Pack
-from policyloss.train.config import TrainConfig, check_together
+from policyloss.train.config import TrainConfig
 from policyloss.train.drawing import Rule, draw
 from policyloss.train.sampler import Sample
 
@@ -55,7 +56,8 @@ def a_pack() -> Pack:
     ],
 )
 def test_advantages_by_hand(options: dict[str, Any], expected: list[float]) -> None:
-    config = TrainConfig(teacher=Path("t"), **options)
+    spec = pl.preset(options.get("loss", "dapo"))
+    config = TrainConfig(teacher=Path("t"), **options).with_loss(spec)
     judged = judge(config, a_pack(), "local", by_teacher=True)
     torch.testing.assert_close(judged.advantages, torch.tensor(expected), rtol=0, atol=1e-6)
 
@@ -72,8 +74,8 @@ def test_rewards_count_if_they_are_asked_for() -> None:
 @pytest.mark.parametrize("loss", ["gkd", "opd_kl", "opd", "iw_opd", "kdrl"])
 def test_a_loss_that_reads_a_teacher_needs_one(loss: str) -> None:
     with pytest.raises(pl.InputError, match="--teacher DIR"):
-        check_together(TrainConfig(loss=loss), pl.preset(loss))
-    check_together(TrainConfig(loss=loss, teacher=Path("t")), pl.preset(loss))
+        TrainConfig(loss=loss).with_loss(pl.preset(loss))
+    TrainConfig(loss=loss, teacher=Path("t")).with_loss(pl.preset(loss))
 
 
 def test_options_that_do_not_go_together() -> None:
@@ -81,9 +83,10 @@ def test_options_that_do_not_go_together() -> None:
         TrainConfig(teacher=Path("t"), dynamic_sampling=True)
     with pytest.raises(pl.InputError, match="--reward-coef must be at least 0"):
         TrainConfig(teacher=Path("t"), reward_coef=-1.0)
-    TrainConfig(teacher=Path("t"), group_size=1)  # nobody is compared with anybody
+    alone = TrainConfig(teacher=Path("t"), group_size=1)
+    alone.with_loss(pl.preset("dapo"))  # nobody is compared with anybody
     with pytest.raises(pl.InputError, match="--group-size 1"):
-        TrainConfig(teacher=Path("t"), group_size=1, reward_coef=1.0)
+        replace(alone, reward_coef=1.0).with_loss(pl.preset("dapo"))
 
 
 def train(out: Path, **options: Any) -> dict[str, Any]:

@@ -22,6 +22,8 @@ SMALL = {
     "max_new_tokens": 8,
     "eval_prompts": 16,
     "warmup_steps": 0,
+    "lr": 5e-4,  # the models of tests are tiny
+    "critic_lr": 1e-3,
     "steps": 3,
     "eval_every": 2,
     "checkpoint_every": 2,

@@ -12,17 +12,14 @@ import policyloss as pl
 from policyloss.commands import read_options
 from policyloss.commands.arguments import Eval, FromRun, Sample
 from policyloss.errors import InputError
+from policyloss.train.arguments import read_arguments
 from policyloss.train.chat import with_template
 from policyloss.train.collect import Evaluation, Result, answered
-from policyloss.train.config import TrainConfig, named_options, read_arguments
+from policyloss.train.config import TrainConfig
 from policyloss.train.distributed import Ranks
 from policyloss.train.loop import train
 from policyloss.train.run.resume import explained, stored_weights
-from policyloss.train.run.resumed_options import (
-    read_resumed,
-    refuse_unnamed_code,
-    stored_options,
-)
+from policyloss.train.run.resumed_options import refuse_unnamed_code, stored_options
 from policyloss.train.sampler import sample, uniforms
 from policyloss.train.setup import Setup, build
 from policyloss.train.tasks import Example, Task
@@ -32,10 +29,13 @@ from policyloss.train.tasks.rewards import forgiving
 
 def train_command(arguments: Sequence[str]) -> int:
     """`policyloss train [options]`."""
-    named, _ = named_options(arguments)
-    if named.get("resume"):
-        return train(*read_resumed(arguments), offline="model" not in named)
-    return train(*read_arguments(arguments), named_out="out" in named)
+    config, spec, named = read_arguments(arguments)
+    return train(
+        config,
+        spec,
+        offline=config.resume and "model" not in named,
+        named_out=config.resume or "out" in named,
+    )
 
 
 def eval_command(arguments: Sequence[str]) -> int:

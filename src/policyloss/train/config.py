@@ -1,10 +1,9 @@
-"""What a training run is: one flat, typed set of options, checked before anything is loaded."""
+"""The options of a training run: one flat, typed set, checked before anything is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,9 +13,8 @@ from policyloss.commands import (
     Positive,
     Whole,
     Within,
-    arguments_of,
     check_numbers,
-    read_words,
+    flag,
 )
 from policyloss.errors import InputError, unknown_name
 from policyloss.train.options import typed
@@ -26,11 +24,16 @@ if TYPE_CHECKING:  # torch is not needed to print the help
 
 BY_TEACHER = ("opd", "iw_opd")  # advantages that read a teacher
 Share = Annotated[float, Within(least=0, most=1)]
-# Far beyond what can learn, and far from what overflows.
-Rate = Annotated[
-    float,
-    Within(least=0, most=1e3, why=": AdamW moves each weight by about that much in every update"),
-]
+# An option whose default follows the model: None until `TrainConfig` sets it.
+FOLLOWS: Any = None
+if TYPE_CHECKING:
+    Rate = float
+    Longest = int
+else:
+    # Far beyond what can learn, and far from what overflows.
+    why = ": AdamW moves each weight by about that much in every update"
+    Rate = Annotated[float | None, Within(least=0, most=1e3, why=why)]
+    Longest = Annotated[int | None, Within(least=1)]
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ class TrainConfig:
     """Prompts per step."""
     group_size: Count = 8
     """Completions of each prompt."""
-    max_new_tokens: Count = 16
-    """Longest completion; what has not ended by then is cut."""
+    max_new_tokens: Longest = FOLLOWS
+    """Longest completion; one that has not ended by then is cut. 16 for the built-in model; any
+    other needs it."""
     temperature: Annotated[
         float, Within(above=0, why=": at 0, all completions of a prompt would be equal")
     ] = 1.0
@@ -155,8 +159,9 @@ class TrainConfig:
     micro_tokens: Count = 4096
     """Tokens of one forward and backward; smaller needs less memory,
     and changes no number but rounding."""
-    lr: Rate = 5e-4
-    """Learning rate of the policy."""
+    lr: Rate = FOLLOWS
+    """Learning rate of the policy; by default 1e-6, 1e-5 with --lora-rank, and 5e-4 for the
+    built-in model."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What becomes of the learning rate over the steps of the run."""
     lr_warmup: Whole = 0
@@ -198,8 +203,9 @@ class TrainConfig:
     logits, or by all logits."""
 
     # The critic, of losses with the advantage gae
-    critic_lr: Rate = 1e-3
-    """Learning rate of the critic."""
+    critic_lr: Rate = FOLLOWS
+    """Learning rate of the critic, which is trained whole; by default 1e-5, and 1e-3 for the
+    built-in model."""
     value_clip: NotNegative = 0.2
     """How far a value may move from its old one before its loss is clipped; 0 is off."""
     critic_steps: Whole = 0
@@ -246,19 +252,57 @@ class TrainConfig:
     def __post_init__(self) -> None:
         from policyloss.train.contradictions import advantage_problems, sampling_problems
 
+        for name, default in by_model(self).items():
+            if getattr(self, name) is None and default is None:
+                raise InputError(
+                    f"--model {self.model} needs {flag(name)}, the longest completion: 256 for "
+                    "short answers, 1024 or more for a model that reasons first."
+                )
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         check_numbers(self)
         for problem in (*sampling_problems(self), *advantage_problems(self)):
             raise InputError(problem)
 
+    def with_loss(self, spec: LossSpec) -> TrainConfig:
+        """These options with the advantages that the preset nearest to the loss is defined with,
+        unless others are named; an error where options and loss contradict each other.
+        """
+        from policyloss.train.contradictions import loss_problems
+
+        config = replace(self, advantage=self.advantage or following(self, spec)["advantage"])
+        for problem in loss_problems(config, spec):
+            raise InputError(problem)
+        return config
+
+    def headline(self, spec: LossSpec) -> str:
+        """The first line of a run: its loss, advantages, critic and learning rate."""
+        from policyloss.presets.nearest import nearest_preset
+
+        preset, exact = nearest_preset(spec)
+        loss, advantages = self.loss, self.estimator
+        if preset is not None and (not exact or preset.name != loss):
+            loss += f" (the preset {preset.name}{'' if exact else ', changed'})"
+        if preset is not None and preset.advantage not in (None, self.estimator):
+            source = preset.sources["advantage"]
+            advantages += f" (the loss is defined with {preset.advantage}: {source})"
+        critic = f"a critic (learning rate {self.critic_lr:g})" if self.with_critic else "no critic"
+        return f"loss {loss}; advantages {advantages}; {critic}; learning rate {self.lr:g}"
+
     @property
     def estimator(self) -> str:
-        """The name of the advantage estimator."""
-        return self.advantage or self.defined_with or "grpo"
+        """The name of the advantage estimator; `with_loss` sets that of the loss."""
+        return self.advantage or "grpo"
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the advantages read a teacher."""
+        return self.estimator in BY_TEACHER
 
     @property
     def reward_estimator(self) -> str:
         """The estimator of the part of the advantages that comes from rewards."""
-        return "grpo" if self.estimator in BY_TEACHER else self.estimator
+        return "grpo" if self.reads_teacher else self.estimator
 
     @property
     def reward_share(self) -> float:
@@ -266,26 +310,6 @@ class TrainConfig:
         if self.reward_coef is not None:
             return self.reward_coef
         return 1.0 if self.teacher is None else 0.0
-
-    @property
-    def defined_with(self) -> str | None:
-        """The advantage estimator that the loss is defined with; None if it goes with any."""
-        from policyloss.presets import PRESETS
-
-        return PRESETS[self.loss].advantage if self.loss in PRESETS else None
-
-    @property
-    def advantage_notice(self) -> str | None:
-        """A line for a run whose advantages are not those that its loss is defined with."""
-        if self.advantage in (None, self.defined_with) or self.defined_with is None:
-            return None
-        from policyloss.presets import find_preset
-
-        source = find_preset(self.loss).sources["advantage"]
-        return (
-            f"--advantage {self.advantage}: the loss {self.loss!r} is defined with "
-            f"{self.defined_with!r} ({source})"
-        )
 
     @property
     def with_critic(self) -> bool:
@@ -314,48 +338,22 @@ class TrainConfig:
         return cls(**typed(cls, data))
 
 
-def named_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The options on a command line by their fields, and the changes of the loss: each
-    `--loss.SLOT.OPTION VALUE` as its path and its text.
+def by_model(config: TrainConfig) -> dict[str, Any]:
+    """The defaults that follow the model; None is an option that must be named. A pretrained model
+    learns in small steps, and the length of its completions depends on the task.
     """
-    from policyloss.train.loss_options import split_loss_options
+    from policyloss.train.tiny import TINY
 
-    rest, changes = split_loss_options(arguments)
-    return read_words("train", arguments_of(TrainConfig), rest), changes
-
-
-def read_arguments(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
-    """The command line after `policyloss train`."""
-    from policyloss.train.loss_options import read_spec
-
-    named, changes = named_options(arguments)
-    config = TrainConfig(**named)
-    spec = read_spec(config.loss, changes).for_run(config.max_new_tokens)
-    check_together(config, spec)
-    return config, spec
+    if config.model in TINY:
+        return {"lr": 5e-4, "critic_lr": 1e-3, "max_new_tokens": 16}
+    lr = 1e-5 if config.lora_rank else 1e-6
+    return {"lr": lr, "critic_lr": 1e-5, "max_new_tokens": None}
 
 
-def check_together(config: TrainConfig, spec: LossSpec) -> None:
-    """Raise where the loss and the options contradict each other."""
-    if spec.needs_horizon:
-        raise InputError(
-            f"the loss {config.loss!r} divides by a horizon, which is not set; with these options "
-            f"it is spec.with_horizon({config.max_new_tokens}), the longest completion."
-        )
-    if "rollout_logp" in spec.reads and "old_logp" in spec.reads and config.old_logp == "rollout":
-        raise InputError(
-            f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
-            "rollout they are the same numbers; use --old-logp recompute."
-        )
-    if spec.divergence is not None and config.replays_support:
-        raise InputError(
-            f"the loss {config.loss!r} compares whole distributions with a teacher, and with "
-            "--top-p or --top-k the learner's is over the tokens that they kept; add "
-            "--no-sampling-mask --rollout-logp raw, which makes both be over all tokens."
-        )
-    taught = any(getattr(part, "teaches", False) for part in spec.pulls)
-    if config.teacher is None and (taught or config.estimator in BY_TEACHER):
-        raise InputError(
-            f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "
-            "give the folder of one, --teacher DIR."
-        )
+def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
+    """The defaults that follow the model and the loss."""
+    from policyloss.presets.nearest import nearest_preset
+
+    preset, _ = nearest_preset(spec)
+    defined_with = None if preset is None else preset.advantage
+    return {**by_model(config), "advantage": defined_with or "grpo"}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from policyloss.advantage import ESTIMATORS
 from policyloss.errors import unknown_name
+from policyloss.spec import LossSpec
 from policyloss.train.user_code import is_reference
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ def sampling_problems(config: TrainConfig) -> Iterator[str]:
         )
     if config.dtype == "float64" and name != ENGINES[0]:
         yield f"--rollout {name} samples in float32 or bfloat16, not --dtype float64."
+    if config.dynamic_sampling and config.teacher is not None:
+        yield (
+            "--dynamic-sampling drops groups whose rewards are equal, but a --teacher judges them, "
+            "too; leave one of the two out."
+        )
     if "" in config.stop:
         yield "--stop must be texts that are not empty."
     if config.task.endswith(".jsonl") and config.reward is None:
@@ -69,8 +75,10 @@ def sampling_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def advantage_problems(config: TrainConfig) -> Iterator[str]:
-    """Advantages that are none, or that would be 0."""
-    if config.advantage not in (None, *ADVANTAGES) and not is_reference(config.advantage):
+    """Advantages that do not exist, or that would be 0; nothing before they are known."""
+    if config.advantage is None:
+        return
+    if config.advantage not in ADVANTAGES and not is_reference(config.advantage):
         yield unknown_name("advantage", config.advantage, ADVANTAGES)
     alone = config.group_size == 1 and config.reward_share
     if alone and config.reward_estimator in BY_COMPARISON:
@@ -84,14 +92,35 @@ def advantage_problems(config: TrainConfig) -> Iterator[str]:
             f"--passk {config.passk} must be below --group-size {config.group_size}: where a "
             "subset holds all completions, every advantage is 0."
         )
-    if config.dynamic_sampling and config.teacher is not None:
-        yield (
-            "--dynamic-sampling drops groups whose rewards are equal, but a --teacher has "
-            "something to say of them; leave one of the two out."
-        )
     if config.dynamic_sampling and config.estimator in WITHOUT_GROUPS:
         yield (
             "--dynamic-sampling drops groups whose rewards are equal, but with the advantage "
             f"{config.estimator!r} they have a gradient; use it with a group advantage such as "
             "grpo."
+        )
+
+
+def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
+    """Options that contradict the loss."""
+    if spec.needs_horizon:
+        yield (
+            f"the loss {config.loss!r} divides by a horizon, which is not set; with these options "
+            f"it is spec.with_horizon({config.max_new_tokens}), the longest completion."
+        )
+    if "rollout_logp" in spec.reads and "old_logp" in spec.reads and config.old_logp == "rollout":
+        yield (
+            f"the loss {config.loss!r} compares old_logp with rollout_logp, and with --old-logp "
+            "rollout they are the same numbers; use --old-logp recompute."
+        )
+    if spec.divergence is not None and config.replays_support:
+        yield (
+            f"the loss {config.loss!r} compares whole distributions with a teacher, and with "
+            "--top-p or --top-k the learner's is over the tokens that they kept; add "
+            "--no-sampling-mask --rollout-logp raw, which makes both be over all tokens."
+        )
+    taught = any(getattr(part, "teaches", False) for part in spec.pulls)
+    if config.teacher is None and (taught or config.reads_teacher):
+        yield (
+            f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "
+            "give the folder of one, --teacher DIR."
         )

@@ -21,7 +21,7 @@ from policyloss.errors import PolicyLossError
 from policyloss.train.batches import Pack
 from policyloss.train.chat import read_template
 from policyloss.train.collect import Collector, Completions, Evaluation, answered
-from policyloss.train.config import TrainConfig
+from policyloss.train.config import TrainConfig, following
 from policyloss.train.distributed import Ranks
 from policyloss.train.finite import NotFiniteError
 from policyloss.train.hints import Hints, mismatch_of
@@ -33,7 +33,12 @@ from policyloss.train.rollout.make import make_rollout
 from policyloss.train.rollout.protocol import RolloutError
 from policyloss.train.run.directory import RunDir, free_directory
 from policyloss.train.run.resume import Stateful, last_good, restore, store
-from policyloss.train.run.resumed_options import continued, loss_data, resume_command
+from policyloss.train.run.resumed_options import (
+    continued,
+    loss_data,
+    resume_command,
+    unstarted,
+)
 from policyloss.train.sampler import Sample, end_ids
 from policyloss.train.setup import build, distribute, teach
 from policyloss.train.tasks.rewards import forgiving
@@ -55,6 +60,7 @@ def train(
     offline: do not download the model, because it is a run directory that names it and no user.
     named_out: False if nobody chose the directory, so that a new run may go into one beside it.
     """
+    config = config.with_loss(spec)
     if config.resume:
         config = continued(config, spec)
     refuse_missing(config)  # now, not when there is a run directory already
@@ -71,7 +77,7 @@ def train(
 
 def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     """The run directory, made or opened again, with the options of now."""
-    options = replace(config, resume=False, extend=None).to_dict()
+    options = replace(config, **unstarted()).to_dict()
     run = (
         RunDir.open(config.out)
         if config.resume
@@ -79,7 +85,7 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
             config.out,
             options,
             loss_data(spec, config.loss),
-            defaults=TrainConfig().to_dict(),
+            defaults={**TrainConfig().to_dict(), **following(config, spec)},
             template=read_template(config.chat_template) if config.chat_template else None,
         )
     )
@@ -101,8 +107,7 @@ class Training:
     ) -> None:
         self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
         self.display = Display(config.steps, quiet=not ranks.is_first)
-        if config.advantage_notice:
-            self.display.say(config.advantage_notice)
+        self.display.say(config.headline(spec))
         self.watch = Watch(ranks, self.display.say, config.heartbeat)
         say, warn = self.display.say, self.display.warn
         self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)

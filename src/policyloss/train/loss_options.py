@@ -7,22 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss.presets import PRESETS, preset, read_loss
-from policyloss.spec import LossSpec
+from policyloss.presets import as_spec, read_loss
+from policyloss.spec import SLOTS, LossSpec
 from policyloss.train.user_code import is_reference, load_loss
 
 
 def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
     """A preset or the JSON file of a spec, with changes such as `("trust.eps_high", "0.28")`."""
-    if loss not in PRESETS and is_reference(loss) and not loss.endswith(".json"):
+    if is_reference(loss) and not loss.endswith(".json"):
         spec = load_loss(loss)
         if changes and not spec.is_data:
             raise InputError(
                 f"--loss {loss} is code; change it there, not by --loss.{changes[0][0]}."
             )
         return change_spec(spec, changes)
-    named = read_loss(loss)
-    return change_spec(preset(named) if isinstance(named, str) else named, changes)
+    return change_spec(as_spec(read_loss(loss)), changes)
 
 
 def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
@@ -33,9 +32,15 @@ def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
     for path, text in changes:
         _change(data, path, text)
     try:
-        return LossSpec.from_dict(data)
+        changed = LossSpec.from_dict(data)
     except OverflowError as error:
         raise InputError(f"a number of the loss is too large: {error}.") from None
+    return made_from(spec, changed)
+
+
+def made_from(spec: LossSpec, changed: LossSpec) -> LossSpec:
+    """`changed` as a change of `spec`: the preset that it was made from is still known."""
+    return spec.replace(**{slot: getattr(changed, slot) for slot in SLOTS})
 
 
 def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -1,5 +1,4 @@
-"""Which options a run that goes on may have: those it was started with. And which of them the user
-named.
+"""The options that a run was started with, which it keeps when it goes on.
 
 A run directory is data, perhaps somebody else's. What could run code, or fetch or send something (a
 reward of module:function, a model on the hub, code that comes with a model, a service) is used only
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.commands import flag
-from policyloss.errors import InputError, PolicyLossError
+from policyloss.errors import InputError, PolicyLossError, match_name
+from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig, named_options
-from policyloss.train.loss_options import change_spec, read_spec
+from policyloss.train.config import TrainConfig
+from policyloss.train.loss_options import made_from
 from policyloss.train.run.directory import RunDir
 from policyloss.train.run.files import TEMPLATE, StorageError, damage_named
 
@@ -30,44 +30,43 @@ CHANGEABLE = (
     *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
-_MAY_DIFFER = (*CHANGEABLE, "out", "resume", "extend")
+OF_A_START = ("resume", "extend")  # how a run is started; not stored
+_MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
 # What may name code, an address or a service. To train, all of these are used; to evaluate, the
 # reward.
-_MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
+MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
 
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
-    """The options and the loss that a run was started with; None for a loss that is code."""
+    """The options and the loss that a run was started with; None for a loss that is code.
+
+    A version that stored no advantages took those of a preset by its exact name, and else GRPO's.
+    """
     contents, file = RunDir.read_config(run), run / "config.json"
     try:
         with damage_named(f"{file} is damaged"):
             if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
                 raise InputError("'config' and 'loss' must be objects.")
-            config = TrainConfig.from_dict(
-                {**contents["config"], "resume": False, "extend": None, "out": str(run)}
-            )
+            config = TrainConfig.from_dict({**contents["config"], **unstarted(), "out": str(run)})
+            if config.advantage is None:
+                exact = PRESETS.get(config.loss)
+                config = replace(config, advantage=(exact and exact.advantage) or "grpo")
             if config.chat_template is not None:  # not the file that it names, which may be any
                 config = replace(config, chat_template=run / TEMPLATE)
-            code = contents["loss"] == {"code": config.loss}
-            return config, None if code else LossSpec.from_dict(contents["loss"])
+            if contents["loss"] == {"code": config.loss}:
+                return config, None
+            spec = LossSpec.from_dict(contents["loss"])
+            named = match_name(config.loss, PRESETS)
+            return config, spec if named is None else made_from(PRESETS[named].spec, spec)
     except StorageError:
         raise
     except PolicyLossError as error:
         raise StorageError(f"{file}: {error}") from None
 
 
-def read_resumed(arguments: Sequence[str]) -> tuple[TrainConfig, LossSpec]:
-    """`policyloss train --resume …`: the options of the run, which those named must agree with."""
-    named, changes = named_options(arguments)
-    stored, stored_spec = stored_options(named.get("out", TrainConfig.out))
-    config = replace(stored, **named)
-    refuse_unnamed_code(config, frozenset(named), _MAY_BE_CODE)
-    if "loss" in named or stored_spec is None:
-        spec = read_spec(config.loss, changes).for_run(config.max_new_tokens)
-    else:
-        spec = change_spec(stored_spec, changes)
-    refuse_changes(stored, config, stored_spec, spec)
-    return config, spec
+def unstarted() -> dict[str, Any]:
+    """The options of `OF_A_START` as a run directory holds them."""
+    return {name: getattr(TrainConfig, name) for name in OF_A_START}
 
 
 def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
@@ -142,7 +141,7 @@ def needs_name(option: str, value: str | None) -> bool:
 def resume_command(config: TrainConfig) -> str:
     """What to type to go on with a run."""
     words = ["policyloss", "train", "--resume", "--out", str(config.out)]
-    for name in _MAY_BE_CODE:
+    for name in MAY_BE_CODE:
         value = getattr(config, name)
         words += [flag(name), value] if needs_name(name, value) else []
     words += ["--trust-remote-code"] if config.trust_remote_code else []
