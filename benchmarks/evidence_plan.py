@@ -210,8 +210,8 @@ class Job:
     def fingerprint(self) -> str:
         """Of every option and number: a result that bears another one is of another experiment."""
         config = self.config(Path("-")).with_loss(self.spec)
-        # Of a run that is resumed.
-        options = {name: x for name, x in config.to_dict().items() if name != "extend"}
+        ways = ("extend", "config", "like")  # of starting a run, which change none of its numbers
+        options = {name: x for name, x in config.to_dict().items() if name not in ways}
         everything = json.dumps([self.study, options, self.spec.to_dict()], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:16]
 

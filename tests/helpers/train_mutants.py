@@ -441,6 +441,27 @@ TRAIN = (
         "test_train_config.py::test_learning_rates_follow_the_model",
     ),
     (
+        "a_file_of_options_beats_the_command_line",
+        "train/arguments.py",
+        "[*earlier, *changes]",
+        "[*changes, *earlier]",
+        "test_train_config.py::test_options_from_a_file_and_from_the_command_line",
+    ),
+    (
+        "a_run_like_another_keeps_the_advantages_of_its_loss",
+        "train/arguments.py",
+        "and (name, value) not in follows.items()",
+        "",
+        _DOORS + "test_the_options_of_a_run_are_the_starting_point_of_another",
+    ),
+    (
+        "a_run_like_another_runs_the_code_it_names",
+        "train/arguments.py",
+        "refuse_unnamed_code(replace(config, out=like), frozenset(named), MAY_BE_CODE)",
+        "pass",
+        _DOORS + "test_the_options_of_a_run_are_the_starting_point_of_another",
+    ),
+    (
         "rounding_does_not_grow_with_the_model",
         "train/attention.py",
         "4 * math.sqrt(layers * terms)",

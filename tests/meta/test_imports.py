@@ -132,6 +132,7 @@ EXTRAS = {
         "rich",
         "safetensors",
         "tokenizers",
+        "tomli",  # of Python 3.10
         "torchao",
         "transformers",
     }

@@ -164,6 +164,51 @@ def test_learning_rates_follow_the_model() -> None:
             assert (one.lr, one.critic_lr) == rates, options
 
 
+def test_options_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+    """All options as TOML give what they give as words, and a word beats the file."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'loss = "dapo"\n"loss.trust.eps-high" = 0.3\n"loss.entropy_coef" = 0.01\nlr = 1\n'
+        'group-size = 4\nstop = ["\\n", "--"]\nbetas = [0.8, 0.95]\nout = "runs/mine"\n'
+        "sampling_mask = false\nsuccess = -1.5\n"
+    )
+    config, spec, named = read_arguments(["--config", str(file), "--lr", "0.25", "--seed=3"])
+    assert spec == pl.preset("dapo", eps_high=0.3, entropy_coef=0.01)
+    assert config.to_dict() == {
+        **TrainConfig().to_dict(),
+        "config": str(file),
+        "lr": 0.25,
+        "seed": 3,
+        "group_size": 4,
+        "stop": ("\n", "--"),
+        "betas": (0.8, 0.95),
+        "out": "runs/mine",
+        "sampling_mask": False,
+        "success": -1.5,
+        "advantage": "grpo",
+    }
+    assert {"out", "lr", "seed", "group_size", "loss"} <= named
+    words = ["--config", str(file), "--loss.trust.eps-high", "0.4"]
+    assert read_arguments(words).spec.trust == pl.Clip(0.2, 0.4)
+    missing = tmp_path / "none.toml"
+    for text, message in {
+        "lr = ": "cannot read --config",
+        "lrr = 1": "unknown option 'lrr'; did you mean 'lr'?",
+        'lr = "fast"': "the option 'lr' is 'fast'; it must be a finite number",
+        "resume = true": "unknown option 'resume'",
+        "[loss]\ntrust = 1": "the option 'loss' is {'trust': 1}; it must be a string",
+        '"loss.trust.eps" = 1': "eps",
+        "x = " + "[" * 9999: "cannot read --config",
+        "lr = -1": "--lr must be at least 0",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(pl.PolicyLossError) as caught:
+            read_arguments(["--config", str(file)])
+        assert message in str(caught.value), text
+    with pytest.raises(pl.InputError, match=r"cannot read --config .*none\.toml"):
+        read_arguments(["--config", str(missing)])
+
+
 def limits() -> list[tuple[str, float]]:
     """Every option with limits, and a number just outside of each."""
     return [
@@ -202,8 +247,9 @@ def test_the_commands_of_the_documents_start_a_run(
         for match in re.finditer(r"policyloss train((?: |\\\n)[^#`\n\\]*(?:\\\n[^#`\n\\]*)*)", text)
         if "-" in match[1] and "…" not in match[1]
     }
-    assert len(commands) >= 17
+    assert len(commands) >= 20
     monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(texts["train.md"].split("```toml\n")[1].split("```")[0])
     Path("my_loss.json").write_text(json.dumps(pl.LossSpec().to_dict()))
     Path("my_losses.py").write_text(
         "def half_clip(tokens): ...\ndef mine(rewards, group_ids): ...\n"
@@ -211,7 +257,7 @@ def test_the_commands_of_the_documents_start_a_run(
     wrong = []
     for name, command in sorted(commands):
         words = shlex.split(command)
-        if {"--resume", "--teacher"} & set(words):
+        if {"--resume", "--like", "--teacher"} & set(words):
             continue  # these need a run
         try:
             config = read_arguments(words).config

@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from train_loop_ranks import SMALL, lines, make_model, resume, train
 
+import policyloss as pl
 from policyloss.cli import main
 from policyloss.commands import arguments_of
 from policyloss.errors import InputError
-from policyloss.train.arguments import named_options
+from policyloss.train import commands
+from policyloss.train.arguments import named_options, read_arguments
 from policyloss.train.config import TrainConfig
 from policyloss.train.models import load
 from policyloss.train.run.checkpoint import latest
@@ -51,9 +53,9 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def rewritten(run: Path, **options: Any) -> Path:
-    """The same run with other options in its config.json."""
-    contents = json.loads((run / "config.json").read_text())
+def rewritten(run: Path, at: dict[str, Any] | None = None, **options: Any) -> Path:
+    """The same run with other options in its config.json, and other contents beside them."""
+    contents = json.loads((run / "config.json").read_text()) | (at or {})
     contents["config"] |= options
     (run / "config.json").write_text(json.dumps(contents))
     return run
@@ -114,9 +116,74 @@ def test_the_whole_command_again_with_resume_goes_on(run: Path, model: str) -> N
     assert train(run, model=model, steps=2, checkpoint_every=1, resume=True) == 0
 
 
+def test_the_options_of_a_run_are_the_starting_point_of_another(run: Path) -> None:
+    """What is named wins; what followed the model, the loss or the longest completion, follows
+    again.
+    """
+    reward = SMALL["reward"]
+    stored = stored_options(run)[0].to_dict()
+    with pytest.raises(InputError, match=rf"{run}.*names the reward {reward!r}, which is code"):
+        read_arguments(["--like", str(run)])
+    like = ["--like", str(run), "--reward", reward]
+    config, spec, named = read_arguments([*like, "--steps", "7"])
+    changed = {"like": str(run), "out": "runs/latest", "steps": 7}
+    assert config.to_dict() == {**stored, **changed}
+    assert (spec, named) == (pl.preset("dapo"), {"like", "reward", "steps"})
+    assert (config.lr, config.advantage) == (SMALL["lr"], "grpo")
+    # Another loss has its own advantages, and adapters their own rate.
+    assert read_arguments([*like, "--loss", "dr_grpo"]).config.advantage == "dr_grpo"
+    rewritten(run, lr=1e-6)
+    assert read_arguments([*like, "--lora-rank", "4"]).config.lr == 1e-5
+    assert read_arguments([*like, "--model", "tiny"]).config.lr == 5e-4
+    rewritten(run, lr=2e-6, advantage="rloo")
+    config, _, _ = read_arguments([*like, "--lora-rank", "4", "--loss", "dr_grpo"])
+    assert (config.lr, config.advantage) == (2e-6, "rloo")
+    # A horizon is the longest completion, unless it was set.
+    for horizon, expected in ((8, 24), (9, 9)):
+        loss = pl.preset("dr_grpo", eps_high=0.3).with_horizon(horizon)
+        rewritten(run, loss="dr_grpo", advantage="dr_grpo", at={"loss": loss.to_dict()})
+        config, spec, _ = read_arguments([*like, "--max-new-tokens", "24"])
+        assert (spec.aggregate.horizon, spec.trust.eps_high) == (expected, 0.3)  # type: ignore[union-attr]
+        assert config.advantage == "dr_grpo"
+        assert config.headline(spec).startswith("loss dr_grpo (the preset dr_grpo, changed);")
+    file = run / "more.toml"
+    file.write_text('seed = 5\nsteps = 6\nreward = "exact"\n')
+    config, _, _ = read_arguments(["--like", str(run), "--config", str(file), "--steps", "4"])
+    assert (config.seed, config.steps, config.reward) == (5, 4, "exact")
+
+
+def test_a_run_directory_downloads_nothing_for_another_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(commands, "train", lambda *args, **named: started.append(named) or 0)
+    like = ["train", "--like", str(run), "--reward", SMALL["reward"]]
+    assert main(like) == 0
+    assert main([*like, "--model", "tiny", "--out", str(run / "other")]) == 0
+    assert started == [
+        {"offline": True, "named_out": False},
+        {"offline": False, "named_out": True},
+    ]
+
+
+def test_a_file_of_options_goes_on_with_its_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'out = "{run}"\nreward = "{SMALL["reward"]}"\nprompts = 4\n')
+    assert main(["train", "--resume", "--config", str(file)]) == 0
+    file.write_text(f"{file.read_text()}seed = 7\n")
+    assert main(["train", "--resume", "--config", str(file)]) == 2
+    assert "--seed is 7, and the run has 0" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(run), "--like", str(run)]) == 2
+    assert "--resume goes on" in capsys.readouterr().err
+
+
 def test_a_run_of_an_older_version_goes_on_with_the_advantages_it_had(run: Path) -> None:
     """It stored none: those of a preset by its exact name, and else GRPO's."""
     contents = json.loads((run / "config.json").read_text())
+    for name in ("config", "like"):
+        del contents["config"][name]
     contents["config"]["advantage"] = None
     (run / "config.json").write_text(json.dumps(contents))
     for loss, advantage in {"ppo": "gae", "PPO": "grpo", "tis": "grpo", "x.json": "grpo"}.items():
@@ -504,6 +571,8 @@ NOWHERE = {
     "chat_template": "/nowhere/template.jinja",
     "advantage": "/nowhere/code.py:function",
     "rollout": "/nowhere/code.py:make",
+    "config": "/nowhere/run.toml",
+    "like": "/nowhere",
 }
 
 

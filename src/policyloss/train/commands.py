@@ -30,10 +30,11 @@ from policyloss.train.tasks.rewards import forgiving
 def train_command(arguments: Sequence[str]) -> int:
     """`policyloss train [options]`."""
     config, spec, named = read_arguments(arguments)
+    of_a_run = config.resume or config.like is not None
     return train(
         config,
         spec,
-        offline=config.resume and "model" not in named,
+        offline=of_a_run and "model" not in named,
         named_out=config.resume or "out" in named,
     )
 

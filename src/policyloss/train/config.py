@@ -80,6 +80,11 @@ class TrainConfig:
     unusable: Literal["refuse", "skip"] = "refuse"
     """What to do about prompts that the model cannot continue, such as too long ones: refuse to
     start and name them, or leave them out and name them."""
+    config: Path | None = None
+    """A TOML file with options, such as lr = 1e-6; those on the command line win."""
+    like: Path | None = None
+    """The directory of a run whose options are the starting point; those in --config and on the
+    command line win."""
     out: Path = Path("runs/latest")
     """The run directory. One that holds a run is continued with --resume, and never overwritten;
     without --out, a new run goes into a directory beside it."""

@@ -30,7 +30,7 @@ CHANGEABLE = (
     *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
-OF_A_START = ("resume", "extend")  # how a run is started; not stored
+OF_A_START = ("config", "like", "resume", "extend")  # how a run is started; not stored
 _MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
 # What may name code, an address or a service. To train, all of these are used; to evaluate, the
 # reward.
