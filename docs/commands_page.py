@@ -36,7 +36,7 @@ def _sections(marked: bool) -> Iterator[str]:
             if marked:
                 yield from map(_directive, arguments)
             else:
-                rows = [[f"`{words(a)}`", a.meaning, _code(a.shown_default)] for a in arguments]
+                rows = [[f"`{words(a)}`", _text(a), _code(a.shown_default)] for a in arguments]
                 yield table(["argument", "meaning", "default"], rows)
 
 
@@ -44,16 +44,25 @@ def words(argument: Argument) -> str:
     """The argument as it is typed."""
     if argument.place:
         return argument.usage
+    if argument.kind is bool and argument.default:
+        return f"{flag(argument.name)}, {flag(f'no_{argument.name}')}"
     if argument.kind is bool:
-        name = "no_" + argument.name if argument.default else argument.name
-        return flag(name)
+        return flag(argument.name)
     return " ".join([flag(argument.name), *argument.values, *(["..."] if argument.is_list else [])])
 
 
 def _directive(argument: Argument) -> str:
+    """The argument by its name, and by the first words of "Learning rate of the policy"."""
     default = f" Default: `{argument.shown_default}`." if argument.shown_default else ""
-    meaning = re.sub(r"([*<\[\]])", r"\\\1", argument.meaning)
-    return f":::{{option}} {words(argument)}\n\n{meaning}{default}\n:::"
+    topic = re.match(r"(?!The|How|What)(\w+ \w+) of ", argument.meaning)
+    index = f"```{{index}} ! {topic[1].lower()}\n```\n" if topic else ""
+    return f"{index}:::{{option}} {words(argument)}\n\n{_text(argument)}{default}\n:::"
+
+
+def _text(argument: Argument) -> str:
+    """The meaning with its options as code, and without marks of Markdown."""
+    parts = re.split(r"(--[\w.-]*\w)", re.sub(r"([*<\[\]])", r"\\\1", argument.meaning))
+    return "".join(f"`{part}`" if i % 2 else part for i, part in enumerate(parts))
 
 
 def _code(text: str) -> str:

@@ -317,20 +317,17 @@ def all_choices() -> list[Choice]:
     return [choose(**dict(zip(names, answers, strict=True))) for answers in combinations]
 
 
-ARGUMENTS = [
-    *(
-        Argument(
-            question.name,
-            Literal[tuple(question.answers)],
-            next(iter(question.answers)),
-            f"{question.text} "
-            + "; ".join(f"{name}: {meaning}" for name, meaning in question.answers.items())
-            + ".",
-        )
-        for question in QUESTIONS
-    ),
-    JSON,
-]
+def _argument(question: Question) -> Argument:
+    answers = "; ".join(
+        name if name == meaning else f"{name}: {meaning}"
+        for name, meaning in question.answers.items()
+    )
+    kind = Literal[tuple(question.answers)]  # type: ignore[valid-type]
+    first = next(iter(question.answers))
+    return Argument(question.name, kind, first, f"{question.text} {answers}.")
+
+
+ARGUMENTS = [*map(_argument, QUESTIONS), JSON]
 
 
 def choose_command(words: Sequence[str]) -> int:

@@ -417,7 +417,9 @@ def test_the_page_of_commands_has_every_argument(assembly: assemble.Assembly) ->
     assert "--lr NUMBER" in marked
     for command in COMMANDS.values():
         for argument in command.arguments:
-            assert argument.meaning in page.plain, argument.name
+            for text in (page.plain, page.source):
+                assert argument.meaning in re.sub(r"[`\\]", "", text), argument.name
+    assert "--" not in re.sub(r"`[^`\n]*`|<!--.*-->|\| ---.*|```.*?```", "", page.plain), "a dash"
 
 
 def test_the_sections_of_the_site_are_those_a_reader_needs() -> None:
