@@ -32,9 +32,10 @@ from ranks_cases import (
     part,
     placed,
     predict,
+    specs_of,
 )
 from ranks_more import COUNTED, PER_SEQUENCE, PER_TOKEN, optimal_baseline
-from ranks_work import WORLDS, told, work
+from ranks_work import WORLDS, told, work, work_on_every_pair
 from torch import Tensor
 from walk import walked
 
@@ -44,10 +45,22 @@ from cases import AGGREGATES, BY_CORRECTION, LOCAL, PRESETS, REJECTED, assert_sa
 Said = dict[int, dict[str, Any]]
 
 
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["each pair once", "every pair"],
+)
+def every_pair(request: pytest.FixtureRequest) -> bool:
+    """Whether every preset with every aggregation is cut in each of the `FULL` ways."""
+    chosen: bool = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def said(every_pair: bool, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What the ranks of each world said, by the size of the world."""
-    folder = told(tmp_path_factory, work, 4, "hypothesis")
+    body = work_on_every_pair if every_pair else work
+    folder = told(tmp_path_factory, body, 4, "hypothesis")
     return {size: torch.load(folder / f"world{size}.pt", weights_only=True) for size in WORLDS}
 
 
@@ -84,11 +97,14 @@ def check(said: Said, cut: str, case: str, dtype: str) -> None:
 
 
 @walked("name", PRESETS)
-def test_every_preset_with_every_aggregation(name: str, said: Said) -> None:
+def test_every_preset_with_every_aggregation(name: str, every_pair: bool, said: Said) -> None:
     cases = [name, *(f"{name}:{label(a)}" for a in GLOBAL if a != PRESETS[name].aggregate)]
     assert len({SPECS[c].aggregate for c in cases}) >= len(GLOBAL)
-    for case, cut, dtype in product(cases, FULL, TOLERANCE):
-        check(said, cut, case, dtype)
+    for case, dtype in product(cases, TOLERANCE):
+        cuts = [cut for cut in FULL if case in specs_of(cut, dtype, every_pair)]
+        assert len(cuts) == (len(FULL) if every_pair or case == name else 1)
+        for cut in cuts:
+            check(said, cut, case, dtype)
 
 
 @walked("cut", FULL)

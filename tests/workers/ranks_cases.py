@@ -239,13 +239,22 @@ PRESETS_AND_AGGREGATES = {**PRESETS, **PRESET_BY_AGGREGATE}
 SPECS = {**PRESETS_AND_AGGREGATES, **EVERY_AGGREGATE, **BY_CORRECTION}
 
 
-def specs_of(cut: str, dtype: str) -> dict[str, pl.LossSpec]:
+@cache
+def specs_of(cut: str, dtype: str, every_pair: bool) -> dict[str, pl.LossSpec]:
     """The losses that are cut so: all of them (in float32 every preset with every aggregation),
     or the presets in float64.
+
+    every_pair: a preset with another aggregation than its own is cut in each of the `FULL` ways.
+    Otherwise it is cut in one of them, and in the next one in float32.
     """
-    if CUTS[cut].everything:
-        return SPECS if dtype == "float64" else PRESETS_AND_AGGREGATES
-    return PRESETS if dtype == "float64" else {}
+    if not CUTS[cut].everything:
+        return PRESETS if dtype == "float64" else {}
+    specs = SPECS if dtype == "float64" else PRESETS_AND_AGGREGATES
+    if every_pair:
+        return specs
+    turn = (FULL.index(cut) + list(TOLERANCE).index(dtype)) % len(FULL)
+    left_out = set(PRESET_BY_AGGREGATE) - set(list(PRESET_BY_AGGREGATE)[turn :: len(FULL)])
+    return {name: spec for name, spec in specs.items() if name not in left_out}
 
 
 POLICY_INPUTS = (

@@ -167,8 +167,8 @@ class Share:
         return self.step(call)
 
 
-def cut_steps(groups: Groups, dtype: str) -> dict[str, Any]:
-    """Every loss under every cut of this world, reduced over its ranks as the engine would."""
+def cut_steps(groups: Groups, dtype: str, every_pair: bool) -> dict[str, Any]:
+    """The losses under every cut of this world, reduced over its ranks as the engine would."""
     names: list[str] = []
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -182,7 +182,7 @@ def cut_steps(groups: Groups, dtype: str) -> dict[str, Any]:
         records.update({f"{name}|{metric}": record for metric, record in result[2].items()})
 
     for cut_name, cut in CUTS.items():
-        specs = specs_of(cut_name, dtype)
+        specs = specs_of(cut_name, dtype, every_pair)
         if cut.ranks != groups.world or not specs:
             continue
         share = Share(cut, groups, getattr(torch, dtype))
@@ -197,9 +197,11 @@ def cut_steps(groups: Groups, dtype: str) -> dict[str, Any]:
     if groups.world > 1:
         dist.all_reduce(loss)
         dist.all_reduce(gradient)
-    metrics = pl.Metrics(records).all_reduce().compute()
+    metrics = pl.Metrics(records).all_reduce()
+    if groups.rank:  # the first one writes for all
+        return {}
     by_case: dict[str, dict[str, float]] = {name: {} for name in names}
-    for name, value in metrics.items():
+    for name, value in metrics.compute().items():
         case, _, metric = name.rpartition("|")
         by_case[case][metric] = value
     return {
@@ -282,14 +284,14 @@ def refusals(groups: Groups) -> dict[str, Any]:
     }
 
 
-def world(size: int, rank: int, folder: str) -> None:
+def world(size: int, rank: int, folder: str, every_pair: bool) -> None:
     """Everything that is done in a world of `size` ranks."""
     store = f"file://{folder}/store{size}"
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     groups = Groups(size, rank)
-    said: dict[str, Any] = {dtype: cut_steps(groups, dtype) for dtype in TOLERANCE}
+    said: dict[str, Any] = {dtype: cut_steps(groups, dtype, every_pair) for dtype in TOLERANCE}
     if size > 1:
         said.update(advantages=advantages(groups), refusals=refusals(groups))
     if size == 2:
@@ -299,11 +301,16 @@ def world(size: int, rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def work(process: int, folder: str) -> None:
+def work(process: int, folder: str, every_pair: bool = False) -> None:
     """The body of each of the four processes."""
     torch.set_num_threads(1)
-    world(4, process, folder)
+    world(4, process, folder, every_pair)
     if process < 2:
-        world(2, process, folder)
+        world(2, process, folder, every_pair)
     elif process == 2:
-        world(1, 0, folder)
+        world(1, 0, folder, every_pair)
+
+
+def work_on_every_pair(process: int, folder: str) -> None:
+    """The same with every preset and every aggregation under each full cut."""
+    work(process, folder, every_pair=True)
