@@ -124,8 +124,10 @@ class Inputs:
         """
         logp = self.logp if logp is None else logp
         check_tensor("logp", logp, "float")
-        named = {name: getattr(self, name) for name in TOKEN_SHAPED}
-        named |= {f"extras.{name}": x for name, x in self.named_extras().items()}
+        named = {
+            **{name: getattr(self, name) for name in TOKEN_SHAPED},
+            **{f"extras.{name}": x for name, x in self.named_extras().items()},
+        }
         layout = laid_out(
             logp,
             self.mask,

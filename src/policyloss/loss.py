@@ -186,7 +186,8 @@ def pipeline(
     total, scale = weighted_total(token_loss, weight, shared)
     loss = _scaled(total, scale)
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
-    t, surrogate = t.replace(ratio_value=None), surrogate._replace(loss=total)
+    _, *flags = surrogate
+    t, surrogate = t.replace(ratio_value=None), Surrogate(total, *flags)
     with torch.no_grad():
         share = step_share(token_loss, weight, loss, t.totals.dp_size)
         metrics = policy_metrics(

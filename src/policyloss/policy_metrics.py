@@ -96,13 +96,14 @@ FORMULAS = {
 
 
 MetricsLevel = Literal["all", "basic", "none"]
+LEVELS = get_args(MetricsLevel)
 # The kind of each record and its parts: a number, or what computes it from sums that are taken.
 _Records = dict[str, tuple[Any, ...]]
 
 
 def check_level(metrics: Any) -> None:
     """Raise unless `metrics` is the name of a level."""
-    if not isinstance(metrics, str) or metrics not in get_args(MetricsLevel):
+    if not isinstance(metrics, str) or metrics not in LEVELS:
         raise InputError(f'metrics must be "all", "basic" or "none", got {description(metrics)}.')
 
 
@@ -138,7 +139,7 @@ def policy_metrics(
             records["advantage_mean"] = (Stat, total(t.advantages), n)
             _of_logprobs(records, spec, before, t, token_loss)
             records["beyond_totals"] = (Sum, _beyond_totals(spec, t, n, step_totals))
-    records |= {name: (Invalid, number) for name, number in t.invalid.items()}
+    records.update({name: (Invalid, number) for name, number in t.invalid.items()})
     if level != "none":
         _clipping(records, spec, surrogate, t.mask, n, everything)
         _ratios(records, spec, t, n, everything)
@@ -155,7 +156,7 @@ def policy_metrics(
 
     def all_records() -> dict[str, Record]:
         return {
-            name: kind(*(part if isinstance(part, Tensor) else part() for part in parts))
+            name: kind(*(part() if callable(part) else part for part in parts))
             for name, (kind, *parts) in records.items()
         }
 
@@ -210,8 +211,8 @@ def _beyond_totals(
 def _clipping(
     records: _Records, spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor, everything: bool
 ) -> None:
-    named = zip(s._fields[1:], s[1:], strict=True)
-    flags = {name: flag for name, flag in named if flag is not None}
+    named = {"upper": s.upper, "lower": s.lower, "dual": s.dual, "dropped": s.dropped}
+    flags = {name: flag for name, flag in named.items() if flag is not None}
     # A part of ours flags a token once at most, and no masked one; a user's may do anything.
     ours = type(spec.trust) in VARIANTS
     if not ours:

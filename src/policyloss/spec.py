@@ -126,7 +126,8 @@ class LossSpec(Part):
     @property
     def divergence(self) -> Divergence | None:
         """The pull to a teacher's whole distribution, if there is one."""
-        return next((part for part in self.pulls if isinstance(part, Divergence)), None)
+        found = [part for part in self.pulls if isinstance(part, Divergence)]
+        return found[0] if found else None
 
     @property
     def is_data(self) -> bool:

@@ -146,7 +146,7 @@ class Layout:
         looks at four properties of each field again.)
         """
         if is_compiling():
-            return type(self)(**{**{n: getattr(self, n) for n in self.names}, **changes})
+            return self.__class__(**{**{n: getattr(self, n) for n in self.names}, **changes})
         changed: Self = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, **changes)
         return changed

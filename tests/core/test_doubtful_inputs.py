@@ -153,14 +153,13 @@ def test_a_mask_that_was_checked_has_no_counter():
 
 def test_wrong_offsets_show_and_raise_when_the_host_waits():
     """Nothing reads beyond the tokens: with wrong offsets, all tokens are of the first sequence."""
+    spec = pl.preset("grpo").replace(kl=None)
     tokens = torch.full((4,), -1.0)
     mask = torch.ones(4, dtype=torch.bool)
 
     @compiled
     def call(cu_seqlens):
-        return pl.policy_loss(
-            pl.preset("grpo").replace(kl=None), tokens, tokens, tokens, mask, cu_seqlens=cu_seqlens
-        )
+        return pl.policy_loss(spec, tokens, tokens, tokens, mask, cu_seqlens=cu_seqlens)
 
     good = call(torch.tensor([0, 1, 4]))
     assert good.metrics.compute()["tokens"] == 4

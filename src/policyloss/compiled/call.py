@@ -88,10 +88,10 @@ def numbers_of(totals: Totals, device: torch.device) -> dict[str, Tensor]:
     """The totals as tensors: their values change from step to step, so they are data."""
     numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
-        numbers |= {"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens}
+        numbers.update({"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens})
     elif totals.groups is not None:
         numbers["totals.groups"] = totals.groups
-    numbers |= {f"statistics.{name}": x for name, x in (totals.statistics or {}).items()}
+    numbers.update({f"statistics.{name}": x for name, x in (totals.statistics or {}).items()})
     wide = accumulator_dtype(device)
     return {
         name: x.to(device)

@@ -26,6 +26,9 @@ NEEDED_OF_TORCH = {
         "says whether other sizes fit that"
     ),
     "torch._inductor.compile": "compiles a graph that was traced",
+    "torch._dynamo.utils.get_metrics_context": (
+        "counts what compiling takes, without which torch 2.6 does not read its cache"
+    ),
     "torch.utils._python_dispatch.TorchDispatchMode": "cuts sums in two while they are traced",
     "torch._assert_async": "reads a condition on a CPU without a graph break",
     "torch._C._are_functorch_transforms_active": "tells whether torch.func transforms a call",
@@ -92,11 +95,12 @@ def fused(
 
     options: Inductor's (see `torch._inductor.config`).
     """
+    from torch._dynamo.utils import get_metrics_context
     from torch._inductor import compile as inductor
 
     graph = traced(function, examples, dynamic=dynamic)
     stand_ins = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with torch.no_grad():
+    with torch.no_grad(), get_metrics_context():
         try:
             run = inductor(graph, list(stand_ins), options=options)
         except RuntimeError as problem:  # Inductor's and Triton's own failures are of this kind
