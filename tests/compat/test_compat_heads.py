@@ -24,9 +24,8 @@ LABELS = IDS.masked_fill(torch.arange(7) < 3, -100)
 
 
 def llama(**changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return built(LlamaForCausalLM, small_config(LlamaConfig, **changes))
+    transformers = pytest.importorskip("transformers")
+    return built(transformers.LlamaForCausalLM, small_config(transformers.LlamaConfig, **changes))
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ def test_the_evidence_was_made_with_them() -> None:
 def test_the_line_is_said_at_the_start_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("transformers")
     from policyloss.train import loop
 
     said: list[str] = []

@@ -380,6 +380,7 @@ def check_parameters(two: Said, case: str, expected: dict[str, Tensor], tol: flo
             assert_near(s[case][name], x, tol, f"{case}, {name}")
 
 
+@pytest.mark.skipif(not train_of.FSDP_RUNS, reason="FSDP2 of this torch does not run on a CPU")
 @walked("split", DP_ROWS)
 @walked("name", train_of.SPECS)
 def test_three_steps_with_a_sharded_body(two: Said, name: str, split: str) -> None:
@@ -396,6 +397,12 @@ def test_a_sharded_head(two: Said) -> None:
     """A DTensor is refused with what to do, which gives the gradient of all ranks;
     `full_tensor()` alone keeps one rank's.
     """
+    for s in two:
+        for name in ("weight", "bias"):
+            assert f"InputError: {name} is a DTensor" in s[f"dtensor {name}"]
+            assert "full_tensor(grad_placements=" in s[f"dtensor {name}"]
+    if not two[0]["gloo averages"]:
+        pytest.skip("Gloo of this torch adds up where it should average")
     gradients = train_of.whole_gradients(train_of.FULL)
     check_parameters(
         two,
@@ -403,10 +410,6 @@ def test_a_sharded_head(two: Said) -> None:
         {n: g for n, g in gradients.items() if n.startswith("head")},
         TOLERANCE,
     )
-    for s in two:
-        for name in ("weight", "bias"):
-            assert f"InputError: {name} is a DTensor" in s[f"dtensor {name}"]
-            assert "full_tensor(grad_placements=" in s[f"dtensor {name}"]
 
 
 @walked("split", DP_ROWS)

@@ -31,11 +31,11 @@ if DEVICE == "cpu":
 
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+    def patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
         """Loop bounds are arrays of one number there, which NumPy 2.4 no longer takes
-        for an index.
+        for an index. scope: puts back what was there; Triton 3.4 has none.
         """
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_with_index

@@ -99,7 +99,7 @@ def taken(step: pl.Accumulation) -> dict[str, Any]:
         loss = micro.loss(logp, entropy=entropy, divergence=divergence)
         both = torch.autograd.grad(loss, (logp, entropy), allow_unused=True, materialize_grads=True)
         for gradient, x in zip(gradients, both, strict=True):
-            gradient[micro["where"].reshape(-1)] += x.reshape(-1)
+            gradient[micro["where"].reshape(-1)] += x.detach().reshape(-1)
         parts.append(
             (
                 float(loss.detach()),
