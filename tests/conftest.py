@@ -1,4 +1,4 @@
-"""One thread and fixed hypothesis settings for every test:
+"""One thread, unless OMP_NUM_THREADS says more, and fixed hypothesis settings for every test:
 small tensors gain nothing from more, and failures repeat.
 """
 
@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
         "1"  # decided when triton is imported, which some libraries do by themselves
     )
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 STARTED = time.monotonic()
 
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25, database=None)

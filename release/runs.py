@@ -1,0 +1,37 @@
+"""Runs tests in a process of its own and counts their results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_tests(
+    python: str | Path, arguments: Sequence[str], variables: Mapping[str, str]
+) -> dict[str, int]:
+    """Passed, failed, skipped and seconds of a run of pytest.
+
+    python: the interpreter. arguments: those of pytest. variables: of the environment, beyond ours.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        subprocess.run(
+            [python, "-m", "pytest", f"--junitxml={report}", *arguments],
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            check=False,
+        )
+        suite = ET.parse(report).getroot()[0].attrib
+    failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
+    return {
+        "passed": int(suite["tests"]) - failed - skipped,
+        "failed": failed,
+        "skipped": skipped,
+        "seconds": round(float(suite["time"])),
+    }
