@@ -10,7 +10,7 @@ ENGINE := .engines/vllm
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env dist test-core demo tour evidence test test-docs test-slow engines lint format docs site bench peers conformance record lock licences loop clean
+.PHONY: help env dist test-processors test-versions demo tour evidence test test-docs test-slow engines lint format docs site bench peers conformance record lock licences loop clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' Makefile
@@ -47,12 +47,12 @@ test-docs: $(STAMP)  ## the tests of the documentation, and those that drive a b
 test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned, and more random cases
 	$(BIN)/python -m pytest -n 2 -m 'slow or hypothesis' --hypothesis-profile=more
 
-TORCH := 2.6.0
-test-core:  ## the tests of the core beside PYTHON (3.10 or newer) and TORCH (the lowest supported) alone
-	rm -rf build/core
-	$(PYTHON) -m venv build/core
-	build/core/bin/pip install --quiet torch==$(TORCH) numpy hypothesis pytest .
-	build/core/bin/python -m pytest tests/core
+test-processors: $(STAMP)  ## the numerical tests with fewer instructions of the processor, and with two threads (an hour)
+	$(BIN)/python -m release.processors
+
+VERSIONS := 3.10,2.6.0 3.10,2.13.0 3.11,2.8.0 3.11,2.11.0 3.12,2.8.0 3.12,2.11.0 3.13,2.6.0 3.13,2.13.0
+test-versions:  ## the tests of core, head and drop-ins with each Python and torch of VERSIONS, in environments of their own (40 GB)
+	for pair in $(VERSIONS); do python$${pair%,*} -m release.versions $${pair#*,} || exit 1; done
 
 $(ENGINE)/.installed: pyproject.toml tests/engines/constraints.txt
 	$(PYTHON) -m venv $(ENGINE)

@@ -9,6 +9,7 @@ and from the tree, and both must hold the same. Nothing is fetched from a networ
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -21,8 +22,10 @@ from pathlib import Path
 
 from packaging.metadata import ExceptionGroup, Metadata
 
-ROOT = Path(__file__).resolve().parent.parent
-VERSIONS = "docs/versions.md"  # its table says what was run
+from release.runs import ROOT
+from release.versions import pythons_that_passed
+
+VERSIONS = "docs/versions.json"  # the interpreters that ran the tests
 LICENCE, PYTHONS, NEEDS = "Apache-2.0", ">=3.10", ["torch>=2.6"]
 LARGEST_MB = {".whl": 1.5, ".gz": 5.0}
 _BUILD = (sys.executable, "-m", "build", "--no-isolation")
@@ -35,11 +38,6 @@ def tracked_files() -> dict[str, bytes]:
         raise SystemExit("`make dist` compares with the files that git tracks: run it in a clone.")
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     return {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
-
-
-def tested_pythons(page: str) -> set[str]:
-    """The interpreters in the table of docs/versions.md that ran `make test`."""
-    return set(re.findall(r"^\| (3\.\d+) \|[^|]*\|[^|]*`make test`", page, re.MULTILINE))
 
 
 def wheel_faults(wheel: Path, files: dict[str, bytes]) -> list[str]:
@@ -61,7 +59,7 @@ def wheel_faults(wheel: Path, files: dict[str, bytes]) -> list[str]:
     commands.read_string(contents.get(info + "entry_points.txt", b"").decode())
     if not commands.has_option("console_scripts", "policyloss"):
         faults.append("the command `policyloss` is not installed")
-    tested = tested_pythons(files[VERSIONS].decode())
+    tested = pythons_that_passed(json.loads(files[VERSIONS]))
     faults += metadata_faults(contents.get(info + "METADATA", b""), version, tested)
     return [f"{wheel.name}: {fault}" for fault in faults]
 
@@ -118,8 +116,8 @@ def metadata_faults(text: bytes, version: str, tested: set[str]) -> list[str]:
         (not local, f"{local} can be opened on one machine only"),
         (
             pythons == tested,
-            f"classifiers name Python {sorted(pythons)}, but {VERSIONS} says that "
-            f"`make test` ran with {sorted(tested)}",
+            f"classifiers name Python {sorted(pythons)}, but {sorted(tested)} passed the tests "
+            f"({VERSIONS})",
         ),
         (
             metadata.description_content_type == "text/markdown",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from dependencies.installed import pins
+from release.runs import run_tests
+from release.versions import PAGE, RECORDS, pythons_that_passed, table, with_table
 
 import policyloss as pl
 
@@ -73,12 +76,49 @@ def test_the_lowest_versions_are_one_number_everywhere() -> None:
     torch = re.findall(r'^dependencies = \["torch>=(.+)"\]', project, re.M)[0]
     assert f'target-version = "py{python.replace(".", "")}"' in project
     assert f'\npython_version = "{python}"' in project
-    assert f"\nTORCH := {torch}.0\n" in MAKEFILE
-    matrix = data_of(".github/workflows/ci.yml")["jobs"]["core"]["strategy"]["matrix"]["include"]
-    assert matrix[0] == {"python": python, "torch": f"{torch}.0"}
+    pairs = [(record["python"], record["torch"]) for record in json.loads(RECORDS.read_text())]
+    assert pairs[0] == (python, f"{torch}.0")
     assert f"Python {python} and torch {torch}." in text_of("docs/versions.md")
     assert f"Python ≥ {python}" in text_of("README.md")
     assert f"torch ≥ {torch}" in text_of("README.md")
+
+
+def test_the_versions_that_were_run_are_the_same_everywhere() -> None:
+    """In the Makefile, the workflow, the record, the page and the classifiers; all passed."""
+    records = json.loads(RECORDS.read_text())
+    assert [record for record in records if record["failed"] or not record["passed"]] == []
+    pairs = [f"{record['python']},{record['torch']}" for record in records]
+    assert re.findall(r"^VERSIONS := (.+)$", MAKEFILE, re.M)[0].split() == pairs
+    matrix = data_of(".github/workflows/ci.yml")["jobs"]["versions"]["strategy"]["matrix"]
+    assert [f"{each['python']},{each['torch']}" for each in matrix["include"]] == pairs
+    assert with_table(PAGE.read_text(), records) == PAGE.read_text()
+    named = re.findall(r"Python :: (3\.\d+)", text_of("pyproject.toml"))
+    assert named == sorted(pythons_that_passed(records), key=lambda x: int(x[2:]))
+
+
+def test_results_of_tests_are_counted(tmp_path: Path) -> None:
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import os, pytest\n"
+        "def test_passes(): assert os.environ['SET'] == 'here'\n"
+        "def test_fails(): assert False\n"
+        "def test_skips(): pytest.skip()\n"
+        "def test_breaks(missing): pass\n"
+    )
+    counts = run_tests(sys.executable, ["-q", "-pno:cacheprovider", str(tests)], {"SET": "here"})
+    del counts["seconds"]
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
+
+
+def test_a_table_of_results_takes_the_place_of_the_older() -> None:
+    old = {"python": "3.9", "torch": "2.0", "passed": 1, "failed": 2, "skipped": 3, "date": "d"}
+    page = f"before\n\n{table([old])}\nafter\n"
+    new = [{**old, "python": "3.10"}, old]
+    assert with_table(page, new) == f"before\n\n{table(new)}\nafter\n"
+    assert "| 3.10 | 2.0 | 1 | 2 | 3 | d |\n| 3.9 |" in with_table(page, new)
+    assert pythons_that_passed(
+        [old, {**old, "failed": 0}, {**old, "python": "3.10", "failed": 0}]
+    ) == {"3.10"}
 
 
 def test_ruff_before_a_commit_is_that_of_the_linter() -> None:
