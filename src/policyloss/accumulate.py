@@ -25,7 +25,7 @@ from policyloss.loss import measure, policy_loss, ready_spec
 from policyloss.metrics import Metrics
 from policyloss.micro_batches import Pack, check_micro_batches, counted_step
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import PresetName
+from policyloss.presets import AnyLoss
 from policyloss.records import Invalid
 from policyloss.spec import LossSpec
 from policyloss.tokens import expand_advantages
@@ -39,7 +39,7 @@ _REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
 
 
 def accumulate(
-    spec: LossSpec | PresetName | str,
+    spec: AnyLoss,
     micro_batches: Sequence[Mapping[str, Any]],
     *,
     group: Any = None,

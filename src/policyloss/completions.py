@@ -14,8 +14,7 @@ from torch import Tensor
 from policyloss.inputs import Inputs
 from policyloss.loss import corrected_tokens, with_ratio
 from policyloss.parts.trust import Surrogate
-from policyloss.presets import as_spec
-from policyloss.spec import LossSpec
+from policyloss.presets import AnyLoss, as_spec
 from policyloss.totals import local_totals
 
 # What became of a token, by the code that `token_branches` gives it: a short name, and a sentence
@@ -55,7 +54,7 @@ CODES = {name: code for code, name in enumerate(BRANCHES)}
 
 @torch.no_grad()
 def token_branches(
-    spec: LossSpec | str, logp: Tensor, old_logp: Any, advantages: Tensor, mask: Tensor, **rest: Any
+    spec: AnyLoss, logp: Tensor, old_logp: Any, advantages: Tensor, mask: Tensor, **rest: Any
 ) -> Tensor:
     """Which branch of the loss each token takes, token-shaped int64: its place in `BRANCHES`.
 

@@ -25,7 +25,7 @@ from policyloss.parts.divergence import Divergence
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import MetricsLevel, check_level, policy_metrics
-from policyloss.presets import PresetName, as_spec
+from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import Layout, Tokens
 from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
@@ -53,7 +53,7 @@ IN_GRAPH: list[Callable[..., LossOutput | None]] = []
 
 @takes_tensors
 def policy_loss(
-    spec: LossSpec | PresetName | str,
+    spec: AnyLoss,
     logp: Tensor,
     old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,
@@ -164,7 +164,7 @@ def _lacks_gradient(name: str, x: Any) -> bool:
     return not x.requires_grad
 
 
-def ready_spec(spec: LossSpec | PresetName | str) -> LossSpec:
+def ready_spec(spec: AnyLoss) -> LossSpec:
     """The spec, or the preset of that name, if nothing is missing that it computes with."""
     spec = as_spec(spec)
     if spec.needs_horizon:
@@ -317,7 +317,7 @@ def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
 
 @takes_tensors
 def measure(
-    spec: LossSpec | PresetName | str,
+    spec: AnyLoss,
     logp: Tensor,
     old_logp: Tensor | None,
     advantages: Tensor,

@@ -519,11 +519,17 @@ def test_terms() -> None:
 # --- a loss of one's own --------------------------------------------------------------------------
 
 
-def test_a_given_loss_is_a_spec_a_name_or_none() -> None:
+def plain_gradient(t: pl.Tokens) -> torch.Tensor:
+    return -t.advantages * t.ratio
+
+
+def test_a_given_loss_is_a_spec_a_name_a_function_or_none() -> None:
     assert checked_loss(None, grpo_config()) is None
     assert checked_loss("gspo", grpo_config()) == pl.preset("gspo")
     assert checked_loss(pl.preset("dapo"), grpo_config()) == pl.preset("dapo")
-    with pytest.raises(pl.SpecError, match="policy_loss must be"):
+    own = checked_loss(plain_gradient, grpo_config())
+    assert own == pl.LossSpec(trust=plain_gradient)
+    with pytest.raises(pl.InputError, match="policy_loss must be"):
         checked_loss(3, grpo_config())  # type: ignore[arg-type]
 
 

@@ -354,13 +354,6 @@ def test_a_group_needs_torch_distributed(name: str) -> None:
         pl.accumulate(REINFORCE, [ONE], **{name: object()})
 
 
-def test_a_spec_is_not_a_part() -> None:
-    with pytest.raises(
-        pl.InputError, match="spec must be a LossSpec or the name of a preset, got Clip"
-    ):
-        pl.accumulate(pl.Clip(0.2), [ONE])  # type: ignore[arg-type]
-
-
 @walked("logp", [None, torch.zeros(1, 2)], ids=["missing", "a tensor"])
 def test_a_loss_that_must_be_measured_needs_log_probabilities(logp: Any) -> None:
     with pytest.raises(

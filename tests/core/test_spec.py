@@ -567,3 +567,53 @@ def test_a_callable_surrogate_reports_its_bounds():
         torch.ones(1, 2),
     )
     assert out.metrics.compute()["clip_fraction"] == 0.5
+
+
+# --- A function as a loss -------------------------------------------------------------------------
+
+
+def plain_gradient(t):
+    return -t.advantages * t.ratio
+
+
+def test_a_function_is_a_loss_everywhere():
+    """Whatever takes a spec takes a function of Tokens, and a trust part, in its place."""
+    batch = make_batch().map(lambda x: x.float())
+    hidden, weight = torch.randn(*batch.mask.shape, 4), torch.randn(11, 4)
+    ids = torch.zeros(batch.mask.shape, dtype=torch.int64)
+    rest = (batch.old_logp, batch.advantages, batch.mask)
+
+    def accumulated(loss):
+        (micro,) = pl.accumulate(loss, [{k: x for k, x in batch.kwargs.items() if k != "logp"}])
+        return micro.loss(batch.logp)
+
+    calls = {
+        "policy_loss": lambda loss: pl.policy_loss(loss, **batch.kwargs).loss,
+        "compiled": lambda loss: pl.compiled_loss(loss)(**batch.kwargs).loss,
+        "in a graph": lambda loss: torch.compile(
+            lambda x: pl.policy_loss(loss, x, *rest).loss, fullgraph=True, backend="eager"
+        )(batch.logp),
+        "measure": lambda loss: pl.measure(loss, **batch.kwargs).tokens,
+        "accumulate": accumulated,
+        "linear_policy_loss": lambda loss: (
+            pl.linear_policy_loss(loss, hidden, weight, ids, *rest).loss
+        ),
+        "explain": lambda loss: str(pl.explain(loss)),
+        "diff": lambda loss: str(pl.diff("ppo", loss)).replace("a LossSpec", ""),
+        "check_loss": lambda loss: str(pl.check_loss(loss)),
+    }
+    wrong = {}
+    for name, function in calls.items():
+        for part in (plain_gradient, pl.Clip(0.1)):
+            got, expected = function(part), function(pl.LossSpec(trust=part))
+            if got != expected:
+                wrong[name, part] = got, expected
+        for other, words in (
+            (3, r"must be a LossSpec.*pl\.LossSpec\(trust=f\)"),
+            (pl.Clip, r"must be a LossSpec.*pl\.LossSpec\(trust=f\)"),
+            (pl.KL("k3", 0.1), r"KL belongs in the 'kl' slot.*pl\.LossSpec\(kl=KL\(…\)\)"),
+        ):
+            if name != "in a graph":  # Dynamo wraps what is raised inside
+                with pytest.raises(pl.errors.PolicyLossError, match=words):
+                    function(other)
+    assert not wrong

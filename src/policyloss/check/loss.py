@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from policyloss import notebook
-from policyloss.arguments import check_integer, description
+from policyloss.arguments import check_integer
 from policyloss.check import signs
 from policyloss.check.batch import Batch
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
 from policyloss.loss import measure, policy_loss
-from policyloss.presets import PresetName, as_spec
+from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -103,7 +103,7 @@ class FrozenStopGradients(TorchFunctionMode):
 
 
 def check_loss(
-    loss: Callable[[Tokens], Any] | LossSpec | PresetName | str,
+    loss: AnyLoss,
     *,
     base: LossSpec | str | None = None,
     seed: int = 0,
@@ -125,16 +125,10 @@ def check_loss(
             "check_loss tests a loss in one process; call it before torch.distributed is "
             "initialised, or in a test."
         )
-    if isinstance(loss, type) or not (callable(loss) or isinstance(loss, (LossSpec, str))):
-        raise InputError(
-            "loss must be a function of Tokens, a LossSpec or a preset's name, got "
-            f"{description(loss)}."
-        )
     check_integer("seed", seed, 0)
-    if isinstance(loss, (str, LossSpec)):
-        spec = as_spec(loss)
-    else:
-        spec = (LossSpec() if base is None else as_spec(base, "base")).replace(trust=loss)
+    spec = as_spec(loss, "loss")
+    if base is not None:
+        spec = as_spec(base, "base").replace(trust=spec.trust)
     batch = Batch.random(seed=seed)
     spec = spec.for_run(batch.mask.shape[-1])  # a common factor, which no check depends on
     results = [_run("runs", _runs, spec, batch)]

@@ -37,7 +37,7 @@ from policyloss.loss import LossOutput, check_gradients, ready_spec
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.parts.aggregate import PromptMean
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import PresetName
+from policyloss.presets import AnyLoss
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals, resolve
 
@@ -76,7 +76,7 @@ def unfused() -> Iterator[None]:
 
 @takes_tensors
 def explain_path(
-    spec: LossSpec | PresetName | str,
+    spec: AnyLoss,
     logp: Tensor,
     old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,

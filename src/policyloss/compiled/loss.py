@@ -38,7 +38,7 @@ from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, ready_spec
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import PresetName, as_spec
+from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
 from policyloss.totals import Totals, resolve
@@ -56,7 +56,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def compiled_loss(
-    spec: LossSpec | PresetName | str,
+    spec: AnyLoss,
     *,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,

@@ -15,7 +15,7 @@ from policyloss.explain.sources import part_name
 from policyloss.explain.traits import describe_slot
 from policyloss.parts.data import has_fields
 from policyloss.parts.wording import number
-from policyloss.presets import PresetName, as_spec, presets_equal_to
+from policyloss.presets import AnyLoss, as_spec, presets_equal_to
 from policyloss.spec import SLOTS, LossSpec
 
 
@@ -82,7 +82,7 @@ class Difference:
         return table + notebook.listed(meanings) + notebook.paragraphs(*self.notes)
 
 
-def diff(a: LossSpec | PresetName | str, b: LossSpec | PresetName | str) -> Difference:
+def diff(a: AnyLoss, b: AnyLoss) -> Difference:
     """How `a` and `b` differ, and what it means; each is a `LossSpec` or the name of a preset."""
     first, second = as_spec(a, "a"), as_spec(b, "b")
     changes = tuple(
@@ -115,9 +115,9 @@ def plain(value: Any) -> Any:
     return number(value) if isinstance(value, float) and math.isinf(value) else value
 
 
-def _label(spec_or_name: LossSpec | str, spec: LossSpec) -> str:
-    if isinstance(spec_or_name, str):
-        return spec_or_name
+def _label(loss: AnyLoss, spec: LossSpec) -> str:
+    if isinstance(loss, str):
+        return loss
     same = presets_equal_to(spec)
     return same[0].name if same else "a LossSpec"
 

@@ -14,7 +14,7 @@ from policyloss.explain.traps import Trap, traps
 from policyloss.explain.zero_gradient import Condition, ZeroGradient, zero_gradient
 from policyloss.notebook import heading, listed, paragraphs, preformatted, table
 from policyloss.output import section
-from policyloss.presets import Preset, as_spec, presets_equal_to
+from policyloss.presets import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.presets.nearest import nearest_preset
 from policyloss.spec import LossSpec
 
@@ -135,8 +135,8 @@ class Explanation:
         return heading(title) + paragraphs(*rest) + body
 
 
-def explain(spec: LossSpec | str) -> Explanation:
-    """What `spec` (a `LossSpec`, or the name of a preset) is.
+def explain(spec: AnyLoss) -> Explanation:
+    """What `spec` (a `LossSpec`, the name of a preset, or a function of `Tokens`) is.
 
     That is: formula, numbers and sources, zero gradients, names, traps. For a TRL `GRPOConfig`, see
     `policyloss.compat.trl.explain_config`.

@@ -35,7 +35,7 @@ from policyloss.metrics import refuse_invalid
 from policyloss.parts.divergence import Divergence
 from policyloss.parts.precomputed import GivenWeight
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import PresetName
+from policyloss.presets import AnyLoss
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
 from policyloss.totals import Totals, resolve
@@ -58,7 +58,7 @@ class HeadOutput(LossOutput):
 @stays_eager
 @takes_tensors
 def linear_policy_loss(
-    spec: LossSpec | PresetName | str,
+    spec: AnyLoss,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -120,7 +120,7 @@ def linear_policy_loss(
 
 
 def explain_plan(
-    spec: LossSpec | PresetName | str | None,
+    spec: AnyLoss | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -210,7 +210,7 @@ class _Call:
     @classmethod
     def of(
         cls,
-        spec: LossSpec | PresetName | str,
+        spec: AnyLoss,
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,

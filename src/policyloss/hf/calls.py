@@ -22,8 +22,7 @@ from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError
 from policyloss.inputs import SharedTensors, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
 from policyloss.policy_metrics import MetricsLevel
-from policyloss.presets import PresetName
-from policyloss.spec import LossSpec
+from policyloss.presets import AnyLoss
 from policyloss.totals import Totals
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ HeadName = Literal["fused", "auto", "logits"]
 @takes_tensors
 def policy_loss(
     model: Any,
-    spec: LossSpec | PresetName | str,
+    spec: AnyLoss,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -196,7 +195,7 @@ def logprobs(
 
 def explain_plan(
     model: Any,
-    spec: LossSpec | PresetName | str | None,
+    spec: AnyLoss | None,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,

@@ -46,7 +46,8 @@ def check_part(slot: str, part: Any) -> None:
     for other, variants in VARIANTS.items():
         if isinstance(part, variants):
             raise SpecError(
-                f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}."
+                f"{type(part).__name__} belongs in the {other!r} slot, not in {slot!r}: "
+                f"pl.LossSpec({other}={type(part).__name__}(…))."
             )
     if not callable(part):
         names = ", ".join(v.__name__ for v in VARIANTS[slot])

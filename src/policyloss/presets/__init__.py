@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from policyloss.arguments import description
 from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
@@ -72,6 +73,10 @@ PresetName = Literal[
     "sdft",
 ]
 
+# A loss as an argument: a spec, the name of a preset, or a function of `Tokens`, which fills the
+# slot `trust` of the default loss.
+AnyLoss: TypeAlias = LossSpec | PresetName | str | Callable[..., Any]
+_DEFAULT = LossSpec()  # a compiler cannot make the default parts
 PRESETS: dict[str, Preset] = {p.name: p for p in (*BY_RATIO, *OFF_POLICY, *TAUGHT)}
 
 
@@ -100,15 +105,21 @@ def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
     return find_preset(name).spec.with_fields(**numbers)
 
 
-def as_spec(spec: LossSpec | PresetName | str, called: str = "spec") -> LossSpec:
-    """`spec` itself, or the preset of that name. called: what the caller calls this argument."""
+def as_spec(spec: AnyLoss, called: str = "spec") -> LossSpec:
+    """`spec` itself, the preset of that name, or the loss of that function of `Tokens`.
+
+    called: the name of this argument in the caller.
+    """
     if isinstance(spec, LossSpec):
         return spec
     if isinstance(spec, str):
         return find_preset(spec).spec
+    if callable(spec) and not isinstance(spec, type):
+        return _DEFAULT.replace(trust=spec)
     raise InputError(
         f"{called} must be a LossSpec or the name of a preset, got {description(spec)}; "
-        "policyloss.presets() lists the names."
+        "policyloss.presets() lists the names, and a function f of Tokens means "
+        "pl.LossSpec(trust=f)."
     )
 
 

@@ -15,7 +15,7 @@ from policyloss import notebook
 from policyloss.arguments import description
 from policyloss.errors import InputError, PolicyLossError, match_name, unknown_name
 from policyloss.output import section
-from policyloss.presets import PRESETS, as_spec
+from policyloss.presets import PRESETS, AnyLoss, as_spec
 from policyloss.spec import LossSpec
 from policyloss.whatif.outcome import LIMITED, Outcome, outcome_of
 from policyloss.whatif.reading import read
@@ -243,9 +243,9 @@ def _number(x: float | None, form: str) -> str:
 
 def what_if(
     source: str | Path | Mapping[str, Any] | StoredTokens,
-    losses: Sequence[LossSpec | str] | Mapping[str, LossSpec | str] | None = None,
+    losses: Sequence[AnyLoss] | Mapping[str, AnyLoss] | None = None,
     *,
-    spec: LossSpec | str | None = None,
+    spec: AnyLoss | None = None,
     step: int | str | None = None,
     model: Any = None,
     temperature: float = 1.0,
@@ -319,9 +319,7 @@ def _tokens(source: Any, step: int | str | None) -> StoredTokens:
     return read(Path(source), step)
 
 
-def _yours(
-    tokens: StoredTokens, spec: LossSpec | str | None, notes: list[str]
-) -> dict[str, LossSpec]:
+def _yours(tokens: StoredTokens, spec: AnyLoss | None, notes: list[str]) -> dict[str, LossSpec]:
     """Your loss under its name, if there is one that can be read."""
     if spec is not None:
         return {YOURS: as_spec(spec)}

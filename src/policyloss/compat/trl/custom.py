@@ -12,7 +12,7 @@ from policyloss.compat.trl.options import SAPO, VESPO, advantages_of, is_set, op
 from policyloss.errors import SpecError
 from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
 from policyloss.parts.kl import KL
-from policyloss.presets import preset
+from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 
 # The slots that an option acts on. It has no effect if `policy_loss` has other parts in all of
@@ -31,7 +31,7 @@ _SLOTS = {
 
 
 def checked_loss(
-    policy_loss: LossSpec | str | None, config: Any, release: str | None = None
+    policy_loss: AnyLoss | None, config: Any, release: str | None = None
 ) -> LossSpec | None:
     """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
     the config describes, which is checked too.
@@ -39,12 +39,7 @@ def checked_loss(
     config_spec = spec_from_config(config, release=release, handled=BESIDE)
     if policy_loss is None:
         return None
-    spec = preset(policy_loss) if isinstance(policy_loss, str) else policy_loss
-    if not isinstance(spec, LossSpec):
-        raise SpecError(
-            "policy_loss must be a LossSpec, the name of a preset or None, got "
-            f"{type(spec).__name__}."
-        )
+    spec = as_spec(policy_loss, "policy_loss")
     if spec.needs_horizon:
         with naming(config, "max_completion_length"):
             spec = spec.with_horizon(option(config, "max_completion_length"))
@@ -52,7 +47,7 @@ def checked_loss(
     _check_reference(spec, config)
     _check_engine(spec, config)
     _check_batching(spec, config)
-    _check_advantages(policy_loss, config)
+    _check_advantages(policy_loss if isinstance(policy_loss, str) else spec, config)
     return spec
 
 

@@ -25,7 +25,7 @@ from policyloss.parts.correction import OPSM
 from policyloss.parts.kl import KL
 from policyloss.parts.precomputed import GivenWeight
 from policyloss.parts.trust import CovClip, CovKL
-from policyloss.presets import preset, presets
+from policyloss.presets import AnyLoss, as_spec, presets
 from policyloss.records import Stat
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
@@ -33,7 +33,7 @@ from policyloss.totals import Totals
 VerlLoss = Callable[..., LossResult]
 
 
-def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
+def register(specs: Mapping[str, AnyLoss] | None = None) -> tuple[str, ...]:
     """Register every preset, and `specs` by their keys, in verl as "policyloss/<name>"; returns
     those names. The aggregation of the preset decides, not `loss_agg_mode`, with the counts of
     verl's global batch info. Means are reported as "policyloss/…", and verl averages them over
@@ -45,11 +45,10 @@ def register(specs: Mapping[str, LossSpec] | None = None) -> tuple[str, ...]:
     horizon is taken from `actor.loss_scale_factor`.
     """
     register_policy_loss = import_module("verl.trainer.ppo.core_algos").register_policy_loss
-    named = {**{name: preset(name) for name in presets()}, **(specs or {})}
+    named = {**{name: name for name in presets()}, **(specs or {})}
     for name, spec in named.items():
-        if not isinstance(spec, LossSpec):
-            raise SpecError(f"register: {name!r} must be a LossSpec, got {type(spec).__name__}.")
-        register_policy_loss(f"{PREFIX}{name}")(as_verl_loss(name, spec))
+        loss = as_verl_loss(name, as_spec(spec, f"register: {name!r}"))
+        register_policy_loss(f"{PREFIX}{name}")(loss)
     return tuple(f"{PREFIX}{name}" for name in named)
 
 
