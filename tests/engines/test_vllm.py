@@ -26,6 +26,7 @@ PATIENCE_S = 900.0  # for a start of vLLM, or a run of some steps, on a machine 
 OPTIONS = {
     "steps": 8,
     "lr": 1e-3,
+    "max_new_tokens": 16,
     "eval_prompts": 128,
     "checkpoint_every": 1,
     "rollouts_every": 1,
