@@ -37,7 +37,7 @@ def kind_of(mode: int) -> str | None:
 
 
 class NotRegularError(OSError):
-    """Something at a path that is no regular file. kind: what it is."""
+    """A path leads to something other than a regular file. kind: its kind, in words."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(errno.EINVAL, f"it is a {kind}")
@@ -90,8 +90,8 @@ def check_output(path: Path, argument: str) -> None:
 
 
 def temporary_prefix(path: Path) -> str:
-    """How names begin that this process may use beside `path` until it is complete. What processes
-    that were killed left under such names is removed.
+    """The beginning of names that this process may use next to `path` until the file is complete.
+    Leftovers of killed processes under such names are removed.
     """
     prefix = f".{path.name[:100]}."
     for left in path.parent.glob(f"{glob.escape(prefix)}*tmp"):
@@ -103,7 +103,7 @@ def temporary_prefix(path: Path) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process of that number; where asking would end it, it is said to be."""
+    """Whether a process of that number exists; always True on Windows, where the check ends it."""
     if sys.platform == "win32":
         return True
     try:

@@ -392,6 +392,20 @@ TRAIN = (
         "test_recorder.py::test_completions_are_bounded_on_disk_and_evenly_spaced",
     ),
     (
+        "a_reward_may_end_the_process",
+        "train/tasks/rewards.py",
+        "with _exit_raised():",
+        "if True:",
+        _FAULTS + "test_a_reward_cannot_end_the_process",
+    ),
+    (
+        "leftovers_of_killed_writers_stay",
+        "output.py",
+        "not is_running(int(pid))",
+        "False",
+        "test_output.py::test_what_a_killed_writer_left_is_removed_by_the_next",
+    ),
+    (
         "a_forked_child_frees_the_lock",
         "train/run/lock.py",
         'os.getpid() != self.owner["pid"] or ',

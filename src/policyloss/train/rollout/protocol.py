@@ -157,7 +157,7 @@ def checked(
 
 
 def problem(one: Completion, sampling: Sampling, vocabulary: int, version: int) -> str | None:
-    """What is wrong with a completion; None if nothing is."""
+    """The fault of a completion, in words; None if it is good."""
     if one.version != version:
         return f"of the weights {one.version!r} where those of version {version} are wanted"
     if not 1 <= len(one.ids) <= sampling.max_new_tokens:

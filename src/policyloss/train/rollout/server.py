@@ -157,8 +157,8 @@ class Server:
     def _answer(
         self, path: str, data: bytes | None, headers: dict[str, str], seconds: float, numbers: int
     ) -> tuple[int, bytes]:
-        """Status and body. No proxy is asked, and no redirection is followed: it would take the key
-        to another host.
+        """Status and body. Neither a proxy is used nor a redirection followed, which would take the
+        key to another host.
         """
         deadline = time.monotonic() + seconds
         address = urlsplit(self.address)
@@ -181,11 +181,11 @@ class _Reader(io.RawIOBase):
         self._socket, self._deadline, self._room = connected, deadline, room
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """What `HTTPResponse` asks a socket for."""
+        """The file that `HTTPResponse` reads: it takes this reader for a socket."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
-        """It is."""
+        """Whether it can be read: yes."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -197,7 +197,7 @@ class _Reader(io.RawIOBase):
         count = self._socket.recv_into(buffer)
         self._room -= count
         if self._room < 0:
-            raise OSError("its answer is longer than that to the question can be")
+            raise OSError("its answer has more bytes than the completions can need")
         return count
 
 

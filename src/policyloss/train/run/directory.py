@@ -62,9 +62,9 @@ class RunDir:
         template: str | None = None,
     ) -> RunDir:
         """Start a run in `path`, which is made if need be. A directory that holds a run already is
-        refused: resume it with `open`. config and spec: JSON. defaults: what the options would be
-        if nobody had set any; a report marks those that were left so. template: the chat template,
-        which goes on being that of the run, whatever becomes of its file.
+        refused: resume it with `open`. config and spec: JSON. defaults: the options of a run
+        without any argument; a report marks those that differ. template: the text of the chat
+        template, of which the run keeps a copy.
         """
         import policyloss
 

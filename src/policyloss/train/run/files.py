@@ -41,7 +41,7 @@ class StorageError(PolicyLossError):
 
 def write_error(what: object, error: Exception, kept: str) -> StorageError:
     """The error for a failed write: what, why, what to do. kept: what is still there."""
-    rust = re.search(r"\(os error (\d{1,3})\)", str(error))  # by what is written in Rust
+    rust = re.search(r"\(os error (\d{1,3})\)", str(error))  # as packages in Rust write it
     number = error.errno if isinstance(error, OSError) else int(rust[1]) if rust else None
     reason = os.strerror(number) if number else str(error)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
