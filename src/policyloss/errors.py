@@ -35,18 +35,56 @@ def _one_spelling(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
+class SpecTypeError(SpecError, TypeError):
+    """A field that a part does not have; a `TypeError` too, for callers that expect one."""
+
+
 class InputTypeError(InputError, TypeError):
     """A value of a type that means nothing here; a `TypeError` too, for callers that expect one."""
 
 
+# What other libraries call the fields and arguments of this one.
+_BOTH_CLIPS = ("clip_ratio", "clip_range", "cliprange", "clip_eps", "eps_clip", "clip", "epsilon")
+OTHER_WORDS = {
+    "eps_low": (
+        *("eps", "epsilon_low", "clip_ratio_low", "cliprange_low", "clip_eps_low", "eps_clip_low"),
+        *_BOTH_CLIPS,
+        "eps_clip_low_high",
+    ),
+    "eps_high": (
+        *("epsilon_high", "clip_ratio_high", "cliprange_high", "clip_eps_high", "eps_clip_high"),
+        *_BOTH_CLIPS,
+        "eps_clip_low_high",
+    ),
+    "dual": ("clip_ratio_c", "dual_clip"),
+    "horizon": ("loss_scale_factor", "max_completion_length", "max_tokens"),
+    "coef": ("beta", "init_coef", "kl_loss_coef", "kl_coef", "init_kl_coef", "kl_beta"),
+    "estimator": ("kl_loss_type", "kl_penalty", "kl_estimator"),
+    "entropy_coef": ("entropy_coeff", "ent_coef", "entropy_loss_coef"),
+    "aggregate": ("loss_agg_mode", "reduction", "loss_type"),
+    "high": ("rollout_is_threshold", "tis_imp_ratio_cap", "vllm_importance_sampling_cap"),
+    "ref_logp": ("log_probs_base", "ref_per_token_logps", "ref_logprobs"),
+    "rollout_logp": ("sampling_per_token_logps", "inference_logprobs", "generation_logprobs"),
+}
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
-    """The sentence for a name that is not one of `valid`, with the closest valid name if any."""
+    """The sentence for a name that is not one of `valid`, with the valid names it may mean.
+
+    These are the names for the same thing elsewhere, or else the one that is spelled most alike.
+    """
     names = sorted(valid)
-    by_spelling = {_one_spelling(known): known for known in names}
-    near = get_close_matches(_one_spelling(name), by_spelling, n=1) if isinstance(name, str) else []
-    close, shown = [by_spelling[key] for key in near], safe_repr(name)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {kind} {shown}{hint} Valid: {', '.join(names)}."
+    meant: list[str] = []
+    if isinstance(name, str):
+        spelling, by_spelling = (
+            _one_spelling(name),
+            {_one_spelling(known): known for known in names},
+        )
+        near = get_close_matches(spelling, by_spelling, n=1)
+        meant = [ours for ours, words in OTHER_WORDS.items() if ours in names and spelling in words]
+        meant = meant or [by_spelling[key] for key in near]
+    hint = f"; did you mean {' and '.join(map(repr, meant))}?" if meant else "."
+    return f"unknown {kind} {safe_repr(name)}{hint} Valid: {', '.join(names)}."
 
 
 def safe_repr(value: object, form: Callable[[object], str] = repr) -> str:

@@ -4,19 +4,22 @@ and all of it is on the page.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from docs.names.called import FRAMEWORKS, REQUIRED, Argument, Option, Row
 from docs.names.options import OPTIONS
 from walk import walked
 
 import policyloss as pl
 from policyloss.compat.trl.options import DEFAULTS
+from policyloss.errors import unknown_name
 from policyloss.explain.framework_names import ELSEWHERE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/names.md").read_text(encoding="utf-8")
@@ -130,3 +133,53 @@ def test_every_name_of_every_part_is_on_the_page() -> None:
         for who, name in entry.names.items():
             assert name.replace("|", "\\|") in row
             assert who.split(", ")[0] in FRAMEWORKS or f"{who}: {name}" in row
+
+
+def test_an_error_knows_what_frameworks_call_a_field() -> None:
+    """Every name in the tables of a number or a word that one field of a part holds."""
+    groups = ("Ratio and trust region", "Average", "KL and entropy")
+    unknown, tried = {}, 0
+    for row in (row for group in groups for row in OPTIONS[group]):
+        ours = {one.parameter for one in row.policyloss if isinstance(one, Argument)}
+        named = [one for who in FRAMEWORKS for one in row.cell(who) if not isinstance(one, str)]
+        words = {
+            one.name.split(".")[-1].strip("-") if isinstance(one, Option) else one.parameter
+            for one in named
+            if not isinstance(one.default, bool)  # a switch
+        }
+        for word in words - ours if len(ours) == 1 else ():
+            (field,), tried = ours, tried + 1
+            text = unknown_name("field", word, [field, "reach", "level"])
+            if f"did you mean {field!r}?" not in text:
+                unknown[word] = text
+    assert not unknown
+    assert tried > 15
+
+
+def test_every_way_to_name_a_field_gives_the_hint() -> None:
+    both = "did you mean 'eps_low' and 'eps_high'?"
+    calls: dict[Callable[[], Any], str] = {
+        lambda: pl.preset("grpo", beta=0.1): "did you mean 'coef'?",
+        lambda: pl.KL("k3", beta=0.1): "did you mean 'coef'?",
+        lambda: pl.preset("dapo", clip_ratio=0.2): both,
+        lambda: pl.Clip(clip_ratio=0.2): both,
+        lambda: pl.Clip(0.2, clip_ratio_c=3.0): "did you mean 'dual'?",
+        lambda: pl.preset("dapo").with_fields(cliprange=0.2): both,
+        lambda: pl.LossSpec.from_dict({"trust": {"type": "Clip", "clip_ratio": 0.2}}): both,
+        lambda: pl.LossSpec(loss_agg_mode="token-mean"): "did you mean 'aggregate'?",
+        lambda: pl.LossSpec().replace(loss_agg_mode=pl.TokenMean()): "did you mean 'aggregate'?",
+        lambda: dataclasses.replace(pl.Clip(0.2), epsilon=0.1): both,
+        lambda: pl.Truncate(rollout_is_threshold=2.0): "did you mean 'high'?",
+        lambda: pl.SeqMeanTokenSumNorm(loss_scale_factor=100): "did you mean 'horizon'?",
+        # A name of this library that is spelled wrongly is found as before.
+        lambda: pl.KL("k3", coeff=0.1): "did you mean 'coef'?",
+    }
+    wrong = {}
+    for call, words in calls.items():
+        with pytest.raises(pl.SpecError) as refused:
+            call()
+        if words not in str(refused.value):
+            wrong[words] = str(refused.value)
+    assert not wrong
+    with pytest.raises(TypeError):
+        pl.KL("k3", beta=0.1)  # type: ignore[call-arg]

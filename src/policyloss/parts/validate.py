@@ -7,11 +7,13 @@ A field whose annotation ends in `| None` may also be None.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import UnionType
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
@@ -24,7 +26,10 @@ from typing import (
 )
 
 from policyloss.arguments import check_number, description, is_number
-from policyloss.errors import SpecError, unknown_name
+from policyloss.errors import SpecError, SpecTypeError, unknown_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # part of typing since Python 3.11
 
 # A check of a field: it is called with the part and the name of the field.
 Check = Callable[[Any, str], None]
@@ -34,6 +39,14 @@ class Part:
     """Base of the parts whose fields are checked."""
 
     _checks: ClassVar[tuple[tuple[str, Check], ...]] = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Refuse a field that the part does not have, before its `__init__` does without a word."""
+        for name in values.keys() - cls.__dataclass_fields__.keys():
+            names = [field.name for field in dataclasses.fields(cls)]
+            raise SpecTypeError(unknown_name(f"{cls.__name__} field", name, names))
+        return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
