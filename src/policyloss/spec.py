@@ -126,8 +126,8 @@ class LossSpec(Part):
     @property
     def divergence(self) -> Divergence | None:
         """The pull to a teacher's whole distribution, if there is one."""
-        found = [part for part in self.pulls if isinstance(part, Divergence)]
-        return found[0] if found else None
+        divergences = [part for part in self.pulls if isinstance(part, Divergence)]
+        return divergences[0] if divergences else None
 
     @property
     def is_data(self) -> bool:
