@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from cases import (
@@ -97,13 +98,20 @@ def check_bare(loss: CompiledLoss, batch: Batch) -> None:
 
 
 @pytest.mark.usefixtures("as_traced")
-@pytest.mark.parametrize("name", sorted(KINDS.values()))
-def test_every_preset_traced_is_the_eager_loss(name: str) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["layouts by turns", "both layouts"],
+)
+@walked(("turn", "name"), enumerate(sorted(KINDS.values())))
+def test_every_preset_traced_is_the_eager_loss(turn: int, name: str, layouts: int) -> None:
     spec, loss = PRESETS[name], compiled_loss(PRESETS[name])
     totals = replace(step_totals(spec, LAYOUTS["padded"]), dp_size=3)
-    for batch, step in ((LAYOUTS["padded"], None), (LAYOUTS["packed"], totals)):
+    ways = [(LAYOUTS["padded"], None), (LAYOUTS["packed"], totals)]
+    for i in range(layouts):
+        batch, step = ways[(turn + i) % 2]
         assert_same_result(compiled_run(loss, batch, step), run(spec, batch, step))
-    assert loss.graphs == 2
+    assert loss.graphs == layouts
 
 
 @needs_compiler

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 from policyloss.train.sampler import Sample
 from policyloss.train.view import token_log
@@ -20,11 +20,6 @@ from policyloss.train.view.token_log import stored_groups
 
 # Groups of 4, of prompts whose numbers are far from 0; rewards are written as digits.
 PLAIN = {"prompts": 4, "group_size": 4, "minibatches": 2, "eval_every": 0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def samples(*groups: tuple[int, str]) -> list[Sample]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from train_loop_ranks import SMALL, lines, make_model, resume, train
+from train_loop_ranks import SMALL, lines, resume, train
 
 import policyloss as pl
 from policyloss.cli import main
@@ -33,11 +33,6 @@ from policyloss.train.run.lock import Lock
 from policyloss.train.run.records import JsonLines
 from policyloss.train.run.resumed_options import stored_options
 from policyloss.train.tasks import make_task
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

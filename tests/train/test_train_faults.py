@@ -21,7 +21,7 @@ import torch
 import train_faults_work
 from json_places import assert_all_handled
 from safetensors.torch import load_file
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 from policyloss.train import learner as learner_module
 from policyloss.train.batches import Pack
@@ -33,11 +33,6 @@ from policyloss.train.tasks.base import Example, Task
 from policyloss.train.tasks.rewards import RewardError, checked, scored
 from policyloss.train.tasks.time_limit import TimeIsUp, within
 from policyloss.train.watch import Watch
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def checkpoints(out: Path) -> list[str]:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import train_loop_ranks
 from safetensors.torch import load_file
-from train_loop_ranks import SMALL, arguments, lines, make_model, resume, train
+from train_loop_ranks import SMALL, arguments, lines, resume, train
 
 import policyloss as pl
 from policyloss.cli import main
@@ -47,11 +47,6 @@ WHOLE = {
 
 class Killed(BaseException):
     """What a test raises where it ends a run."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
-from started import started_once
-from train_loop_ranks import SMALL, arguments, lines, make_model, train
+from train_loop_ranks import SMALL, arguments, lines, train
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 120.0
@@ -47,10 +46,7 @@ def ranks_of(agent: subprocess.Popen[bytes]) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def test_a_rank_of_two_nodes_is_killed_and_the_run_resumes(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    model = str(started_once(tmp_path_factory, "small_model", make_model))
+def test_a_rank_of_two_nodes_is_killed_and_the_run_resumes(model: str, tmp_path: Path) -> None:
     out, alone, log = tmp_path / "nodes", tmp_path / "alone", tmp_path / "log"
     with FakeServer(model) as server:
         options = {**OPTIONS, "model": model, "rollout": server.address}

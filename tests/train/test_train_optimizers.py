@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import started_once
 from torch import Tensor, nn
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
@@ -26,11 +25,6 @@ except InputError:
     MISSING = True
 needs_torchao = pytest.mark.skipif(MISSING, reason="needs the package torchao")
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 def fresh(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.optim.Optimizer]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from started import started_once
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 import policyloss as pl
 from policyloss.cli import main
@@ -61,11 +60,6 @@ def short(rewards, group_ids):
 
 number = 3
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 @pytest.fixture(scope="module")

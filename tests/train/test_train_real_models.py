@@ -20,7 +20,7 @@ from test_train_learner import HERE, LOSSES, alone, learn, learner, llama, sampl
 from test_train_loop import assert_same_run
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 import policyloss as pl
 from policyloss.cli import main
@@ -39,11 +39,6 @@ from policyloss.train.tasks import make_task
 from policyloss.train.tiny import tiny_tokenizer
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def adapted(seed: int = 1) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import started_once
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 from policyloss.errors import InputError
 from policyloss.train.collect import Collector
@@ -36,11 +35,6 @@ END = 1
 SAMPLING = Sampling(4, 1.0, 1.0, 0, (END,), seed=3, draw=5)
 PROMPTS = [Prompt([7, 8], number=2, place=0), Prompt([9], number=1, place=4)]
 GOOD = Completion([20, END], [-0.5, -0.25], True, version=2)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 def loaded(folder: str) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import FakeServer
-from started import started_once
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
@@ -29,11 +28,6 @@ SAMPLING = Sampling(6, 1.0, 1.0, 0, (1,), seed=3, draw=5)
 PROMPTS = [Prompt([20 + i, 30, 31], number=2, place=2 * i) for i in range(6)]
 ONE = Ranks(0, 1, torch.device("cpu"))
 NO_REPORT = Report(0, 100)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 @pytest.fixture(scope="module")

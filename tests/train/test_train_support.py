@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import started_once
 from torch import Tensor
-from train_loop_ranks import lines, make_model, resume, train
+from train_loop_ranks import lines, resume, train
 
 import policyloss as pl
 from policyloss.errors import InputError
@@ -47,11 +46,6 @@ CUTS: dict[str, dict[str, Any]] = {
     "both": {"top_p": 0.9, "top_k": 5},
 }
 WARNING = "the ratio of an unchanged policy is not 1"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 def mismatch(out: Path, step: int = 1) -> Tensor:

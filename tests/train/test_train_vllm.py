@@ -11,19 +11,13 @@ from typing import Any
 import fake_vllm
 import pytest
 import torch
-from started import started_once
-from train_loop_ranks import lines, make_model, train
+from train_loop_ranks import lines, train
 
 from policyloss.errors import InputError
 from policyloss.train.config import TrainConfig
 from policyloss.train.learner import Learner
 from policyloss.train.rollout.kept import Report
 from policyloss.train.rollout.protocol import RolloutError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(started_once(tmp_path_factory, "small_model", make_model))
 
 
 def names(calls: list[fake_vllm.Call]) -> list[str]:

@@ -12,7 +12,8 @@ import math
 import shutil
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import (
     Annotated,
@@ -151,8 +152,7 @@ def without_none(kind: Any) -> Any:
 
 def arguments_of(options: type) -> list[Argument]:
     """The arguments that a dataclass declares, in the order of its fields."""
-    hints = get_type_hints(options, include_extras=True)
-    meanings = dict(_meanings(options))
+    hints, meanings = _annotations(options), _meanings(options)
     arguments = []
     for field in dataclasses.fields(options):
         hint = hints[field.name]
@@ -163,8 +163,16 @@ def arguments_of(options: type) -> list[Argument]:
     return arguments
 
 
-def _meanings(options: type) -> Iterator[tuple[str, tuple[str, str]]]:
+@cache
+def _annotations(options: type) -> dict[str, Any]:
+    """Each field with its annotation, and the limits in it."""
+    return get_type_hints(options, include_extras=True)
+
+
+@cache
+def _meanings(options: type) -> dict[str, tuple[str, str]]:
     """Each field with its title and its docstring, which only the source has."""
+    meanings = {}
     for kind in reversed(options.__mro__[:-1]):
         source = textwrap.dedent(inspect.getsource(kind))
         lines = enumerate(source.splitlines(), 1)
@@ -174,14 +182,15 @@ def _meanings(options: type) -> Iterator[tuple[str, tuple[str, str]]]:
             if isinstance(node, ast.AnnAssign):
                 title = [titles[number] for number in titles if number < node.lineno]
                 meaning = " ".join(ast.literal_eval(after.value).split())
-                yield node.target.id, (title[-1] if title else OPTIONS, meaning)  # type: ignore[union-attr]
+                meanings[node.target.id] = (title[-1] if title else OPTIONS, meaning)  # type: ignore[union-attr]
+    return meanings
 
 
 def check_numbers(options: Any) -> None:
     """Raise for a number that the annotation of its field does not allow, and for one that no run
     could use, before a tensor or an optimizer meets it.
     """
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
+    for name, hint in _annotations(options.__class__).items():
         value = getattr(options, name)
         limits = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Within)]
         for x in value if isinstance(value, tuple) else (value,):

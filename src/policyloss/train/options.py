@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,13 +20,14 @@ _WORDS = {
     Path: "a path",
     str: "a string",
 }
+_hints = cache(get_type_hints)
 
 
 def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values from a file by name, each as the dataclass `options` declares it: a path from a
     string, a tuple from a list.
     """
-    hints = get_type_hints(options)
+    hints = _hints(options)
     return {name: _as(hints[name], value, name) for name, value in values.items()}
 
 
