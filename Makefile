@@ -47,7 +47,7 @@ test-docs: $(STAMP)  ## the tests of the documentation, and those that drive a b
 test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned, and more random cases
 	$(BIN)/python -m pytest -n 2 -m 'slow or hypothesis' --hypothesis-profile=more
 
-test-processors: $(STAMP)  ## the numerical tests with fewer instructions of the processor, and with two threads (an hour)
+test-processors: $(STAMP)  ## the numerical tests with fewer instructions of the processor, and with two threads (half an hour on two cores)
 	$(BIN)/python -m release.processors
 
 VERSIONS := 3.10,2.6.0 3.10,2.13.0 3.11,2.8.0 3.11,2.11.0 3.12,2.8.0 3.12,2.11.0 3.13,2.6.0 3.13,2.13.0
