@@ -74,16 +74,15 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     These are the names for the same thing elsewhere, or else the one that is spelled most alike.
     """
     names = sorted(valid)
-    meant: list[str] = []
+    suggestions: list[str] = []
     if isinstance(name, str):
-        spelling, by_spelling = (
-            _one_spelling(name),
-            {_one_spelling(known): known for known in names},
-        )
-        near = get_close_matches(spelling, by_spelling, n=1)
-        meant = [ours for ours, words in OTHER_WORDS.items() if ours in names and spelling in words]
-        meant = meant or [by_spelling[key] for key in near]
-    hint = f"; did you mean {' and '.join(map(repr, meant))}?" if meant else "."
+        spelling = _one_spelling(name)
+        spelled = {_one_spelling(known): known for known in names}
+        elsewhere = [ours for ours, words in OTHER_WORDS.items() if spelling in words]
+        suggestions = [ours for ours in elsewhere if ours in names] or [
+            spelled[near] for near in get_close_matches(spelling, spelled, n=1)
+        ]
+    hint = f"; did you mean {' and '.join(map(repr, suggestions))}?" if suggestions else "."
     return f"unknown {kind} {safe_repr(name)}{hint} Valid: {', '.join(names)}."
 
 
