@@ -353,9 +353,7 @@ def test_the_support_of_the_sampler(tmp_path: Path, model: str) -> None:
     """
     assert train(tmp_path / "free", model=model, steps=1, rollouts_rows=16) == 0
     for name, option in (("k", {"top_k": 1}), ("p", {"top_p": 1e-6})):
-        with pytest.warns(
-            UserWarning, match="exactly 0, so that it was certain"
-        ):
+        with pytest.warns(UserWarning, match="exactly 0, so that it was certain"):
             assert train(tmp_path / name, model=model, steps=1, rollouts_rows=16, **option) == 0
     k, p, free = (
         [(row["group"], row["completion"]) for row in lines(tmp_path / name, "rollouts")]
