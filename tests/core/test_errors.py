@@ -122,7 +122,7 @@ BAD = {
         ["group_ids", "(7, 8)", "(7,)"],
     ),
     "spec is a number": (lambda: call(spec=0.2), ["LossSpec", "float", "preset"]),
-    "spec is a part": (lambda: call(spec=pl.Clip(0.2, 0.2)), ["LossSpec", "Clip"]),
+    "spec is a class": (lambda: call(spec=pl.Clip), ["LossSpec(trust=f)", "Clip"]),
     "totals is a number": (lambda: call(totals=64), ["totals", "Totals", '"local"', "64"]),
     "totals is a word": (lambda: call(totals="global"), ["totals", "'global'"]),
 }
