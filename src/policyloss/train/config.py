@@ -52,8 +52,8 @@ class TrainConfig:
     """How a .jsonl task is scored: exact, math, or a function of your own, module:function or
     path/to/file.py:function."""
     success: float | None = None
-    """The reward from which on a completion counts as right: accuracy is the share of completions
-    that reach it. By default what the task says, which is 1."""
+    """The smallest reward that counts as right: accuracy is the share of completions that reach
+    it. By default that of the task, which is 1."""
     reward_timeout: NotNegative = 60.0
     """Seconds that one call of the reward may take; what takes longer has failed. 0 is no limit."""
     model: str = "tiny"
@@ -137,7 +137,7 @@ class TrainConfig:
     """What samples: the built-in sampler; vllm, in this process; the addresses of running vLLM
     servers, http://host:port[,…]; or an engine of your own, module:factory (docs/rollout.md)."""
     rollout_timeout: Positive = 120.0
-    """Seconds that a server may take for one prompt; for as long it is asked again if it fails."""
+    """The time-out of a server for one prompt in seconds, retries included."""
     rollout_memory: Annotated[float, Within(above=0, below=1)] = 0.3
     """Share of the GPU's memory that vllm in this process may take."""
 
@@ -175,9 +175,9 @@ class TrainConfig:
     """AdamW of torch, or that of the package torchao with moments of 8 bits, which take a quarter
     of the memory; its steps differ slightly, and it shards nothing (no --parallel fsdp)."""
     weight_decay: NotNegative = 0.0
-    """Of AdamW."""
+    """The weight decay of AdamW."""
     betas: Annotated[tuple[float, float], Within(least=0, below=1)] = (0.9, 0.99)
-    """Of AdamW."""
+    """The betas of AdamW."""
     grad_clip: NotNegative = 1.0
     """Largest norm of a gradient; 0 is off."""
     nonfinite_limit: Count = 3

@@ -21,7 +21,7 @@ def make_task(name: str, *, reward: str | None, seed: int, success: float | None
     reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact"). The
     seed chooses training prompts where they are generated; what is held out does not depend on it,
     so runs with different seeds can be compared.
-    success: the reward from which on a completion counts as right; None is the task's own, 1.
+    success: the smallest reward that counts as right; None is the task's own, 1.
     """
     chosen = None if reward is None else make_reward(reward)
     if name == "sort":
