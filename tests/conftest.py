@@ -39,8 +39,8 @@ def pytest_collection_finish() -> None:
     """The search for garbage passes over everything loaded so far, and comes less often: it took a
     tenth of the suite's time.
     """
-    gc.collect()
-    gc.freeze()
+    if not gc.get_freeze_count():
+        gc.freeze()
     gc.set_threshold(50_000, 10, 10)
 
 

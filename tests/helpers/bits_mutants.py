@@ -65,7 +65,7 @@ BITS = (
         "functional/aggregate.py",
         "        return total(_products(x, weight) / dp_size)\n",
         "        return loss.detach() / dp_size\n",
-        _CUT + "[dapo]",
+        _CUT,
     ),
     (
         "exact_sequence_sums_by_layout",

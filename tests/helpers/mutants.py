@@ -307,7 +307,7 @@ MUTANTS = (
         "policy_metrics.py",
         "count(reduce(torch.bitwise_or, flags.values()))",
         "count(flags['upper'])",
-        "test_metric_levels.py::test_a_level_is_a_choice_of_the_same_numbers[ppo-padded]",
+        "test_metric_levels.py::test_a_level_is_a_choice_of_the_same_numbers",
     ),
     Mutant(
         "metrics_without_being_asked",
