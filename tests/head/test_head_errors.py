@@ -267,7 +267,7 @@ def test_what_policy_loss_refuses_is_refused() -> None:
         ),
         "cu_seqlens",
     )
-    said(lambda: loss(pl.Clip(0.2)), "spec", "Clip")
+    said(lambda: loss(pl.Clip), "spec", "Clip")
     cov = PRESETS["clip_cov"]
     counted = pl.Totals.count(BATCH.kwargs["mask"])
     said(lambda: loss(cov, totals=counted), "measure")
