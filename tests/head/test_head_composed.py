@@ -262,7 +262,7 @@ def compare(seed: int, losses: int) -> Compared:
 
 
 @pytest.mark.skipif(CUDA, reason="the kernels do not take float64")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_composed_losses_under_every_plan(
     seed: int, record_property: Callable[[str, object], None]
 ) -> None:
