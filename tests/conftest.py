@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import walk
 from browser import CHROMIUM
 from hypothesis import settings
 
@@ -27,6 +28,10 @@ STARTED = time.monotonic()
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.register_profile("more", settings.get_profile("fixed"), max_examples=150)
 settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    walk.only_first = config.option.maxfail == 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

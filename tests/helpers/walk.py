@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 Case = tuple[str, dict[str, Any]]
+only_first = False  # whether a walk ends at its first failure, as `pytest -x` does
 
 
 def walked(
@@ -64,6 +65,8 @@ def _run(
         except (Exception, pytest.fail.Exception, pytest.skip.Exception) as e:
             text = "".join(traceback.format_exception(type(e), e, e.__traceback__.tb_next))
             failures.append(f"[{'-'.join(name for name, _ in case)}]\n{text}")
+            if only_first:
+                break
     if failures:
         head = f"{len(failures)} of {len(cases)} cases failed"
         pytest.fail("\n".join([head, *failures]), pytrace=False)

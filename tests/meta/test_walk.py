@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import walk
 from walk import walked
+
+
+@pytest.fixture(autouse=True)
+def all_failures(monkeypatch):
+    """Also where these tests run with `-x`."""
+    monkeypatch.setattr(walk, "only_first", False)
 
 
 def failure_of(test) -> str:
@@ -46,6 +53,18 @@ def test_no_case_ends_a_walk(ends):
 
     assert failure_of(test).startswith("2 of 2 cases failed\n[a]\n")
     assert seen == ["a", "b"]
+
+
+def test_a_walk_ends_at_its_first_failure_where_pytest_does(monkeypatch):
+    monkeypatch.setattr(walk, "only_first", True)
+
+    @walked("case", ["a", "b", "c"])
+    def test(case):
+        assert case == "a"
+
+    text = failure_of(test)
+    assert text.startswith("1 of 3 cases failed\n[b]\n")
+    assert "[c]" not in text
 
 
 def test_a_walk_without_a_case_fails():
