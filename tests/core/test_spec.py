@@ -602,6 +602,8 @@ def test_a_function_is_a_loss_everywhere():
         "diff": lambda loss: str(pl.diff("ppo", loss)).replace("a LossSpec", ""),
         "check_loss": lambda loss: str(pl.check_loss(loss)),
     }
+    if torch.__version__ < (2, 13):  # its compiler cannot make a LossSpec, see docs/versions.md
+        del calls["in a graph"]
     wrong = {}
     for name, function in calls.items():
         for part in (plain_gradient, pl.Clip(0.1)):
