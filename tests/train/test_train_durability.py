@@ -213,7 +213,7 @@ def test_two_that_meet_a_dead_lock_take_it_one_after_the_other(tmp_path: Path) -
     taken = threading.Event()
     waiting = threading.Thread(target=lambda: (Lock(tmp_path), taken.set()))
     waiting.start()
-    assert not taken.wait(0.3)
+    assert not taken.wait(1.0)
     os.close(handle)
     assert taken.wait(10)
     waiting.join()
