@@ -98,8 +98,9 @@ def taken(step: pl.Accumulation) -> dict[str, Any]:
         divergence = micro["divergence"] + 4 * (entropy - entropy.detach())  # as in `cases.run`
         loss = micro.loss(logp, entropy=entropy, divergence=divergence)
         both = torch.autograd.grad(loss, (logp, entropy), allow_unused=True, materialize_grads=True)
+        both = [x.detach() for x in both]  # zeros that require a gradient, before torch 2.11
         for gradient, x in zip(gradients, both, strict=True):
-            gradient[micro["where"].reshape(-1)] += x.detach().reshape(-1)
+            gradient[micro["where"].reshape(-1)] += x.reshape(-1)
         parts.append(
             (
                 float(loss.detach()),
