@@ -15,7 +15,7 @@ from mutants import CLEAN, MUTANTS, PACKAGE, TESTS, places_of
 from policyloss.functional import correction as functional_correction
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 
-GROUPS = 3
+GROUPS = 6
 
 
 def exit_codes(names: list[str]) -> dict[str, int]:
