@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from walk import walked
 
 import policyloss as pl
 from policyloss.check import signs
@@ -175,9 +176,7 @@ def test_every_kl_of_the_library_pulls_to_its_anchor():
     assert not failed
 
 
-@pytest.mark.parametrize(
-    "name", sorted(name for name in FIRST.values() if not pl.preset(name).needs_statistics)
-)
+@walked("name", sorted(name for name in FIRST.values() if not pl.preset(name).needs_statistics))
 def test_every_trust_part_of_a_preset_passes_as_a_callable(name):
     spec = pl.preset(name)
     report = pl.check_loss(lambda t: spec.trust(t), base=spec)

@@ -17,6 +17,7 @@ import torch
 from benchmarks.doctor import FROM_PAIRS
 from benchmarks.doctor_cases import FAULTS, SMALL, Batch, Rollout, Source, batch_of, score
 from torch import nn
+from walk import walked
 
 import policyloss as pl
 from policyloss.doctor import diagnose as diagnosing
@@ -44,7 +45,7 @@ def verdict(name: str, seed: int = 0) -> pl.Diagnosis:
     return pl.doctor(**made.arguments, model=made.model, prompts=made.prompts)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@walked("name", NAMES)
 def test_the_cause_is_named(name: str) -> None:
     found = verdict(name)
     assert sorted(found.causes) == sorted(batch(name).causes), str(found)
@@ -72,7 +73,7 @@ def test_a_blinded_hypothesis_makes_its_row_wrong(monkeypatch: pytest.MonkeyPatc
     assert "temperature" not in blind.causes
 
 
-@pytest.mark.parametrize("name", sorted(FROM_PAIRS))
+@walked("name", sorted(FROM_PAIRS))
 def test_pairs_alone_name_what_they_can(name: str) -> None:
     assert pl.doctor(**batch(name).arguments).causes == (FROM_PAIRS[name],)
 

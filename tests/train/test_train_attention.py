@@ -12,6 +12,7 @@ import pytest
 import torch
 import train_loop_ranks
 from torch import Tensor, nn
+from walk import walked
 
 from policyloss.errors import InputError
 from policyloss.train import attention
@@ -193,8 +194,8 @@ def test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("budget", [1000, 12])
+@walked("kind", KINDS)
+@walked("budget", [1000, 12])
 @pytest.mark.usefixtures("norms_in_float64")
 def test_padded_rows_are_each_sequence_alone(kind: str, budget: int) -> None:
     assert_as_alone(make(kind), Rows(), budget)
@@ -210,8 +211,8 @@ def test_one_sequence_at_a_time_is_right_for_a_model_that_reads_ahead(
     assert_as_alone(model, way, 1000)
 
 
-@pytest.mark.parametrize("kind", VARLEN)
-@pytest.mark.parametrize("budget", [1000, 12])
+@walked("kind", VARLEN)
+@walked("budget", [1000, 12])
 @pytest.mark.usefixtures("varlen_on_cpu", "norms_in_float64")
 def test_sequences_in_one_row_are_each_sequence_alone(kind: str, budget: int) -> None:
     model = make(kind)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from walk import walked
 
 import policyloss as pl
 from policyloss.commands import Within
@@ -220,7 +221,7 @@ def limits() -> list[tuple[str, float]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "outside"), limits())
+@walked(("name", "outside"), limits())
 def test_a_number_outside_of_its_limits_is_refused(name: str, outside: float) -> None:
     value = (0.5, outside) if name == "betas" else outside
     with pytest.raises(

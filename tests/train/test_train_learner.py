@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from walk import walked
 
 import policyloss as pl
 from policyloss.train.attention import Rows
@@ -211,9 +212,9 @@ def expected() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("head", ["fused", "logits"])
-@pytest.mark.parametrize("micro_tokens", [7, 20, 10**6])
-@pytest.mark.parametrize("name", LOSSES)
+@walked("head", ["fused", "logits"])
+@walked("micro_tokens", [7, 20, 10**6])
+@walked("name", LOSSES)
 def test_an_update_is_the_gradient_of_the_whole_batch(
     name: str, micro_tokens: int, head: str, expected: dict[str, Any]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from walk import walked
 
 import policyloss as pl
 from policyloss.errors import InputError
@@ -131,7 +132,7 @@ def test_a_loss_is_exactly_like_itself_and_scales_with_the_advantages() -> None:
         assert once[name].effective == pytest.approx(twice[name].effective)
 
 
-@pytest.mark.parametrize("name", pl.presets())
+@walked("name", pl.presets())
 def test_every_preset_gives_the_gradient_of_policy_loss(name: str) -> None:
     """Tokens end to end give the gradient that the padded rows have."""
     tokens = random_tokens()
