@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import walk
 from browser import CHROMIUM
 from hypothesis import settings
+from summary import summary
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
@@ -50,15 +50,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """How long the run took, and, one line each, what did not run and why."""
-    minutes, seconds = divmod(round(time.monotonic() - STARTED), 60)
-    lines = [f"Took {minutes} min {seconds} s"]
-    skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
-    lines += [f"{reason} ({count})" for reason, count in skipped.most_common()]
-    for marker in config.getini("markers"):
-        if f"not {marker.split(':')[0]}" in config.option.markexpr:
-            lines.append(f"Left out: {marker}")
-    for line in lines:
+    skips = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    took = time.monotonic() - STARTED
+    for line in summary(took, skips, config.getini("markers"), config.option.markexpr):
         terminalreporter.write_line(line)
 
 
