@@ -68,9 +68,10 @@ class FakeServer:
         return self
 
     def forget(self) -> None:
-        """Have the weights of the start again, as after a restart."""
-        self.load(self.folder)
-        self.version = "default"
+        """Have the weights of the start again, as after a restart: never under their old name."""
+        with self.lock:
+            self.load(self.folder)
+            self.version = "default"
 
     def stop(self) -> None:
         """From here on, connections to its port are refused."""
