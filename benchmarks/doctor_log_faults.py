@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.advantage import dr_grpo, grpo
-from policyloss.train.tasks import Example, make_task
+from policyloss_train.tasks import Example, make_task
 
 FAULT_STEP = 30  # in which what happens once happens
 OUTLIER = 1000.0

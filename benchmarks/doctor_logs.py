@@ -44,7 +44,7 @@ def train_one(job: Job) -> dict[str, Any]:
     """Train in a folder that is gone afterwards. → what becomes `run.json`, with the lines of
     metrics.jsonl as "metrics"; nothing if it was interrupted.
     """
-    from policyloss.train.loop import train  # with transformers: seconds, which `main` takes once
+    from policyloss_train.loop import train  # with transformers: seconds, which `main` takes once
 
     torch.set_num_threads(1)
     CLOCK.begin(job.seed)
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
-    import policyloss.train.loop  # noqa: F401  # before the fork, once for all processes
+    import policyloss_train.loop  # noqa: F401  # before the fork, once for all processes
 
     left = missing(wanted, args.out)
     print(f"{len(left)} runs to make, {len(wanted) - len(left)} are there already", flush=True)

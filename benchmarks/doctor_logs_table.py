@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmarks.doctor_logs_plan import HEALTHY
 from benchmarks.harness import write_json
-from policyloss.doctor.logs.read import read_log
-from policyloss.doctor.logs.run_doctor import diagnose_rows
 from policyloss.errors import InputError
-from policyloss.logs.names import canonical
-from policyloss.train.config import TrainConfig
+from policyloss_lab.diagnosis.logs.read import read_log
+from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
+from policyloss_lab.logs.names import canonical
+from policyloss_train.config import TrainConfig
 
 RESULTS = Path("benchmarks/results/doctor_logs.json")
 Row = Mapping[str, float]
@@ -88,7 +88,7 @@ def renamed(row: Row, columns: Mapping[str, str]) -> dict[str, float]:
 
 
 def ours(rows: Sequence[Row], run: Mapping[str, Any]) -> Names:
-    """What `pl.doctor_run` names."""
+    """What `lab.doctor_run` names."""
     return {f.cause: frozenset([f.cause]) for f in diagnose_rows(rows).findings}
 
 

@@ -39,9 +39,9 @@ from benchmarks.evidence_plan import (
 )
 from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
-from policyloss.train.config import TrainConfig
-from policyloss.train.loss_options import read_spec
-from policyloss.train.run.environment import environment as made_with
+from policyloss_lab.runs.environment import environment as made_with
+from policyloss_train.config import TrainConfig
+from policyloss_train.loss_options import read_spec
 
 Record = dict[str, Any]
 Work = Callable[[Job], Record]
@@ -68,7 +68,7 @@ def train_one(job: Job) -> Record:
     of one interrupted, empty.
     """
     # With transformers: seconds, and `main` does it once for all processes.
-    from policyloss.train.loop import (
+    from policyloss_train.loop import (
         train,
     )
 
@@ -258,7 +258,7 @@ def line_of(record: Record) -> str:
 
 def make_teacher(folder: Path) -> None:
     """The run that students learn from, unless it is there."""
-    from policyloss.train.loop import train
+    from policyloss_train.loop import train
 
     if (folder / "checkpoints").is_dir():
         return
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     torch.set_num_threads(1)
     # Before the fork, so that 16 processes do not import it 16 times.
-    import policyloss.train.loop  # noqa: F401
+    import policyloss_train.loop  # noqa: F401
 
     try:
         if any("teacher" in job.plan.options for job in results.missing(wanted)):

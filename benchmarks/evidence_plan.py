@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from policyloss.catalogue import PRESETS
 from policyloss.errors import InputError, unknown_name
-from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
-from policyloss.train.config import TrainConfig
-from policyloss.train.loss_options import read_spec
+from policyloss_train.config import TrainConfig
+from policyloss_train.loss_options import read_spec
 
 GOAL = 0.9  # of held-out prompts
 PRESET_STUDY, CLIP_STUDY = "presets", "dual_clip"  # the latter once for each of `CLIP_RATES`

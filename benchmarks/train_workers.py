@@ -53,13 +53,13 @@ def answer(**numbers: float) -> None:
 
 def ours(folder: Path, size: Size) -> None:
     """`policyloss train` as it is, but for the evaluations and files that TRL does not write."""
-    from policyloss.presets import preset
-    from policyloss.train.batches import Pack
-    from policyloss.train.config import TrainConfig
-    from policyloss.train.distributed import Ranks
-    from policyloss.train.loop import Training
-    from policyloss.train.run.directory import RunDir
-    from policyloss.train.sampler import Sample
+    from policyloss.catalogue import preset
+    from policyloss_train.batches import Pack
+    from policyloss_train.config import TrainConfig
+    from policyloss_train.distributed import Ranks
+    from policyloss_train.loop import Training
+    from policyloss_train.run.directory import RunDir
+    from policyloss_train.sampler import Sample
 
     spec = preset("dapo", eps_low=EPS_LOW, eps_high=EPS_HIGH)
     options: dict[str, Any] = {
@@ -131,7 +131,7 @@ def trl(folder: Path, size: Size) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found,unused-ignore]
 
-    from policyloss.train.tasks.sort import sort_task
+    from policyloss_train.tasks.sort import sort_task
 
     task = sort_task(0, lambda example, completion: 0.0)
     rows = [{"prompt": example.prompt, "answer": example.answer} for example in task.train]

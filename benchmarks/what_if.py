@@ -27,14 +27,15 @@ import torch
 from torch import Tensor, nn
 
 import policyloss as pl
+import policyloss_lab as lab
 from benchmarks.harness import environment, table, write_json
-from policyloss.train.models import load
-from policyloss.train.sampler import sample, uniforms
-from policyloss.train.tasks import make_task
-from policyloss.train.warmup import warm_up
-from policyloss.whatif.reading import tokens_of
-from policyloss.whatif.tangent import HeadWeight, Parameters, Products, model_batches
-from policyloss.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.reading import tokens_of
+from policyloss_lab.whatif.tangent import HeadWeight, Parameters, Products, model_batches
+from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_train.models import load
+from policyloss_train.sampler import sample, uniforms
+from policyloss_train.tasks import make_task
+from policyloss_train.warmup import warm_up
 
 LONGEST, PROMPTS, SAMPLES, HELD_OUT = 16, 8, 8, 512
 UPDATES = 10  # of each batch of samples
@@ -189,7 +190,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def different(result: pl.WhatIf) -> list[int]:
+def different(result: lab.WhatIf) -> list[int]:
     """The losses that have a gradient, each direction once."""
     assert result.by_model is not None
     cosine = result.by_model.cosine
@@ -219,7 +220,7 @@ def study(seed: int, steps: int, warmup: int, say: Any = print) -> Iterator[dict
     tokens = tokens.replace(
         inputs=tokens.inputs.replace(logp=Parameters(model).logp(tokens)), horizon=LONGEST
     )
-    result = pl.what_if(tokens, model=model)
+    result = lab.what_if(tokens, model=model)
     chosen = different(result)
     losses = [result.outcomes[i] for i in chosen]
     gradients = torch.stack([outcome.gradient for outcome in losses])

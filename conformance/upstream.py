@@ -32,7 +32,7 @@ from policyloss.compat.patching import swap
 
 NOT_DROP_INS = (
     *("check_config", "install", "register", "uninstall"),
-    *("install_head", "uninstall_head", "register_distillation", "doctor_batch"),
+    *("install_head", "uninstall_head", "register_distillation"),
 )
 # Modules that a run leaves behind and the next one must import again. OpenRLHF's tests load its
 # files under names of their own.

@@ -146,10 +146,10 @@ def head_walk() -> Walk:
 
 def training_walk() -> Walk:
     """One step of the reference trainer."""
-    from policyloss.train import collect, learner, loop, policy
-    from policyloss.train.config import TrainConfig
-    from policyloss.train.rollout.built_in import BuiltIn
-    from policyloss.train.tasks.rewards import scored
+    from policyloss_train import collect, learner, loop, policy
+    from policyloss_train.config import TrainConfig
+    from policyloss_train.rollout.built_in import BuiltIn
+    from policyloss_train.tasks.rewards import scored
 
     sizes: dict[str, Any] = {
         "prompts": 1,

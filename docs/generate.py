@@ -24,13 +24,13 @@ from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
 from docs.what_if_page import what_if_pages
-from policyloss.explain import Explanation, shortened
-from policyloss.explain.diff import Difference, shown
+from policyloss.catalogue import PRESETS, Preset
+from policyloss.catalogue.nearest import distance
+from policyloss.explanations import Explanation, shortened
+from policyloss.explanations.diff import Difference, shown
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
-from policyloss.presets import PRESETS, Preset
-from policyloss.presets.nearest import distance
-from policyloss.train.routing import FORMULAS as ROUTER_FORMULAS
+from policyloss_train.routing import FORMULAS as ROUTER_FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"

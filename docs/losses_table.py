@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import policyloss as pl
+from policyloss.catalogue import PRESETS
 from policyloss.choose import all_choices
-from policyloss.presets import PRESETS
 
 
 def losses_table() -> str:

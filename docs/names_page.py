@@ -20,8 +20,8 @@ from docs.names.called import FRAMEWORKS, REQUIRED, Argument, Cell, Option
 from docs.names.homonyms import HOMONYMS, SAME
 from docs.names.meanings import BATCH, REWARDS, Homonym, Meaning, Same
 from docs.names.options import OPTIONS
-from policyloss.explain.formula import VOCABULARY, formula, names_in
-from policyloss.explain.framework_names import ELSEWHERE, Elsewhere
+from policyloss.explanations.formula import VOCABULARY, formula, names_in
+from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
 
 
 def names_page() -> str:

@@ -10,17 +10,17 @@ from statistics import median
 from typing import Any
 
 from docs.markdown import GENERATED, fenced, join, table
-from policyloss.whatif.reading import NAMES
-from policyloss.whatif.remedy import FACTORS, PARTS, Limits
-from policyloss.whatif.result import COLUMNS
-from policyloss.whatif.tangent import GRADIENT_NUMBERS
+from policyloss_lab.whatif.reading import NAMES
+from policyloss_lab.whatif.remedy import FACTORS, PARTS, Limits
+from policyloss_lab.whatif.result import COLUMNS
+from policyloss_lab.whatif.tangent import GRADIENT_NUMBERS
 
 GOOD = 0.9
 COMMANDS = """policyloss what-if runs/mine                              # every preset, as a table
 policyloss what-if runs/mine --out page.html              # and as a page, side by side
 policyloss what-if tokens.jsonl --loss dapo --presets gspo cispo --json"""
 EXAMPLE = """tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
-result = pl.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
+result = lab.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
 print(result)  # a row for each loss
 result["gspo"].gradient  # [N]: of the loss by each log-probability
 result.by_token.cosine  # [L, L]: how alike the gradients are"""
@@ -107,7 +107,7 @@ def _cures() -> str:
         f"effective sample size is below {limits.effective:g}, if engine and trainer are more "
         f"than {limits.mismatch:g} nats per token apart (`kl_rollout_k3`) and the loss does not "
         "read `rollout_logp`, or if every advantage is 0. "
-        "`pl.what_if(…, limits=policyloss.whatif.Limits(lost=0.4))` takes "
+        "`lab.what_if(…, limits=policyloss_lab.whatif.Limits(lost=0.4))` takes "
         "other limits. The search changes one "
         "number of the ratio, the trust region or the corrections at a time, up and down, by "
         f"factors from {FACTORS[0]:g} to {FACTORS[-1]:g}, and stops at the first factor at which a "

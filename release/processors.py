@@ -15,7 +15,7 @@ import torch
 
 from release.runs import run_tests
 
-TESTS = ("tests/core", "tests/head", "tests/hf", "tests/advantage")
+TESTS = [f"tests/policyloss/{part}" for part in ("core", "head", "hf", "advantage")]
 ATEN = ("default", "avx2", "avx512")  # one that the processor lacks would end the process
 SETTINGS = (
     *(

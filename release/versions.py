@@ -18,7 +18,7 @@ from typing import Any
 
 from release.runs import ROOT, run_tests
 
-TESTS = ("tests/core", "tests/head", "tests/compat")
+TESTS = ("tests/policyloss/core", "tests/policyloss/head", "tests/policyloss/compat")
 # Triton of torch 2.6 imports setuptools, which it does not depend on.
 NEEDS = ("numpy", "hypothesis", "pytest", "setuptools")
 RECORDS, PAGE = ROOT / "docs/versions.json", ROOT / "docs/versions.md"

@@ -30,8 +30,8 @@ from docs.site.structure import (
     Section,
     site_path,
 )
-from policyloss.explore import explorer_page
 from policyloss.output import write_output
+from policyloss_lab.explore import explorer_page
 
 PRESETS, TUTORIALS, FILES = "docs/presets/", "docs/tutorials/", "files"
 CHOOSE, EXPLORER, COMMANDS = "docs/choose.md", "docs/explorer.md", "docs/commands.md"

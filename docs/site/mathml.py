@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from policyloss.explain.expression import COMPARISONS, Expression
-from policyloss.explain.formula import Line
+from policyloss.explanations.expression import COMPARISONS, Expression
+from policyloss.explanations.formula import Line
 from policyloss.parts.wording import number as number_text
 
 # A subscript after the first word; words of several letters are set upright.

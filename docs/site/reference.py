@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import policyloss as pl
+import policyloss_lab as lab
 from docs.markdown import fenced, join
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODULES = {"": pl, "advantage.": pl.advantage, "functional.": pl.functional}
-MODULES |= {"hf.": pl.hf, "report.": pl.report}
+MODULES |= {"hf.": pl.hf, "report.": lab.report}
 
 
 class Topic(NamedTuple):

@@ -18,8 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from policyloss.commands import Argument, read_words
-from policyloss.commands.arguments import JSON
+from policyloss.commands import JSON, Argument, read_words
 from policyloss.errors import InputError, unknown_name
 from policyloss.output import section
 
@@ -260,7 +259,7 @@ class Choice:
 
     def elsewhere(self) -> dict[str, list[str]]:
         """The names of its parts in each framework."""
-        from policyloss.explain import explain
+        from policyloss.explanations import explain
 
         names: dict[str, list[str]] = {}
         for entry in explain(self.spec).elsewhere:

@@ -9,56 +9,63 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from policyloss import __version__
 from policyloss.choose import ARGUMENTS, losses
 from policyloss.commands import (
     HELP,
+    JSON,
     OPTIONS,
-    Argument,
+    Command,
     Parser,
-    arguments_of,
+    Place,
     parser_of,
     read_options,
     read_words,
 )
-from policyloss.commands.arguments import (
-    JSON,
-    Diff,
-    Doctor,
-    Eval,
-    Explain,
-    ExplainTrl,
-    Explore,
-    Export,
-    Report,
-    Sample,
-    WhatIfTokens,
-)
 from policyloss.errors import InputError, PolicyLossError, unknown_name, visible
-from policyloss.train.config import TrainConfig
 
 
-class Command(NamedTuple):
-    """A subcommand: a sentence about it, its arguments or the dataclass that declares them, and the
-    module of its function.
-    """
+@dataclass(frozen=True)
+class Explain:
+    """Arguments of `policyloss explain`."""
 
-    about: str
-    options: type | list[Argument]
-    module: str
-
-    @property
-    def arguments(self) -> list[Argument]:
-        """Its arguments."""
-        return self.options if isinstance(self.options, list) else arguments_of(self.options)
+    loss: Annotated[str, Place("LOSS")]
+    """The name of a preset, or the path of a JSON file that holds LossSpec.to_dict()."""
+    json: bool = False
+    """Print JSON instead of text."""
 
 
-COMMANDS = {
+@dataclass(frozen=True)
+class ExplainTrl:
+    """Arguments of `policyloss explain-trl`."""
+
+    config: Annotated[str, Place("FILE")]
+    """The path of a JSON file with options. An option that it leaves out has TRL's default."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Arguments of `policyloss diff`."""
+
+    a: Annotated[str, Place("LOSS")]
+    """The name of a preset, or the path of a JSON file that holds LossSpec.to_dict()."""
+    b: Annotated[str, Place("OTHER")]
+    """The loss to compare it with."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+OWN = {
     "presets": Command("List the named losses.", [JSON], "policyloss.cli"),
     "choose": Command(
         "Name a loss for what you know about your run, with the reasons.",
@@ -76,47 +83,27 @@ COMMANDS = {
         ExplainTrl,
         "policyloss.cli",
     ),
-    "explore": Command(
-        "Write a page to play with losses, which opens offline: curves, gradients, formulas.",
-        Explore,
-        "policyloss.explore.command",
-    ),
-    "train": Command(
-        "Train a language model by reinforcement learning with any policy loss.",
-        TrainConfig,
-        "policyloss.train.commands",
-    ),
-    "eval": Command(
-        "Evaluate the policy of a run on held-out prompts, greedily.",
-        Eval,
-        "policyloss.train.commands",
-    ),
-    "sample": Command(
-        "Sample completions from the policy of a run.", Sample, "policyloss.train.commands"
-    ),
-    "export": Command(
-        "Write the policy of a run as a Hugging Face folder: weights, tokenizer, chat template.",
-        Export,
-        "policyloss.train.export",
-    ),
-    "report": Command(
-        "Draw one or more runs as one HTML page, which opens offline.",
-        Report,
-        "policyloss.report.command",
-    ),
-    "doctor": Command(
-        "Find out why engine and trainer disagree, or what is wrong with a run. The exit code is 0 "
-        "for healthy, 1 for a cause, 2 for wrong input, 3 for a gap without a known cause.",
-        Doctor,
-        "policyloss.doctor.command",
-    ),
-    "what-if": Command(
-        "Try every loss on the tokens that a run stored, and find the smallest change of the loss "
-        "that cures what is wrong.",
-        WhatIfTokens,
-        "policyloss.whatif.command",
-    ),
 }
+# The commands that policyloss-lab and policyloss-train add, and the extra that installs them.
+EXTRAS = {
+    "explore": "lab",
+    "report": "lab",
+    "doctor": "lab",
+    "what-if": "lab",
+    "train": "train",
+    "eval": "train",
+    "sample": "train",
+    "export": "train",
+}
+
+
+@cache
+def all_commands() -> dict[str, Command]:
+    """The commands of every installed package, by name."""
+    added: dict[str, Command] = {}
+    for group in sorted(entry_points(group="policyloss.commands"), key=lambda group: group.name):
+        added |= group.load()
+    return OWN | added
 
 
 def presets_command(words: Sequence[str]) -> int:
@@ -134,7 +121,7 @@ def presets_command(words: Sequence[str]) -> int:
 
 def explain_command(words: Sequence[str]) -> int:
     """One loss: formula, numbers, traps."""
-    from policyloss.explain import explain
+    from policyloss.explanations import explain
 
     options = read_options("explain", Explain, words)
     explanation = explain(_loss(options.loss))
@@ -144,10 +131,10 @@ def explain_command(words: Sequence[str]) -> int:
 
 def explain_trl_command(words: Sequence[str]) -> int:
     """The loss of a TRL GRPOConfig."""
+    from policyloss.catalogue import read_json
     from policyloss.compat.trl import explain_config, spec_from_config
     from policyloss.compat.trl.config import BESIDE
     from policyloss.compat.trl.options import DEFAULTS
-    from policyloss.presets import read_json
 
     args = read_options("explain-trl", ExplainTrl, words)
     options = read_json(args.config)
@@ -171,7 +158,7 @@ def explain_trl_command(words: Sequence[str]) -> int:
 
 def diff_command(words: Sequence[str]) -> int:
     """How two losses differ."""
-    from policyloss.explain import diff
+    from policyloss.explanations import diff
 
     options = read_options("diff", Diff, words)
     difference = diff(_loss(options.a), _loss(options.b))
@@ -182,7 +169,7 @@ def diff_command(words: Sequence[str]) -> int:
 def _loss(name: str) -> Any:
     """`read_loss`, also of TRL's parts, which `explain-trl --json` writes."""
     import policyloss.compat.trl  # noqa: F401  # makes those parts known
-    from policyloss.presets import read_loss
+    from policyloss.catalogue import read_loss
 
     return read_loss(name)
 
@@ -192,8 +179,10 @@ def overview() -> Parser:
     about = "The loss functions of LLM reinforcement learning."
     top = Parser("policyloss", "COMMAND [options]", about)
     group = top.add_argument_group("commands")
-    for name, command in COMMANDS.items():
+    for name, command in all_commands().items():
         group.add_argument(name, nargs="?", help=command.about.partition(". ")[0])
+    for name in EXTRAS.keys() - all_commands().keys():
+        group.add_argument(name, nargs="?", help=f"Needs {_install(name)}.")
     last = top.add_argument_group(OPTIONS)
     version = f"policyloss {__version__}"
     last.add_argument("--version", action="version", version=version, help="Print the version.")
@@ -231,12 +220,19 @@ def _run(words: Sequence[str]) -> int:
     name, *rest = words
     if name.startswith("-"):
         overview().parse_args([name])
-    if name not in COMMANDS:
-        raise InputError(unknown_name("command", name, COMMANDS))
+    command = OWN.get(name) or all_commands().get(name)
+    if command is None and name in EXTRAS:
+        raise PolicyLossError(f"policyloss {name} needs another package; {_install(name)}.")
+    if command is None:
+        raise InputError(unknown_name("command", name, all_commands()))
     if {*HELP} & set(rest):
-        parser_of(name, COMMANDS[name].about, COMMANDS[name].arguments).print_help()
+        parser_of(name, command.about, command.arguments).print_help()
         return 0
-    return _function(name)(rest)
+    return _function(name, command.module)(rest)
+
+
+def _install(name: str) -> str:
+    return f"pip install 'policyloss[{EXTRAS[name]}]'"
 
 
 def _failure(sentence: str) -> int:
@@ -251,17 +247,9 @@ def _close_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _function(name: str) -> Callable[[Sequence[str]], int]:
-    """The function of a command, or an error that names the extra to install."""
-    module = COMMANDS[name].module
-    try:
-        loaded = import_module(module)
-    except ModuleNotFoundError as error:
-        if not module.startswith("policyloss.train") or str(error.name).startswith("policyloss"):
-            raise  # nothing that could be installed is missing
-        raise PolicyLossError(
-            f"policyloss {name} needs {error.name}; pip install 'policyloss[train]'."
-        ) from None
+def _function(name: str, module: str) -> Callable[[Sequence[str]], int]:
+    """The function of a command in a module."""
+    loaded = import_module(module)
     command: Callable[[Sequence[str]], int] = getattr(loaded, f"{name.replace('-', '_')}_command")
     return command
 

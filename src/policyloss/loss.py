@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_tensor
+from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
@@ -25,7 +26,6 @@ from policyloss.parts.divergence import Divergence
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import MetricsLevel, check_level, policy_metrics
-from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import Layout, Tokens
 from policyloss.totals import Totals, data_parallel_group, local_totals, resolve

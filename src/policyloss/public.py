@@ -1,15 +1,15 @@
 """Every public name of the library. `import policyloss` reads them from here when one is used."""
 
-from policyloss import advantage, compat, functional, hf, report
-from policyloss.accumulate import Accumulation, MicroBatch, accumulate
+from policyloss import advantage, compat, functional, hf
+from policyloss.accumulation import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
+from policyloss.catalogue import preset, presets
 from policyloss.check.bits import BitsReport, bits_check
 from policyloss.check.loss import check_loss
 from policyloss.check.partition import PartitionReport, partition_check
 from policyloss.compiled import CompiledLoss, compiled_loss, explain_path, unfused
-from policyloss.doctor import Diagnosis, RunDiagnosis, doctor, doctor_run
 from policyloss.errors import InputError, PolicyLossError, SpecError
-from policyloss.explain import diff, explain
+from policyloss.explanations import diff, explain
 from policyloss.functional.exact import exact
 from policyloss.head.divergence import divergence, linear_divergence
 from policyloss.head.head import LogProbs
@@ -61,14 +61,12 @@ from policyloss.parts.trust import (
     TwoSidedClip,
     Unbounded,
 )
-from policyloss.presets import preset, presets
 from policyloss.records import Stat
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
 from policyloss.tokens import Tokens
 from policyloss.totals import GroupTokens, Totals
 from policyloss.value import value_loss
-from policyloss.whatif import WhatIf, what_if
 
 __all__ = [
     "KL",
@@ -83,7 +81,6 @@ __all__ = [
     "CovClip",
     "CovKL",
     "DetachedClip",
-    "Diagnosis",
     "Divergence",
     "DivergenceMask",
     "GammaWeight",
@@ -106,7 +103,6 @@ __all__ = [
     "PromptMean",
     "Quadratic",
     "Reject",
-    "RunDiagnosis",
     "SegmentRatio",
     "SelfNormalise",
     "SeqMeanTokenMean",
@@ -132,7 +128,6 @@ __all__ = [
     "TwoSidedClip",
     "Unbounded",
     "Veto",
-    "WhatIf",
     "accumulate",
     "advantage",
     "aggregate_tokens",
@@ -142,8 +137,6 @@ __all__ = [
     "compiled_loss",
     "diff",
     "divergence",
-    "doctor",
-    "doctor_run",
     "exact",
     "explain",
     "explain_path",
@@ -161,9 +154,7 @@ __all__ = [
     "policy_loss",
     "preset",
     "presets",
-    "report",
     "unfused",
     "value_loss",
-    "what_if",
     "whiten",
 ]

@@ -49,7 +49,7 @@ def test_imports_are_seen_in_every_form(tmp_path: Path) -> None:
             "    import policyloss.spec\n"
         ),
         spec="def late():\n    import policyloss.errors\n",
-        cli='COMMAND = "policyloss.train.commands"\nABOUT = "policyloss.spec is a module"\n',
+        cli='COMMAND = "policyloss_train.command"\nABOUT = "policyloss.spec is a module"\n',
         train__in____init__="",
         train__in__commands="import policyloss as pl\n\npl.policy_loss\npl.nothing\n",
     )

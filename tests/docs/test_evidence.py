@@ -25,8 +25,8 @@ from benchmarks.evidence_plan import (
 from docs.evidence_figure import Chart
 
 from docs import evidence_page
+from policyloss.catalogue import PRESETS
 from policyloss.errors import InputError
-from policyloss.presets import PRESETS
 
 GPU = {"gpu": "a GPU", "torch": "2"}
 

@@ -19,7 +19,7 @@ PAGES = [
     for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
     if not re.search("<!-- (Made|Generated) by", page.read_text(encoding="utf-8"))
 ]
-PACKAGE = ROOT / "src/policyloss"
+SOURCE = ROOT / "src"
 # Words that fit any variable, and so say nothing about one.
 VAGUE = {"found", "given", "held", "made", "own", "said", "seen", "told", "whole"}
 
@@ -56,8 +56,8 @@ def test_paragraphs_fit_the_page(page: Path) -> None:
 
 def test_names_say_what_a_thing_is() -> None:
     names = {
-        path.relative_to(PACKAGE).as_posix(): vague_names(path.read_text(encoding="utf-8"))
-        for path in sorted(PACKAGE.rglob("*.py"))
+        path.relative_to(SOURCE).as_posix(): vague_names(path.read_text(encoding="utf-8"))
+        for path in sorted(SOURCE.rglob("*.py"))
     }
     assert {name: vague for name, vague in names.items() if vague} == {}
 

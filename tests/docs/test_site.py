@@ -24,7 +24,7 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.cli import COMMANDS
-from policyloss.explain.expression import parse
+from policyloss.explanations.expression import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from benchmarks.doctor_cases import FAULTS, Source
 
-import policyloss as pl
+import policyloss_lab as lab
 
 pytestmark = pytest.mark.engines
 RECORDED = Path(__file__).parents[1] / "recorded" / "doctor"
@@ -33,5 +33,5 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_the_engine_processed_is_named(rollouts: Path, name: str, seed: int) -> None:
     batch = FAULTS[name](Source(rollouts, RECORDED / "models"), seed, 8)
-    verdict = pl.doctor(**batch.arguments, model=batch.model, prompts=batch.prompts)
+    verdict = lab.doctor(**batch.arguments, model=batch.model, prompts=batch.prompts)
     assert sorted(verdict.causes) == sorted(batch.causes), str(verdict)

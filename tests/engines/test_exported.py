@@ -63,10 +63,10 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    from policyloss.train.chat import with_template
-    from policyloss.train.models import load
-    from policyloss.train.tasks import make_task
-    from policyloss.train.warmup import warm_up
+    from policyloss_train.chat import with_template
+    from policyloss_train.models import load
+    from policyloss_train.tasks import make_task
+    from policyloss_train.warmup import warm_up
 
     folder = tmp_path_factory.mktemp("exported")
     base, run, file = folder / "base", folder / "run", folder / "task.jsonl"

@@ -22,14 +22,14 @@ from vllm.v1.executor.abstract import SLEEP_TAGS
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import policyloss as pl
-from policyloss.train.config import TrainConfig
-from policyloss.train.distributed import Ranks
-from policyloss.train.models import load
-from policyloss.train.rollout.kept import Report
-from policyloss.train.rollout.protocol import Prompt, Sampling
-from policyloss.train.rollout.vllm_engine import VLLM
-from policyloss.train.rollout.weights import PolicyWeights
-from policyloss.train.tasks import make_task
+from policyloss_train.config import TrainConfig
+from policyloss_train.distributed import Ranks
+from policyloss_train.models import load
+from policyloss_train.rollout.kept import Report
+from policyloss_train.rollout.protocol import Prompt, Sampling
+from policyloss_train.rollout.vllm_engine import VLLM
+from policyloss_train.rollout.weights import PolicyWeights
+from policyloss_train.tasks import make_task
 
 # Warnings of another package are no errors here.
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]

@@ -19,9 +19,9 @@ from typing import Any
 from fake_vllm import likeliest
 from safetensors.torch import load_file
 
-from policyloss.train.decoding import Completed, complete
-from policyloss.train.drawing import Rule
-from policyloss.train.sampler import uniforms
+from policyloss_train.decoding import Completed, complete
+from policyloss_train.drawing import Rule
+from policyloss_train.sampler import uniforms
 
 
 class FakeServer:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.explain.formula import Formula
+from policyloss.explanations.formula import Formula
 from policyloss.functional.trust import draw
 
 

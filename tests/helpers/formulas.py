@@ -12,9 +12,9 @@ from formula_evaluator import Evaluator
 
 import policyloss as pl
 from cases import Batch, make_batch, run
-from policyloss.explain import Explanation
-from policyloss.explain.formula import formula
-from policyloss.explain.zero_gradient import zero_gradient
+from policyloss.explanations import Explanation
+from policyloss.explanations.formula import formula
+from policyloss.explanations.zero_gradient import zero_gradient
 
 
 def assert_formula_holds(spec: pl.LossSpec, batch: Batch) -> None:

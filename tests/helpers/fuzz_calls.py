@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
+import policyloss_lab as lab
 from policyloss.compat import colossalai, openrlhf, trl, verl
 from policyloss.compat.trl.parts import RolloutProduct
 from policyloss.compiled import loss as compiled
@@ -97,7 +98,7 @@ def _step(**micro: Any) -> Any:
 
 
 def _what_if(losses: Any, spec: Any, step: Any, temperature: Any, **tokens: Any) -> Any:
-    return pl.what_if(tokens, losses, spec=spec, step=step, temperature=temperature)
+    return lab.what_if(tokens, losses, spec=spec, step=step, temperature=temperature)
 
 
 LIBRARY: dict[str, Case] = {
@@ -299,7 +300,7 @@ LIBRARY: dict[str, Case] = {
         | {"losses": ["reinforce"], "spec": "ppo", "step": None, "temperature": 1.0},
     ),
     "doctor": (
-        pl.doctor,
+        lab.doctor,
         {
             "rollout_logp": OLD.repeat(3, 2),  # as many tokens as a verdict needs
             "old_logp": LOGP.repeat(3, 2),

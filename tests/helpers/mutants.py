@@ -29,7 +29,8 @@ from train_mutants import TRAIN
 from whatif_mutants import WHATIF
 
 TESTS = Path(__file__).resolve().parents[1]
-PACKAGE = TESTS.parent / "src" / "policyloss"
+SOURCE = TESTS.parent / "src"
+PACKAGES = ("policyloss", "policyloss_lab", "policyloss_train")
 CLEAN = "clean"
 # Without collecting garbage after each run (a second, as torch is large), and without rewriting
 # assertions nobody will read.
@@ -52,371 +53,371 @@ _HAND, _CORRECTIONS = "test_hand_computed.py::", "test_hand_corrections.py::"
 MUTANTS = (
     Mutant(
         "clip_upper_bound_sign",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "low, high = 1 - eps_low, 1 + eps_high",
         "low, high = 1 - eps_low, 1 - eps_high",
         _HAND + "test_trust",
     ),
     Mutant(
         "clip_sides_swapped",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "low, high = 1 - eps_low, 1 + eps_high",
         "low, high = 1 - eps_high, 1 + eps_low",
         _HAND + "test_trust",
     ),
     Mutant(
         "dual_clip_dropped",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "torch.minimum(loss, dual * a.abs())",
         "loss",
         _HAND + "test_worked_example_dual_clip",
     ),
     Mutant(
         "cispo_weight_not_detached",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "weight = r.clamp(min=ratio_min",
         "weight = ratio.clamp(min=ratio_min",
         _HAND + "test_trust",
     ),
     Mutant(
         "by_sign_sides_swapped",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "take_positive, positive, negative)",
         "take_positive, negative, positive)",
         "test_by_sign.py::test_up_grpo_by_hand",
     ),
     Mutant(
         "by_sign_hides_nan",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "advantages > 0, ~negative.isnan(), positive.isnan())",
         "advantages > 0, True, False)",
         "test_by_sign.py::test_a_nan_shows_on_either_side",
     ),
     Mutant(
         "current_ratio_is_logp",
-        "parts/trust.py",
+        "policyloss/parts/trust.py",
         't.log_ratio_to("current").exp()',
         "t.logp",
         "test_by_sign.py::test_up_grpo_by_hand",
     ),
     Mutant(
         "by_sign_flags_of_one_side",
-        "parts/trust.py",
+        "policyloss/parts/trust.py",
         "never if b is None else b)",
         "never)",
         "test_by_sign.py::test_each_side_is_its_part_alone",
     ),
     Mutant(
         "by_sign_flags_without_an_advantage",
-        "parts/trust.py",
+        "policyloss/parts/trust.py",
         "good, never = t.advantages > 0, torch.zeros_like(t.mask)",
         "good, never = t.advantages >= 0, torch.zeros_like(t.mask)",
         "test_by_sign.py::test_flags_without_an_advantage_are_those_of_the_negative_side",
     ),
     Mutant(
         "by_sign_reach_of_the_positive_side",
-        "parts/trust.py",
+        "policyloss/parts/trust.py",
         "in {part.reach for part in self._sides}",
         "in {self.positive.reach}",
         "test_by_sign.py::test_what_a_pair_reads_and_reaches",
     ),
     Mutant(
         "extras_not_measured",
-        "accumulate.py",
+        "policyloss/accumulation.py",
         '(tensors.get("extras") or {}).items()}',
         "{}.items()}",
         "test_accumulate.py::test_extras_are_measured_too",
     ),
     Mutant(
         "measuring_marks_as_used",
-        "accumulate.py",
+        "policyloss/accumulation.py",
         "micro.is_used = used",
         "micro.is_used = True",
         "test_accumulate.py::test_a_micro_batch_that_was_only_measured_is_unused",
     ),
     Mutant(
         "repeated_micro_batch_must_be_used",
-        "accumulate.py",
+        "policyloss/accumulation.py",
         "micro.is_used = True  # it holds nothing",
         "micro.is_used = False  # it holds nothing",
         "test_accumulate.py::test_a_repeated_micro_batch_holds_nothing",
     ),
     Mutant(
         "repeated_micro_batch_keeps_its_mask",
-        "accumulate.py",
+        "policyloss/accumulation.py",
         'torch.zeros_like(last["mask"], dtype=torch.bool)',
         'last["mask"]',
         "test_accumulate.py::test_a_repeated_micro_batch_holds_nothing",
     ),
     Mutant(
         "distributed_is_needed",
-        "totals.py",
+        "policyloss/totals.py",
         "import torch.distributed as dist",
         "import torch.distributed as dist; dist.all_reduce",
         "test_torch_without_extras.py::test_neither_distributed_nor_numpy_nor_triton_is_needed",
     ),
     Mutant(
         "choose_takes_the_last_loss_that_fits",
-        "choose.py",
+        "policyloss/choose.py",
         "base = next(rule for rule in fitting if rule.preset)",
         "base = [rule for rule in fitting if rule.preset][-1]",
         "test_choose.py::test_what_is_chosen",
     ),
     Mutant(
         "choose_takes_a_narrow_band_for_old_completions",
-        "choose.py",
+        "policyloss/choose.py",
         '{"model": "moe", "updates": "several"}',
         '{"model": "moe", "updates": "several|stale"}',
         "test_choose.py::test_the_mismatch_of_an_engine_alone_silences_nobody",
     ),
     Mutant(
         "cli_prints_names_as_they_are",
-        "cli.py",
+        "policyloss/cli.py",
         "' '.join(visible(sentence).split())",
         "sentence",
         "test_cli_failures.py::test_a_name_cannot_write_to_the_terminal",
     ),
     Mutant(
         "choose_forgets_the_slots",
-        "choose.py",
+        "policyloss/choose.py",
         'if slots else ""',
         'if not slots else ""',
         "test_choose.py::test_a_loss_against_the_engine_has_no_correction_and_others_have_one",
     ),
     Mutant(
         "sapo_scale",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "-advantages * (4 / tau)",
         "-advantages * 4",
         _HAND + "test_trust",
     ),
     Mutant(
         "gmpo_clips_the_ratio_not_its_log",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "log_ratio.clamp(-eps_low, eps_high)",
         "log_ratio.clamp(1 - eps_low, 1 + eps_high)",
         _HAND + "test_geometric_clip",
     ),
     Mutant(
         "gspo_token_gradient_through_the_mean",
-        "parts/ratio.py",
+        "policyloss/parts/ratio.py",
         "expand(mean.detach())",
         "expand(mean)",
         _HAND + "test_sequence_ratio",
     ),
     Mutant(
         "subtracted_before_upcast",
-        "functional/masking.py",
+        "policyloss/functional/masking.py",
         "a.to(dtype) - b.to(dtype)",
         "(a - b).to(dtype)",
         _HAND + "test_half_precision_is_upcast_before_the_subtraction",
     ),
     Mutant(
         "masked_by_multiplication",
-        "functional/masking.py",
+        "policyloss/functional/masking.py",
         "torch.where(mask, x if dtype is None else x.to(dtype), zero)",
         "mask * (x if dtype is None else x.to(dtype))",
         _HAND + "test_masked_garbage_is_replaced",
     ),
     Mutant(
         "local_denominator",
-        "parts/aggregate.py",
+        "policyloss/parts/aggregate.py",
         "return reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size)",
         "return reciprocal(t.counts.sum(), t.mask, t.dtype, totals.dp_size)",
         _HAND + "test_totals_are_the_denominator",
     ),
     Mutant(
         "dp_size_forgotten",
-        "parts/aggregate.py",
+        "policyloss/parts/aggregate.py",
         "reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)",
         "reciprocal(t.totals.sequences, t.lengths)",
         "test_totals.py::test_averaging_ranks_give_the_gradient_of_the_batch",
     ),
     Mutant(
         "sequence_mean_over_the_padded_width",
-        "functional/aggregate.py",
+        "policyloss/functional/aggregate.py",
         "sequences.expand(reciprocal(lengths, lengths))",
         "sequences.expand(reciprocal(lengths * 0 + sequences.shape[-1], lengths))",
         _HAND + "test_aggregate",
     ),
     Mutant(
         "empty_count_unguarded",
-        "functional/aggregate.py",
+        "policyloss/functional/aggregate.py",
         "x = x + (x == 0)",
         "x = x + 0",
         "test_metrics.py::test_a_batch_with_no_valid_token",
     ),
     Mutant(
         "anchors_not_detached",
-        "inputs.py",
+        "policyloss/inputs.py",
         "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
         "raw[name] = x",
         _CORRECTIONS + "test_frozen_policies_get_no_gradient",
     ),
     Mutant(
         "icepop_keeps_what_is_outside",
-        "parts/correction.py",
+        "policyloss/parts/correction.py",
         "return Corrected(w, correction.within(w, self.low, self.high))",
         "return Corrected(w)",
         _CORRECTIONS + "test_weight",
     ),
     Mutant(
         "opsm_drops_the_good",
-        "parts/correction.py",
+        "policyloss/parts/correction.py",
         "(t.advantages < 0) & (drift",
         "(t.advantages > 0) & (drift",
         _CORRECTIONS + "test_opsm",
     ),
     Mutant(
         "rejected_tokens_stay_in_the_mean",
-        "loss.py",
+        "policyloss/loss.py",
         "t = t.with_mask(t.mask & keep)",
         "t = t.with_mask(t.mask)",
         _CORRECTIONS + "test_rejected",
     ),
     Mutant(
         "k3_sign",
-        "functional/kl.py",
+        "policyloss/functional/kl.py",
         "return torch.where(endless, torch.inf, torch.expm1(d) - d)",
         "return torch.where(endless, torch.inf, torch.expm1(d) + d)",
         _CORRECTIONS + "test_kl_value_and_gradient",
     ),
     Mutant(
         "k2_without_the_half",
-        "functional/kl.py",
+        "policyloss/functional/kl.py",
         "return 0.5 * d**2",
         "return d**2",
         _CORRECTIONS + "test_kl_value_and_gradient",
     ),
     Mutant(
         "straight_through_dropped",
-        "functional/kl.py",
+        "policyloss/functional/kl.py",
         "return value.detach() + (pull - pull.detach())",
         "return value",
         _CORRECTIONS + "test_kl_value_and_gradient",
     ),
     Mutant(
         "mean_of_means",
-        "policy_metrics.py",
+        "policyloss/policy_metrics.py",
         'records[f"clip_fraction_{name}"] = (Stat, number, n)',
         'records[f"clip_fraction_{name}"] = (Stat, number / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
     ),
     Mutant(
         "basic_metrics_forget_the_lower_bound",
-        "policy_metrics.py",
+        "policyloss/policy_metrics.py",
         "count(reduce(torch.bitwise_or, flags.values()))",
         "count(flags['upper'])",
         "test_metric_levels.py::test_a_level_is_a_choice_of_the_same_numbers",
     ),
     Mutant(
         "metrics_without_being_asked",
-        "loss.py",
+        "policyloss/loss.py",
         'flags=level != "none"',
         "flags=True",
         "test_metric_levels.py::test_without_metrics_nothing_is_computed_for_them",
     ),
     Mutant(
         "counts_merged_in_float32",
-        "records.py",
+        "policyloss/records.py",
         "zip(self.wide, other.wide, strict=True)",
         "zip(self.parts, other.parts, strict=True)",
         "test_metrics.py::test_counts_survive_beyond_float32",
     ),
     Mutant(
         "explained_variance_of_raw_moments",
-        "records.py",
+        "policyloss/records.py",
         "squares / count - (total / count) ** 2",
         "squares / count",
         "test_value.py::test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic",
     ),
     Mutant(
         "distillation_registered_once_only",
-        "compat/verl/distillation.py",
+        "policyloss/compat/verl/distillation.py",
         "losses.DISTILLATION_LOSS_REGISTRY.pop(full_name, None)",
         "pass",
         "test_compat_verl_losses.py::test_distillation_is_registered_again_and_again",
     ),
     Mutant(
         "distillation_by_a_gradient_without_teacher",
-        "compat/verl/distillation.py",
+        "policyloss/compat/verl/distillation.py",
         'if name == "k1" and not by_gradient:',
         "if False:",
         "test_compat_verl_losses.py::test_distillation_is_registered_again_and_again",
     ),
     Mutant(
         "value_loss_without_the_half",
-        "value.py",
+        "policyloss/value.py",
         "return 0.5 * error**2",
         "return error**2",
         "test_value.py::test_clipped_by_hand",
     ),
     Mutant(
         "value_loss_takes_the_smaller",
-        "value.py",
+        "policyloss/value.py",
         "token_loss = torch.maximum(token_loss, clipped)",
         "token_loss = torch.minimum(token_loss, clipped)",
         "test_value.py::test_clipped_by_hand",
     ),
     Mutant(
         "verl_gspo_average_of_an_older_release",
-        "compat/verl/losses.py",
+        "policyloss/compat/verl/losses.py",
         'if not at_least(call.release, "0.9.1")',
         'if not at_least(call.release, "0.9.0")',
         "test_compat_verl_losses.py::test_meanings_that_changed_between_releases",
     ),
     Mutant(
         "verl_drift_not_clamped_as_the_ratio",
-        "compat/verl/calls.py",
+        "policyloss/compat/verl/calls.py",
         "spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None",
         "None",
         "test_compat_verl_losses.py::test_the_drift_is_clamped_as_the_ratio_is",
     ),
     Mutant(
         "verl_drop_in_forgets_a_keyword",
-        "compat/arguments.py",
+        "policyloss/compat/arguments.py",
         "if n in names} if ignores_others",
         "if n in names and n != 'index'} if ignores_others",
         "test_compat_verl_advantages.py::test_nothing_given_is_changed_and_nothing_carries_a_gradient",
     ),
     Mutant(
         "verl_guard_lost",
-        "compat/counts.py",
+        "policyloss/compat/counts.py",
         "return 1e-8 if",
         "return 1e-9 if",
         "test_compat_verl_losses.py::test_the_guard_of_a_float64_mask_is_kept",
     ),
     Mutant(
         "openrlhf_gspo_anchor",
-        "compat/openrlhf/losses.py",
+        "policyloss/compat/openrlhf/losses.py",
         'anchor="rollout" if corrected else "old"',
         'anchor="old" if corrected else "old"',
         "test_compat_openrlhf.py::test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted",
     ),
     Mutant(
         "trl_cispo_cap_as_a_distance",
-        "compat/trl/config.py",
+        "policyloss/compat/trl/config.py",
         "return DetachedClip(0.0, high)",
         "return DetachedClip(0.0, 1 + high)",
         "test_compat_trl.py::test_cispo_caps_the_weight_at_epsilon_high_itself",
     ),
     Mutant(
         "given_penalty_unscaled",
-        "compat/colossalai/parts.py",
+        "policyloss/compat/colossalai/parts.py",
         "return self.beta * self.kl",
         "return self.kl",
         "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",
     ),
     Mutant(
         "guarded_length_lost",
-        "compat/parts.py",
+        "policyloss/compat/parts.py",
         "t.lengths + self.epsilon",
         "t.lengths",
         "test_given_and_local.py::test_epsilon_in_a_sequence_mean",
     ),
     Mutant(
         "trl_kl_weighted_by_the_wrong_ratio",
-        "compat/trl/parts.py",
+        "policyloss/compat/trl/parts.py",
         'if self.ratio_level == "sequence":',
         'if self.ratio_level == "token":',
         "test_compat_trl.py::test_the_kl_may_be_weighted_by_another_ratio_than_the_surrogate",
@@ -447,10 +448,12 @@ def places_of(mutant: Mutant, source: str) -> list[tuple[int, int]]:
 
 
 def mutated_copy(folder: Path, mutant: Mutant | None) -> None:
-    """A copy of the package in `folder`, with the mistake made in it."""
-    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the packages in `folder`, with the mistake made in it."""
+    shutil.copytree(
+        SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+    )
     if mutant is not None:
-        path = folder / PACKAGE.name / mutant.file
+        path = folder / mutant.file
         source = path.read_text(encoding="utf-8")
         places = places_of(mutant, source)
         if len(places) != 1:
@@ -465,7 +468,7 @@ def mutated_copy(folder: Path, mutant: Mutant | None) -> None:
 def located(test: str) -> str:
     """The path of `test`, which is named by its file alone: `test_spec.py::test_reads`."""
     file, _, name = test.partition("::")
-    (path,) = TESTS.glob(f"*/{file}")
+    (path,) = TESTS.rglob(file)
     return f"{path}::{name}"
 
 
@@ -475,15 +478,17 @@ def run_tests(folder: Path, tests: list[str]) -> int:
     """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        ours = name.split(".")[0] in (PACKAGE.name, "benchmarks") or TESTS in Path(file).parents
+        ours = name.split(".")[0] in (*PACKAGES, "benchmarks") or TESTS in Path(file).parents
         if ours and name != "__main__":
             del sys.modules[name]
     sys.path.insert(0, str(folder))
     try:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             code = pytest.main([*_FAST, *tests])
-        loaded = Path(sys.modules[PACKAGE.name].__file__ or "")
-        if folder not in loaded.parents:
+        loaded = [
+            Path(sys.modules[name].__file__ or "") for name in PACKAGES if name in sys.modules
+        ]
+        if any(folder not in path.parents for path in loaded):
             raise ImportError(f"the tests ran against {loaded}, not against the copy in {folder}")
         if code not in (0, 1):
             print(said.getvalue(), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Which modules of the package import which, read from their source."""
+"""Which modules of the packages import which, read from their source."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
-import policyloss as pl
-
-PACKAGE = Path(pl.__file__).parent
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+PACKAGES = ("policyloss", "policyloss_lab", "policyloss_train")  # each may import those before it
 FILES = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
-    for path in sorted(PACKAGE.rglob("*.py"))
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts): path
+    for path in sorted(SOURCE.rglob("*.py"))
 }
 
 
@@ -53,7 +52,7 @@ def imports_of(module: str) -> set[str]:
 
 
 def own(names: set[str]) -> set[str]:
-    return {n for n in names if n.split(".")[0] == "policyloss"}
+    return {n for n in names if n.split(".")[0] in PACKAGES}
 
 
 def holds_kernels(module: str) -> bool:

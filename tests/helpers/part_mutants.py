@@ -8,91 +8,95 @@ Each stands inside the part or function it is about:
 from __future__ import annotations
 
 _HAND, _CORRECTIONS = "test_hand_computed.py::", "test_hand_corrections.py::"
-_RATIO, _TRUST, _CORRECTION = "parts/ratio.py", "parts/trust.py", "parts/correction.py"
-_CLIPS, _WEIGHTS = "parts/trust_clips.py", "parts/trust_weights.py"
-_AGGREGATE, _FUNCTIONAL = "parts/aggregate.py", "functional/correction.py"
+_RATIO, _TRUST, _CORRECTION = (
+    "policyloss/parts/ratio.py",
+    "policyloss/parts/trust.py",
+    "policyloss/parts/correction.py",
+)
+_CLIPS, _WEIGHTS = "policyloss/parts/trust_clips.py", "policyloss/parts/trust_weights.py"
+_AGGREGATE, _FUNCTIONAL = "policyloss/parts/aggregate.py", "policyloss/functional/correction.py"
 
 PARTS = (
     (
         "opd_upside_down",
-        "advantage/distillation.py",
+        "policyloss/advantage/distillation.py",
         "d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))",
         "d = difference(old_logp.detach(), logp, valid, compute_dtype(logp, old_logp))",
         "test_distillation.py::test_opd_by_hand",
     ),
     (
         "prefix_weights_by_the_tokens_before",
-        "advantage/distillation.py",
+        "policyloss/advantage/distillation.py",
         "fill(1 + gamma * share, valid)",
         "fill(1 + gamma * (1 - share), valid)",
         "test_distillation.py::test_prefix_weights_by_hand",
     ),
     (
         "divergence_weight_keeps_its_gradient",
-        "parts/divergence.py",
+        "policyloss/parts/divergence.py",
         "t.ratio.detach() if self.reads_ratio",
         "t.ratio if self.reads_ratio",
         "test_divergence.py::test_a_divergence_in_the_slot",
     ),
     (
         "divergence_without_its_coef",
-        "loss.py",
+        "policyloss/loss.py",
         'part.coef * pull if is_part("kl", part) else pull',
         "pull",
         "test_divergence.py::test_together_with_a_kl",
     ),
     (
         "divergence_counts_as_kl",
-        "loss.py",
+        "policyloss/loss.py",
         "        if not isinstance(part, Divergence):\n",
         "        if True:\n",
         "test_divergence.py::test_together_with_a_kl",
     ),
     (
         "divergence_kinds_swapped",
-        "functional/divergence.py",
+        "policyloss/functional/divergence.py",
         'return "reverse" if self.beta else "forward"',
         'return "forward" if self.beta else "reverse"',
         "test_divergence.py::test_the_limits_of_the_jsd_are_the_two_kls",
     ),
     (
         "mixture_the_other_way",
-        "functional/divergence.py",
+        "policyloss/functional/divergence.py",
         "above = (1 - beta) * torch.expm1(",
         "above = beta * torch.expm1(",
         "test_divergence.py::test_unequal_beta_hand_computed",
     ),
     (
         "generalised_without_its_masses",
-        "functional/divergence.py",
+        "policyloss/functional/divergence.py",
         "reverse - p_s + p_t",
         "reverse",
         "test_divergence.py::test_the_generalised_form_is_least_at_equality",
     ),
     (
         "tail_of_the_teacher_alone",
-        "functional/divergence.py",
+        "policyloss/functional/divergence.py",
         "    return each[..., :-1] - p * through_tail\n",
         "    return each[..., :-1]\n",
         "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
     ),
     (
         "tail_that_is_held_has_a_slope",
-        "functional/divergence.py",
+        "policyloss/functional/divergence.py",
         "torch.where(rest > _least(p), each[..., -1:] / rest.clamp(min=_least(p)), 0)",
         "each[..., -1:] / rest.clamp(min=_least(p))",
         "test_divergence.py::test_a_tail_that_is_held_has_no_slope",
     ),
     (
         "cut_reverse_as_if_whole",
-        "functional/divergence.py",
+        "policyloss/functional/divergence.py",
         'return each + p if measure.form == "reverse" else each',
         "return each",
         "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
     ),
     (
         "kl_weight_keeps_its_gradient",
-        "parts/kl.py",
+        "policyloss/parts/kl.py",
         "bound(t.ratio.detach(), (None, self.weight_max))",
         "bound(t.ratio, (None, self.weight_max))",
         "test_teacher.py::test_live_student_by_hand",
@@ -134,7 +138,7 @@ PARTS = (
     ),
     (
         "two_sided_clip_as_a_dual_clip",
-        "functional/trust.py",
+        "policyloss/functional/trust.py",
         "eps_low, eps_high, cap=delta)",
         "eps_low, eps_high, dual=delta)",
         _HAND + "test_trust",
@@ -197,14 +201,14 @@ PARTS = (
     ),
     (
         "covariance_of_rounding",
-        "functional/covariances.py",
+        "policyloss/functional/covariances.py",
         "return torch.where(at_mean & ~cov.isnan(), 0, cov)",
         "return cov",
         "test_covariance_ties.py::test_equal_advantages_have_no_covariance",
     ),
     (
         "kl_cov_threshold_on_a_token",
-        "functional/collectives.py",
+        "policyloss/functional/collectives.py",
         "middle = (score + after) / 2",
         "middle = score",
         "test_covariance_ties.py::test_the_threshold_lies_between_the_chosen_and_the_next",
@@ -274,7 +278,7 @@ PARTS = (
     ),
     (
         "kl_unweighted",
-        "parts/kl.py",
+        "policyloss/parts/kl.py",
         "return value if weight is None else value * weight",
         "return value",
         _CORRECTIONS + "test_kl_value_and_gradient",
@@ -351,7 +355,7 @@ PARTS = (
     ),
     (
         "geometric_mean_without_floor",
-        "compat/verl/parts.py",
+        "policyloss/compat/verl/parts.py",
         "(self.weight.detach().to(t.dtype) + self.floor).log()",
         "self.weight.detach().to(t.dtype).log()",
         "test_given_and_local.py::test_the_geometric_mean_of_a_given_weight",
@@ -372,21 +376,21 @@ PARTS = (
     ),
     (
         "rejecting_k2_without_the_half",
-        "functional/kl.py",
+        "policyloss/functional/kl.py",
         "return 0.5 * d**2",
         "return d**2",
         _CORRECTIONS + "test_reject",
     ),
     (
         "choice_divergence_of_one_side",
-        "functional/kl.py",
+        "policyloss/functional/kl.py",
         "return p0 * (p0 / p).log() + (1 - p0) * ((1 - p0) / (1 - p)).log()",
         "return p0 * (p0 / p).log()",
         _CORRECTIONS + "test_divergence_mask",
     ),
     (
         "choice_divergence_with_a_sign",
-        "functional/kl.py",
+        "policyloss/functional/kl.py",
         "return (p - p0).abs()",
         "return p0 - p",
         _CORRECTIONS + "test_total_variation_has_no_sign",
@@ -414,42 +418,42 @@ PARTS = (
     ),
     (
         "old_logp_not_detached",
-        "inputs.py",
+        "policyloss/inputs.py",
         "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
         'raw[name] = x if x is None or name in (*DIFFERENTIATED, "old_logp") else x.detach()',
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (
         "advantages_not_detached",
-        "inputs.py",
+        "policyloss/inputs.py",
         'expand_advantages(self.advantages.detach(), layout["sequences"])',
         'expand_advantages(self.advantages, layout["sequences"])',
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (
         "overflow_boundary",
-        "functional/ratio.py",
+        "policyloss/functional/ratio.py",
         "* (1 - finfo.eps)",
         "* (1 + finfo.eps)",
         "test_frozen.py::test_a_clamp_at_the_edge_of_the_dtype",
     ),
     (
         "counts_in_float32",
-        "functional/segments.py",
+        "policyloss/functional/segments.py",
         "return x.dtype if x.is_floating_point() else torch.int64",
         "return x.dtype if x.is_floating_point() else torch.float32",
         "test_counts.py::test_flags_add_up_to_integers",
     ),
     (
         "packs_added_up_in_float32",
-        "functional/segments.py",
+        "policyloss/functional/segments.py",
         "_SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)",
         "_SegmentSum.apply(x.to(torch.float32), offsets, ids)",
         "test_counts.py::test_sums_over_packs_are_rounded_once",
     ),
     (
         "bounds_of_fields_unread",
-        "parts/validate.py",
+        "policyloss/parts/validate.py",
         "checks += kind.__metadata__",
         "checks += ()",
         "test_spec.py::test_every_field_of_every_part_is_checked",

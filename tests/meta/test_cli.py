@@ -202,7 +202,7 @@ def test_an_extra_that_is_advised_exists(
         raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
     monkeypatch.setattr(cli, "import_module", missing)
-    if not COMMANDS[command].module.startswith("policyloss.train"):
+    if not COMMANDS[command].module.startswith("policyloss_train"):
         with pytest.raises(ModuleNotFoundError, match="rich"):
             main([command])
         return

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from policyloss import cli
+from policyloss.catalogue import LARGEST_FILE, read_json
 from policyloss.cli import main
-from policyloss.presets import LARGEST_FILE, read_json
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes and /dev/full")
 # The commands that read the file of a loss, or of options.
@@ -126,8 +126,8 @@ def test_a_wrong_argument_is_refused_before_the_work(
     def work(*arguments: object) -> None:
         raise AssertionError("it began to work")
 
-    monkeypatch.setattr("policyloss.explore.tables.template", work)
-    monkeypatch.setattr("policyloss.whatif.command.read", work)
+    monkeypatch.setattr("policyloss_lab.explore.tables.template", work)
+    monkeypatch.setattr("policyloss_lab.whatif.command.read", work)
     folder = str(tmp_path)
     assert "--out" in failure(capsys, "explore", "--no-open", "--out", folder)
     assert "did you mean 'dapo'" in failure(capsys, "explore", "--no-open", "dapoo")

@@ -173,7 +173,7 @@ def test_a_module_named_in_a_string_is_an_import() -> None:
         '"policyloss of nothing"'
     )
     assert named_modules(source, FILES) == {"policyloss.cli", "policyloss.compat.__init__"}
-    assert "policyloss.train.commands" in loads("policyloss.cli")
+    assert "policyloss_train.command" in loads("policyloss.cli")
 
 
 def test_the_core_needs_torch_only() -> None:
@@ -223,7 +223,7 @@ import torch
 before = set(sys.modules)
 from time import process_time
 start = process_time()
-import policyloss.accumulate, policyloss.doctor, policyloss.explain, policyloss.presets
+import policyloss.accumulate, policyloss_lab.diagnosis, policyloss.explain, policyloss.presets
 import policyloss as pl
 pl.policy_loss
 seconds = process_time() - start

@@ -10,7 +10,7 @@ from itertools import accumulate as running_total
 from types import ModuleType
 
 import pytest
-from mutants import CLEAN, MUTANTS, PACKAGE, TESTS, places_of
+from mutants import CLEAN, MUTANTS, SOURCE, TESTS, places_of
 
 from policyloss.functional import correction as functional_correction
 from policyloss.parts import aggregate, correction, kl, ratio, trust
@@ -55,7 +55,7 @@ def spans_of(file: str, names: set[str]) -> dict[str, tuple[int, int]]:
     """Where each of the named classes and functions of a file begins and ends,
     as positions in its text.
     """
-    text = (PACKAGE / file).read_text(encoding="utf-8")
+    text = (SOURCE / file).read_text(encoding="utf-8")
     begins = [0, *running_total(len(line) for line in text.splitlines(keepends=True))]
     nodes = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
     return {
@@ -75,9 +75,11 @@ def public_functions(module: ModuleType) -> set[str]:
 
 
 VARIANTS = [part for slot in (ratio, trust, correction, kl, aggregate) for part in slot.VARIANTS]
-FILES = {part.__name__: f"parts/{part.__module__.split('.')[-1]}.py" for part in VARIANTS}
+FILES = {
+    part.__name__: f"policyloss/parts/{part.__module__.split('.')[-1]}.py" for part in VARIANTS
+}
 SLOTS = {file: {name for name, home in FILES.items() if home == file} for file in FILES.values()}
-DEMANDED = {**SLOTS, "functional/correction.py": public_functions(functional_correction)}
+DEMANDED = {**SLOTS, "policyloss/functional/correction.py": public_functions(functional_correction)}
 
 
 @pytest.mark.parametrize("file", DEMANDED)
@@ -85,7 +87,7 @@ def test_every_part_has_a_mutant(file):
     """A part without one could be wrong unnoticed: somewhere inside its own lines a mistake must
     make a test fail.
     """
-    text = (PACKAGE / file).read_text(encoding="utf-8")
+    text = (SOURCE / file).read_text(encoding="utf-8")
     places = [places_of(m, text)[0][0] for m in MUTANTS if m.file == file]
     spans = spans_of(file, DEMANDED[file])
     assert spans.keys() == DEMANDED[file]
@@ -97,7 +99,7 @@ def test_every_part_has_a_mutant(file):
 def test_mutants_are_up_to_date():
     """Each stands once in today's source, under its own name."""
     assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 18
-    sources = {m.file: (PACKAGE / m.file).read_text(encoding="utf-8") for m in MUTANTS}
+    sources = {m.file: (SOURCE / m.file).read_text(encoding="utf-8") for m in MUTANTS}
     counts = {m.name: len(places_of(m, sources[m.file])) for m in MUTANTS}
     assert {name: n for name, n in counts.items() if n != 1} == {}
     assert all(

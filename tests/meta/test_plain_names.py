@@ -11,7 +11,7 @@ from pathlib import Path
 from walk import walked
 
 PACKAGE = Path(__file__).parents[2] / "src" / "policyloss"
-FOLDERS = ("functional", "parts", "advantage", "presets", "explain")
+FOLDERS = ("functional", "parts", "advantage", "catalogue", "explanations")
 FILES = ("metrics.py", "records.py", "spec.py", "arguments.py", "errors.py")
 HEAD = (
     "backward",

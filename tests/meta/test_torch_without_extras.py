@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from package_imports import PACKAGE
+from package_imports import SOURCE
 
 # A build without `torch.distributed` lacks the names that its C++ part would add to `torch._C`.
 SCRIPT = """
@@ -54,7 +54,7 @@ def test_neither_distributed_nor_numpy_nor_triton_is_needed() -> None:
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env={"PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -59,7 +59,7 @@ def rank(number: int, folder: str) -> None:
     import torch
 
     from policyloss.cli import main
-    from policyloss.train.collect import Collector
+    from policyloss_train.collect import Collector
 
     torch.set_num_threads(1)
     os.environ |= {
@@ -121,7 +121,7 @@ def start_two_ranks(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from policyloss.train.tasks import time_limit
+    from policyloss_train.tasks import time_limit
 
     time_limit.HARD_S = 1.0
     time_limit.within(0.5, native_hang)

@@ -55,9 +55,9 @@ def make_model(folder: Path) -> str:
     """A tiny model that has learned to write digits and to stop, as a folder:
     a run of a test needs no warm-up of its own.
     """
-    from policyloss.train.models import load
-    from policyloss.train.tasks import make_task
-    from policyloss.train.warmup import warm_up
+    from policyloss_train.models import load
+    from policyloss_train.tasks import make_task
+    from policyloss_train.warmup import warm_up
 
     task = make_task("sort", reward=None, seed=0)
     model, tokenizer = load("tiny", task, dtype=torch.float32, device="cpu", seed=0)
@@ -104,7 +104,7 @@ def lines(out: Path, name: str = "metrics") -> list[dict[str, Any]]:
 def kill_in_a_line(command: Sequence[str], step: int) -> None:
     """Run the command, and die by SIGKILL when half of the line of `step` is written."""
     from policyloss.cli import main
-    from policyloss.train.run.directory import RunDir
+    from policyloss_train.run.directory import RunDir
 
     log = RunDir.log
 

@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from policyloss import notebook
 from policyloss.arguments import check_integer
+from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.check import signs
 from policyloss.check.batch import Batch
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.functional.collectives import several_ranks
 from policyloss.loss import measure, policy_loss
-from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals

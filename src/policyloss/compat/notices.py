@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from policyloss.presets import as_spec, presets_equal_to
-from policyloss.presets.nearest import nearest_preset
+from policyloss.catalogue import as_spec, presets_equal_to
+from policyloss.catalogue.nearest import nearest_preset
 from policyloss.spec import LossSpec
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import is_compiling
+from policyloss.catalogue import AnyLoss
 from policyloss.compiled.call import (
     Call,
     loss_function,
@@ -37,7 +38,6 @@ from policyloss.loss import LossOutput, check_gradients, ready_spec
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.parts.aggregate import PromptMean
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import AnyLoss
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals, resolve
 

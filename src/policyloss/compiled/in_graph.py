@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import tracing
+from policyloss.catalogue import as_spec
 from policyloss.compiled.call import Call, numbers_of, results_of, with_gradients
 from policyloss.compiled.two_stage_sums import InTwoStages
 from policyloss.errors import PolicyLossError
@@ -26,7 +27,6 @@ from policyloss.inputs import CURRENT, DIFFERENTIATED, Inputs
 from policyloss.loss import LossOutput, check_gradients, ready_spec
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import as_spec
 from policyloss.spec import LossSpec
 from policyloss.totals import resolve
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import is_compiling
+from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.compiled.call import (
     Call,
     loss_function,
@@ -38,7 +39,6 @@ from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, loss_of, ready_spec
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
 from policyloss.totals import Totals, resolve

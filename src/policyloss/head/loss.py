@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
@@ -35,7 +36,6 @@ from policyloss.metrics import refuse_invalid
 from policyloss.parts.divergence import Divergence
 from policyloss.parts.precomputed import GivenWeight
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.presets import AnyLoss
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
 from policyloss.totals import Totals, resolve

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
+from policyloss.catalogue import AnyLoss
 from policyloss.head import loss as head_loss
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
@@ -22,7 +23,6 @@ from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError
 from policyloss.inputs import SharedTensors, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
 from policyloss.policy_metrics import MetricsLevel
-from policyloss.presets import AnyLoss
 from policyloss.totals import Totals
 
 if TYPE_CHECKING:

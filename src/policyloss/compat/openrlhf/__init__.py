@@ -13,14 +13,12 @@ from policyloss.compat.openrlhf.losses import (
     aggregate_loss,
     compute_approx_kl,
 )
-from policyloss.doctor.batches import doctor_batch
 
 __all__ = [
     "PolicyLoss",
     "ValueLoss",
     "aggregate_loss",
     "compute_approx_kl",
-    "doctor_batch",
     "install",
     "install_head",
     "uninstall",

@@ -23,12 +23,10 @@ from policyloss.compat.trl.batch import batch_loss, loss_mask
 from policyloss.compat.trl.config import spec_from_config, totals_for
 from policyloss.compat.trl.explaining import explain_config
 from policyloss.compat.trl.head import install_head, uninstall_head
-from policyloss.doctor.batches import doctor_batch
 
-# GRPOTrainer and DoctorCallback are not here, so that `import *` works without TRL.
+# GRPOTrainer is not here, so that `import *` works without TRL.
 __all__ = [
     "batch_loss",
-    "doctor_batch",
     "explain_config",
     "install_head",
     "loss_mask",
@@ -43,11 +41,6 @@ def __getattr__(name: str) -> Any:
         from policyloss.compat.trl.trainer import trainer_class
 
         return trainer_class()
-    if name == "DoctorCallback":
-        from policyloss.compat.trl.doctor import callback_class
-
-        return callback_class()
     raise AttributeError(
-        f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, DoctorCallback, "
-        f"{', '.join(__all__)}."
+        f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, {', '.join(__all__)}."
     )

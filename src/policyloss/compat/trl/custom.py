@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.compat.notices import check_advantages
 from policyloss.compat.trl.config import BESIDE, naming, spec_from_config
 from policyloss.compat.trl.options import SAPO, VESPO, advantages_of, is_set, option
 from policyloss.errors import SpecError
 from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
 from policyloss.parts.kl import KL
-from policyloss.presets import AnyLoss, as_spec
 from policyloss.spec import LossSpec
 
 # The slots that an option acts on. It has no effect if `policy_loss` has other parts in all of

@@ -7,7 +7,7 @@ from typing import Any
 
 from policyloss.compat.trl.config import BESIDE, CLIPPED, spec_from_config
 from policyloss.compat.trl.options import SAPO, VESPO, VLLM, advantages_of, is_set, option
-from policyloss.explain import explain
+from policyloss.explanations import explain
 from policyloss.output import section
 
 _ROWS = (

@@ -21,12 +21,10 @@ from policyloss.compat.verl.losses import *
 from policyloss.compat.verl.registry import register
 from policyloss.compat.verl.rollout_correction import *
 from policyloss.compat.verl.settings import check_config
-from policyloss.doctor.batches import doctor_batch
 
 __all__ = [
     "FusedLinearForPPO",
     "check_config",
-    "doctor_batch",
     "install",
     "install_head",
     "linear_cross_entropy",

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from policyloss.catalogue import AnyLoss, as_spec, presets
 from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS
 from policyloss.compat.verl.calls import CLIPPED, Call, LossResult, either, read
@@ -25,7 +26,6 @@ from policyloss.parts.correction import OPSM
 from policyloss.parts.kl import KL
 from policyloss.parts.precomputed import GivenWeight
 from policyloss.parts.trust import CovClip, CovKL
-from policyloss.presets import AnyLoss, as_spec, presets
 from policyloss.records import Stat
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals

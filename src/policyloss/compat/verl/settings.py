@@ -10,6 +10,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from policyloss.catalogue import PRESETS
 from policyloss.compat.notices import check_advantages, default_of, warn_once
 from policyloss.compat.patching import swap
 from policyloss.compat.verl.calls import read
@@ -21,7 +22,6 @@ from policyloss.parts.aggregate import (
     TokenMean,
     TokenSum,
 )
-from policyloss.presets import PRESETS
 from policyloss.spec import LossSpec
 
 PREFIX = "policyloss/"

@@ -1,0 +1,278 @@
+"""`accumulate`: the micro-batches of one optimizer step, each with the totals of the whole step.
+
+A loss divided by the counts of its own micro-batch depends on how the batch was cut. Here the step
+is counted first, over all micro-batches and all ranks, and every micro-batch divides by that count:
+their gradients add up to the gradient of the whole batch.
+
+Legend: N tokens and S sequences of all micro-batches of a rank, one after another (padded rows
+count as sequences of their width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import check_group
+from policyloss.catalogue import AnyLoss
+from policyloss.errors import InputError, unknown_name
+from policyloss.functional.segments import Sequences
+from policyloss.inputs import TOKEN_SHAPED
+from policyloss.loss import measure, policy_loss, ready_spec
+from policyloss.metrics import Metrics
+from policyloss.micro_batches import Pack, check_micro_batches, counted_step
+from policyloss.policy_metrics import MetricsLevel, check_level
+from policyloss.records import Invalid
+from policyloss.spec import LossSpec
+from policyloss.tokens import expand_advantages
+from policyloss.totals import Totals, data_parallel_group
+
+# What the step was counted with, which no call may change; and the tensors that a call may give,
+# token by token or as they are.
+_COUNTED = ("mask", "cu_seqlens", "group_ids")
+_PER_TOKEN = (*TOKEN_SHAPED, "positions")
+_REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
+
+
+def accumulate(
+    spec: AnyLoss,
+    micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    group: Any = None,
+    cp_group: Any = None,
+    dp_size: int | None = None,
+    logp: Callable[[MicroBatch], Tensor] | None = None,
+    metrics: MetricsLevel = "all",
+) -> Accumulation:
+    """Count one optimizer step, and give out its micro-batches with the right totals.
+
+        step = pl.accumulate(spec, micro_batches, group=data_parallel_group)
+        for micro in step:
+            micro.loss(logp_of(model, micro["ids"])).backward()
+        optimizer.step()
+        print(step.reduce_metrics().compute())
+
+    micro_batches: this rank's share of the step, a list of mappings. Each holds `mask` and what
+    `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`, `rollout_logp`,
+    `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`; other entries are
+    the trainer's own. Every rank of `group` yields equally often, because the forward of a sharded
+    model is a collective: a rank with fewer micro-batches repeats its last one with an all-False
+    mask, which adds nothing.
+    group, cp_group, dp_size: as in `Totals.count`. The collectives of the count are made here: one
+    over `cp_group`, one over `group`, and a second one over `group` if there are `group_ids`.
+    logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It
+    gives the current log-probabilities of a micro-batch, in the shape of its mask; it is called
+    without gradient for all of them first, and they are given to `measure`.
+    metrics: how much `micro.loss` measures, as in `policy_loss`.
+    """
+    spec = ready_spec(spec)
+    check_level(metrics)
+    check_micro_batches(micro_batches)
+    check_group("group", group)
+    check_group("cp_group", cp_group)
+    if spec.needs_statistics and not callable(logp):
+        raise InputError(
+            "this loss needs numbers of the whole step that its mask does not give (survivors of a "
+            "rejection, covariances or a mean weight): pass logp=, a function that returns a "
+            "micro-batch's current log-probabilities; or take a spec without them "
+            '(rejected="keep", no SelfNormalise, CovClip or CovKL).'
+        )
+    group = data_parallel_group(group, cp_group)
+    counts, number = counted_step(micro_batches, group, cp_group, dp_size)
+    step = Accumulation(spec, counts, counts, group, cp_group, metrics)
+    last = micro_batches[-1]
+    empty = {**last, "mask": torch.zeros_like(last["mask"], dtype=torch.bool)}
+    shares = [*micro_batches, *[empty] * (number - len(micro_batches))]
+    step._micro_batches = [MicroBatch(step, data, i == number - 1) for i, data in enumerate(shares)]
+    for micro in step._micro_batches[len(micro_batches) :]:
+        micro.is_used = True  # it holds nothing of the step
+    if spec.needs_statistics and logp is not None:
+        step.totals = _measured(step, logp)
+    return step
+
+
+@dataclass(eq=False, repr=False)
+class Accumulation:
+    """One optimizer step, made by `accumulate`: iterate once, and take each micro-batch's loss.
+
+        for micro in step:
+            micro.loss(logp_of(model, micro["ids"])).backward()
+
+    totals: what `policy_loss` divides by. counts: the plain counts of the masks, for `value_loss(…,
+    totals=step.counts)`; the same object unless the loss had to be measured. metrics: of this rank,
+    merged over the micro-batches whose loss was taken so far.
+    """
+
+    spec: LossSpec
+    totals: Totals
+    counts: Totals
+    group: Any = None
+    cp_group: Any = None
+    level: MetricsLevel = "all"
+    metrics: Metrics = field(default_factory=Metrics, init=False)
+    _micro_batches: list[MicroBatch] = field(default_factory=list, init=False)
+    _iterated: bool = field(default=False, init=False)
+
+    def __len__(self) -> int:
+        """The number of micro-batches, the same on every rank of `group`."""
+        return len(self._micro_batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if self._iterated:
+            raise InputError(
+                "this step was iterated already, and a second time would add its gradients again; "
+                "call policyloss.accumulate anew for the next optimizer step, also on the same "
+                "micro-batches."
+            )
+        self._iterated = True
+        return iter(self._micro_batches)
+
+    def add(self, metrics: Metrics) -> None:
+        """Merge the metrics of a policy loss that was not taken by `micro.loss`:
+        `step.add(out.metrics)`.
+
+        Those of `value_loss` have the same names: add them up apart.
+        """
+        self.metrics = self.metrics + metrics
+
+    def reduce_metrics(self) -> Metrics:
+        """The metrics of all ranks of `group` and `cp_group` together:
+        `step.reduce_metrics().compute()`. A collective.
+
+        An error if a micro-batch of some rank was never used, or held values that are certainly
+        wrong (see `Metrics.compute`).
+        """
+        metrics = self.metrics
+        unused = sum(not micro.is_used for micro in self._micro_batches)
+        if unused:
+            devices = (part.device for r in metrics.values() for part in r.parts)
+            number = torch.tensor(unused, device=next(devices, torch.device("cpu")))
+            metrics = metrics + Metrics({"unused_micro_batches": Invalid(number)})
+        for group in (self.group, self.cp_group):
+            metrics = metrics if group is None else metrics.all_reduce(group)
+        if unused or self.group is not None or self.cp_group is not None:
+            metrics.refuse_invalid()  # on every rank alike, and where the host has waited already
+        return metrics
+
+
+class MicroBatch(Mapping[str, Any]):
+    """A micro-batch as the trainer made it (`micro["ids"]`), which knows the step it belongs to.
+
+        with contextlib.nullcontext() if micro.is_last else model.no_sync():
+            micro.loss(logp_of(model, micro["ids"])).backward()
+
+    is_last: whether it is the step's last on this rank, when gradients are to be averaged over
+    ranks. is_used: whether its loss was taken, or its `arguments` for another loss function.
+    """
+
+    def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:
+        self.is_last = is_last
+        self.is_used = False
+        self._has_loss = False
+        self._step = step
+        self._data = data
+
+    def __getitem__(self, name: str) -> Any:
+        return self._data[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __repr__(self) -> str:
+        return f"MicroBatch({', '.join(map(str, self._data))})"
+
+    def arguments(self, **tensors: Tensor | None) -> dict[str, Any]:
+        """What a loss function takes after its leading tensors: those the micro-batch holds, the
+        step's totals and `cp_group`.
+
+            out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
+            step.add(out.metrics)
+
+        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`).
+        Beside `mask`, `advantages` and `old_logp`, only those that exist are among the arguments.
+        """
+        for name in tensors:
+            if name in _COUNTED:
+                counted = "the step was counted with the micro-batch's own."
+                raise InputError(f"{name} cannot be replaced now: {counted}")
+            if name not in _REPLACEABLE:
+                raise InputError(unknown_name("tensor", name, _REPLACEABLE))
+        arguments = {name: self._data.get(name) for name in _COUNTED + _REPLACEABLE} | tensors
+        if arguments["advantages"] is None:
+            names = ", ".join(map(str, self._data))
+            raise InputError(f"the micro-batch has no advantages (it has {names}); put them there.")
+        always = ("old_logp", "advantages", "mask")
+        present = {name: x for name, x in arguments.items() if x is not None or name in always}
+        self.is_used = True
+        return {**present, "totals": self._step.totals, "cp_group": self._step.cp_group}
+
+    def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
+        """The share of the step's loss that lies here, to call `backward()` on; its metrics are
+        merged into `step.metrics`.
+
+            micro.loss(logp, entropy=entropy).backward()
+
+        logp: `[B, T]` or `[N]`, as the mask. tensors: as in `arguments`.
+        """
+        if self._has_loss:
+            raise InputError(
+                "the loss of this micro-batch was taken already, and a second one would add its "
+                "gradient and metrics again; keep the first, or call policyloss.policy_loss(spec, "
+                "logp, **micro.arguments()) to look at it."
+            )
+        step, arguments = self._step, self.arguments(**tensors)
+        out = policy_loss(step.spec, logp, **arguments, metrics=step.level)
+        self._has_loss = True
+        step.add(out.metrics)
+        return out.loss
+
+
+def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
+    """`measure` on all micro-batches as one pack.
+
+    The empty ones are run too: other ranks may wait for their forward.
+    """
+    micro_batches = step._micro_batches
+    pack = Pack.of(micro_batches)
+    flat: dict[str, list[Tensor]] = {}
+    for i, (micro, sequences) in enumerate(zip(micro_batches, pack.layouts, strict=True)):
+        used = micro.is_used
+        with torch.no_grad():
+            tensors = {**micro.arguments(), "logp": logp(micro)}
+        micro.is_used = used  # to measure it trains nothing
+        if isinstance(tensors["advantages"], Tensor):
+            tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
+        tensors |= {f"extras.{name}": x for name, x in (tensors.get("extras") or {}).items()}
+        for name, x in tensors.items():
+            per_token = name in ("advantages", *_PER_TOKEN) or name.startswith("extras.")
+            if name == "logp" or (per_token and x is not None):
+                flat.setdefault(name, []).append(_flat(name, x, i, sequences))
+    number = len(micro_batches)
+    joined = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == number}
+    named: dict[str, Any] = {name: x for name, x in joined.items() if "." not in name}
+    named["extras"] = {name.removeprefix("extras."): x for name, x in joined.items() if "." in name}
+    if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence
+        named["advantages"] = named["advantages"].unsqueeze(0)
+    layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
+    named.setdefault("old_logp", None)
+    return measure(
+        step.spec, mask=pack.mask, **named, **layout, group=step.group, dp_size=step.counts.dp_size
+    )
+
+
+def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
+    """The token-shaped tensor `x` of micro-batch `i` as it lies in the pack."""
+    if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
+        actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(
+            f"{name} of micro_batches[{i}] must be a tensor of its mask's shape {sequences.shape}, "
+            f"got {actual}."
+        )
+    return x.reshape(-1)

@@ -1,0 +1,168 @@
+"""The named losses: data, by family. Each number says where it comes from.
+
+A preset is a `LossSpec` with a title, a paper, and a source for every number that is not a library
+default. There is no function per algorithm; `explain` says what each one is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from policyloss.arguments import description
+from policyloss.catalogue.named_loss import Preset as Preset
+from policyloss.catalogue.off_policy import OFF_POLICY
+from policyloss.catalogue.ratios import BY_RATIO
+from policyloss.catalogue.taught import TAUGHT
+from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
+from policyloss.spec import LossSpec
+
+LARGEST_FILE = 2**20  # bytes of a loss, or of the options of a framework
+# The names, for type checkers and editors.
+PresetName = Literal[
+    "ppo",
+    "ppo_dual_clip",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "bnpo",
+    "gspo",
+    "gspo_token",
+    "gspo_turn",
+    "cispo",
+    "cispo_unified",
+    "rollout_is",
+    "sapo",
+    "gmpo",
+    "gpg",
+    "reinforce",
+    "importance_sampling",
+    "tis",
+    "seq_tis",
+    "icepop",
+    "seq_mask_tis",
+    "opsm",
+    "decoupled_ppo",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "prime_rl",
+    "dro",
+    "topr",
+    "up_grpo",
+    "luspo",
+    "vespo",
+    "rloo_loss",
+    "two_sided",
+    "aipo",
+    "opd",
+    "opd_kl",
+    "iw_opd",
+    "kdrl",
+    "sdpo",
+    "opd_exact",
+    "gkd",
+    "gkd_forward",
+    "gkd_reverse",
+    "mopd_topk",
+    "opsd",
+    "sdft",
+]
+
+# A loss as an argument: a spec, the name of a preset, or a function of `Tokens`, which fills the
+# slot `trust` of the default loss.
+AnyLoss: TypeAlias = LossSpec | PresetName | str | Callable[..., Any]
+_DEFAULT = LossSpec()  # a compiler cannot make the default parts
+PRESETS: dict[str, Preset] = {p.name: p for p in (*BY_RATIO, *OFF_POLICY, *TAUGHT)}
+
+
+def presets() -> tuple[str, ...]:
+    """The names of all presets."""
+    return tuple(PRESETS)
+
+
+def find_preset(name: str) -> Preset:
+    """The preset called `name` (in any letter case), or an error that suggests the nearest name."""
+    if not isinstance(name, str):
+        raise SpecError(f"name must be the name of a preset, a string, got {description(name)}.")
+    known = match_name(name, PRESETS)
+    if known is None:
+        raise SpecError(unknown_name("preset", name, PRESETS))
+    return PRESETS[known]
+
+
+def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
+    """The loss called `name`, as a frozen `LossSpec`; `numbers` change fields of its parts by name.
+
+        pl.preset("dapo", eps_high=0.3, entropy_coef=0.01)
+
+    A field name that several parts of the loss have is an error: use `spec.replace(slot=…)`.
+    """
+    return find_preset(name).spec.with_fields(**numbers)
+
+
+def as_spec(spec: AnyLoss, called: str = "spec") -> LossSpec:
+    """`spec` itself, the preset of that name, or the loss of that function of `Tokens`.
+
+    called: the name of this argument in the caller.
+    """
+    if isinstance(spec, LossSpec):
+        return spec
+    if isinstance(spec, str):
+        return find_preset(spec).spec
+    if callable(spec) and not isinstance(spec, type):
+        return _DEFAULT.replace(trust=spec)
+    raise InputError(
+        f"{called} must be a LossSpec or the name of a preset, got {description(spec)}; "
+        "policyloss.presets() lists the names, and a function f of Tokens means "
+        "pl.LossSpec(trust=f)."
+    )
+
+
+def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
+    """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
+    if spec.is_data and getattr(spec.aggregate, "horizon", None) is not None:
+        spec = spec.with_fields(horizon=None)
+    return tuple(p for p in PRESETS.values() if p.spec == spec)
+
+
+def read_loss(name: str) -> LossSpec | str:
+    """A preset's name as it is, or the `LossSpec` in the JSON file of that path."""
+    if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
+        return name
+    data = read_json(name)
+    try:
+        return LossSpec.from_dict(data)
+    except PolicyLossError as error:
+        raise PolicyLossError(f"{name}: {error}") from None
+
+
+def read_json(name: str) -> Any:
+    """What the JSON file of that path holds; an error names the file."""
+    data = _contents(name)
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise PolicyLossError(f"{name} is not JSON: {error}.") from None
+    except RecursionError:
+        raise PolicyLossError(f"{name} is nested too deeply to be read.") from None
+
+
+def _contents(name: str) -> bytes:
+    if os.path.exists(name) and not os.path.isfile(name):  # a pipe would be waited for
+        raise PolicyLossError(f"{name} is no regular file; give a JSON file.")
+    try:
+        with open(name, "rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PolicyLossError(f"cannot read {name}: {why}.") from None
+    if len(data) > LARGEST_FILE:
+        raise PolicyLossError(
+            f"{name} is larger than {LARGEST_FILE // 2**20} MiB; give a loss, or options."
+        )
+    return data

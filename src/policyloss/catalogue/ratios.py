@@ -1,0 +1,238 @@
+"""Presets by how they measure and bound the ratio: the families of PPO, GSPO and CISPO."""
+
+from __future__ import annotations
+
+from policyloss.catalogue.named_loss import CLIP, PPO_EPSILON, Preset, described
+from policyloss.parts.aggregate import (
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+    TokenSum,
+)
+from policyloss.parts.kl import KL
+from policyloss.parts.ratio import SegmentRatio, SequenceRatio, TokenRatio
+from policyloss.parts.trust import Clip, DetachedClip, GeometricClip, SoftGate, Unbounded
+from policyloss.spec import LossSpec
+
+_GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
+
+BY_RATIO: tuple[Preset, ...] = (
+    described(
+        "ppo",
+        "PPO, clipped surrogate",
+        "arXiv 1707.06347",
+        LossSpec(trust=CLIP, aggregate=TokenMean()),
+        f"""
+        trust: {PPO_EPSILON}
+        aggregate: the expectation over timesteps of equation 7
+        advantage (gae): arXiv 1707.06347, equations 11 and 12: generalised advantage estimation
+            with a critic
+        """,
+    ),
+    described(
+        "ppo_dual_clip",
+        "PPO with dual clip",
+        "arXiv 1912.09729",
+        LossSpec(trust=Clip(0.2, 0.2, dual=3.0), aggregate=TokenMean()),
+        f"""
+        trust: {PPO_EPSILON}
+        trust.dual: dual clip: Ye et al. 2019, arXiv 1912.09729; c = 3 is the default of verl and
+            SkyRL (clip_ratio_c)
+        aggregate: the expectation over timesteps
+        advantage (gae): Ye et al. 2019, arXiv 1912.09729: PPO's actor and critic, advantages by GAE
+        """,
+    ),
+    described(
+        "grpo",
+        "GRPO, clipped surrogate with a KL penalty in the loss",
+        "arXiv 2402.03300",
+        LossSpec(trust=CLIP, kl=KL("k3", 0.04), aggregate=SeqMeanTokenMean()),
+        f"""
+        trust: {PPO_EPSILON}; DeepSeekMath does not print its own epsilon
+        kl: DeepSeekMath, arXiv 2402.03300, equation 4: the unbiased estimator k3
+        kl.coef: DeepSeekMath, section 4.2: 0.04
+        aggregate: DeepSeekMath, equation 3: mean over outputs of token means
+        advantage (grpo): DeepSeekMath, section 4.1.2: reward minus the group's mean, over its
+            standard deviation
+        """,
+    ),
+    described(
+        "dr_grpo",
+        "Dr. GRPO: GRPO without length and std normalisation",
+        "arXiv 2503.20783",
+        LossSpec(trust=CLIP, aggregate=SeqMeanTokenSumNorm()),
+        f"""
+        trust: {PPO_EPSILON}
+        aggregate: arXiv 2503.20783, section 3.2: divide by a constant, not by the length
+        aggregate.horizon: your run's generation budget: spec.with_horizon(tokens); 3000 tokens in
+            the authors' runs
+        advantage (dr_grpo): arXiv 2503.20783, section 3.2: reward minus the group's mean, not
+            divided by its deviation
+        """,
+    ),
+    described(
+        "dapo",
+        "DAPO: clip-higher and token mean",
+        "arXiv 2503.14476",
+        LossSpec(trust=Clip(0.2, 0.28), aggregate=TokenMean()),
+        """
+        trust: DAPO, arXiv 2503.14476, section 4.1: epsilon_low 0.2, epsilon_high 0.28
+        aggregate: DAPO: token-level policy gradient loss
+        advantage (grpo): DAPO, arXiv 2503.14476, equation 9: as GRPO
+        """,
+    ),
+    described(
+        "bnpo",
+        "Batch-normalised clipped loss: every token of the batch counts the same",
+        "TRL GRPOConfig.loss_type",
+        LossSpec(trust=CLIP, aggregate=TokenMean()),
+        f"""
+        trust: {PPO_EPSILON}
+        aggregate: TRL loss_type='bnpo': divide by the valid tokens of the batch
+        """,
+        note="TRL divides by the tokens of each micro-batch; use LocalTokenMean to reproduce that. "
+        "Here the whole step counts.",
+    ),
+    described(
+        "gspo",
+        "GSPO: sequence-level ratio and clip",
+        "arXiv 2507.18071",
+        LossSpec(ratio=SequenceRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
+        f"""
+        ratio: GSPO, arXiv 2507.18071, equation 7
+        trust: {_GSPO_EPS}
+        aggregate: GSPO, equation 5: mean over sequences
+        advantage (grpo): GSPO, arXiv 2507.18071, equation 6: as GRPO
+        """,
+    ),
+    described(
+        "gspo_token",
+        "GSPO-token: the sequence's ratio, each token's own gradient",
+        "arXiv 2507.18071",
+        LossSpec(
+            ratio=SequenceRatio(grad="token"), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()
+        ),
+        f"""
+        ratio: GSPO, arXiv 2507.18071, section 4.3, equation 14
+        trust: {_GSPO_EPS}
+        aggregate: GSPO, equation 13: mean over sequences of token means
+        """,
+    ),
+    described(
+        "gspo_turn",
+        "GSPO over the turns of a dialogue",
+        "ROLL, agentic ratio_type=segment",
+        LossSpec(ratio=SegmentRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
+        f"""
+        ratio: ROLL's segment ratio: the geometric mean over each contiguous run of the mask
+        trust: {_GSPO_EPS}
+        aggregate: as GSPO
+        """,
+    ),
+    described(
+        "cispo",
+        "CISPO: clipped importance weight, no token loses its gradient",
+        "arXiv 2506.13585",
+        LossSpec(trust=DetachedClip(0.0, 5.0), aggregate=TokenMean()),
+        """
+        trust: MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound, a tuned upper bound
+        trust.ratio_max: 5, ScaleRL's epsilon_max (arXiv 2510.13786), which TRL recommends;
+            MiniMax-M1 prints none
+        aggregate: MiniMax-M1, equation 4: sum over all tokens over their number
+        advantage (grpo): MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of
+            GRPO
+        """,
+    ),
+    described(
+        "cispo_unified",
+        "CISPO with PPO's token mask",
+        "arXiv 2506.13585",
+        LossSpec(trust=DetachedClip(0.9, 1.1, outside="zero_by_sign"), aggregate=TokenMean()),
+        """
+        trust: MiniMax-M1, arXiv 2506.13585, equations 6 and 7: the unified form with a mask
+        trust.ratio_min: ROLL's CISPO default, 1 - 0.1
+        trust.ratio_max: ROLL's CISPO default, 1 + 0.1
+        aggregate: MiniMax-M1, equation 6
+        advantage (grpo): MiniMax-M1, arXiv 2506.13585, section 3.1: the group-relative advantage of
+            GRPO
+        """,
+    ),
+    described(
+        "rollout_is",
+        "Hard-masked importance sampling against the rollout policy",
+        "arXiv 2602.15763",
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout"),
+            trust=DetachedClip(0.8, 1.2, outside="zero"),
+            aggregate=TokenMean(),
+        ),
+        """
+        ratio: GLM-5, arXiv 2602.15763, equation 4: exp(logp - rollout_logp)
+        trust: GLM-5, section 4.1.2, equations 3 and 5: zero outside (1 - eps_low, 1 + eps_high)
+        trust.ratio_min: 1 - 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not
+            print its own
+        trust.ratio_max: 1 + 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not
+            print its own
+        aggregate: token mean, as SkyRL's default
+        """,
+    ),
+    described(
+        "sapo",
+        "SAPO: a soft gate instead of a clip",
+        "arXiv 2511.20347",
+        LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
+        """
+        trust: SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative); TRL's,
+            verl's and SkyRL's defaults
+        aggregate: SAPO: mean over sequences of token means
+        advantage (grpo): SAPO, arXiv 2511.20347: group-normalised, as GRPO
+        """,
+    ),
+    described(
+        "gmpo",
+        "GMPO: geometric mean over the sequence, clipped per token in log space",
+        "arXiv 2507.20673",
+        LossSpec(trust=GeometricClip(0.4, 0.4), aggregate=SeqMeanTokenMean()),
+        """
+        trust: GMPO, arXiv 2507.20673: clip range (e^-0.4, e^0.4), also TRL's default
+        aggregate: GMPO: mean over sequences
+        advantage (grpo): GMPO, arXiv 2507.20673: as GRPO
+        """,
+    ),
+    described(
+        "gpg",
+        "GPG: the plain policy gradient",
+        "arXiv 2504.02546",
+        LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
+        """
+        trust: GPG, arXiv 2504.02546: -A·logp, no ratio
+        aggregate: token mean, the default of verl's loss_mode='gpg'
+        advantage (gpg): GPG, arXiv 2504.02546: group-centred, rescaled by the share of informative
+            samples
+        """,
+    ),
+    described(
+        "reinforce",
+        "REINFORCE",
+        "Williams 1992, doi 10.1007/BF00992696",
+        LossSpec(trust=Unbounded("logp"), aggregate=SeqMeanTokenSum()),
+        """
+        trust: Williams 1992: -A·logp
+        aggregate: the gradient of the log-likelihood of a whole sequence: token sum, sequence mean
+        """,
+    ),
+    described(
+        "importance_sampling",
+        "Importance-sampled policy gradient against the rollout policy",
+        "Tinker loss 'importance_sampling'",
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout"), trust=Unbounded("ratio"), aggregate=TokenSum()
+        ),
+        """
+        ratio: Tinker: exp(logp - sampler's logp)
+        trust: Tinker: -ratio·A, no bound
+        aggregate: Tinker: the sum over tokens
+        """,
+    ),
+)

@@ -1,6 +1,0 @@
-"""`explain`: what a loss is, in words a person can check. `diff`: how two losses differ."""
-
-from policyloss.explain.diff import Difference, diff
-from policyloss.explain.explanation import Explanation, explain, shortened
-
-__all__ = ["Difference", "Explanation", "diff", "explain", "shortened"]

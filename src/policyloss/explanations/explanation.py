@@ -1,0 +1,242 @@
+"""`explain`: what a loss is, in words a person can check, and the page it is printed as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
+from policyloss.catalogue.nearest import nearest_preset
+from policyloss.explanations.diff import plain, shown
+from policyloss.explanations.formula import Formula, formula
+from policyloss.explanations.framework_names import Elsewhere
+from policyloss.explanations.sources import Sourced, sources
+from policyloss.explanations.traits import describe, elsewhere
+from policyloss.explanations.traps import Trap, traps
+from policyloss.explanations.zero_gradient import Condition, ZeroGradient, zero_gradient
+from policyloss.notebook import heading, listed, paragraphs, preformatted, table
+from policyloss.output import section
+from policyloss.spec import LossSpec
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a loss is. `str()` gives a page of plain text, `to_dict()` the same as JSON-ready data.
+
+    preset: the preset it is (None if it is none), also: other presets that are the same loss, near:
+    the preset it is a small change of. advantage: the estimator of `policyloss.advantage` that this
+    preset, or the one it is a change of, is defined with (None: any); advantage_source: who says
+    so. formula: lines in the argument names of `policy_loss`. words: what each slot does. numbers:
+    every choice and number with its source. reads: the tensors it needs. zero: which tokens get
+    exactly no gradient from the policy term. elsewhere: what frameworks call its parts. traps: what
+    surprises people about it.
+    """
+
+    spec: LossSpec
+    title: str
+    preset: str | None
+    also: tuple[str, ...]
+    near: str | None
+    paper: str
+    note: str
+    advantage: str | None
+    advantage_source: str
+    formula: Formula
+    words: dict[str, str]
+    numbers: tuple[Sourced, ...]
+    reads: tuple[str, ...]
+    zero: ZeroGradient
+    elsewhere: tuple[Elsewhere, ...]
+    traps: tuple[Trap, ...]
+
+    @property
+    def still_moved_by(self) -> str:
+        """What still moves a token without gradient from the policy term, as a sentence or ""."""
+        pulls, of_teacher = self.spec.pulls, self.spec.divergence is not None
+        terms = ["the KL term"] if len(pulls) > of_teacher else []
+        terms += ["the divergence from the teacher"] if of_teacher else []
+        terms += ["the entropy bonus"] if self.spec.entropy_coef else []
+        unless = "" if self.spec.rejected == "keep" else ", unless it was rejected"
+        if not terms:
+            return ""
+        moves = "move" if terms[1:] else "moves"
+        return f"There {' and '.join(terms)} still {moves} the token{unless}."
+
+    @property
+    def advantages(self) -> str:
+        """A sentence on the advantages that go with it."""
+        if self.advantage is None:
+            return "any: it is not defined with advantages of its own."
+        return f"advantage.{self.advantage}; {self.advantage_source}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        plain_fields = ("title", "preset", "near", "paper", "note", "advantage", "advantage_source")
+        return {
+            **{name: getattr(self, name) for name in plain_fields},
+            "also": list(self.also),
+            "formula": [line._asdict() for line in self.formula.lines],
+            "formula_is_exact": self.formula.exact,
+            "callables": [c._asdict() for c in self.formula.callables],
+            "vocabulary": self.formula.vocabulary,
+            "words": self.words,
+            "reads": list(self.reads),
+            "numbers": [
+                {"where": n.where, "value": plain(n.value), "source": n.source}
+                for n in self.numbers
+            ],
+            "zero_gradient": {
+                "known": self.zero.known,
+                "alone": [c._asdict() for c in self.zero.alone],
+                "together": [c._asdict() for c in self.zero.together],
+                "group": self.zero.group if self.zero.together else None,
+                "still_moved_by": self.still_moved_by,
+            },
+            "elsewhere": [{"part": e.part, "names": e.names} for e in self.elsewhere],
+            "traps": [{"slot": t.slot, "text": t.text} for t in self.traps],
+        }
+
+    def __str__(self) -> str:
+        sections = [
+            ("", _heading(self)),
+            ("Formula", _formula(self)),
+            ("In words", [f"{slot}: {text}." for slot, text in self.words.items()]),
+            ("Reads", [", ".join(self.reads)]),
+            ("Advantages", [self.advantages]),
+            ("Numbers", _numbers(self)),
+            ("No gradient", _zero_lines(self)),
+            ("Elsewhere", _elsewhere(self)),
+            ("Traps", [f"- {t.text}" for t in self.traps]),
+        ]
+        return "\n\n".join(section(title, lines) for title, lines in sections if lines)
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        title, *rest = _heading(self)
+        remarks = [line for line in _formula(self) if not line.startswith("  ")]
+        numbers = [
+            (n.where, shown(n.value), source)
+            for n, source in zip(self.numbers, shortened(self.numbers), strict=True)
+        ]
+        sections = {
+            "Formula": preformatted(str(self.formula)) + paragraphs(*remarks),
+            "In words": listed(f"{slot}: {text}." for slot, text in self.words.items()),
+            "Reads": paragraphs(", ".join(self.reads)),
+            "Numbers": table(("", "value", "source"), numbers),
+            "No gradient": preformatted("\n".join(_zero_lines(self))),
+            "Elsewhere": listed(
+                f"{e.part}, {who}: {called}"
+                for e in self.elsewhere
+                for who, called in e.names.items()
+            ),
+            "Traps": listed(trap.text for trap in self.traps),
+        }
+        body = "".join(heading(name) + html for name, html in sections.items() if html)
+        return heading(title) + paragraphs(*rest) + body
+
+
+def explain(spec: AnyLoss) -> Explanation:
+    """What `spec` (a `LossSpec`, the name of a preset, or a function of `Tokens`) is.
+
+    That is: formula, numbers and sources, zero gradients, names, traps. For a TRL `GRPOConfig`, see
+    `policyloss.compat.trl.explain_config`.
+    """
+    spec = as_spec(spec)
+    base, is_preset = nearest_preset(spec)
+    exact = base if is_preset else None
+    return Explanation(
+        spec=spec,
+        title=_title(exact, base),
+        preset=exact.name if exact else None,
+        also=tuple(p.name for p in presets_equal_to(spec) if p is not base),
+        near=base.name if base and not exact else None,
+        paper=base.paper if base else "",
+        note=exact.note if exact else "",
+        advantage=base.advantage if base else None,
+        advantage_source=base.sources.get("advantage", "") if base else "",
+        formula=formula(spec),
+        words=describe(spec),
+        numbers=sources(spec, base),
+        reads=("logp", "advantages", "mask", *spec.reads),
+        zero=zero_gradient(spec),
+        elsewhere=elsewhere(spec),
+        traps=traps(spec),
+    )
+
+
+def _title(exact: Preset | None, base: Preset | None) -> str:
+    if exact is not None:
+        return exact.title
+    return f"A change of {base.name} ({base.title})" if base is not None else "A loss of your own"
+
+
+def _heading(e: Explanation) -> list[str]:
+    lines = [e.title]
+    if e.preset:
+        also = f", the same loss as {', '.join(e.also)}" if e.also else ""
+        lines.append(f'preset "{e.preset}"{also}; {e.paper}')
+    elif e.near:
+        lines.append(f'nearest preset "{e.near}", {e.paper}; `diff` shows the change')
+    return [*lines, e.note] if e.note else lines
+
+
+def _formula(e: Explanation) -> list[str]:
+    lines = [f"  {line}" for line in e.formula.lines]
+    for c in e.formula.callables:
+        doc = f" It says: {c.doc}" if c.doc else ""
+        lines.append(
+            f"{c.name} in the {c.slot} slot is a callable, whose formula cannot be printed.{doc}"
+        )
+    if e.formula.vocabulary:
+        lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
+    if any(line.name == "mask" for line in e.formula.lines):
+        lines.append(
+            "Sums and counts follow the mask as it stands on their line: below `mask = mask & "
+            "keep`, the survivors."
+        )
+    return lines
+
+
+def _numbers(e: Explanation) -> list[str]:
+    width = max(len(n.where) for n in e.numbers)
+    values = [str(shown(n.value, n.where)) for n in e.numbers]
+    column = max(len(v) for v in values)
+    rows = zip(e.numbers, values, shortened(e.numbers), strict=True)
+    return [f"  {n.where:<{width}}  {value:<{column}}  {source}" for n, value, source in rows]
+
+
+def shortened(numbers: tuple[Sourced, ...]) -> list[str]:
+    """The sources, with "the same" for a long one that repeats the row above."""
+    above = ["", *(n.source for n in numbers[:-1])]
+    return [
+        "the same" if n.source == a and "." in n.where and len(a) > 24 else n.source
+        for n, a in zip(numbers, above, strict=True)
+    ]
+
+
+def _zero_lines(e: Explanation) -> list[str]:
+    """When the policy term gives a token no gradient, in lines."""
+    if not e.zero.known:
+        return ["A callable decides which tokens get no gradient, so nothing can be said here."]
+    lines, start = [], "The gradient is shared: a token gets exactly none where"
+    if e.zero.alone:
+        lines += ["A token gets exactly no gradient from the policy term where"]
+        lines += _conditions(e.zero.alone)
+        start = "It also gets none where"
+    if e.zero.together:
+        lines += [f"{start} every token of its {e.zero.group} meets one of"]
+        lines += _conditions(e.zero.together)
+    return [*lines, e.still_moved_by] if e.still_moved_by else lines
+
+
+def _conditions(conditions: tuple[Condition, ...]) -> list[str]:
+    width = max(len(c.expression) for c in conditions)
+    return [f"  {c.expression:<{width}}  {c.meaning}" for c in conditions]
+
+
+def _elsewhere(e: Explanation) -> list[str]:
+    lines = []
+    for entry in e.elsewhere:
+        lines.append(f"{entry.part}:")
+        lines += [f"  {framework}: {name}" for framework, name in entry.names.items()]
+    return lines

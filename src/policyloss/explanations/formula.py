@@ -1,0 +1,330 @@
+"""The printed formula of a loss: lines `name = expression` in the argument names of `policy_loss`.
+
+Each expression is Python over the small vocabulary below, so a formula can be read and can be run:
+a test evaluates the printed lines and compares loss and gradient with `policy_loss`. The lines of a
+part are derived from its code (see `derive`), also those of a user's function, unless the part
+states them. Every name means a number per valid token; masked tokens do not exist here.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from policyloss.explanations.derive import Derived, Lines, derived, symbolic_tokens, with_names
+from policyloss.explanations.expression import Expression, bounded, constant, name, parse
+from policyloss.parts.data import is_part
+from policyloss.parts.wording import COMMON_NAMES, number
+from policyloss.spec import LossSpec
+
+VOCABULARY = {
+    "sg": "sg(x): x with its gradient stopped",
+    "clip": "clip(x, low, high): x held between low and high",
+    "max": "max(a, b): the larger of the two, token by token",
+    "min": "min(a, b): the smaller of the two, token by token",
+    "where": "where(c, a, b): a where c holds, else b",
+    "sigmoid": "sigmoid(x): 1 / (1 + exp(-x))",
+    "sign": "sign(x): 1, 0 or -1",
+    "seq_mean": "seq_mean(x): the mean of x over the token's sequence",
+    "seq_sum": "seq_sum(x): the sum of x over the token's sequence",
+    "seq_max": "seq_max(x): the largest x of the token's sequence",
+    "seq_any": "seq_any(c): c holds for some token of the sequence",
+    "seq_all": "seq_all(c): c holds for every token of the sequence",
+    "run_mean": "run_mean(x): the mean of x over the token's unbroken run of the mask (a turn)",
+    "run_all": "run_all(c): c holds for every token of the run",
+    "token_mean": "token_mean(x): the mean of x over all tokens of the step",
+    "sum": "sum(x): the sum of x over all tokens",
+    "kth_largest": (
+        "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)"
+    ),
+    "floor": "floor(x): x rounded down",
+    "draw": (
+        "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers "
+        "given"
+    ),
+    "divergence": (
+        "divergence: of the teacher's distribution and the policy's at the token, as the words "
+        "below say"
+    ),
+    "inf": "inf: no bound",
+    "N": "N: tokens of the whole step (1 if there are none)",
+    "B": "B: sequences of the whole step that have a token (1 if there are none)",
+    "L": "L: tokens of the token's sequence",
+    "G": "G: prompt groups of the whole step that have a token (1 if there are none)",
+    "N_group": "N_group: tokens of the token's prompt group in the whole step",
+    "horizon": (
+        "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)"
+    ),
+    "n": "n: tokens of this call alone (1 if there are none)",
+    "b": "b: sequences of this call alone that have a token (1 if there are none)",
+}
+# Names that a local variable of a part may not give to a line: they mean something in every
+# formula.
+_RESERVED = COMMON_NAMES | {"entropy", "log_weight", "weight", "surrogate", "kl", "token_loss"}
+_RESERVED |= {"loss", "exp", "log", "tokens"}
+
+
+class Line(NamedTuple):
+    """One line of a formula."""
+
+    name: str
+    expression: str
+
+    @property
+    def tree(self) -> Expression:
+        """The expression as a tree, to print it in another notation or to walk it."""
+        return parse(self.expression)
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.expression}"
+
+
+class CallableInSlot(NamedTuple):
+    """A user's function whose formula cannot be derived: its name, and how its docstring begins."""
+
+    slot: str
+    name: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The lines of a loss in the order they are computed; the last one is `loss`.
+
+    callables: those that could not be derived.
+    """
+
+    lines: tuple[Line, ...]
+    callables: tuple[CallableInSlot, ...] = ()
+    # Of lines that two parts inside a part share.
+    other_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every line can be evaluated."""
+        return not self.callables
+
+    @property
+    def vocabulary(self) -> dict[str, str]:
+        """The words of `VOCABULARY` that the lines use."""
+        used = names_in(" ".join(line.expression for line in self.lines))
+        return {word: meaning for word, meaning in VOCABULARY.items() if word in used}
+
+    def __str__(self) -> str:
+        return "\n".join(str(line) for line in self.lines)
+
+
+def names_in(expression: str) -> set[str]:
+    """The identifiers of an expression."""
+    return set(re.findall(r"[A-Za-z_]\w*", expression))
+
+
+def formula(spec: LossSpec) -> Formula:
+    """The formula of `spec`, with only the lines that lead to the loss."""
+    slots = lines_by_slot(spec).values()
+    lines = [line for slot_lines, _ in slots for line in slot_lines]
+    callables = tuple(c for _, unknown in slots for c in unknown)
+    of_trust = _derived("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
+    return Formula(_live(lines), callables, {} if of_trust is None else of_trust.other_names)
+
+
+def lines_by_slot(spec: LossSpec) -> dict[str, _Slot]:
+    """All lines of the formula in the order of their computation, and each slot's callables.
+
+    Those of "loss" join what the slots returned, and average it.
+    """
+    anchor = getattr(spec.ratio, "anchor", "old")
+    return {
+        "correction": _corrections(spec),
+        "ratio": _ratio(spec),
+        "trust": _of_slot("trust", spec.trust, anchor, "surrogate"),
+        "kl": _kl(spec),
+        "loss": _loss(spec),
+    }
+
+
+# The lines of one slot, and the callables in it that could not be derived.
+_Slot = tuple[list[Line], list[CallableInSlot]]
+
+
+def callable_name(part: Any) -> str:
+    """A name to print for a user's own function."""
+    called = getattr(part, "__name__", type(part).__name__)
+    return called if called.isidentifier() else "your_function"
+
+
+def _unknown(slot: str, part: Any) -> CallableInSlot:
+    doc = (getattr(part, "__doc__", None) or "").strip().split("\n")[0]
+    return CallableInSlot(slot, callable_name(part), doc)
+
+
+def _live(lines: list[Line]) -> tuple[Line, ...]:
+    """The lines that `loss` depends on: those whose name a later line needs."""
+    needed, kept = {"loss"}, []
+    for line in reversed(lines):
+        # The mask is in every sum and count without being written there.
+        if line.name in needed or line.name == "mask":
+            needed.discard(line.name)
+            needed |= names_in(line.expression)
+            kept.append(line)
+    return tuple(reversed(kept))
+
+
+def _taken(label: str) -> bool:
+    return label in _RESERVED or label in VOCABULARY or keyword.iskeyword(label)
+
+
+def _derived(slot: str, part: Any, anchor: str = "old") -> Derived | None:
+    """The formula of a part by what it returns; None if symbols cannot follow it."""
+    # A part of the library is a value, so its lines never change; a user's function may read
+    # anything.
+    return (_derived_once if is_part(slot, part) else _derived_anew)(part, anchor)
+
+
+def _derived_anew(part: Any, anchor: str) -> Derived | None:
+    return derived(part, symbolic_tokens(anchor), _taken)
+
+
+_derived_once = lru_cache(maxsize=1024)(_derived_anew)
+
+
+def _renamed(lines: Lines, last: str) -> list[Line]:
+    *before, (_, expression) = lines
+    return [*(Line(label, str(x)) for label, x in before), Line(last, str(expression))]
+
+
+def _of_slot(slot: str, part: Any, anchor: str, last: str) -> _Slot:
+    """The lines of a part that returns one number per token, the last of which is called `last`."""
+    of_part = _derived(slot, part, anchor)
+    if of_part is None or "loss" not in of_part.lines:
+        return [Line(last, f"{callable_name(part)}(tokens)")], [_unknown(slot, part)]
+    return _renamed(of_part.lines["loss"], last), []
+
+
+def raw_log_ratio(part: Any) -> Expression | None:
+    """The ratio slot's log-ratio before its clamp, as one expression; None if not derivable."""
+    of_part = _derived("ratio", part)
+    if of_part is None:
+        return None
+    *before, (_, expression) = of_part.lines["loss"]
+    return with_names(expression, dict(before))
+
+
+def _ratio(spec: LossSpec) -> _Slot:
+    limit = clamp_bounds(getattr(spec.ratio, "log_clamp", 20.0))
+    low, high = (None if bound is None else constant(bound) for bound in limit)
+    lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
+    clamped = bounded(lines[-1].tree, low, high)
+    ratio = [Line("log_ratio", str(clamped)), Line("ratio", "exp(log_ratio)")]
+    return [*lines[:-1], *ratio], callables
+
+
+def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
+    """The bounds of a `log_clamp`, None for no bound; a number means ±number."""
+    if limit is None:
+        return None, None
+    return (-limit, limit) if isinstance(limit, (int, float)) else (limit[0], limit[1])
+
+
+def _kl(spec: LossSpec) -> _Slot:
+    lines: list[Line] = []
+    callables: list[CallableInSlot] = []
+    for part, line in _pull_lines(spec):
+        of_part, unknown = _of_slot("kl", part, getattr(spec.ratio, "anchor", "old"), line)
+        lines += of_part
+        callables += unknown
+    return lines, callables
+
+
+def _pull_lines(spec: LossSpec) -> list[tuple[Any, str]]:
+    """The parts of the `kl` slot, each with the name of its line: kl, kl_2, …"""
+    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.pulls, 1)]
+
+
+class _Verdict(NamedTuple):
+    """The lines of a correction's weight and of its test of which tokens to keep.
+
+    Either is empty if the correction has none.
+    """
+
+    weight: list[Line]
+    keep: list[Line]
+    derived: bool = True
+
+
+def _verdict(part: Any) -> _Verdict:
+    of_part = _derived("correction", part)
+    if of_part is None:
+        before = Line("verdict", f"{callable_name(part)}(tokens)")
+        weight, keep = ([before, Line(key, f"verdict.{key}")] for key in ("weight", "keep"))
+        return _Verdict(weight, keep, derived=False)
+    lines = of_part.lines
+    weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
+    if weight and weight[-1].expression == "1":  # a guard that shows NaN, and no weight
+        weight = []
+    if keep and keep[-1].expression == "True":
+        keep = []
+    return _Verdict(weight, keep)
+
+
+def normalises(part: Any) -> bool:
+    """Whether a correction divides the weights of the others, after all of them."""
+    return hasattr(part, "normalised")
+
+
+def _corrections(spec: LossSpec) -> _Slot:
+    lines, callables = [Line("log_weight", "old_logp - rollout_logp")], []
+    written: set[str] = set()
+    for part in spec.correction:
+        if normalises(part):
+            continue
+        verdict = _verdict(part)
+        callables += [] if verdict.derived else [_unknown("correction", part)]
+        for key, operator, stated in (("weight", "*", verdict.weight), ("keep", "&", verdict.keep)):
+            if not stated:
+                continue
+            last = stated[-1].tree
+            joined = Expression(operator, (name(key), last)) if key in written else last
+            lines += [line for line in stated[:-1] if line not in lines[-4:]]
+            lines.append(Line(key, str(joined)))
+            written.add(key)
+    if spec.rejected != "keep" and "keep" in written:
+        if spec.rejected == "drop_sequence":
+            lines.append(Line("keep", "~seq_any(~keep)"))
+        lines.append(Line("mask", "mask & keep"))
+    for part in spec.correction:
+        if normalises(part):
+            if "keep" in written:
+                lines.append(Line("weight", "where(keep, weight, 0)"))
+            lines.append(Line("weight", part.normalised("weight")))
+    return lines, callables
+
+
+def weighs(spec: LossSpec) -> bool:
+    """Whether a correction multiplies the policy term by a weight."""
+    return any(_verdict(c).weight for c in spec.correction if not normalises(c))
+
+
+def rejects(spec: LossSpec) -> bool:
+    """Whether a correction can reject a token."""
+    return any(_verdict(c).keep for c in spec.correction if not normalises(c))
+
+
+def _loss(spec: LossSpec) -> _Slot:
+    policy = "weight * surrogate" if weighs(spec) else "surrogate"
+    if rejects(spec) and spec.rejected == "keep":
+        policy = f"where(keep, {policy}, 0)"
+    for part, line in _pull_lines(spec):
+        coef = part.coef if is_part("kl", part) else 1.0
+        policy += f" + {number(coef)} * {line}"
+    if spec.entropy_coef:
+        policy += f" - {number(spec.entropy_coef)} * entropy"
+    averaged = "surrogate" if policy == "surrogate" else "token_loss"
+    lines = [] if policy == "surrogate" else [Line("token_loss", policy)]
+    if hasattr(spec.aggregate, "averaged"):
+        return [*lines, Line("loss", spec.aggregate.averaged(averaged))], []
+    unknown = _unknown("aggregate", spec.aggregate)
+    return [*lines, Line("loss", f"sum({unknown.name}(tokens) * {averaged})")], [unknown]

@@ -1,0 +1,28 @@
+"""Imports the public names of a package when one is first read, so that a help needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def read_public(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions `__getattr__` and `__dir__` of a package whose module `public` lists its names.
+
+    package: its `globals()`.
+    """
+    name_of_package = package["__name__"]
+
+    def get(name: str) -> Any:
+        if not name.startswith("__") or name == "__all__":
+            public = import_module(f"{name_of_package}.public")
+            package.update({key: getattr(public, key) for key in ("__all__", *public.__all__)})
+            if name in package:
+                return package[name]
+        raise AttributeError(f"module {name_of_package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return list({*package, *get("__all__")})
+
+    return get, names

@@ -1,0 +1,102 @@
+"""`policyloss doctor PATH`: a verdict on a file of tokens, or on the logs of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from policyloss.commands import read_options
+from policyloss.errors import InputError, unknown_name
+from policyloss_lab.commands import Doctor
+from policyloss_lab.diagnosis.diagnose import Thresholds
+from policyloss_lab.diagnosis.diagnosis import Diagnosis
+from policyloss_lab.diagnosis.logs.curves import LogThresholds
+from policyloss_lab.diagnosis.logs.run_doctor import RunDiagnosis, doctor_run
+from policyloss_lab.diagnosis.read import read_tokens
+from policyloss_lab.diagnosis.tokens import doctor
+
+HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2 is a wrong argument, as for every command
+Limits = TypeVar("Limits", Thresholds, LogThresholds)
+
+
+def doctor_command(arguments: Sequence[str]) -> int:
+    """Print the verdict; returns the exit code: 0 healthy, 1 a cause, 3 not explained."""
+    options = read_options("doctor", Doctor, arguments)
+    verdict = verdict_on(options.path, options.model, options.threshold)
+    print(verdict.to_json() if options.json else str(verdict), flush=True)
+    if verdict.healthy:
+        return HEALTHY
+    unclear = isinstance(verdict, Diagnosis) and verdict.cause == "not_explained"
+    return NOT_EXPLAINED if unclear else SICK
+
+
+def verdict_on(
+    path: Path, model: str | None = None, thresholds: Sequence[str] = ()
+) -> Diagnosis | RunDiagnosis:
+    """The verdict on tokens where the file holds them, else on logs. thresholds: NAME=NUMBER."""
+    if path.suffix in (".pt", ".pth", ".pkl", ".bin", ".npz"):
+        raise InputError(
+            f"{path} may be a pickle, which can run code and is not read; save safetensors or JSON "
+            "lines."
+        )
+    if path.suffix == ".safetensors" or (path.suffix == ".jsonl" and _holds_tokens(path)):
+        arguments: dict[str, Any] = read_tokens(path)
+        arguments["thresholds"] = changed(Thresholds(), thresholds)
+        if model is None:
+            arguments.pop("prompts", None)
+            return doctor(**arguments)
+        return doctor(**arguments, model=load_model(model))
+    if model is not None:
+        raise InputError(f"--model needs a file of tokens, and {path} is none.")
+    return doctor_run(path, changed(LogThresholds(), thresholds))
+
+
+def changed(limits: Limits, pairs: Sequence[str]) -> Limits:
+    """`limits` with other numbers. pairs: such as "truncated=0.3"."""
+    kinds = {field.name: type(getattr(limits, field.name)) for field in fields(limits)}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if name not in kinds:
+            raise InputError(unknown_name("threshold", name, kinds))
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise InputError(
+                f"--threshold takes NAME=NUMBER with a number from 0 on, got {pair!r}."
+            )
+        if kinds[name] is int and number != int(number):
+            raise InputError(f"--threshold {name} takes a whole number, got {text}.")
+        limits = replace(limits, **{name: kinds[name](number)})
+    return limits
+
+
+def _holds_tokens(path: Path) -> bool:
+    """Whether the first line holds lists of log-probabilities."""
+    if not path.is_file():  # a pipe would be waited for
+        return False
+    try:
+        with path.open("rb") as file:
+            line = file.readline(2**20)
+    except OSError:
+        return False
+    return b"[" in line and (b"_logp" in line or b"log_prob" in line or b"logprob" in line)
+
+
+def load_model(model: str) -> Any:
+    """The causal language model in a folder; nothing is downloaded."""
+    try:
+        loader = import_module("transformers").AutoModelForCausalLM
+    except ModuleNotFoundError:
+        raise InputError("--model needs transformers; pip install 'policyloss[train]'.") from None
+    if not Path(model).is_dir():
+        raise InputError(f"there is no folder {model}; give that of a saved model.")
+    try:
+        return loader.from_pretrained(model, local_files_only=True, use_safetensors=True)
+    except Exception as error:  # files of any origin, read by another package
+        raise InputError(f"cannot load the model {model}: {error}") from error

@@ -1,0 +1,112 @@
+"""Hypotheses about logits: a soft cap, a precision, a shard of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policyloss_lab.diagnosis.hypothesis import Case, Fit
+from policyloss_lab.diagnosis.sampling import geometric, refined
+
+SHARDS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class SoftCap:
+    """One side caps its logits, `c·tanh(z/c)`, and the other does not, or one does it twice."""
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """The cap that leaves the least, and the model's own cap undone."""
+        if case.scorer is None:
+            return
+        scorer, logits = case.scorer, case.scorer.logits.double()
+        cap = getattr(scorer.config, "final_logit_softcapping", None)
+        for side, sign in case.sides:
+
+            def capped(c: float, sign: int = sign) -> Tensor:
+                return sign * (scorer.of_ids(c * torch.tanh(logits / c)) - scorer.logp)
+
+            value, prediction = refined(geometric(1.0, 200.0, 25), capped, case)
+            twice = cap is not None and abs(value / cap - 1) < 0.02
+            word = "a second soft cap" if twice else "a soft cap"
+            yield Fit(
+                "softcap",
+                f"{side} has {word} of {value:.3g} on its logits",
+                prediction,
+                freedom=1,
+                details={"softcap": value, "side": side},
+            )
+            if cap is not None:
+                bare = cap * torch.atanh((logits / cap).clamp(-1 + 1e-6, 1 - 1e-6))
+                yield Fit(
+                    "softcap",
+                    f"{side} lacks the model's soft cap of {cap:g}",
+                    sign * (scorer.of_ids(bare) - scorer.logp),
+                    details={"softcap": cap, "missing": True, "side": side},
+                )
+
+
+@dataclass(frozen=True)
+class RoundedLogits:
+    """One side rounds its logits to 16 bits before the softmax."""
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """bf16 and fp16."""
+        if case.scorer is None:
+            return
+        scorer = case.scorer
+        for cause, dtype in (("logits_bf16", torch.bfloat16), ("logits_fp16", torch.float16)):
+            effect = scorer.of_ids(scorer.logits.to(dtype)) - scorer.logp
+            for side, sign in case.sides:
+                name = str(dtype).removeprefix("torch.")
+                yield Fit(
+                    cause,
+                    f"the logits of {side} are rounded to {name}",
+                    sign * effect,
+                    share="exact",
+                    details={"side": side},
+                )
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The vocabulary is split over ranks, and one side treats a shard wrongly: it leaves it out of
+    the normaliser, has no logits for it, or normalises over the token's own shard alone.
+    """
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """Every shard of 2, 4 and 8."""
+        if case.scorer is None:
+            return
+        scorer, ids = case.scorer, case.scorer.ids
+        logits = scorer.logits.double()
+        vocabulary = logits.shape[1]
+        chosen = logits.gather(1, ids[:, None])[:, 0]
+        for shards in SHARDS:
+            size = -(-vocabulary // shards)
+            sums = torch.stack([part.logsumexp(1) for part in torch.split(logits, size, 1)], 1)
+            count = sums.shape[1]
+            if count < 2:
+                continue
+            mine = ids // size
+            alone = chosen - sums.gather(1, mine[:, None])[:, 0]
+            effects = {f"normalised over 1 of {count} shards": alone}
+            for j in range(count):
+                others = torch.cat([sums[:, :j], sums[:, j + 1 :]], 1).logsumexp(1)
+                width = min(size, vocabulary - j * size)
+                empty = torch.logaddexp(others, others.new_full((), width).log())
+                zero = torch.where(mine == j, 0.0, chosen)
+                effects[f"without shard {j} of {count} in the normaliser"] = chosen - others
+                effects[f"with zero logits in shard {j} of {count}"] = zero - empty
+            for what, logp in effects.items():
+                for side, sign in case.sides:
+                    yield Fit(
+                        "vocab_shard",
+                        f"{side} is {what} of the vocabulary",
+                        sign * (logp - scorer.logp),
+                        freedom=2,
+                        details={"shards": count, "side": side},
+                    )

@@ -1,0 +1,234 @@
+"""Hypotheses about places: numbers that stand one token off, rows in another order, rows that were
+cut into other tokens, and tokens that should not be in the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policyloss_lab.diagnosis.hypothesis import Case, Fit
+from policyloss_lab.diagnosis.pairs import Pairs
+
+ROWS = 256  # rows that are compared with each other
+FIRST = 32  # tokens of a row that are compared with those of other rows
+WILD = 8.0  # times the scale of the other tokens: a number that does not belong there
+NEAR = 0.05  # how far numbers of one token may differ on two engines
+
+
+@dataclass(frozen=True)
+class Shift:
+    """`rollout_logp` stands some tokens later (+) or earlier (−) than the tokens it belongs to."""
+
+    lags: tuple[int, ...] = (1, -1)
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """One fit for each lag."""
+        for lag in self.lags:
+            places = f"{abs(lag)} place{'' if abs(lag) == 1 else 's'}"
+            later = "later" if lag > 0 else "earlier"
+            yield Fit(
+                "shift",
+                f"rollout_logp stands {places} {later} than the tokens it belongs to",
+                source=_shifted(case.pairs, lag),
+                freedom=1,
+                share="shift",
+                details={"lag": lag},
+            )
+
+
+def _shifted(pairs: Pairs, lag: int) -> Tensor:
+    """The index of the token `lag` columns further in the same row, or −1."""
+    index = torch.arange(pairs.size) + lag
+    inside = index.clamp(0, pairs.size - 1)
+    there = (
+        (inside == index)
+        & (pairs.row[inside] == pairs.row)
+        & (pairs.column[inside] == pairs.column + lag)
+    )
+    return torch.where(there, inside, -1)
+
+
+@dataclass(frozen=True)
+class PermutedRows:
+    """The rows of `rollout_logp` are in another order than those of `old_logp`."""
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """The row of the engine that is nearest to each row of the trainer."""
+        pairs = case.pairs
+        starts = pairs.starts
+        count = min(starts.numel() - 1, ROWS)
+        if count < 2:
+            return
+        ours = _table(pairs.trainer, starts, count)
+        theirs = _table(pairs.rollout, starts, count)
+        gaps = torch.stack([(theirs - row).abs().nanmean(1).nan_to_num(torch.inf) for row in ours])
+        at_home = gaps.diagonal()
+        nearest = gaps.argmin(1)
+        best = gaps.gather(1, nearest[:, None])[:, 0]
+        nearest = torch.where(best < 0.5 * at_home, nearest, torch.arange(count))
+        moved = int((nearest != torch.arange(count)).sum())
+        if moved < 2:
+            return
+        lengths = starts.diff()[:count]
+        source = torch.full((pairs.size,), -1)
+        for row, other in enumerate(nearest.tolist()):
+            common = int(min(lengths[row], lengths[other]))
+            begin = int(starts[row])
+            source[begin : begin + common] = torch.arange(common) + int(starts[other])
+        yield Fit(
+            "rows_permuted",
+            f"{moved} of {count} rows of rollout_logp belong to other rows",
+            source=source,
+            freedom=moved,
+            details={"rows_moved": moved, "rows_compared": count},
+        )
+
+
+def _table(x: Tensor, starts: Tensor, count: int) -> Tensor:
+    """The first tokens of each row, NaN beyond its end."""
+    out = torch.full((count, FIRST), torch.nan, dtype=x.dtype)
+    for i in range(count):
+        row = x[starts[i] : starts[i + 1]][:FIRST]
+        out[i, : row.numel()] = row
+    return out
+
+
+@dataclass(frozen=True)
+class OtherTokens:
+    """From some token of a row on, the engine's numbers belong to tokens further on: its text was
+    encoded again, and a word was cut into more or fewer tokens.
+    """
+
+    lags: tuple[int, ...] = (-3, -2, -1, 1, 2, 3)
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """For each row the place from which on one lag fits better than none."""
+        pairs = case.pairs
+        starts = pairs.starts
+        count = min(starts.numel() - 1, ROWS)
+        end = int(starts[count])
+        cost = _cost(pairs.difference)
+        sources = {lag: _shifted(pairs, lag) for lag in self.lags}
+        lagged = {
+            lag: torch.where(
+                source >= 0, _cost(pairs.rollout[source.clamp(min=0)] - pairs.trainer), cost.mean()
+            )
+            for lag, source in sources.items()
+        }
+        chosen = torch.arange(pairs.size)
+        changed, tokens = 0, 0
+        for i in range(count):
+            here = slice(int(starts[i]), int(starts[i + 1]))
+            size = here.stop - here.start
+            if size < 4:
+                continue
+            before = torch.cat([cost.new_zeros(1), cost[here].cumsum(0)])
+            gain, lag, place = 0.0, 0, 0
+            for candidate, their_cost in lagged.items():
+                after = their_cost[here].flip(0).cumsum(0).flip(0)
+                total = before[1:size] + after[1:]
+                j = int(total.argmin()) + 1
+                if float(before[-1] - total[j - 1]) > gain:
+                    gain, lag, place = float(before[-1] - total[j - 1]), candidate, j
+            if gain > 4.0 and place > 1:
+                changed, tokens = changed + 1, tokens + size - place
+                chosen[here.start + place : here.stop] = sources[lag][
+                    here.start + place : here.stop
+                ]
+        if not changed:
+            return
+        chosen[end:] = -1
+        yield Fit(
+            "reencoded",
+            f"in {changed} of {count} rows the numbers belong to other tokens from some place on",
+            source=chosen,
+            freedom=2 * changed,
+            details={"rows": changed, "tokens": tokens},
+        )
+
+
+def _cost(gap: Tensor) -> Tensor:
+    return torch.log1p((gap / NEAR) ** 2)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Only the first or the last tokens of the rows differ: they should not be in the mask, or the
+    engine has no number for them.
+    """
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """Leading runs (prompt tokens) and trailing ones (the end token, padding)."""
+        pairs = case.pairs
+        size = (pairs.difference / pairs.shape).abs()
+        core = 1.4826 * float(size.median())
+        wild = size > max(WILD * core, NEAR)
+        steps = torch.where(wild, 1.0, -2.0)
+        rows = pairs.starts.numel() - 1
+        for side in ("first", "last"):
+            edge = _runs(steps if side == "first" else steps.flip(0), pairs, side)
+            lengths = torch.zeros(int(pairs.row.max()) + 1).index_add(0, pairs.row, edge.float())
+            lengths = lengths[torch.unique_consecutive(pairs.row)]
+            share = float((lengths > 0).float().mean())
+            elsewhere = int((wild & ~edge).sum())
+            if share < 0.3 or edge.double().mean() > 0.5 or elsewhere > 0.1 * int(edge.sum()):
+                continue
+            longest = int(lengths.max())
+            cause = "prompt_in_mask" if side == "first" else "padding_in_mask"
+            if side == "last" and longest == 1:
+                cause = "end_token"
+            rest = float(size[~edge].square().mean().sqrt()) or 1e-7
+            ratio = float(size[edge].square().mean().sqrt()) / max(rest, 1e-7)
+            what = {
+                "prompt_in_mask": "the first tokens of a row",
+                "padding_in_mask": "the last tokens of a row",
+                "end_token": "the last token of a row",
+            }[cause]
+            yield Fit(
+                cause,
+                f"only {what} differ (in {share:.0%} of {rows} rows, up to {longest} tokens)",
+                shape=torch.where(edge, pairs.shape * max(ratio, 1.0), pairs.shape),
+                source=torch.where(edge, -1, torch.arange(pairs.size)),
+                freedom=1 if longest == 1 else 1 + int((lengths > 0).sum()),
+                details={"rows": share, "longest": longest, "tokens": int(edge.sum())},
+            )
+
+
+def _runs(wild: Tensor, pairs: Pairs, side: str) -> Tensor:
+    """The tokens of the leading (or trailing) run of each row: the run whose sum of +1 for a wild
+    token and −2 for another is largest.
+    """
+    index = torch.arange(pairs.size)
+    row = pairs.row if side == "first" else pairs.row.flip(0)
+    new = torch.ones(pairs.size, dtype=torch.bool)
+    new[1:] = row[1:] != row[:-1]
+    begin = torch.where(new, index, 0).cummax(0).values
+    total = wild.cumsum(0)
+    total = total - (total[begin] - wild[begin])
+    group = new.cumsum(0) - 1
+    best = torch.full((int(group[-1]) + 1,), 0.0, dtype=total.dtype)
+    best = best.scatter_reduce(0, group, total, "amax")
+    hit = (total == best[group]) & (best[group] > 0)
+    last = torch.full((best.numel(),), -1)
+    last = last.scatter_reduce(0, group, torch.where(hit, index, -1), "amax")
+    edge = index <= last[group]
+    return edge if side == "first" else edge.flip(0)
+
+
+def is_copy(pairs: Pairs) -> bool:
+    """Whether the two log-probabilities are the same numbers, bit for bit.
+
+    Two programs agree on tokens that are certain, and on numbers that were rounded to 16 bits, so
+    those say nothing.
+    """
+    telling = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
+    return int(telling.sum()) >= 16 and bool((pairs.rollout == pairs.trainer)[telling].all())
+
+
+def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which of these numbers a 16-bit type can hold exactly."""
+    return x.to(dtype).double() == x

@@ -1,0 +1,201 @@
+"""The pairs that a diagnosis starts from: for each valid token what the engine reported and what
+the trainer computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import check_like, check_tensor
+from policyloss.errors import InputError
+from policyloss_lab.diagnosis.criterion import noise_shape
+
+LEAST_TOKENS = 16  # a verdict on fewer would be a guess
+POSITIVE = 1e-3  # a log-probability above this is none; half precision rounds those near 0
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The valid tokens of a batch, flat, in the order of rows. `[n]` each, on the CPU.
+
+    row, column: where a token stood. ids, entropy, logp (the policy after its update): None unless
+    they were passed. impossible: valid tokens whose `rollout_logp` is −inf; they are left out.
+    """
+
+    rollout: Tensor
+    trainer: Tensor
+    row: Tensor
+    column: Tensor
+    ids: Tensor | None = None
+    entropy: Tensor | None = None
+    later: Tensor | None = None
+    impossible: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of tokens."""
+        return self.trainer.numel()
+
+    @property
+    def difference(self) -> Tensor:
+        """`d = rollout_logp - old_logp`."""
+        return self.rollout - self.trainer
+
+    @property
+    def shape(self) -> Tensor:
+        """Where noise is large."""
+        return noise_shape(self.trainer)
+
+    @property
+    def starts(self) -> Tensor:
+        """The index of the first token of each row that has one, and n at the end."""
+        new = torch.ones(self.size, dtype=torch.bool)
+        new[1:] = self.row[1:] != self.row[:-1]
+        return torch.cat([new.nonzero().flatten(), torch.tensor([self.size])])
+
+    @property
+    def rank(self) -> Tensor:
+        """How many valid tokens of its row come before each token."""
+        starts = self.starts
+        return torch.arange(self.size) - torch.repeat_interleave(starts[:-1], starts.diff())
+
+    @property
+    def remaining(self) -> Tensor:
+        """How many valid tokens of its row come after each token."""
+        starts = self.starts
+        return torch.repeat_interleave(starts[1:], starts.diff()) - torch.arange(self.size) - 1
+
+    def select(self, chosen: Tensor) -> Pairs:
+        """Some of the tokens, by index or by flag."""
+        rest = {
+            name: x[chosen]
+            for name in ("ids", "entropy", "later")
+            if (x := getattr(self, name)) is not None
+        }
+        return replace(
+            self,
+            rollout=self.rollout[chosen],
+            trainer=self.trainer[chosen],
+            row=self.row[chosen],
+            column=self.column[chosen],
+            **rest,
+        )
+
+    def moved_by(self, change: Tensor) -> Pairs:
+        """The same with this added to the engine's numbers."""
+        return replace(self, rollout=self.rollout + change)
+
+    def with_rollout_from(self, source: Tensor) -> Pairs:
+        """The tokens whose engine log-probability stands elsewhere: `source[i]` is its index, −1
+        where there is none; those tokens are left out.
+        """
+        there = source >= 0
+        moved = replace(self, rollout=self.rollout[source.clamp(min=0)])
+        return moved.select(there)
+
+
+def read_pairs(
+    rollout_logp: Any,
+    trainer_logp: Any,
+    mask: Any,
+    *,
+    trainer_name: str = "old_logp",
+    ids: Any = None,
+    entropy: Any = None,
+    later: Any = None,
+    cu_seqlens: Any = None,
+) -> Pairs:
+    """The valid tokens of padded `[B, T]` or packed `[N]` tensors (with `cu_seqlens`), checked."""
+    check_tensor("rollout_logp", rollout_logp, "float")
+    like = ("rollout_logp", rollout_logp)
+    check_like(trainer_name, trainer_logp, like, "float")
+    for name, x, kind in (("ids", ids, "integer"), ("entropy", entropy, "float")):
+        if x is not None:
+            check_like(name, x, like, kind)  # type: ignore[arg-type]
+    if later is not None:
+        check_like("logp", later, like, "float")
+    mask = torch.ones_like(rollout_logp, dtype=torch.bool) if mask is None else mask
+    check_like("mask", mask, like)
+    if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
+        raise InputError("mask has values other than 0 and 1; pass True where a token counts.")
+    row, column = _places(rollout_logp, cu_seqlens)
+    valid = mask.bool().flatten().cpu()
+
+    def kept(x: Tensor) -> Tensor:
+        return x.detach().flatten().cpu()[valid]
+
+    pairs = Pairs(
+        kept(rollout_logp).double(),
+        kept(trainer_logp).double(),
+        row.flatten()[valid],
+        column.flatten()[valid],
+        None if ids is None else kept(ids),
+        None if entropy is None else kept(entropy).double(),
+        None if later is None else kept(later).double(),
+    )
+    return _finite(pairs, trainer_name)
+
+
+def _places(x: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor]:
+    if x.dim() == 2 and cu_seqlens is None:
+        rows, columns = x.shape
+        return (
+            torch.arange(rows)[:, None].expand(rows, columns),
+            torch.arange(columns)[None].expand(rows, columns),
+        )
+    if x.dim() != 1:
+        raise InputError(
+            f"rollout_logp must be [B, T], or [N] with cu_seqlens, got shape {tuple(x.shape)}."
+        )
+    bounds = torch.tensor([0, x.numel()]) if cu_seqlens is None else cu_seqlens
+    check_tensor("cu_seqlens", bounds, "integer")
+    bounds = bounds.cpu().long()
+    lengths = bounds.diff()
+    if bounds.dim() != 1 or bounds[0] != 0 or bounds[-1] != x.numel() or (lengths < 0).any():
+        raise InputError(f"cu_seqlens must rise from 0 to {x.numel()}, the number of tokens.")
+    row = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    return row, torch.arange(x.numel()) - bounds[:-1][row]
+
+
+def _finite(pairs: Pairs, trainer_name: str) -> Pairs:
+    """The same without tokens that the engine calls impossible; an error for other numbers that are
+    none, and for too few tokens.
+    """
+    if pairs.size == 0:
+        raise InputError("mask has no valid token; there is nothing to diagnose.")
+    for name, x in (("rollout_logp", pairs.rollout), (trainer_name, pairs.trainer)):
+        wrong = x.isnan() | (x == torch.inf)
+        if name == trainer_name:
+            wrong |= x == -torch.inf
+        if wrong.any():
+            raise InputError(
+                f"{name} is NaN or infinite at {int(wrong.sum())} of {pairs.size} valid tokens, "
+                f"{_where(pairs, wrong)}; a mask that leaves them out, or the code that writes "
+                "them, must be mended first."
+            )
+        if (x > POSITIVE).double().mean() > 0.5:
+            raise InputError(
+                f"{name} is above 0 at most valid tokens, so it holds no log-probabilities; pass "
+                "log-probabilities, not losses or probabilities."
+            )
+    possible = pairs.rollout != -torch.inf
+    kept = replace(pairs.select(possible), impossible=int((~possible).sum()))
+    if kept.size < LEAST_TOKENS:
+        raise InputError(
+            f"{kept.size} valid tokens are too few for a verdict; pass at least {LEAST_TOKENS}, "
+            "better some hundred."
+        )
+    return kept
+
+
+def _where(pairs: Pairs, wrong: Tensor) -> str:
+    if not (wrong & (pairs.rank > 0)).any():
+        return "all of them the first of their row"
+    if not (wrong & (pairs.remaining > 0)).any():
+        return "all of them the last of their row"
+    first = int(wrong.nonzero()[0])
+    return f"the first in row {int(pairs.row[first])}, column {int(pairs.column[first])}"

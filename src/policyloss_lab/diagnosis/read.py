@@ -1,0 +1,139 @@
+"""Reads token-level pairs from a file: JSON lines (one row each) or safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss.output import kind_of
+from policyloss_lab.diagnosis.batches import columns_of
+
+FILE_BYTES = 1024 * 2**20
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+}
+
+
+def read_tokens(path: str | Path) -> dict[str, Any]:
+    """The arguments of `lab.doctor` that a file holds: padded tensors, and prompts as lists.
+
+    A line of a .jsonl file is a row: lists of one length under `rollout_logp`, `old_logp` or
+    `logp`, and optionally `ids`, `mask`, `prompt_ids` (docs/doctor.md lists other names). A
+    .safetensors file holds `[B, T]` tensors of these names.
+    """
+    file = Path(path)
+    if file.suffix == ".safetensors":
+        tensors = read_safetensors(file)
+        columns = columns_of(tensors)
+        return {
+            argument: tensors[name] for argument, name in columns.items() if argument != "prompts"
+        }
+    return _padded(read_rows(file), file)
+
+
+def _contents(file: Path) -> bytes:
+    try:
+        kind = kind_of(os.lstat(file).st_mode)
+        if kind is not None:
+            raise InputError(f"{file} is a {kind}; give a file.")
+        size = file.stat().st_size
+        if size > FILE_BYTES:
+            raise InputError(f"{file} is larger than {FILE_BYTES // 2**20} MiB; give a part of it.")
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{file} does not exist.") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
+
+
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file: a length, a JSON header with dtype, shape and place of each tensor,
+    and the numbers.
+    """
+    data = _contents(file)
+    try:
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        start = 8 + length
+        tensors = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                body = bytearray(data[start + first : start + last])
+                flat = torch.frombuffer(body, dtype=_TYPES[entry["dtype"]])
+                tensors[name] = flat.reshape(entry["shape"])
+        return tensors
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise InputError(f"{file} is no safetensors file: {type(error).__name__}.") from error
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, at least one."""
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_contents(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise InputError(
+                f"{file}, line {number}, is no JSON; give one object a line."
+            ) from None
+        if not isinstance(row, dict):
+            raise InputError(f"{file}, line {number}, is no JSON object.")
+        rows.append(row)
+    if not rows:
+        raise InputError(f"{file} is empty; give one JSON object a line.")
+    return rows
+
+
+def _padded(rows: list[dict[str, Any]], file: Path) -> dict[str, Any]:
+    """Rows of different lengths as tensors `[B, T]` under the names of `lab.doctor`."""
+    columns = columns_of(rows[0])
+    prompts = columns.pop("prompts", None)
+    lists = {argument: _lists(rows, name, file) for argument, name in columns.items()}
+    lengths = [len(row) for row in lists["rollout_logp"]]
+    for argument, values in lists.items():
+        for i, row in enumerate(values):
+            if len(row) != lengths[i]:
+                raise InputError(
+                    f"{file}, row {i + 1}: {columns[argument]} has {len(row)} numbers and "
+                    f"{columns['rollout_logp']} {lengths[i]}; they must be equal."
+                )
+    width = max(lengths)
+    valid = torch.tensor([[k < n for k in range(width)] for n in lengths], dtype=torch.bool)
+    out: dict[str, Any] = {}
+    for argument, values in lists.items():
+        kind = torch.long if argument == "ids" else torch.float32
+        padded = torch.zeros(valid.shape, dtype=kind)
+        try:
+            padded[valid] = torch.tensor([x for row in values for x in row], dtype=kind)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"{file}: {columns[argument]} holds more than numbers.") from error
+        out[argument] = padded
+    out["mask"] = out["mask"].bool() & valid if "mask" in out else valid
+    if prompts is not None and all(isinstance(row.get(prompts), list) for row in rows):
+        out["prompts"] = [row[prompts] for row in rows]
+    return out
+
+
+def _lists(rows: list[dict[str, Any]], name: str, file: Path) -> list[list[Any]]:
+    values = [row.get(name) for row in rows]
+    for i, value in enumerate(values):
+        if not isinstance(value, list):
+            raise InputError(f"{file}, row {i + 1}, has no list under {name!r}.")
+    return [value for value in values if isinstance(value, list)]

@@ -1,0 +1,193 @@
+"""`doctor`: why the log-probabilities of the rollout engine are not those of the trainer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError
+from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose, effects
+from policyloss_lab.diagnosis.diagnosis import Diagnosis
+from policyloss_lab.diagnosis.forward import LOGIT_BYTES, Scorer
+from policyloss_lab.diagnosis.hypothesis import Case
+from policyloss_lab.diagnosis.pairs import Pairs, read_pairs
+
+PAIR_TOKENS = 65536  # of a batch without a model: whole rows, spread over the batch
+MODEL_TOKENS = 2048  # that the model is run on
+
+
+def doctor(
+    *,
+    rollout_logp: Tensor,
+    old_logp: Tensor | None = None,
+    logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    ids: Tensor | None = None,
+    rollout_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    model: Any = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+    other_prompts: Sequence[Sequence[int]] | None = None,
+    thresholds: Thresholds | None = None,
+    max_tokens: int = MODEL_TOKENS,
+) -> Diagnosis:
+    """Why `rollout_logp` is not `old_logp`, as a `Diagnosis`.
+
+    Tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens`; a number belongs to the token of
+    `ids` at its own place. What is known decides what can be told apart:
+
+    - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounding
+      of the numbers themselves, a temperature, a top-p. `entropy` (of the trainer) makes the
+      temperature exact to first order. If both `old_logp` and `logp` are passed, the step between
+      them measures how far stale weights are behind.
+    - `ids` with `rollout_ids`: whether text was encoded again.
+    - `model` (the trainer's, with the weights that made `old_logp`) with `ids` and `prompts` (the
+      tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
+      `other_prompts` are the same prompts in another template. Without `prompts`, the tokens of
+      `ids` before the first valid one are the prompt; `positions` (0 at the first real token) say
+      where padding on the left ends.
+
+    The model is run in float32 under `no_grad`; one in 16 bits is copied for that. Its weights are
+    changed for the time of a forward and restored.
+    """
+    limits = thresholds or Thresholds()
+    name, trainer = ("logp", logp) if old_logp is None else ("old_logp", old_logp)
+    if trainer is None:
+        raise InputError("the trainer's log-probabilities are missing; pass old_logp= or logp=.")
+    later = logp if old_logp is not None else None
+    pairs = read_pairs(
+        rollout_logp,
+        trainer,
+        mask,
+        trainer_name=name,
+        ids=ids,
+        entropy=entropy,
+        later=later,
+        cu_seqlens=cu_seqlens,
+    )
+    notes = _other_ids(ids, rollout_ids, mask)
+    if model is None:
+        case = Case(_some_rows(pairs, PAIR_TOKENS))
+    else:
+        case = _with_model(pairs, model, ids, prompts, positions, cu_seqlens, max_tokens)
+    verdict = diagnose(case, effects(other_prompts), limits, notes)
+    return verdict.because_of("reencoded", notes) if notes else verdict
+
+
+def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> list[str]:
+    """A sentence if the engine's tokens are not the trainer's."""
+    if rollout_ids is None:
+        return []
+    if ids is None or ids.shape != rollout_ids.shape:
+        shape = None if ids is None else tuple(ids.shape)
+        raise InputError(
+            f"rollout_ids has shape {tuple(rollout_ids.shape)} and ids {shape}; pass both, of one "
+            "shape."
+        )
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    wrong = (ids != rollout_ids) & valid
+    if not wrong.any():
+        return []
+    rows = int(wrong.any(-1).sum()) if ids.dim() == 2 else 1
+    return [
+        f"{int(wrong.sum())} of {int(valid.sum())} valid tokens have another id on the engine's "
+        f"side, in {rows} rows: the numbers belong to different tokens"
+    ]
+
+
+def _some_rows(pairs: Pairs, most: int) -> Pairs:
+    """Whole rows, evenly spread over the batch, of about `most` tokens in all."""
+    return pairs if pairs.size <= most else pairs.select(_rows_within(pairs, most))
+
+
+def _rows_within(pairs: Pairs, most: int) -> Tensor:
+    starts = pairs.starts
+    lengths = starts.diff()
+    step = max(1, -(-pairs.size // most))
+    keep = torch.zeros(lengths.numel(), dtype=torch.bool)
+    keep[::step] = True
+    chosen = torch.repeat_interleave(keep, lengths)
+    total = chosen.cumsum(0)
+    return chosen & (total <= most)
+
+
+def _with_model(
+    pairs: Pairs,
+    model: Any,
+    ids: Tensor | None,
+    prompts: Sequence[Sequence[int]] | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_tokens: int,
+) -> Case:
+    if ids is None or ids.dim() != 2 or cu_seqlens is not None:
+        raise InputError("model= needs ids= of shape [B, T] to be run on; pass padded rows.")
+    if prompts is not None and len(prompts) != ids.shape[0]:
+        raise InputError(f"prompts has {len(prompts)} rows and ids {ids.shape[0]}; pass one each.")
+    vocabulary = _vocabulary(model)
+    most = min(max_tokens, LOGIT_BYTES // (4 * vocabulary))
+    pairs = _some_rows(pairs, max(most, 64))
+    if pairs.ids is not None and (int(pairs.ids.max()) >= vocabulary or int(pairs.ids.min()) < 0):
+        raise InputError(
+            f"ids holds {int(pairs.ids.max())}, but the model knows {vocabulary} tokens; pass the "
+            "ids of its own tokenizer."
+        )
+    rows = torch.unique_consecutive(pairs.row).tolist()
+    place = {row: i for i, row in enumerate(rows)}
+    before, after, offsets = [], [], []
+    for row in rows:
+        columns = pairs.column[pairs.row == row]
+        last = int(columns.max()) + 1
+        if prompts is not None:
+            before.append(_token_ids(prompts[row], row, vocabulary))
+            start = 0
+        else:
+            start = int(columns.min())
+            begin = 0
+            if positions is not None:
+                zero = (positions[row, : start + 1] == 0).nonzero()
+                begin = int(zero[-1]) if zero.numel() else 0
+            before.append(ids[row, begin:start].tolist())
+        after.append(ids[row, start:last].tolist())
+        offsets.append(start)
+    if not all(before):
+        raise InputError(
+            "the model needs at least one token before the first valid one of every row; pass "
+            "prompts=, a list of token ids for each row."
+        )
+    index = torch.tensor([place[row] for row in pairs.row.tolist()])
+    scored = torch.stack([index, pairs.column - torch.tensor(offsets)[index]], 1)
+    assert pairs.ids is not None
+    weights = {w.dtype for w in model.parameters() if w.is_floating_point()}
+    if weights != {torch.float32}:
+        model = copy.deepcopy(model).float()
+    return Case(pairs, Scorer(model, before, after, scored, pairs.ids.long()))
+
+
+def _token_ids(prompt: Any, row: int, vocabulary: int) -> list[int]:
+    try:
+        tokens = [int(t) for t in prompt]
+    except (TypeError, ValueError):
+        tokens = [-1]
+    if any(not 0 <= t < vocabulary for t in tokens):
+        raise InputError(
+            f"prompts, row {row}, is no list of token ids from 0 to {vocabulary - 1}; pass the ids "
+            "of the model's own tokenizer."
+        )
+    return tokens
+
+
+def _vocabulary(model: Any) -> int:
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(size, int):
+        raise InputError(
+            f"model must be a causal language model with config.vocab_size, got "
+            f"{type(model).__name__}."
+        )
+    return size

@@ -1,0 +1,212 @@
+"""What the fields of parts may hold, as data for the controls of the page.
+
+The words of a choice and the limits of a number are those of the field's annotation. A limit above
+that a class states in no annotation is searched for: the class is asked what it refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from policyloss.catalogue import PRESETS
+from policyloss.errors import PolicyLossError
+from policyloss.functional.ratio import LogClamp
+from policyloss.parts.data import VARIANTS, has_fields
+
+# The numbers to begin with where neither a preset nor a default has one, the first that fits.
+_GUESSES = (0.1, 2.0)
+_FAR = 1e6
+
+
+class Field(NamedTuple):
+    """A field of a part.
+
+    kind: "choice", "number", "clamp" (None, ±number or a pair) or "part" (a part of the same slot).
+    options: the values of a choice. optional: a number that may be None. integer: a number without
+    fraction.
+    """
+
+    name: str
+    kind: str
+    options: tuple[Any, ...] = ()
+    optional: bool = False
+    integer: bool = False
+
+
+class Limits(NamedTuple):
+    """The legal values of a number; None is no limit.
+
+    It is at least `least`, above `above` and below `below`. not_below: the field that it is not
+    smaller than. infinite: infinity is legal.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float | None = None
+    not_below: str | None = None
+    infinite: bool = True
+
+
+@cache
+def fields_of(part: type) -> tuple[Field, ...]:
+    """The fields of a class of parts."""
+    hints = get_type_hints(part, include_extras=True)
+    return tuple(_field(f.name, hints[f.name]) for f in dataclasses.fields(part))
+
+
+def _field(name: str, hint: Any) -> Field:
+    kinds = set(_kinds(hint))
+    choices = [kind for kind in kinds if get_origin(kind) is Literal]
+    none = (None,) if type(None) in kinds else ()
+    if choices:
+        return Field(name, "choice", (*none, *get_args(choices[0])))
+    if bool in kinds:
+        return Field(name, "choice", (True, False))
+    if str in kinds:  # the name of a tensor; the page has no other than the ratio
+        return Field(name, "choice", (*none, "ratio"))
+    if set(_kinds(LogClamp)) <= kinds:
+        return Field(name, "clamp")
+    if Any in kinds:
+        return Field(name, "part")
+    return Field(name, "number", (), bool(none), float not in kinds)
+
+
+def _kinds(hint: Any) -> Iterator[Any]:
+    """The types that an annotation joins."""
+    if get_origin(hint) is Annotated:
+        yield from _kinds(get_args(hint)[0])
+    elif get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from _kinds(each)
+    else:
+        yield hint
+
+
+def numbers_of(part: type) -> tuple[Field, ...]:
+    """The fields that hold a number."""
+    return tuple(field for field in fields_of(part) if field.kind == "number")
+
+
+@cache
+def slot_of(part: type) -> str:
+    """The slot that a class of parts fills."""
+    return next(slot for slot, parts in VARIANTS.items() if part in parts)
+
+
+@cache
+def start(part: type) -> Any:
+    """A part to begin with: that of the first preset that has one, or the defaults."""
+    used = next(_in_presets(part), None)
+    if used is not None:
+        return used
+    required = [f.name for f in dataclasses.fields(part) if f.default is dataclasses.MISSING]
+    first = {f.name: f.options[0] for f in fields_of(part) if f.options and f.name in required}
+    for guess in _GUESSES:
+        for extra in ((), *((f.name,) for f in reversed(numbers_of(part)) if f.optional)):
+            names = [*(name for name in required if name not in first), *extra]
+            attempt = _instance(part, {**first, **dict.fromkeys(names, guess)})
+            if attempt is not None:
+                return attempt
+    raise AssertionError(f"no numbers fit {part.__name__}")
+
+
+def _in_presets(part: type) -> Iterator[Any]:
+    def inside(value: Any) -> Iterator[Any]:
+        if type(value) is part:
+            yield value
+        if has_fields(value):
+            for f in dataclasses.fields(value):
+                yield from inside(getattr(value, f.name))
+
+    for preset in PRESETS.values():
+        for each in preset.spec.parts_in(slot_of(part)):
+            yield from inside(each)
+
+
+def _instance(part: type, values: dict[str, Any]) -> Any:
+    """The part with these values; None if it refuses them."""
+    try:
+        return part(**values)
+    except PolicyLossError:
+        return None
+
+
+@cache
+def start_number(part: type, field: Field) -> float:
+    """A finite number to begin with, also where the field is None or infinite at first."""
+    values = [getattr(each, field.name) for each in (*_in_presets(part), start(part))]
+    values += [f.default for f in dataclasses.fields(part) if f.name == field.name]
+    finite = [v for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
+    if finite:
+        return finite[0]
+    guesses = (_GUESSES[1], _GUESSES[0] / 2)
+    number = next((v for v in guesses if _accepts(part, {field.name: v})), guesses[0])
+    return int(number) if field.integer else number
+
+
+def _accepts(part: type, changed: dict[str, Any]) -> bool:
+    first = start(part)
+    kept = {f.name: getattr(first, f.name) for f in dataclasses.fields(part)}
+    return _instance(part, {**kept, **changed}) is not None
+
+
+def distinct_numbers(part: type) -> dict[str, float]:
+    """A number for each number field, near the one to begin with, that no formula has by itself."""
+    return {
+        field.name: 1_000_003 + i
+        if field.integer
+        else start_number(part, field) * (1 + math.pi * 1e-5 * (i + 1)) + math.pi * 1e-7 * (i + 1)
+        for i, field in enumerate(numbers_of(part))
+    }
+
+
+def limits(part: type, field: Field) -> Limits:
+    """The limits of a number field: those of its annotation, and what the class refuses above."""
+    stated: dict[str, Any] = {}
+    for check in _checks(get_type_hints(part, include_extras=True)[field.name]):
+        stated |= getattr(check, "keywords", {})
+    low, smaller = stated.get("low"), {f.name for f in numbers_of(part)} - {field.name}
+    least = stated.get("least", 1 if field.integer else None)  # a count, if nothing is stated
+    bounds = Limits(least, stated.get("above"), None, None, low, not stated.get("finite", False))
+    if any(_lower_field(part, name) == field.name for name in smaller):
+        return bounds._replace(infinite=False)  # the other field is its limit
+    return _limited_above(part, field, bounds)
+
+
+def _lower_field(part: type, name: str) -> str | None:
+    checks = _checks(get_type_hints(part, include_extras=True)[name])
+    return next((c.keywords["low"] for c in checks if "low" in getattr(c, "keywords", {})), None)
+
+
+def _checks(hint: Any) -> Iterator[Any]:
+    """The checks of an annotation."""
+    for each in get_args(hint):
+        if get_origin(hint) is Annotated and callable(each) and not isinstance(each, type):
+            yield each
+        else:
+            yield from _checks(each)
+
+
+def _limited_above(part: type, field: Field, bounds: Limits) -> Limits:
+    """`bounds` with the largest number that the class does not refuse, if it refuses any."""
+
+    def accepts(value: float) -> bool:
+        return _accepts(part, {field.name: int(value) if field.integer else value})
+
+    inside, outside = start_number(part, field), _FAR
+    bounds = bounds._replace(infinite=bounds.infinite and not field.integer)
+    if accepts(outside) or not accepts(inside):
+        return bounds
+    for _ in range(90):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if accepts(middle) else (inside, middle)
+    edge = round(inside, 9)
+    most, below = (edge, None) if accepts(edge) else (None, edge)
+    infinite = not field.integer and accepts(math.inf)
+    return bounds._replace(most=most, below=below, infinite=infinite)

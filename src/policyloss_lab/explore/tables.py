@@ -1,0 +1,212 @@
+"""The data of the explorer: every part with its formula, limits and names, and every preset.
+
+Expressions repeat each other, so each node is stored once: a name is a string (a parameter begins
+with "$"), a number a number, and everything else is a list of its operator and the places of its
+arguments in the list of nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from policyloss.catalogue import PRESETS, as_spec, presets_equal_to
+from policyloss.errors import SpecError
+from policyloss.explanations import explain
+from policyloss.explanations.derive import Lines
+from policyloss.explanations.expression import Expression
+from policyloss.explanations.formula import VOCABULARY
+from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
+from policyloss.parts.data import VARIANTS, encoded
+from policyloss.spec import LossSpec
+from policyloss_lab.commands import Explore
+from policyloss_lab.explore.fields import Field, fields_of, limits, start, start_number
+from policyloss_lab.explore.templates import Joints, Template, joints, template
+
+MOST = 3  # losses side by side
+FIRST = Explore.losses  # those that a page shows at first
+
+
+def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
+    """Everything that the page knows, JSON-ready. losses: those that it shows at first."""
+    if not 1 <= len(losses) <= MOST:
+        raise SpecError(f"the explorer shows one to {MOST} losses, got {len(losses)}.")
+    shown = [_loss(loss) for loss in losses]  # before the slower things: it refuses unknown losses
+    nodes = _Nodes()
+    slots = {
+        slot: {part.__name__: _part(slot, template(part), nodes) for part in parts}
+        for slot, parts in VARIANTS.items()
+    }
+    return {
+        "slots": slots,
+        "joints": _joints(joints(), nodes),
+        "nodes": nodes.table,
+        "variants": nodes.variants,
+        "presets": {name: _preset(name) for name in PRESETS},
+        "elsewhere": [_named(entry) for entry in ELSEWHERE],
+        "vocabulary": VOCABULARY,
+        "default": LossSpec().to_dict(),
+        "entropy_coef": _entropy_field(),
+        "unfit_ratios": _unfit_ratios(),
+        "losses": shown,
+        "most": MOST,
+    }
+
+
+class _Nodes:
+    """The nodes and the variants, each once."""
+
+    def __init__(self) -> None:
+        self.table: list[Any] = []
+        self.variants: list[Any] = []
+        self._places: dict[Any, int] = {}
+
+    def place(self, x: Expression) -> int:
+        if x not in self._places:
+            arguments = [self.place(argument) for argument in x.arguments]
+            operator = x.value if x.operator == "call" else x.operator
+            self._places[x] = len(self.table)
+            self.table.append(x.value if x.is_leaf else [operator, *arguments])
+        return self._places[x]
+
+    def lines(self, lines: Lines) -> list[Any]:
+        return [[label, self.place(x)] for label, x in lines]
+
+    def variant(self, data: dict[str, Any]) -> int:
+        if data not in self.variants:
+            self.variants.append(data)
+        return self.variants.index(data)
+
+
+def _part(slot: str, of: Template, nodes: _Nodes) -> dict[str, Any]:
+    options: dict[str, list[Any]] = {key: [] for key in of.keys}
+    for values in of.variants:
+        for key, value in zip(of.keys, values, strict=True):
+            if value not in options[key]:
+                options[key].append(value)
+    return {
+        "about": (of.part.__doc__ or "").split("\n\n")[0].replace("\n    ", " "),
+        "fields": [_field(slot, of.part, field) for field in fields_of(of.part)],
+        "start": encoded(slot, start(of.part)),
+        "words_if_infinite": {name: list(words) for name, words in of.words_if_infinite.items()},
+        "keys": [[key, values] for key, values in options.items()],
+        # In the order of the options, the last key first: its place says which one a variant is.
+        "variants": [
+            nodes.variant(
+                {"error": v.error}
+                if v.error
+                else {"lines": nodes.lines(v.lines), "words": list(v.words)}
+            )
+            for v in of.variants.values()
+        ],
+    }
+
+
+def _field(slot: str, part: type, field: Field) -> dict[str, Any]:
+    default = next(f.default for f in dataclasses.fields(part) if f.name == field.name)
+    data: dict[str, Any] = {"name": field.name, "kind": field.kind}
+    if default is not dataclasses.MISSING and (default is not None or field.kind != "number"):
+        data["default"] = _plain(default)
+    elif field.optional:
+        data["default"] = None
+    if field.kind == "choice":
+        data["options"] = list(field.options)
+    if field.kind == "number":
+        data |= {"optional": field.optional, "integer": field.integer}
+        data |= _of_number(start_number(part, field), **limits(part, field)._asdict())
+    if field.kind == "clamp":
+        data |= _of_number(20.0, least=None, above=0)
+    return data
+
+
+def _unfit_ratios() -> dict[str, dict[str, str]]:
+    """The trust regions that refuse a ratio, and what they say of each."""
+    errors: dict[str, dict[str, str]] = {}
+    for trust in VARIANTS["trust"]:
+        for ratio in VARIANTS["ratio"]:
+            try:
+                LossSpec(ratio=start(ratio), trust=start(trust))
+            except SpecError as error:
+                errors.setdefault(trust.__name__, {})[ratio.__name__] = str(error)
+    return errors
+
+
+def _entropy_field() -> dict[str, Any]:
+    return {
+        "name": "entropy_coef",
+        "kind": "number",
+        "optional": False,
+        "integer": False,
+        "default": 0.0,
+        **_of_number(0.0, least=None, above=None),
+    }
+
+
+def _of_number(first: float, **limits: Any) -> dict[str, Any]:
+    """A number to begin with, its limits, and the ends of a slider that people would move."""
+    high = next((limits[k] for k in ("most", "below") if limits.get(k) is not None), None)
+    low = next((limits[k] for k in ("least", "above") if limits.get(k) is not None), None)
+    far = max(1.0, 2.0 * abs(first))
+    ends = [-far if low is None else low, far if high is None else min(high, max(far, low or 0))]
+    if ends[1] <= ends[0]:
+        ends[1] = ends[0] + far
+    return {"start": first, "slider": ends, **{k: v for k, v in limits.items() if v is not None}}
+
+
+def _joints(of: Joints, nodes: _Nodes) -> dict[str, Any]:
+    def keyed(lines: dict[Any, Lines]) -> dict[str, Any]:
+        return {_key(key): nodes.lines(each) for key, each in lines.items()}
+
+    return {
+        "weight": nodes.lines(of.weight),
+        "keep": nodes.lines(of.keep),
+        "rejected": keyed(of.rejected),
+        "normalised": keyed(of.normalised),
+        "token_loss": keyed(of.token_loss),
+    }
+
+
+def _key(key: Any) -> str:
+    values = key if isinstance(key, tuple) else (key,)
+    return ",".join(str(int(v)) if isinstance(v, bool) else str(v) for v in values)
+
+
+def _preset(name: str) -> dict[str, Any]:
+    explanation = explain(name)
+    return {
+        "title": explanation.title,
+        "paper": explanation.paper,
+        "note": explanation.note,
+        "spec": explanation.spec.to_dict(),
+        "formula": str(explanation.formula),
+        "elsewhere": [i for i, entry in enumerate(ELSEWHERE) if entry in explanation.elsewhere],
+    }
+
+
+def _named(entry: Elsewhere) -> dict[str, Any]:
+    names = {who: called for whose, called in entry.names.items() for who in whose.split(", ")}
+    return {"part": entry.part, "what": entry.what, "needs": entry.needs.split(), "names": names}
+
+
+def _loss(loss: LossSpec | str) -> dict[str, Any]:
+    """A loss as plain data, if the page knows all of its parts."""
+    spec = as_spec(loss)
+    for slot, parts in VARIANTS.items():
+        for part in spec.parts_in(slot):
+            if type(part) not in parts:
+                raise SpecError(
+                    f"the explorer knows the parts of the library; the {slot!r} slot holds "
+                    f"{type(part).__name__}, of which it has no formula. `policyloss explain` "
+                    "says what can be said of it."
+                )
+    known = presets_equal_to(spec)
+    name = loss if isinstance(loss, str) else known[0].name if known else None
+    return {"preset": name, "spec": spec.to_dict()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,138 @@
+"""Reads the numbers of a run, step by step: from JSON lines, `trainer_state.json`, verl's console
+output, TensorBoard events, the `.wandb` file of W&B, or a CSV export.
+
+A log may come from anybody. Nothing in it is executed, and what is kept in memory is bounded. The
+format is told by what a file begins with, not by its name.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
+
+from policyloss.errors import InputError
+from policyloss_lab.logs.lines import LINE_BYTES, MIB, Lines
+from policyloss_lab.logs.names import step_of
+from policyloss_lab.logs.numbers import number_of
+from policyloss_lab.logs.records import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
+from policyloss_lab.logs.tables import table_rows
+
+PARTS = 512  # of a file of numbers that is too large to be read completely
+EVERYTHING = 2**62  # bytes
+_CONSOLE = re.compile(r"step:(\d+) - (\S+:\S+)")
+
+
+def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tuple[int, Row]]:
+    """(step, numbers by name) of each row, in the order of the file; the same step may come again.
+
+    file: open, at its beginning. name: of the file, for errors. Of more than about `budget` bytes,
+    rows are chosen that are evenly spaced.
+    """
+    head = file.read(4096)
+    file.seek(0)
+    share = budget / max(1, os.fstat(file.fileno()).st_size)
+    if is_tensorboard(head):
+        return events(file, share)
+    if head.startswith(WANDB_HEAD):
+        return numbered(wandb_history(file, share))
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if start == b"{" and (name.endswith("trainer_state.json") or _is_document(head)):
+        return numbered(_history(file, name))
+    lines = (line for _, line in Lines(file, budget, PARTS))
+    texts = (line.decode("utf-8", "replace") for line in lines)
+    if start == b"{":
+        return numbered(row for text in texts if (row := _object(text)) is not None)
+    if b"\x00" in head:
+        return iter(())
+    if _CONSOLE.search(head.decode("utf-8", "replace")) or b"," not in head.partition(b"\n")[0]:
+        return _console(texts)
+    return _of_one_run(table_rows(texts))
+
+
+def _is_document(head: bytes) -> bool:
+    """Whether a file that begins with this is one JSON object over many lines, or has a history."""
+    return b'"log_history"' in head or head.lstrip().partition(b"\n")[0].rstrip() == b"{"
+
+
+def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
+    """(step, numbers) of each entry that has a step; what is no number is left out."""
+    for entry in entries:
+        inner = entry.get("data")  # verl writes {"step": …, "data": {…}}
+        flat = {**entry, **inner} if isinstance(inner, dict) else entry
+        row = {k: x for k, v in flat.items() if (x := number_of(v)) is not None}
+        if isinstance(bad := flat.get("nonfinite"), dict):  # where ours writes null
+            row |= {str(k): x for k, v in bad.items() if (x := number_of(v)) is not None}
+        step = step_of(row)
+        if step is not None:
+            yield step, row
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
+    """The entries of "log_history" in a trainer_state.json, one at a time."""
+    decoder, text = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")("replace")
+    buffer, place = "", -1
+    while True:
+        block = file.read(MIB)
+        buffer = buffer[max(place, 0) :] + text.decode(block)
+        place = place if place < 0 else 0
+        if place < 0:
+            key = re.search(r'"log_history"\s*:\s*\[', buffer)
+            if key is None and not block:
+                raise InputError(
+                    f"{name} has no log_history; give the trainer_state.json of a run."
+                )
+            if key is None:
+                buffer = buffer[-100:]
+                continue
+            place = key.end()
+        while True:
+            gap = re.compile(r"[\s,]*").match(buffer, place)
+            place = place if gap is None else gap.end()
+            if buffer[place : place + 1] == "]":
+                return
+            try:
+                entry, place = decoder.raw_decode(buffer, place)
+            except (ValueError, RecursionError):
+                break
+            if isinstance(entry, dict):
+                yield entry
+        if not block or len(buffer) - place > LINE_BYTES:
+            return
+
+
+def _console(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:
+    """Lines such as `step:3 - actor/entropy:0.5 - actor/grad_norm:1.2`, as verl prints them."""
+    for line in lines:
+        match = _CONSOLE.search(line)
+        if match is None:
+            continue
+        row: Row = {}
+        for part in line[match.start() :].split(" - ")[1:]:
+            name, _, value = part.strip().rpartition(":")
+            number = number_of(re.sub(r"^np\.float\d+\((.*)\)$", r"\1", value))
+            if name and number is not None:
+                row[name] = number
+        step = step_of({"step": float(match.group(1)[:20])})
+        if step is not None:
+            yield step, row
+
+
+def _of_one_run(rows: Iterable[tuple[str, int, Row]]) -> Iterator[tuple[int, Row]]:
+    first: str | None = None
+    for run, step, row in rows:
+        if first not in (None, run):
+            raise InputError(f"the table holds the runs {first!r} and {run!r}; export one run.")
+        first = run
+        yield step, row

@@ -1,0 +1,139 @@
+"""Reads tables (CSV) of one run or of several, in the layouts that W&B and trackio export.
+
+A chart of W&B: the x axis, then the columns of one run after the other, named "run - metric",
+"run - metric__MIN" and "run - metric__MAX"; if the x axis is not the step, also "run - _step".
+A chart of trackio: the runs below each other, named in the column "run". W&B's table of runs: one
+line of last values for each run, named in the column "Name".
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from policyloss.errors import InputError
+from policyloss_lab.logs.names import STEPS, step_of
+from policyloss_lab.logs.numbers import number_of
+from policyloss_lab.logs.records import Row
+
+_BETWEEN = " - "  # the name of a run and that of a metric
+
+
+def is_table(line: str) -> bool:
+    """Whether a file whose first line is `line` is such a table."""
+    names = {_name(column.strip('"')).rpartition(_BETWEEN)[2] for column in line.split(",")}
+    return not names.isdisjoint(STEPS) or {"Name", "State"} <= names
+
+
+def table_rows(lines: Iterable[str]) -> Iterator[tuple[str, int, Row]]:
+    """(run, step, numbers by metric) of each row. The name of a run is "" where no column tells."""
+    reader = csv.reader(lines)
+    try:
+        columns = [_name(column) for column in next(reader, [])]
+        runs, shared = _columns_by_run(columns)
+        if len(runs) > 1:
+            yield from _beside_each_other(reader, runs, shared)
+            return
+        (run, places), *_ = [*runs.items(), ("", {})]
+        yield from _below_each_other(reader, run, shared | places)
+    except csv.Error as error:
+        raise InputError(
+            f"line {reader.line_num} cannot be read as one of a table ({error}); it is no log of a "
+            "run."
+        ) from error
+
+
+def _name(column: str) -> str:
+    name = column.strip().lstrip("\ufeff").strip('"')
+    return "step" if name.lower() == "step" else name
+
+
+def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """({run: {metric: place of its column}}, {name: place} of the columns of no run)."""
+    runs: dict[str, dict[str, int]] = {}
+    shared: dict[str, int] = {}
+    names = _Names()
+    latest: dict[str, str] = {}  # of the runs with the same name, the one whose columns come now
+    for place, column in enumerate(columns):
+        run, dash, metric = (part.strip() for part in column.rpartition(_BETWEEN))
+        if not dash:
+            if metric and metric in shared:
+                raise InputError(
+                    f"the table has the column {metric!r} twice; leave one of them out."
+                )
+            shared[metric] = place
+            continue
+        if run not in latest or metric in runs[latest[run]]:
+            latest[run] = names.next(run)
+            runs[latest[run]] = {}
+        runs[latest[run]][metric] = place
+    shared.pop("", None)
+    # The first column is the x axis, whatever it is called.
+    strays = [name for name, place in shared.items() if place and name not in STEPS]
+    if len(runs) > 1 and strays:
+        example = next(column for column in columns if _BETWEEN in column)
+        raise InputError(
+            f"the column {strays[0]!r} belongs to no run of the table; name it as {example!r} is, "
+            "or leave it out."
+        )
+    return runs, shared
+
+
+class _Names:
+    """Different names for the runs of a table: a second run of a name is "name (2)"."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._count: Counter[str] = Counter()
+
+    def next(self, name: str) -> str:
+        while True:
+            self._count[name] += 1
+            number = self._count[name]
+            candidate = name if number == 1 else f"{name} ({number})"
+            if candidate not in self._taken:
+                self._taken.add(candidate)
+                return candidate
+
+
+def _beside_each_other(
+    rows: Iterable[Sequence[str]], runs: dict[str, dict[str, int]], shared: dict[str, int]
+) -> Iterator[tuple[str, int, Row]]:
+    for values in rows:
+        common = _numbers(values, shared)
+        for run, places in runs.items():
+            numbers = _numbers(values, places)
+            step = step_of(common | numbers)
+            if numbers and step is not None:
+                yield run, step, common | numbers
+
+
+def _below_each_other(
+    rows: Iterable[Sequence[str]], run: str, places: dict[str, int]
+) -> Iterator[tuple[str, int, Row]]:
+    """run: whose rows they are if no column says so."""
+    of_wandb = {"Name", "State"} <= places.keys()
+    if of_wandb and places.keys().isdisjoint(STEPS):
+        raise InputError(
+            "this is W&B's table of runs, with their last values and no column of steps; add the "
+            "column _step to it, or export a chart."
+        )
+    place = places.get("Name" if of_wandb else "run")
+    names = _Names()
+    for values in rows:
+        numbers = _numbers(values, places)
+        step = step_of(numbers)
+        if step is None:
+            continue
+        name = run if place is None or place >= len(values) else values[place].strip()
+        yield names.next(name) if of_wandb else name, step, numbers
+
+
+def _numbers(values: Sequence[str], places: dict[str, int]) -> Row:
+    """What is a number among the `values` of a line, which may be shorter than the first."""
+    return {
+        name: number
+        for name, place in places.items()
+        if place < len(values) and (number := number_of(values[place])) is not None
+    }

@@ -1,0 +1,18 @@
+"""Every public name of the lab. `import policyloss_lab` reads them from here when one is used."""
+
+from policyloss_lab import report
+from policyloss_lab.diagnosis import Diagnosis, RunDiagnosis, doctor, doctor_batch, doctor_run
+from policyloss_lab.runs.recorder import Recorder
+from policyloss_lab.whatif import WhatIf, what_if
+
+__all__ = [
+    "Diagnosis",
+    "Recorder",
+    "RunDiagnosis",
+    "WhatIf",
+    "doctor",
+    "doctor_batch",
+    "doctor_run",
+    "report",
+    "what_if",
+]

@@ -1,0 +1,214 @@
+"""The head of the page, which needs no script: verdict, overview of the runs, health, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from policyloss_lab.report.text import duration, escaped, listed, number
+from policyloss_lab.report.verdict import WORDS
+
+_STATES = {
+    "finished": "finished",
+    "running": "still running",
+    "stopped": "stopped early",
+    "unknown": "",
+}
+
+
+_COLUMNS = (
+    "Verdict",
+    "Loss",
+    "Model",
+    "Task",
+    "Held-out accuracy",
+    "Reward",
+    "Steps",
+    "Time",
+    "Tokens",
+)
+
+
+def swatch(index: int) -> str:
+    """The mark in a run's colour."""
+    return f'<i class="swatch run{index % 8}"></i>'
+
+
+_UNKNOWN = ("–", "<b>unknown</b>")
+_VERDICTS = 8  # sentences that are visible at once
+_TALL = 12  # rows, from which on the table scrolls by itself
+_HEALTHY = 3  # runs without a symptom that have a line each
+_SWATCHES = 6  # colours of runs that share a note
+_MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unclear": "?"}
+
+
+def verdict(data: Mapping[str, Any]) -> str:
+    """Whether the runs learn: in one sentence, and, of several runs, one for each setting."""
+    runs, groups = data["runs"], data["groups"]
+    if len(runs) == 1:
+        title = _judged(runs[0]["verdict"]["state"], runs[0]["verdict"]["sentence"])
+        return f'<div id="verdict">{title}</div>'
+    states = [run["verdict"]["state"] for run in runs]
+    counts = {state: states.count(state) for state in WORDS if state in states}
+    worst = next(state for state in ("worse", "flat", *WORDS) if state in counts)
+    total = "; ".join(
+        f"{WORDS[state].lower()}: {count} of {len(runs)} runs" for state, count in counts.items()
+    )
+    lines = [f"<li>{_group_verdict(runs, group)}" for group in groups]
+    lines += [
+        f"<li>{escaped(listed([runs[i]['label'] for i in same]))} coincide: every metric is the "
+        "same at every step, so their lines lie on each other."
+        for same in data["identical"]
+    ]
+    more = (
+        f"<details><summary>{len(lines) - _VERDICTS} more</summary>"
+        f"<ul>{''.join(lines[_VERDICTS:])}</ul></details>"
+        if len(lines) > _VERDICTS
+        else ""
+    )
+    title = _judged(worst, f"{total[0].upper()}{total[1:]}.")
+    return f'<div id="verdict">{title}<ul>{"".join(lines[:_VERDICTS])}</ul>{more}</div>'
+
+
+def _judged(state: str, text: str) -> str:
+    return (
+        f'<p class="verdict {state}"><i aria-hidden="true">{_MARKS[state]}</i>{escaped(text)}</p>'
+    )
+
+
+def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> str:
+    """The verdict on a run, or on the seeds of one setting together."""
+    name = f"{swatch(group['runs'][0])}<b><bdi>{escaped(group['label'])}</bdi></b>"
+    inside = [runs[i]["verdict"] for i in group["runs"]]
+    if len(inside) == 1:
+        return f"{name}: {escaped(inside[0]['sentence'])}"
+    states = [verdict["state"] for verdict in inside]
+    text = "; ".join(
+        f"{WORDS[state].lower()}: {states.count(state)} of {len(states)}"
+        for state in WORDS
+        if state in states
+    )
+    if end := group["end"]:
+        share = end["metric"] == "held_out"
+        what = "Held-out accuracy" if share else "Reward"
+        mean, low, high = (_amount(end[key], share=share) for key in ("mean", "low", "high"))
+        text += f". {what} at the end: {mean} on average, from {low} to {high}"
+    return f"{name}: {escaped(text)}."
+
+
+def overview(runs: Sequence[Mapping[str, Any]]) -> str:
+    """One row for each run: what it trained, with what, how far, and how well it ended. What is
+    known of no run has no column.
+    """
+    table = [_overview_cells(run) for run in runs]
+    known = [c for i, c in enumerate(_COLUMNS) if any(cells[i] not in _UNKNOWN for cells in table)]
+    head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))
+    rows = "".join(
+        f'<tr><th scope=row title="{escaped(run["path"])}">{swatch(i)}'
+        f"<bdi>{escaped(run['label'])}</bdi>"
+        + "".join(
+            f'<td data-name="{name}">{cell}'
+            for name, cell in zip(_COLUMNS, cells, strict=True)
+            if name in known
+        )
+        for i, (run, cells) in enumerate(zip(runs, table, strict=True))
+    )
+    tall = " tall" if len(runs) > _TALL else ""
+    return (
+        f'<div class="wide{tall}"><table class="runs '
+        f'stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of a run, one for each of `_COLUMNS`."""
+    s = run["summary"]
+    steps = number(s["steps"]) + (
+        f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
+    )
+    state = _STATES[s["state"]]
+    verdict = run["verdict"]["state"]
+    shown = {**s, **run["levels"]}  # the numbers of the verdict, where one step is noise
+    return (
+        f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
+        f"{WORDS[verdict].lower()}</span>",
+        f"<b>{escaped(run['loss']['name'])}</b>",
+        escaped(s["model"] or "–"),
+        escaped(s["task"] or "–"),
+        _change(shown["held_out"], share=True),
+        _change(shown["reward"]),
+        f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
+        duration(s["seconds"]),
+        number(s["tokens"]),
+    )
+
+
+def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
+    if change is None:
+        return '<span class="quiet">not measured</span>'
+    first, last = (_amount(change[key], share=share) for key in ("first", "last"))
+    over = change.get("over", 1)
+    means = f"means of {over} steps, " if over > 1 else ""
+    where = f"step {change['first_step']} → step {change['last_step']}"
+    title = f"{means}{where}; best {number(change['best'])}"
+    return (
+        f'<span class="change" title="{title}"><span class="quiet">{first} →</span> '
+        f"<b>{last}</b></span>"
+    )
+
+
+def _amount(value: float | int, *, share: bool) -> str:
+    return f"{100 * value:.1f} %" if share else number(value)
+
+
+def notes(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What was missing or odd in a run; "" if nothing was."""
+    items = shared_notes(runs)
+    if not items:
+        return ""
+    lines = "".join(
+        f"<li>{''.join(map(swatch, at[:_SWATCHES]))}<bdi>{escaped(names)}</bdi>: {escaped(note)}"
+        for note, (names, at) in items.items()
+    )
+    opened = " open" if len(items) < 6 else ""
+    return (
+        f'<details class="notes"{opened}><summary>Notes on the data '
+        f"({len(items)})</summary><ul>{lines}</ul></details>"
+    )
+
+
+def shared_notes(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list[int]]]:
+    """Each note once, with the names and the places of the runs that have it."""
+    places: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        for note in dict.fromkeys(run["notes"]):
+            places.setdefault(note, []).append(i)
+    return {note: (listed([runs[i]["label"] for i in at]), at) for note, at in places.items()}
+
+
+def health(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What the doctor says of each run that has enough steps; "" if none has."""
+    lines, count, healthy = [], 0, []
+    for i, run in enumerate(runs):
+        name = f"<li>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>: "
+        count += len(run["health"])
+        for row in run["health"]:
+            since = f" from step {row['step']}" if row["step"] else ""
+            lines.append(
+                f"{name}<b>{escaped(row['cause'])}</b>{since}: {escaped(row['evidence'])}."
+                f"<br>Remedy: {escaped(row['remedy'])}"
+            )
+        if run["judged_steps"] and not run["health"]:
+            healthy.append((run["label"], f"{name}no symptom in {run['judged_steps']} steps"))
+    if len(healthy) > _HEALTHY:
+        names = escaped(listed([label for label, _ in healthy]))
+        lines.append(f"<li>No symptom in {len(healthy)} runs: {names}")
+    else:
+        lines += [line for _, line in healthy]
+    if not lines:
+        return ""
+    title = f"{count or 'no'} symptom{'s' if count > 1 else ''}"
+    items = "".join(lines)
+    return (
+        f'<details class="notes" open><summary>Health: {title}</summary><ul>{items}</ul></details>'
+    )

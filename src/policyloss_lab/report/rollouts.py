@@ -1,0 +1,232 @@
+"""Sampled completions, token by token. A long run has more of them than a page can show, so some
+steps are chosen, and of each the groups that say most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from policyloss_lab.completions import BRANCHES, choose_groups
+from policyloss_lab.logs.completions import PARTS
+from policyloss_lab.report import limits
+from policyloss_lab.report.limits import cut
+from policyloss_lab.report.reading import (
+    Notes,
+    finite,
+    integer,
+    json_lines,
+    open_regular,
+    row_at,
+    step_of,
+)
+
+NUMBERS = (
+    *("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy"),
+    *("ratio", "token_advantage"),
+)
+FLAGS = ("mask", "clipped")
+TEXTS = ("prompt", "completion", "answer")
+
+
+class Place(NamedTuple):
+    """A row that was not kept in memory: its byte offset, how much of the budget it takes, and its
+    reward, 0 if it has none.
+    """
+
+    offset: int
+    size: int
+    reward: float
+
+
+# step → group → its rows, because a file may be larger than memory
+Index = dict[int, dict[Any, list[Place]]]
+# the groups of a step → their order, the most important one first
+Order = Callable[[list[list[Place]]], list[int]]
+
+
+def telling(groups: list[list[Place]]) -> list[int]:
+    """The groups of a step by what their rewards say of it."""
+    return choose_groups([[row.reward for row in group] for group in groups], len(groups))
+
+
+def as_stored(groups: list[list[Place]]) -> list[int]:
+    """The groups of a step as they come, so that the same prompts are chosen at every step."""
+    return list(range(len(groups)))
+
+
+def read_rollouts(
+    path: Path,
+    notes: Notes,
+    budget: int = limits.TOKEN_BUDGET,
+    order: Order = telling,
+    size: int = limits.ROLLOUT_BYTES,
+) -> list[dict[str, Any]]:
+    """The rows of a file of completions, cleaned, by step; at most about `budget` tokens. Of more
+    than `size` bytes, parts are read that are evenly spaced.
+    """
+    index: Index = {}
+    total = without = 0
+    file = open_regular(path, notes)
+    if file is None:
+        return []
+    with file:
+        for offset, row in json_lines(file, path.name, notes, size, PARTS):
+            step = step_of(row)
+            if step is None:
+                without += 1
+                continue
+            if total == limits.INDEXED:
+                notes.append(
+                    f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was "
+                    "left out."
+                )
+                break
+            total += 1
+            place = Place(offset, _size(row), finite(row.get("reward")) or 0)
+            index.setdefault(step, {}).setdefault(group_of(row), []).append(place)
+        chosen = _choose(index, budget, order)
+        shorter = Shortened()
+        rows = [
+            _clean(row_at(file, offset), step, shorter)
+            for step in sorted(chosen)
+            for offset in sorted(place.offset for place in chosen[step])
+        ]
+    if len(rows) < total:
+        steps = f"{len(chosen)} of {len(index)} steps"
+        notes.append(
+            f"{len(rows):,} of {total:,} completions in {path.name} are shown, from {steps}, to "
+            "keep the page small."
+        )
+    if without:
+        notes.append(f"{path.name} has {without} line(s) without a step, left out.")
+    notes += shorter.notes()
+    return rows
+
+
+def group_of(row: dict[str, Any]) -> Any:
+    """What the rows of one group of a step share: its number, or the example, or the prompt."""
+    names = (_label(row.get("group")), _label(row.get("example")))
+    known = [name for name in names if name is not None]
+    return known[0] if known else ("prompt", hash(_text(row.get("prompt"))))
+
+
+def _size(row: dict[str, Any]) -> int:
+    """How much of the budget a row takes, in tokens; its texts count, too."""
+    characters = sum(min(len(_text(row.get(name))), limits.TEXT_LENGTH) for name in TEXTS)
+    return (
+        min(len(_list(row.get("tokens"))), limits.TOKEN_BUDGET)
+        + characters // limits.CHARACTERS_PER_TOKEN
+    )
+
+
+def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
+    """Every k-th step, counted back from the last, with the smallest k for which the first group of
+    each, in that order, fits; then the second of each, and so on, while they fit. If a single group
+    is too long, its first rows are chosen.
+    """
+    groups = {
+        step: [list(of_step.values())[i] for i in order(list(of_step.values()))]
+        for step, of_step in index.items()
+    }
+    sizes = {
+        step: [(sum(row.size for row in group), len(group)) for group in of_step]
+        for step, of_step in groups.items()
+    }
+    steps, stride = sorted(index), 1
+    while stride < len(steps) and any(
+        sum(sizes[step][0][kind] for step in steps[::-stride]) > limit
+        for kind, limit in enumerate((budget, limits.ROWS))
+    ):
+        stride += 1
+    chosen: dict[int, list[Place]] = {}
+    left, rows = budget, limits.ROWS
+    for rank in range(max(map(len, groups.values()), default=0)):
+        for step in steps[::-stride]:
+            size, count = sizes[step][rank] if rank < len(sizes[step]) else (0, 0)
+            if count and size <= left and count <= rows:
+                chosen.setdefault(step, []).extend(groups[step][rank])
+                left, rows = left - size, rows - count
+    return chosen or {step: _first(groups[step][0], budget) for step in steps[-1:]}
+
+
+def _first(group: list[Place], budget: int) -> list[Place]:
+    """The first rows of a group that fit, at least one."""
+    taken = 1
+    while taken < min(len(group), limits.ROWS) and (
+        sum(row.size for row in group[: taken + 1]) <= budget
+    ):
+        taken += 1
+    return group[:taken]
+
+
+class Shortened:
+    """Counts the texts that were cut to a maximal length."""
+
+    def __init__(self) -> None:
+        self.texts = self.tokens = self.rows = 0
+
+    def notes(self) -> Notes:
+        """What was left out, in sentences."""
+        counts = {
+            f"text(s) longer than {limits.TEXT_LENGTH:,} characters": self.texts,
+            f"token(s) longer than {limits.TOKEN_LENGTH} characters": self.tokens,
+            f"rollout(s) with more than {limits.TOKEN_BUDGET:,} tokens": self.rows,
+        }
+        return [
+            f"{count:,} {what} are shown up to there; the rest is left out."
+            for what, count in counts.items()
+            if count
+        ]
+
+
+def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]:
+    """One row with every field of the schema: texts are strings, and each list is as long as
+    `tokens`, None where unknown.
+    """
+    every = _list(row.get("tokens"))
+    tokens = [_text(token) for token in every[: limits.TOKEN_BUDGET]]
+    texts = {name: _text(row.get(name)) for name in TEXTS}
+    shorter.rows += len(every) > len(tokens)
+    shorter.tokens += sum(len(token) > limits.TOKEN_LENGTH for token in tokens)
+    shorter.texts += sum(len(text) > limits.TEXT_LENGTH for text in texts.values())
+    numbers = (*NUMBERS, *FLAGS, "ids", "branch")
+    columns = {name: _fitted(_list(row.get(name)), len(tokens)) for name in numbers}
+    reason = row.get("finish_reason")
+    return {
+        "step": step,
+        "example": _label(row.get("example")),
+        "group": _label(row.get("group")),
+        "groups": integer(row.get("groups")),
+        "weights": integer(row.get("weights")),
+        **{name: cut(text, limits.TEXT_LENGTH) for name, text in texts.items()},
+        **{name: finite(row.get(name)) for name in ("reward", "advantage")},
+        "finished": None if row.get("finished") is None else bool(row["finished"]),
+        "finish_reason": cut(reason, limits.TOKEN_LENGTH) if isinstance(reason, str) else None,
+        "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens],
+        "ids": [integer(v) for v in columns["ids"]],
+        **{name: [finite(v) for v in columns[name]] for name in NUMBERS},
+        **{name: [None if v is None else bool(v) for v in columns[name]] for name in FLAGS},
+        "branch": [v if isinstance(v, str) and v in BRANCHES else None for v in columns["branch"]],
+    }
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    """A text as it is, a number in digits, of a list or an object only its kind."""
+    if isinstance(value, (dict, list)):
+        return f"({type(value).__name__})"
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def _label(value: Any) -> str | int | None:
+    """The name or number of an example or a group."""
+    return cut(value, limits.TOKEN_LENGTH) if isinstance(value, str) else integer(value)
+
+
+def _fitted(values: list[Any], length: int) -> list[Any]:
+    return (values[:length] + [None] * length)[:length]

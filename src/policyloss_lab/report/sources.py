@@ -1,0 +1,196 @@
+"""Which files of a path hold a run, whoever wrote them: told by what they begin with."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from policyloss.errors import InputError
+from policyloss_lab.logs.completions import holds_completions
+from policyloss_lab.logs.records import WANDB_HEAD, is_tensorboard
+from policyloss_lab.logs.tables import is_table
+from policyloss_lab.logs.trackio import SQLITE_HEAD, run_names
+from policyloss_lab.report import limits
+from policyloss_lab.report.reading import Notes, is_regular, json_object, open_regular
+
+STATE = "trainer_state.json"
+# The kinds of files with numbers. If a folder holds several, they are of the same run, and the
+# first kind is read.
+KINDS = {
+    "state": f"{STATE} of the Hugging Face trainers, such as TRL's",
+    "lines": "JSON lines with a step and numbers (verl, prime-rl and others)",
+    "wandb": "a .wandb file of Weights & Biases",
+    "trackio": "a project database of trackio",
+    "events": "TensorBoard events",
+    "table": "a CSV export of W&B or trackio",
+    "console": "verl's console output",
+}
+_ENDINGS = (".jsonl", ".json", ".csv", ".wandb", ".parquet", ".db", ".log", ".txt", ".out")
+_DEPTH = 8  # of folders inside folders
+_STEP = re.compile(rb'"(_?step|[\w/]*global_step)"\s*:')
+_OURS = ("config.json", "metrics.jsonl")
+_OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
+
+
+@dataclass
+class Files:
+    """The files of one run. kind: of those with numbers, a key of `KINDS`, or "" without any. run:
+    its name in a database of several.
+    """
+
+    kind: str = ""
+    run: str = ""
+    numbers: list[Path] = field(default_factory=list)
+    completions: list[Path] = field(default_factory=list)
+
+
+def is_our_run(path: Path) -> bool:
+    """Whether a folder is one as `policyloss train` and `Recorder` write it."""
+    if not path.is_dir() or not any(is_regular(path / name) for name in _OURS):
+        return False
+    if "policyloss" in json_object(path / "config.json", []):
+        return True
+    # Of what was damaged, or never had a config. Models of Hugging Face have a config.json, too,
+    # and others write metrics.jsonl.
+    if any((path / name).exists() for name in _OF_OTHERS) or any(
+        path.glob(f"checkpoint-*/{STATE}")
+    ):
+        return False
+    return kind_of_file(path / "metrics.jsonl") != "lines of others"
+
+
+def split_run(path: Path) -> tuple[Path, str]:
+    """(what holds several runs, the name of one of them) of `p.db#RUN`; (path, "") otherwise."""
+    if not path.exists():
+        text = str(path)
+        for mark in re.finditer("#", text):
+            if mark.start() and (place := Path(text[: mark.start()])).exists():
+                return place, text[mark.end() :]
+    return path, ""
+
+
+def files_of(path: Path, notes: Notes) -> Files:
+    """The files of the run in `path`; an `InputError` that says what was looked for if there are
+    none.
+    """
+    path, run = split_run(path)
+    if not path.exists():
+        raise InputError(f"{path} does not exist; give the folder or the file of a run.")
+    inside = sorted(file.parent for file in islice(path.glob("*/config.json"), 100))
+    if ours := [folder.name for folder in inside if is_our_run(folder)]:
+        raise InputError(f"{path} holds runs: {', '.join(ours[:5])}; give them as paths.")
+    kinds: dict[str, list[Path]] = {}
+    for file in [path] if path.is_file() else _inside(path, notes):
+        if (kind := kind_of_file(file)) is not None:
+            kinds.setdefault(kind, []).append(file)
+    kinds["lines"] = kinds.get("lines", []) + kinds.pop("lines of others", [])
+    completions = sorted(kinds.pop("completions", []))
+    chosen = next((kind for kind in KINDS if kinds.get(kind)), "")
+    if not chosen and not completions:
+        looked = "; ".join([*KINDS.values(), "completions as parquet or JSON lines"])
+        raise InputError(
+            f"{path} holds no run. Looked for: a folder that `policyloss train` or "
+            f"policyloss_lab.report.Recorder wrote (config.json, metrics.jsonl); {looked}."
+        )
+    numbers = _of_one_run(path, chosen, kinds.get(chosen, []), notes)
+    others = sorted(kind for kind in KINDS if kind != chosen and kinds.get(kind))
+    if others:
+        notes.append(f"The numbers are from {KINDS[chosen]}; not read: {_words(others)}.")
+    if chosen == "trackio":
+        run = _of_project(numbers[0], run)
+    elif run and chosen != "table":
+        raise InputError(f"{path} is one run; leave out #{run}.")
+    return Files(chosen, run, numbers, completions)
+
+
+def _words(kinds: list[str]) -> str:
+    return ", ".join(KINDS[kind] for kind in kinds)
+
+
+def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
+    """The files in a folder and a few levels below that may hold a run; no link is followed."""
+    count = 0
+    for place, folders, names in os.walk(folder):
+        depth = len(Path(place).relative_to(folder).parts)
+        folders[:] = sorted(folders) if depth < _DEPTH else []
+        for name in sorted(names):
+            count += 1
+            if count > limits.PATHS:
+                notes.append(
+                    f"{folder.name} holds more than {limits.PATHS:,} files; the others were not "
+                    "looked at."
+                )
+                return
+            if name.endswith(_ENDINGS) or "tfevents" in name:
+                yield Path(place) / name
+
+
+def kind_of_file(path: Path) -> str | None:
+    """A key of `KINDS`, "lines of others" for JSON lines that are not ours, "completions", or
+    None.
+    """
+    file = open_regular(path, []) if is_regular(path) else None
+    if file is None:
+        return None
+    with file:
+        try:
+            head = file.read(16_384)
+        except OSError:
+            return None
+    if path.name == STATE or b'"log_history"' in head:
+        return "state"
+    if is_tensorboard(head):
+        return "events"
+    if head.startswith(WANDB_HEAD):
+        return "wandb"
+    if head.startswith(SQLITE_HEAD):
+        return "trackio"
+    if (path.suffix != ".json" or path.name.endswith(".table.json")) and holds_completions(head):
+        return "completions"
+    first = head.partition(b"\n")[0]
+    if head.startswith(b"{") and path.suffix != ".json" and _STEP.search(first):
+        return "lines of others" if b'"data"' in first or b'"time"' in first else "lines"
+    if re.search(rb"step:\d+ - \S+:\S+", head):
+        return "console"
+    if path.suffix == ".csv" and is_table(first.decode("utf-8", "replace")):
+        return "table"
+    return None
+
+
+def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[Path]:
+    """Of files of one kind, those of one run: the newest state; all events of one folder."""
+    if len(files) < 2:
+        return files
+    if kind == "state":
+        return [max(files, key=lambda file: (file.parent == path, _number(file.parent.name)))]
+    folders = sorted({file.parent for file in files})
+    if kind in ("events", "console") and len(folders) == 1:
+        return sorted(files)
+    if kind in ("wandb", "trackio") or len(folders) > 1:
+        names = ", ".join(str(folder.relative_to(path)) for folder in folders[:5])
+        raise InputError(
+            f"{path} holds several runs ({KINDS[kind]}), in {names}"
+            f"{' and others' if len(folders) > 5 else ''}; give each of them as a path."
+        )
+    notes.append(f"{path.name} holds {len(files)} files of {KINDS[kind]}; all were read.")
+    return sorted(files)
+
+
+def _of_project(path: Path, run: str) -> str:
+    """The run of a trackio project that is meant."""
+    names = run_names(path)
+    if run in names or (len(names) == 1 and not run):
+        return run or names[0]
+    listed = ", ".join(names[:10])
+    raise InputError(
+        f"{path} holds the runs {listed}; give one as {path.name}#{names[0] if names else 'RUN'}."
+    )
+
+
+def _number(name: str) -> int:
+    digits = re.search(r"\d{1,15}", name)
+    return int(digits[0]) if digits else -1

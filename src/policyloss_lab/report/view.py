@@ -1,0 +1,148 @@
+"""The data that the page's script needs, in compact form: series share their lists of steps, and
+histograms lose their empty outer bins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from policyloss.errors import visible
+from policyloss_lab.completions import BRANCHES
+from policyloss_lab.report.groups import groups_of, short
+from policyloss_lab.report.panels import LABELS, panels_for
+from policyloss_lab.report.reading import finite
+from policyloss_lab.report.seeds import coinciding
+
+# The colourings of tokens by a number, and the least size with the full colour, so that the
+# rounding of an on-policy run has no colour.
+_LEAST = {
+    "ratio": 0.01,
+    "advantage": 0.0,
+    "entropy": 0.1,
+    "surprise": 0.1,
+    "mismatch": 0.01,
+    "ref": 0.01,
+    "teacher": 0.01,
+}
+
+
+def view(data: Mapping[str, Any]) -> dict[str, Any]:
+    """{"runs": […], "panels": […], "groups": […], "labels": {metric: its name in a chart}, "same":
+    {metric: runs that coincide}, "scales": {mode: the value of the strongest colour}}.
+    """
+    runs = [_run(run) for run in data["runs"]]
+    keys = {key for run in runs for key in run["series"]}
+    rows = [row for run in data["runs"] for row in (*run["rollouts"], *run["answers"])]
+    return {
+        "runs": runs,
+        "panels": panels_for(keys),
+        "groups": [
+            {"label": visible(group["label"]), "runs": group["runs"]} for group in data["groups"]
+        ],
+        "labels": {key: LABELS[key] for key in sorted(keys) if key in LABELS},
+        "same": coinciding(runs),
+        "scales": _scales(rows),
+        "branches": list(BRANCHES.items()),
+    }
+
+
+def _run(run: Mapping[str, Any]) -> dict[str, Any]:
+    named = {**run["metrics"], **{f"timing/{key}": line for key, line in run["timing"].items()}}
+    places: dict[tuple[int, ...], int] = {}
+    series = {}
+    for key, line in named.items():
+        # The script shows names as they are, and a lone surrogate in them would end a browser.
+        series[visible(key)] = [
+            places.setdefault(tuple(line["step"]), len(places)),
+            short(line["value"]),
+        ]
+    return {
+        "label": visible(run["label"]),
+        "engine": run["summary"]["engine"],
+        "names": run["names"],
+        "steps": [list(steps) for steps in places],
+        "progress": {
+            name: sums and {"step": sums["step"], "value": short(sums["value"])}
+            for name, sums in run["progress"].items()
+        },
+        "series": series,
+        "histogram": _cut(run["ratio_histogram"]),
+        "band": _band(run["loss"]["spec"]),
+        "rollouts": groups_of(run),
+    }
+
+
+def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The histogram without the outer bins that are empty at every step."""
+    if histogram is None:
+        return None
+    used = [
+        i for i in range(len(histogram["edges"]) - 1) if any(row[i] for row in histogram["counts"])
+    ]
+    low, high = (used[0], used[-1] + 1) if used else (0, 1)
+    counts = [row[low:high] for row in histogram["counts"]]
+    return {
+        "edges": short(histogram["edges"][low : high + 1]),
+        "step": histogram["step"],
+        "counts": counts,
+    }
+
+
+def _band(spec: Any) -> list[float] | None:
+    """The ratios between which the trust region limits nothing; None if the loss has no such band,
+    or if its ratio is not that of tokens, as the histogram's is.
+    """
+    parts = spec if isinstance(spec, dict) else {}
+    ratio, trust = parts.get("ratio"), parts.get("trust")
+    if (
+        not isinstance(ratio, dict)
+        or ratio.get("type") != "TokenRatio"
+        or not isinstance(trust, dict)
+    ):
+        return None
+    low, high = finite(trust.get("eps_low")), finite(trust.get("eps_high"))
+    if low is not None and high is not None:
+        return [1 - low, 1 + high]
+    low, high = finite(trust.get("ratio_min")), finite(trust.get("ratio_max"))
+    return [low, high] if low is not None and high is not None else None
+
+
+def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """For each colouring that has numbers, the size that gets the full colour. 98 % of the tokens
+    do not exceed it, and all runs share one scale.
+    """
+    values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
+    for row in rows:
+        values["ratio"] += [abs(math.log(r)) for r in row["ratio"] if r is not None and r > 0]
+        values["advantage"] += _sizes(row["token_advantage"])
+        values["entropy"] += _sizes(row["entropy"])
+        sampled = [a if a is not None else b for a, b in _pairs(row, "rollout_logp", "logp")]
+        trained = [a if a is not None else b for a, b in _pairs(row, "old_logp", "logp")]
+        values["surprise"] += _sizes(sampled)
+        values["mismatch"] += _distances(zip(trained, row["rollout_logp"], strict=True))
+        values["ref"] += _distances(_pairs(row, "logp", "ref_logp"))
+        values["teacher"] += _distances(_pairs(row, "logp", "teacher_logp"))
+    return {
+        mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0
+        for mode, sizes in values.items()
+        if sizes
+    }
+
+
+def _pairs(row: Mapping[str, Any], a: str, b: str) -> Iterable[tuple[Any, Any]]:
+    return zip(row[a], row[b], strict=True)
+
+
+def _sizes(values: Iterable[Any]) -> list[float]:
+    return [abs(v) for v in values if v is not None]
+
+
+def _distances(pairs: Iterable[tuple[Any, Any]]) -> list[float]:
+    return [abs(a - b) for a, b in pairs if a is not None and b is not None]
+
+
+def _percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return float(f"{ordered[int(share * (len(ordered) - 1))]:.3g}") if ordered else 0.0

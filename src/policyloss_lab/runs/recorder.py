@@ -1,0 +1,332 @@
+"""`Recorder`: writes down what any training loop does, in the files that the report reads."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from policyloss.catalogue import as_spec
+from policyloss.errors import InputError, safe_repr
+from policyloss.metrics import Metrics
+from policyloss.spec import LossSpec
+from policyloss_lab.report.limits import LARGEST_STEP
+from policyloss_lab.runs import files
+from policyloss_lab.runs.environment import environment
+from policyloss_lab.runs.lock import Lock
+from policyloss_lab.runs.recorder_arguments import (
+    NONE,
+    NUMBER,
+    column,
+    decoded,
+    duration,
+    listed,
+    metric_numbers,
+    rows_of,
+    whole_number,
+)
+from policyloss_lab.runs.records import JsonLines, line_of
+
+ROLLOUT_BYTES = 256 * 2**20
+LEFT_OUT = "completions_left_out"
+_FILES = ("metrics", "timing", "rollouts")
+_TOKEN_NUMBERS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
+
+
+class Recorder:
+    """Writes a run directory from any loop: metrics of a step, completions with their tokens.
+
+        with lab.Recorder("runs/mine", spec="dapo", config={"lr": 1e-6}) as recorder:
+            for step in range(1, 1001):
+                ...
+                recorder.step({"reward/mean": rewards.mean(), "policy": out.metrics}, step=step)
+                recorder.completions(step, prompts=prompts, texts=texts, rewards=rewards)
+
+    A line is written as a whole when a method returns, so that `kill -9` loses nothing that came
+    before. In a run of several processes, only one of them records: a forked child leaves the run
+    to its parent. Threads may share a recorder. An argument that makes no sense is an error at the
+    call; a disk that fails is a warning, and the training goes on without a record.
+
+    path: a folder, made if need be; one that holds a run is refused. spec: the loss, or the name of
+    its preset; the page explains it. config: settings, as JSON can hold them; "steps" is the
+    planned number of them, "model" and "task" are shown at the top. resume_after: continue the run
+    in `path` after this step; what was recorded of later steps is dropped. rollout_bytes: the most
+    that rollouts.jsonl may grow to. When it is full, every second step in it is dropped, and from
+    then on every second call of `completions` is stored, and so forth: what is there is evenly
+    spaced over the run. A warning and the metric `completions_left_out` say so.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        spec: LossSpec | str | None = None,
+        config: Mapping[str, Any] | None = None,
+        resume_after: int | None = None,
+        rollout_bytes: int = ROLLOUT_BYTES,
+    ) -> None:
+        try:
+            self.path = Path(path)
+        except TypeError:
+            raise InputError(f"path is {safe_repr(path)}; give that of a folder.") from None
+        self._bytes, self._left_out = whole_number(rollout_bytes, "rollout_bytes"), 0
+        self._calls, self._stride = 0, 1
+        if resume_after is not None:
+            resume_after = whole_number(resume_after, "resume_after", LARGEST_STEP)
+        if not isinstance(config, (Mapping, NONE)):
+            raise InputError(f"config is {safe_repr(config)}; give a dict of settings.")
+        settings = dict(config or {})
+        if isinstance(spec, str):
+            settings.setdefault("loss", spec)
+        loss = None if spec is None else as_spec(spec).to_dict()
+        about = environment()
+        version = about["packages"].get("policyloss", "")
+        contents = {"policyloss": version, "config": settings, "loss": loss}
+        data = files.to_json(contents, "config", indent=2)
+        try:
+            files.make_folder(self.path)
+        except (OSError, ValueError) as error:
+            raise files.write_error(self.path, error, "Nothing was written.") from error
+        files.refuse_links(self.path)
+        self._lock = Lock(self.path)
+        try:
+            there = [name for name in files.FILES if (self.path / name).exists()]
+            runs = [name for name in there if name not in ("lock", "environment.json")]
+            if runs and resume_after is None:
+                raise InputError(
+                    f"{path} holds a run already ({', '.join(runs)}); give another path, or "
+                    "resume_after=STEP to continue it."
+                )
+            files.replace_file(self.path / "config.json", data)
+            started = files.to_json(about, "environment", indent=2)
+            files.replace_file(self.path / "environment.json", started)
+            self._lines = {name: JsonLines(self.path / f"{name}.jsonl") for name in _FILES}
+            for lines in self._lines.values():
+                lines.truncate(resume_after)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._began = time.perf_counter()
+        self._guard = threading.Lock()
+        self._ended: str | None = None  # the reason why nothing is written
+
+    def step(
+        self,
+        metrics: Mapping[str, Any] | Metrics,
+        *,
+        step: int | None = None,
+        tokens: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Write the metrics of a step: one line.
+
+        metrics: {name: number}, or a tensor with one number; the `Metrics` of a loss may stand
+        under a name, "policy" for those of `policy_loss`, or alone. docs/report.md lists the names
+        that have a chart, and those of other trainers that are understood. step: by default, the
+        one after the last. tokens: how many were trained on. seconds: what the step took; by
+        default, the time since the last call.
+        """
+        numbers = metric_numbers(metrics)
+        if step is not None:
+            step = whole_number(step, "step", LARGEST_STEP)
+        if tokens is not None:
+            tokens = whole_number(tokens, "tokens")
+        if seconds is not None:
+            seconds = duration(seconds)
+        self._write(self._append_step, numbers, step, tokens, seconds)
+
+    def _append_step(
+        self, numbers: dict[str, float], step: int | None, tokens: int | None, seconds: float | None
+    ) -> None:
+        last, now = self._lines["metrics"].last, time.perf_counter()
+        step = (0 if last is None else last) + 1 if step is None else step
+        if last is not None and step <= last:
+            raise InputError(
+                f"step={step} was recorded already, the last one is {last}; steps must grow."
+            )
+        row = {"step": step, **numbers}
+        seconds = now - self._began if seconds is None else seconds
+        timing: dict[str, Any] = {"step": step, "step_s": seconds}
+        if tokens is not None:
+            row["tokens"] = tokens
+            if seconds > 0:
+                timing["tokens_per_s"] = tokens / seconds
+        if self._left_out:
+            row[LEFT_OUT] = self._left_out
+        self._lines["metrics"].append([row])
+        self._lines["timing"].append([timing])
+        self._began = now
+
+    def completions(
+        self,
+        step: int,
+        *,
+        prompts: Sequence[str],
+        texts: Sequence[str] | None = None,
+        ids: Any = None,
+        tokens: Sequence[Sequence[str]] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        mask: Any = None,
+        rewards: Any = None,
+        advantages: Any = None,
+        groups: Any = None,
+        answers: Sequence[str] | None = None,
+        finish_reasons: Sequence[str | None] | None = None,
+        logp: Any = None,
+        old_logp: Any = None,
+        rollout_logp: Any = None,
+        ref_logp: Any = None,
+        teacher_logp: Any = None,
+        entropy: Any = None,
+    ) -> None:
+        """Write B completions of a step: one line each. Steps may not go back.
+
+        prompts, texts: as the model saw and wrote them. ids: the tokens of the completions; tokens:
+        their texts; decode: makes a text of a list of ids, for what is not given. rewards: `[B]`.
+        advantages: `[B]`, or one per token. groups: `[B]`, equal for completions of one prompt (by
+        default, those with equal prompts). answers: what is right. finish_reasons: "stop",
+        "length", or what the engine says.
+
+        logp (current policy), old_logp, rollout_logp, ref_logp, teacher_logp, entropy: a number per
+        token. What is per token is `[B, T]` with `mask` `[B, T]`, True at the tokens of the
+        completion, or a list of B lists of the same lengths.
+        """
+        step = whole_number(step, "step", LARGEST_STEP)
+        prompts = listed(prompts, "prompts", str)
+        count = len(prompts)
+        per_token = dict(
+            zip(
+                _TOKEN_NUMBERS,
+                (logp, old_logp, rollout_logp, ref_logp, teacher_logp, entropy),
+                strict=True,
+            )
+        )
+        flags = rows_of(mask, "mask", count, None, *NUMBER)
+        columns = {
+            "ids": rows_of(ids, "ids", count, flags, int),
+            "tokens": rows_of(tokens, "tokens", count, flags, str),
+            **{
+                name: rows_of(values, name, count, flags, *NUMBER)
+                for name, values in per_token.items()
+            },
+        }
+        each = None if advantages is None else listed(advantages, "advantages")
+        if each and isinstance(each[0], list):
+            columns["token_advantage"] = rows_of(each, "advantages", count, flags, *NUMBER)
+            each = None
+        plain = {
+            "reward": column(rewards, "rewards", count, *NUMBER, NONE),
+            "group": column(groups, "groups", count, str, int),
+            "completion": column(texts, "texts", count, str),
+            "answer": column(answers, "answers", count, str, NONE),
+            "finish_reason": column(finish_reasons, "finish_reasons", count, str, NONE),
+            "advantage": column(each, "advantages", count, *NUMBER, NONE),
+        }
+        rows = [_row(step, i, prompts, plain, columns, decode) for i in range(count)]
+        if plain["group"] is None:
+            numbers: dict[str, int] = {}
+            for row in rows:
+                row["group"] = numbers.setdefault(row["prompt"], len(numbers))
+        self._write(self._append_completions, rows)
+
+    def _append_completions(self, rows: list[dict[str, Any]]) -> None:
+        """Write the rows if it is their turn, and make room first if there is none."""
+        size = sum(len(line_of(row)) + 1 for row in rows)
+        lines, left_out = self._lines["rollouts"], 0
+        dropped = 1
+        while self._is_turn and dropped and 0 < size <= self._bytes < size + lines.size:
+            dropped = lines.thin()  # nothing, where all rows are of one step
+            left_out += dropped
+            self._stride *= 2
+        if self._is_turn and size + lines.size <= self._bytes:
+            lines.append(rows)
+        else:
+            left_out += len(rows)
+        if left_out and not self._left_out:
+            warnings.warn(
+                f"{lines.path} has reached rollout_bytes={self._bytes}; from here on, completions "
+                "of every second step are left out, and of more as the run goes on.",
+                stacklevel=4,
+            )
+        self._left_out += left_out
+        self._calls += 1
+
+    @property
+    def _is_turn(self) -> bool:
+        return self._calls % self._stride == 0
+
+    def _write(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something with the files, one thread at a time; warn if that is not possible."""
+        owner = self._lock.owner["pid"]
+        problem: str | None = f"process {owner} records it, and this is another one"
+        if os.getpid() == owner:
+            with self._guard:
+                try:
+                    if self._ended is None:
+                        action(*arguments)
+                        return
+                except (OSError, files.StorageError) as error:
+                    self._ended = str(error)
+                problem = self._ended
+        warnings.warn(
+            f"{self.path} is no longer recorded: {problem} The training goes on.", stacklevel=3
+        )
+
+    def close(self) -> None:
+        """Bring everything to the disk, and release the folder."""
+        if self._ended is None and os.getpid() == self._lock.owner["pid"]:
+            self._write(self._close_files)
+        self._lock.release()
+
+    def _close_files(self) -> None:
+        self._ended = "it is closed."
+        for lines in self._lines.values():
+            lines.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _row(
+    step: int,
+    place: int,
+    prompts: Sequence[str],
+    plain: Mapping[str, list[Any] | None],
+    columns: Mapping[str, list[Any] | None],
+    decode: Callable[[list[int]], str] | None,
+) -> dict[str, Any]:
+    """One completion as a row of rollouts.jsonl."""
+    row: dict[str, Any] = {"step": step, "prompt": prompts[place]}
+    row |= {name: values[place] for name, values in plain.items() if values is not None}
+    row |= {name: values[place] for name, values in columns.items() if values is not None}
+    lengths = {name: len(row[name]) for name, values in columns.items() if values is not None}
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"completion {place} has different numbers of tokens: {lengths}.")
+    ids = row.get("ids")
+    if decode is not None and ids is not None:
+        words = {token: decoded(decode, [token]) for token in set(ids)}
+        row.setdefault("tokens", [words[token] for token in ids])
+        row.setdefault("completion", decoded(decode, ids))
+    if "completion" not in row:
+        row["completion"] = "".join(row.get("tokens", ()))
+    if "tokens" not in row and lengths:
+        row["tokens"] = [f"#{token}" for token in ids or range(next(iter(lengths.values())))]
+    if "logp" in row and "old_logp" in row:
+        pairs = zip(row["logp"], row["old_logp"], strict=True)
+        row["ratio"] = [math.exp(min(new - old, 700.0)) for new, old in pairs]
+    if "token_advantage" in row:
+        each = row["token_advantage"]
+        row["advantage"] = sum(each) / len(each) if each else None
+    elif "advantage" in row and lengths:
+        row["token_advantage"] = [row["advantage"]] * len(row["tokens"])
+    if row.get("finish_reason") is not None:
+        row["finished"] = row["finish_reason"] != "length"
+    return row

@@ -1,0 +1,169 @@
+"""A file of JSON lines, each with its step: appended whole, cut back on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from policyloss.errors import InputError
+from policyloss_lab.runs.files import from_json, open_plain, sync, write_error
+
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
+
+
+class JsonLines:
+    """Appends rows `{"step": …, …}` to a file. last: the step of the last row, or None.
+
+    A row reaches the file as a whole line or not at all; if a crash of the machine cut the last
+    line short, it is dropped when the file is opened again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise write_error(path, error, "Nothing was written.") from error
+        self.last: int | None = None
+        self.truncate(None)
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write `rows`, in an order of steps that never goes back."""
+        last = self.last
+        for row in rows:
+            step = row.get("step")
+            if not isinstance(step, int) or step < 0:
+                raise InputError(
+                    f"a row of {self.path.name} needs a step, an integer ≥ 0, got {step!r}."
+                )
+            if last is not None and step < last:
+                raise InputError(
+                    f"step {step} after step {last} in {self.path}; truncate({step - 1}) first to "
+                    "write it again."
+                )
+            last = step
+        data = b"".join(line_of(row) + b"\n" for row in rows)
+        before = os.fstat(self._handle).st_size
+        try:
+            self._write(data)
+        except BaseException as error:
+            os.ftruncate(self._handle, before)  # no half line
+            if isinstance(error, OSError):
+                raise write_error(self.path, error, "What was in it before is kept.") from error
+            raise
+        self.last = last
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._handle, data) :]
+
+    def truncate(self, step: int | None) -> None:
+        """Drop every row after `step` (None: no row), and what follows the last readable one."""
+        end, at, last = 0, 0, None
+        # This very file, whatever its name leads to by now.
+        with os.fdopen(os.dup(self._handle), "rb") as file:
+            file.seek(0)
+            for line in file:
+                at += len(line)
+                row_step = _step_of(line)
+                if row_step is None:
+                    continue
+                if step is not None and row_step > step:
+                    break
+                end, last = at, row_step
+        if end < os.fstat(self._handle).st_size:
+            os.ftruncate(self._handle, end)
+            os.fsync(self._handle)
+        self.last = last
+
+    @property
+    def size(self) -> int:
+        """How many bytes the rows take."""
+        return os.fstat(self._handle).st_size
+
+    def thin(self) -> int:
+        """Keep the rows of every second step, the first among them; returns how many were dropped.
+        A crash leaves the old file or the new one.
+        """
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        steps, dropped, before = 0, 0, None
+        try:
+            temporary.unlink(missing_ok=True)
+            with os.fdopen(os.dup(self._handle), "rb") as old, temporary.open("xb") as new:
+                old.seek(0)
+                for line in old:
+                    step = _step_of(line)
+                    steps, before = steps + (step != before), step
+                    if steps % 2:
+                        new.write(line)
+                    else:
+                        dropped += 1
+                new.flush()
+                os.fsync(new.fileno())
+            os.close(self._handle)
+            os.replace(temporary, self.path)
+            self._handle = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise write_error(self.path, error, "What was in it before is kept.") from error
+        return dropped
+
+    def sync(self) -> None:
+        """Bring the rows to the disk, so that they outlive a crash of the machine."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Bring the rows to the disk and close the file."""
+        self.sync()
+        os.close(self._handle)
+        sync(self.path.parent)
+
+
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of JSON, its step first.
+
+    JSON has no NaN and no infinity: such a number is written as null, and the row's `"nonfinite"`
+    says which it was, by place: `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm":
+    "nan"}}`.
+    """
+    row = {"step": row["step"], **row}
+    try:
+        return json.dumps(row, allow_nan=False).encode()
+    except TypeError as error:
+        raise InputError(
+            f"a row of step {row['step']} holds something that JSON cannot: {error}."
+        ) from None
+    except ValueError:
+        were: dict[str, str] = {}
+        finite = {key: _finite(value, key, were) for key, value in row.items()}
+        return json.dumps({**finite, "nonfinite": were}, allow_nan=False).encode()
+
+
+def _finite(value: Any, place: str, were: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        were[place] = repr(float(value))
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner, f"{place}/{key}", were) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner, f"{place}/{i}", were) for i, inner in enumerate(value)]
+    return value
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line of JSON; None if it is not one."""
+    if not line.endswith(b"\n"):
+        return None
+    match = _STEP.match(line)
+    # As `line_of` writes it: to parse a long row for its first number would take far longer.
+    if match and line.endswith(b"}\n"):
+        return int(match[1])
+    try:
+        step = from_json(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if type(step) is int else None

@@ -1,0 +1,45 @@
+"""A callback that reads what a trainer logs, and says what is wrong with the run while it runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from policyloss_lab.diagnosis.logs.symptoms import Finding
+from policyloss_lab.diagnosis.logs.watch import LogWatch
+
+
+@cache
+def _callback_class() -> type:
+    """`DoctorCallback`, a `TrainerCallback` of transformers, which TRL's trainers take."""
+    base: Any = import_module("transformers").TrainerCallback
+
+    class DoctorCallback(base):  # type: ignore[misc]  # a class that is known at run time
+        """Warns once of each symptom. every: how many logged steps lie between two looks."""
+
+        def __init__(self, every: int = 10) -> None:
+            self.watch = LogWatch(every)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            """Keep the numbers, and look at all of them now and then."""
+            _warn(self.watch.read(state.global_step, logs or {}))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """A last look."""
+            _warn(self.watch.look())
+
+    return DoctorCallback
+
+
+def _warn(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        warnings.warn(f"{finding.cause}: {finding.evidence}. {finding.remedy}", stacklevel=3)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DoctorCallback":
+        return _callback_class()
+    raise AttributeError(f"policyloss_lab.trl has no {name!r}; there is DoctorCallback.")

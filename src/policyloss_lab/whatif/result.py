@@ -1,0 +1,349 @@
+"""`what_if`: every loss on stored tokens, as a `WhatIf`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss import notebook
+from policyloss.arguments import description
+from policyloss.catalogue import PRESETS, AnyLoss, as_spec
+from policyloss.errors import InputError, PolicyLossError, match_name, unknown_name
+from policyloss.output import section
+from policyloss.spec import LossSpec
+from policyloss_lab.whatif.outcome import LIMITED, Outcome, outcome_of
+from policyloss_lab.whatif.reading import read
+from policyloss_lab.whatif.remedy import Limits, Remedy, remedies
+from policyloss_lab.whatif.tangent import EachToken, HeadWeight, Parameters, Products, tangent_of
+from policyloss_lab.whatif.tokens import StoredTokens
+
+YOURS = "yours"
+SAME_WEIGHTS = 0.05  # nats between stored log-probabilities and the model's, as the median
+THROUGH = (EachToken.name, HeadWeight.name, Parameters.name)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Losses on the same tokens.
+
+    tokens: what they were tried on. outcomes: one for each loss that could be tried, yours first if
+    there is one. refused: why the others could not, by name. by_token: cosines and changes with
+    every log-probability as a weight of its own. by_model: the same through a model, None without
+    one; `through` says through what. remedies: what is wrong with your loss, and what cures it.
+    """
+
+    tokens: StoredTokens
+    outcomes: tuple[Outcome, ...]
+    refused: Mapping[str, str]
+    by_token: Products
+    by_model: Products | None = None
+    through: str = EachToken.name
+    remedies: tuple[Remedy, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Outcome:
+        """The outcome of a loss by its name; yours is called "yours"."""
+        names = {outcome.name: outcome for outcome in self.outcomes}
+        if name in names:
+            return names[name]
+        if name in self.refused:
+            raise InputError(f"{name} could not be tried: {self.refused[name]}")
+        raise InputError(unknown_name("loss", name, names))
+
+    @property
+    def products(self) -> Products:
+        """Through the model if there is one, else by token."""
+        return self.by_token if self.by_model is None else self.by_model
+
+    @property
+    def gain(self) -> Tensor:
+        """What each loss gains, `[L]`: `Σ_s A_s·Δ_s / S`, with A the mean advantage of a sequence
+        and Δ the first-order change of its log-probability for a step of length 1.
+        """
+        count = self.tokens.lengths.shape[0]
+        return self.products.unit_change @ self.tokens.advantages / count
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each loss: its numbers by name, None where one has no meaning."""
+        gains, change = self.gain.tolist(), self.products.unit_change.tolist()
+        alike = self.by_token.cosine[:, 0].tolist()
+        by_model = [None] * len(alike)
+        if self.by_model is not None:
+            by_model = self.by_model.cosine[:, 0].tolist()
+        rows = []
+        for i, outcome in enumerate(self.outcomes):
+            row: dict[str, Any] = {
+                "name": outcome.name,
+                "loss": outcome.metrics.get("loss"),
+                "effective": outcome.effective,
+                "lost": outcome.lost,
+                "limited": outcome.share(*LIMITED),
+                "rejected": outcome.share("rejected"),
+                "norm": outcome.norm,
+                "mass": outcome.masses(self.tokens),
+                "cosine": alike[i],
+                "model_cosine": by_model[i],
+                "gain": gains[i],
+                "change": change[i],
+            }
+            rows.append(row)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it: a row for each loss, cosines of every two, remedies, notes."""
+        return {
+            "tokens": int(self.tokens.inputs.mask.sum()),
+            "sequences": self.tokens.lengths.shape[0],
+            "through": self.through,
+            "losses": self.rows(),
+            "cosine": self.by_token.cosine.tolist(),
+            "model_cosine": None if self.by_model is None else self.by_model.cosine.tolist(),
+            "refused": dict(self.refused),
+            "remedies": [
+                {
+                    "problem": r.problem.name,
+                    "measured": r.problem.sentence,
+                    "change": r.change,
+                    "sentence": r.sentence,
+                    "spec": None if r.spec is None else r.spec.to_dict(),
+                }
+                for r in self.remedies
+            ],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        columns, rows = self.table()
+        lines = [[column.name for column in columns], *rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        shown = [
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+            for line in lines
+        ]
+        legend = [f"- {column.name}: {column.meaning}" for column in columns[1:]]
+        refused = [f"- {why[:-1]}: {', '.join(names)}" for why, names in self.not_tried().items()]
+        about = section("", [f"{self.about}.", *(f"Note: {note}" for note in self.notes)])
+        parts = [section("Verdict", self.verdict()), "\n".join(shown), section("Columns", legend)]
+        parts += [section("Not tried", refused)] if refused else []
+        return "\n\n".join([about, *parts])
+
+    def _repr_html_(self) -> str:
+        columns, rows = self.table()
+        refused = [f"{', '.join(names)}: {why}" for why, names in self.not_tried().items()]
+        table = notebook.table([column.name for column in columns], rows)
+        return notebook.listed([*self.verdict(), *self.notes]) + table + notebook.listed(refused)
+
+    @property
+    def about(self) -> str:
+        """The tokens in a few words."""
+        count, sequences = int(self.tokens.inputs.mask.sum()), self.tokens.lengths.shape[0]
+        return f"{count:,} tokens of {sequences:,} sequences, {THROUGH_WORDS[self.through]}"
+
+    def verdict(self) -> list[str]:
+        """A sentence for each thing that is wrong with your loss, or one sentence."""
+        if self.outcomes[0].name != YOURS:
+            return ["None: no loss of yours is among these."]
+        wrong = [f"- {problem} {cure}" for problem, cure in self.problems()]
+        return wrong or ["Nothing is wrong with your loss on these tokens."]
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Each cure after the problems that it cures."""
+        problems: dict[str, list[str]] = {}
+        for remedy in self.remedies:
+            problems.setdefault(remedy.sentence, []).append(remedy.problem.sentence)
+        texts = [("; ".join(sentences), cure) for cure, sentences in problems.items()]
+        return [(f"{text[0].upper()}{text[1:]}.", cure) for text, cure in texts]
+
+    def table(self) -> tuple[list[Column], list[list[str]]]:
+        """The columns that have a number, and a row of texts for each loss."""
+        rows = [cells(row) for row in self.rows()]
+        shown = [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in rows)]
+        return [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+    def not_tried(self) -> dict[str, list[str]]:
+        """The losses that could not be tried, by the reason."""
+        names: dict[str, list[str]] = {}
+        for name, why in self.refused.items():
+            names.setdefault(why, []).append(name)
+        return names
+
+
+class Column(NamedTuple):
+    """A column of the table. name: in a terminal. title: on the page."""
+
+    name: str
+    title: str
+    meaning: str
+
+
+COLUMNS = (
+    Column("loss", "loss", "the loss"),
+    Column(
+        "effective",
+        "effective sample size",
+        "effective sample size: the share of the tokens that ratio, trust region and correction "
+        "let count, 1 on policy",
+    ),
+    Column(
+        "cut off", "gradient cut off", "share of the on-policy gradient at tokens that get none"
+    ),
+    Column("limited", "tokens limited", "share of tokens at a bound of the trust region"),
+    Column("rejected", "tokens rejected", "share of tokens that the correction rejects"),
+    Column(
+        "A > 0", "gradient at A > 0", "share of the gradient at tokens with an advantage above 0"
+    ),
+    Column(
+        "cosine",
+        "cosine by token",
+        "with the gradient of the first loss, each token a weight of its own",
+    ),
+    Column("by model", "cosine by model", "the same cosine through the model"),
+    Column(
+        "gain",
+        "gain of a step",
+        "advantage-weighted change of the log-probabilities for one step of length 1; it does not "
+        "say which loss learns more",
+    ),
+)
+UNKNOWN = "–"
+THROUGH_WORDS = {
+    EachToken.name: "each log-probability a weight of its own",
+    HeadWeight.name: "through the weight of the head",
+    Parameters.name: "through all parameters of the model",
+}
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of the table as texts, in the order of `COLUMNS`."""
+    positive = row["mass"]["sign"]["advantage above 0"]
+    shares = [row[name] for name in ("lost", "limited", "rejected")] + [positive]
+    cosines = [row["cosine"], row["model_cosine"]]
+    return [
+        row["name"],
+        _number(row["effective"], ".2f"),
+        *(_number(x, ".0%") for x in shares),
+        *(_number(x, ".3f") for x in cosines),
+        _number(row["gain"], ".3g"),
+    ]
+
+
+def _number(x: float | None, form: str) -> str:
+    return UNKNOWN if x is None else format(x, form)
+
+
+def what_if(
+    source: str | Path | Mapping[str, Any] | StoredTokens,
+    losses: Sequence[AnyLoss] | Mapping[str, AnyLoss] | None = None,
+    *,
+    spec: AnyLoss | None = None,
+    step: int | str | None = None,
+    model: Any = None,
+    temperature: float = 1.0,
+    through: str | None = None,
+    limits: Limits | None = None,
+) -> WhatIf:
+    """What every loss would have done with the same tokens.
+
+        tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
+        result = lab.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
+        print(result)  # a row for each: effective sample size, what is cut off, cosines, gain
+        result["gspo"].gradient  # of the loss by each log-probability
+
+    source: the directory of a run, a .jsonl or .safetensors file of tokens (docs/what_if.md lists
+    the names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; also
+    "rewards" `[S]`, and for a model "ids" (token-shaped) and "prompts", the token ids before each
+    sequence. losses: presets or specs to try, by default every preset. spec: your loss, which the
+    others are compared with; by default that of the run. step: of a run, the stored step to take,
+    by default the last one with an advantage that is not 0; "all" takes every one.
+
+    model: of Hugging Face, to see the losses through its weights; `temperature` is that of the
+    sampler. through: "parameters" (all of them), "head" (its weight alone) or "tokens" (no model);
+    by default all parameters if their gradients fit into memory. limits: from where on something
+    counts as wrong, a `policyloss_lab.whatif.Limits`.
+    """
+    if through is not None and through not in THROUGH:
+        raise InputError(unknown_name("through", through, THROUGH))
+    tokens = _tokens(source, step)
+    notes = list(tokens.notes)
+    yours = _yours(tokens, spec, notes)
+    outcomes, refused = [], {}
+    for name, loss in {**yours, **_named(losses)}.items():
+        try:
+            outcomes.append(outcome_of(name, loss, tokens))
+        except PolicyLossError as error:
+            refused[name] = str(error)
+    if not outcomes:
+        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise InputError(f"no loss could be tried on these tokens: {reasons}")
+    gradients = torch.stack([outcome.gradient for outcome in outcomes])
+    by_token = EachToken().products(gradients, tokens)
+    tangent = tangent_of(model, len(outcomes), temperature, through)
+    by_model = None
+    if not isinstance(tangent, EachToken):
+        by_model = tangent.products(gradients, tokens)
+        notes += _other_weights(Parameters(model, temperature).logp(tokens), tokens)
+    cures: tuple[Remedy, ...] = ()
+    if yours and outcomes[0].name == YOURS:
+        cures = remedies(outcomes[0], tokens, limits or Limits())
+    return WhatIf(
+        tokens, tuple(outcomes), refused, by_token, by_model, tangent.name, cures, tuple(notes)
+    )
+
+
+def _other_weights(logp: Tensor, tokens: StoredTokens) -> list[str]:
+    """A sentence if the model gives the tokens other log-probabilities than those stored."""
+    gap = float((logp - tokens.inputs.logp)[tokens.inputs.mask].abs().median())
+    if gap <= SAME_WEIGHTS:
+        return []
+    return [
+        f"The model's log-probabilities of these tokens are {gap:.2g} nats from the stored ones "
+        "(median): it does not have the weights that the tokens were stored with."
+    ]
+
+
+def _tokens(source: Any, step: int | str | None) -> StoredTokens:
+    if isinstance(source, StoredTokens):
+        return source
+    if isinstance(source, Mapping):
+        return StoredTokens.of(source)
+    return read(Path(source), step)
+
+
+def _yours(tokens: StoredTokens, spec: AnyLoss | None, notes: list[str]) -> dict[str, LossSpec]:
+    """Your loss under its name, if there is one that can be read."""
+    if spec is not None:
+        return {YOURS: as_spec(spec)}
+    if tokens.loss is None:
+        return {}
+    try:
+        return {YOURS: LossSpec.from_dict(tokens.loss)}
+    except (PolicyLossError, TypeError, AttributeError, RecursionError) as error:
+        notes.append(f"The loss of the run cannot be read: {error}")
+        return {}
+
+
+def _named(losses: Any) -> dict[str, LossSpec]:
+    if losses is None:
+        return {name: preset.spec for name, preset in PRESETS.items()}
+    if isinstance(losses, (str, LossSpec)) or not isinstance(losses, (Sequence, Mapping)):
+        raise InputError(
+            "losses must be a list of presets or specs, or a mapping of names to them, got "
+            f"{description(losses)}."
+        )
+    if isinstance(losses, Mapping):
+        return {str(name): as_spec(loss, "losses") for name, loss in losses.items()}
+    out = {}
+    for i, loss in enumerate(losses):
+        name = (match_name(loss, PRESETS) or loss) if isinstance(loss, str) else f"loss {i + 1}"
+        out[name] = as_spec(loss, "losses")
+    return out

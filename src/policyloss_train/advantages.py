@@ -1,0 +1,108 @@
+"""From the rewards of a step to the advantages of its tokens."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from policyloss.advantage import estimator, gae, iw_opd, opd, reinforce_pp, whiten
+from policyloss.errors import InputError
+from policyloss_train.batches import Pack
+from policyloss_train.config import TrainConfig
+from policyloss_train.user_code import is_reference, load_code
+
+WITH_LENGTHS = ("opo", "reinforce_pp_baseline")
+
+
+class Judged(NamedTuple):
+    """advantages: `[N]`. returns: `[N]`, what a critic learns; None without one."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+def judge(config: TrainConfig, pack: Pack, group: Any, *, by_teacher: bool = False) -> Judged:
+    """The advantages of a pack: those of its rewards, and a teacher's if `by_teacher`. group: as in
+    `of_rewards`.
+    """
+    judged = of_rewards(config, pack, group)
+    share, tokens = config.reward_share, pack.tokens
+    if share != 1:
+        judged = judged._replace(advantages=share * judged.advantages)
+    if not by_teacher:
+        return judged
+    of_teacher = iw_opd if config.estimator == "iw_opd" else opd
+    advantages = of_teacher(
+        tokens["teacher_logp"],
+        tokens["old_logp"],
+        mask=tokens["mask"],
+        coef=config.teacher_coef,
+        base=judged.advantages.unsqueeze(0),
+        cu_seqlens=pack.cu_seqlens,
+    )
+    return judged._replace(advantages=advantages)
+
+
+def of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
+    """The advantages of the rewards of a pack.
+
+    "gae" reads the tokens' `old_values`, those of the critic, and "remax" the sequences' `greedy`,
+    the reward of the greedy answer to each prompt. group: the data-parallel ranks (or "local"),
+    which share what is taken over the batch; the samples of a prompt lie on one of them.
+    """
+    name, rewards, mask = config.reward_estimator, pack.sequences["rewards"], pack.tokens["mask"]
+    bounds = pack.cu_seqlens
+    if name == "gae":
+        values = pack.tokens["old_values"]
+        estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=bounds)
+        return Judged(whiten(estimate.advantages, mask, group=group), estimate.returns)
+    if name == "reinforce_pp":
+        return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=bounds, group=group))
+    if is_reference(name):
+        return Judged(_by_user(name, pack, group))
+    if name == "remax":
+        return Judged(_over_tokens(estimator(name)(rewards, pack.sequences["greedy"]), pack))
+    more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
+    if name == "passk_combinatorial":
+        more["k"] = config.passk
+    advantages = estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group)
+    return Judged(_over_tokens(advantages, pack))
+
+
+def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
+    """The advantages by a function of the user's own, `[N]`.
+
+    It is called with rewards and group_ids, `[S]`, and with those of `lengths` `[S]`, `mask` `[N]`,
+    `cu_seqlens` `[S + 1]` and `group` that it names. It returns one number per sequence or token.
+    """
+    function = load_code(reference, "the advantage")
+    tokens, rewards = pack.tokens["mask"], pack.sequences["rewards"]
+    offers = {
+        "lengths": pack.completion_lengths,
+        "mask": tokens,
+        "cu_seqlens": pack.cu_seqlens,
+        "group": group,
+    }
+    try:
+        names = inspect.signature(function).parameters
+        more = {name: x for name, x in offers.items() if name in names}
+        result = function(rewards, pack.sequences["group_ids"], **more)
+    except Exception as error:  # the user's own code, which may raise anything
+        raise InputError(
+            f"the advantage {reference!r} raised {type(error).__name__}: {error}."
+        ) from error
+    if not isinstance(result, Tensor) or result.shape not in (rewards.shape, tokens.shape):
+        shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise InputError(
+            f"the advantage {reference!r} returned {shape}; give a tensor with one number for each "
+            f"sequence, {list(rewards.shape)}, or for each token, {list(tokens.shape)}."
+        )
+    result = result.detach().to(rewards)
+    return result if result.shape == tokens.shape else _over_tokens(result, pack)
+
+
+def _over_tokens(x: Tensor, pack: Pack) -> Tensor:
+    """`[S]` → `[N]`."""
+    return x.repeat_interleave(pack.cu_seqlens.diff())

@@ -1,0 +1,135 @@
+"""From a command line to the options and the loss of a run.
+
+Options come from `--like RUN`, from `--config FILE` and from the command line; the later ones win.
+A run directory is data: code that it names is refused, unless the user names it, on the command
+line or in the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from policyloss.commands import arguments_of, read_words
+from policyloss.errors import InputError, unknown_name
+from policyloss.spec import LossSpec
+from policyloss_train.config import TrainConfig, by_model, following
+from policyloss_train.loss_options import change_spec, read_spec, split_loss_options
+from policyloss_train.options import typed
+from policyloss_train.run.resumed_options import (
+    MAY_BE_CODE,
+    OF_A_START,
+    refuse_changes,
+    refuse_unnamed_code,
+    stored_options,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Changes = list[tuple[str, str]]  # of the loss, each a path and a text
+
+
+class Start(NamedTuple):
+    """How a run starts. named: the options that the user named."""
+
+    config: TrainConfig
+    spec: LossSpec
+    named: frozenset[str]
+
+
+def read_arguments(arguments: Sequence[str]) -> Start:
+    """The command line after `policyloss train`."""
+    named, changes = named_options(arguments)
+    if named.get("resume"):
+        return _resumed(named, changes)
+    stored: dict[str, Any] = {}
+    stored_spec, like = None, named.get("like")
+    if like is not None:
+        stored, stored_spec = _starting_point(like)
+    config = TrainConfig(**{**stored, **named})
+    if like is not None:
+        refuse_unnamed_code(replace(config, out=like), frozenset(named), MAY_BE_CODE)
+    spec = _spec(config, named, changes, stored_spec)
+    return Start(config.with_loss(spec), spec, frozenset(named))
+
+
+def named_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Changes]:
+    """The options on a command line and in the file that it names, by their fields, and the changes
+    of the loss: each `--loss.SLOT.OPTION VALUE` as its path and its text.
+    """
+    words, changes = split_loss_options(arguments)
+    named = read_words("train", arguments_of(TrainConfig), words)
+    if "config" not in named:
+        return named, changes
+    in_file, earlier = _in_file(named["config"])
+    return {**in_file, **named}, [*earlier, *changes]
+
+
+def _resumed(named: dict[str, Any], changes: Changes) -> Start:
+    """The options of a run that goes on, which those named must agree with."""
+    if "like" in named:
+        raise InputError(f"--like {named['like']} starts a new run; --resume goes on with an old.")
+    stored, stored_spec = stored_options(named.get("out", TrainConfig.out))
+    config = replace(stored, **named)
+    refuse_unnamed_code(config, frozenset(named), MAY_BE_CODE)
+    spec = _spec(config, named, changes, stored_spec)
+    refuse_changes(stored, config, stored_spec, spec)
+    return Start(config, spec, frozenset(named))
+
+
+def _spec(
+    config: TrainConfig, named: dict[str, Any], changes: Changes, stored: LossSpec | None
+) -> LossSpec:
+    """The loss that the user named, or the stored one, with the changes."""
+    if stored is None or "loss" in named:
+        spec = read_spec(config.loss, changes)
+    else:
+        spec = change_spec(stored, changes)
+    return spec.for_run(config.max_new_tokens)
+
+
+def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:
+    """The options in a TOML file, and the changes of the loss, `"loss.trust.eps-high" = 0.3`."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read --config {path}: {error}.") from None
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - set(OF_A_START)
+    values: dict[str, Any] = {}
+    changes: Changes = []
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        if name.startswith("loss."):
+            changes.append((name.removeprefix("loss."), json.dumps(value, default=str)))
+        elif name in known:
+            values[name] = value
+        else:
+            raise InputError(f"--config {path}: {unknown_name('option', key, known)}")
+    try:
+        return typed(TrainConfig, values), changes
+    except InputError as error:
+        raise InputError(f"--config {path}: {error}") from None
+
+
+def _starting_point(run: Path) -> tuple[dict[str, Any], LossSpec | None]:
+    """The options and the loss of a run for another one, without its directory. Defaults that
+    followed the model, the loss or the longest completion are left open, so that they follow again.
+    """
+    stored, spec = stored_options(run)
+    follows = by_model(stored) if spec is None else following(stored, spec)
+    if spec is not None and getattr(spec.aggregate, "horizon", None) == stored.max_new_tokens:
+        spec = spec.replace(aggregate=replace(spec.aggregate, horizon=None))
+    values = {
+        name: value
+        for name, value in vars(stored).items()
+        if name not in ("out", *OF_A_START) and (name, value) not in follows.items()
+    }
+    return values, spec

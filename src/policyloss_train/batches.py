@@ -1,0 +1,150 @@
+"""Completions as packs: sequences end to end, without padding.
+
+Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the
+token it reads (`ids`) and the one it predicts (`targets`); `completion` is True where that one
+belongs to the completion, `mask` where it is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policyloss_train.sampler import Sample
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
+    lengths: places of each sequence. kept: for each sequence, the vocabulary entries that its
+    tokens were drawn from, place after place; `tokens["kept"]` says how many each place has. None
+    if every token was drawn from all.
+    """
+
+    tokens: dict[str, Tensor]
+    sequences: dict[str, Tensor]
+    lengths: list[int]
+    kept: list[Tensor] | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], *, train_on_cut: bool = True) -> Pack:
+        """All samples. train_on_cut: False takes completions that did not end out of the mask."""
+        prompts, completions = (
+            torch.tensor([getattr(sample, name).shape[0] for sample in samples])
+            for name in ("prompt_ids", "completion_ids")
+        )
+        lengths = prompts + completions - 1
+        # Each sequence has one token more than places, so the k-th begins k tokens later.
+        text = torch.cat([x for s in samples for x in (s.prompt_ids, s.completion_ids)])
+        row, positions = _places(lengths)
+        first = torch.arange(row.shape[0]) + row
+        completion = positions >= (prompts - 1)[row]
+        trained = torch.tensor([sample.finished or train_on_cut for sample in samples])
+        logp = torch.cat([sample.rollout_logp for sample in samples])
+        tokens = {
+            "ids": text[first],
+            "targets": text[first + 1],
+            "completion": completion,
+            "mask": completion & trained[row],
+            "position_ids": positions,
+            "rollout_logp": torch.zeros(row.shape[0]).masked_scatter(completion, logp),
+        }
+        supports = [sample.support for sample in samples if sample.support is not None]
+        if supports:
+            counts = torch.cat([offsets.diff() for _, offsets in supports])
+            tokens["kept"] = torch.zeros_like(row).masked_scatter(completion, counts)
+        numbers = {
+            "group_ids": torch.tensor([sample.group for sample in samples], dtype=torch.int64),
+            "rewards": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
+        }
+        return cls(tokens, numbers, lengths.tolist(), [ids for ids, _ in supports] or None)
+
+    @classmethod
+    def nothing(cls) -> Pack:
+        """One sequence without a token to train on, for a rank that has none: it takes part in
+        every forward all the same.
+        """
+        token = torch.zeros(1, dtype=torch.int64)
+        nowhere = {"completion": token.bool(), "mask": token.bool()}
+        tokens = {
+            "ids": token,
+            "targets": token,
+            **nowhere,
+            "position_ids": token,
+            "rollout_logp": torch.zeros(1),
+        }
+        return cls(tokens, {"group_ids": token - 1, "rewards": torch.zeros(1)}, [1])
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Where sequences begin and end, `[S+1]`."""
+        return torch.tensor([0, *self.lengths]).cumsum(0).to(self.tokens["ids"].device)
+
+    @property
+    def completion_lengths(self) -> Tensor:
+        """Tokens of each sequence that are trained on, `[S]`."""
+        mask = self.tokens["mask"]
+        row, _ = _places(torch.tensor(self.lengths))
+        counts = torch.zeros(len(self.lengths), dtype=torch.int64, device=mask.device)
+        return counts.index_add(0, row.to(mask.device), mask.long())
+
+    def with_tokens(self, **tensors: Tensor) -> Pack:
+        """The same with more tensors, `[N]` each."""
+        return replace(self, tokens={**self.tokens, **tensors})
+
+    def to(self, device: torch.device) -> Pack:
+        """The same on a device."""
+        tokens, sequences = (
+            {name: x.to(device) for name, x in group.items()}
+            for group in (self.tokens, self.sequences)
+        )
+        if self.kept is None:
+            return Pack(tokens, sequences, self.lengths)
+        kept = torch.split(torch.cat(self.kept).to(device), [len(x) for x in self.kept])
+        return Pack(tokens, sequences, self.lengths, list(kept))
+
+    def select(self, chosen: Sequence[int]) -> Pack:
+        """Some of the sequences, in this order."""
+        device, lengths = self.tokens["ids"].device, [self.lengths[i] for i in chosen]
+        ends = torch.tensor([0, *self.lengths]).cumsum(0)
+        row, positions = _places(torch.tensor(lengths))
+        tokens = (ends[list(chosen)][row] + positions).to(device)
+        sequences = torch.tensor(list(chosen), device=device)
+        return Pack(
+            {name: x.index_select(0, tokens) for name, x in self.tokens.items()},
+            {name: x.index_select(0, sequences) for name, x in self.sequences.items()},
+            lengths,
+            None if self.kept is None else [self.kept[i] for i in chosen],
+        )
+
+    def micro_batch(self) -> dict[str, Any]:
+        """As `policyloss.accumulate` takes it."""
+        kept = self.kept and (
+            torch.cat(self.kept),
+            torch.nn.functional.pad(self.tokens["kept"].cumsum(0), (1, 0)),
+        )
+        return {
+            **self.tokens,
+            "support": kept,
+            "cu_seqlens": self.cu_seqlens,
+            "lengths": self.lengths,
+            "group_ids": self.sequences["group_ids"],
+        }
+
+
+def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the places of sequences end to end: whose each is, and which one of it, `[N]` both."""
+    row = torch.repeat_interleave(lengths)
+    return row, torch.arange(row.shape[0]) - (lengths.cumsum(0) - lengths)[row]
+
+
+def minibatches(count: int, number: int, seed: int) -> list[list[int]]:
+    """`count` sequences in an order drawn from `seed`,
+    dealt out into `number` parts of about one size.
+    """
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[i * count // number : (i + 1) * count // number] for i in range(number)]

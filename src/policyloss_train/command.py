@@ -1,0 +1,208 @@
+"""`policyloss train`, `eval`, `sample`: each reads its options and does one thing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import policyloss as pl
+from policyloss.commands import read_options
+from policyloss.errors import InputError
+from policyloss_train.arguments import read_arguments
+from policyloss_train.chat import with_template
+from policyloss_train.collect import Evaluation, Result, answered
+from policyloss_train.commands import Eval, FromRun, Sample
+from policyloss_train.config import TrainConfig
+from policyloss_train.distributed import Ranks
+from policyloss_train.loop import train
+from policyloss_train.run.resume import explained, stored_weights
+from policyloss_train.run.resumed_options import refuse_unnamed_code, stored_options
+from policyloss_train.sampler import encode, sample, uniforms
+from policyloss_train.setup import Setup, build
+from policyloss_train.tasks import Example, Task
+from policyloss_train.tasks.base import Reward
+from policyloss_train.tasks.rewards import forgiving
+
+
+def train_command(arguments: Sequence[str]) -> int:
+    """`policyloss train [options]`."""
+    config, spec, named = read_arguments(arguments)
+    of_a_run = config.resume or config.like is not None
+    return train(
+        config,
+        spec,
+        offline=of_a_run and "model" not in named,
+        named_out=config.resume or "out" in named,
+    )
+
+
+def eval_command(arguments: Sequence[str]) -> int:
+    """`policyloss eval RUN`."""
+    options = read_options("eval", Eval, arguments)
+    config, spec = _options(options)
+    changes = {
+        name: x
+        for name in ("reward", "success", "trust_remote_code")
+        if (x := getattr(options, name)) is not None and x is not False
+    }
+    config = replace(config, **changes)
+    refuse_unnamed_code(config, frozenset(changes))
+    (task, tokenizer, model, _), step = load_run(options, config, spec)
+    examples = list(task.held_out[: options.prompts])
+    score = forgiving(task, options.reward_timeout, _warn)
+    answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
+    evaluation = Evaluation.of(answers, task.success)
+    results = list(zip(examples, evaluation.results, strict=True))
+    if options.json:
+        rows = [
+            {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
+            for e, a in results
+        ]
+        report = {
+            "step": step,
+            "accuracy": evaluation.accuracy,
+            "success": task.success,
+            "mean_length": evaluation.mean_length,
+            "results": rows,
+        }
+        print(json.dumps(report, indent=2))
+        return 0
+    reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
+    print(
+        f"{options.run}, step {step}: accuracy {evaluation.accuracy:.3f}{reached} on "
+        f"{len(examples)} held-out prompts of {task.name}"
+    )
+    for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
+        print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
+    return 0
+
+
+def evaluate(
+    model: Any, tokenizer: Any, examples: Sequence[Example], score: Reward, **limits: Any
+) -> list[Result]:
+    """The likeliest completion of each prompt, token by token, and its score; errors are raised.
+    limits: `max_new_tokens`, `batch_tokens` and `stop` of `sample`.
+    """
+    rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
+    greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "uniforms": None}
+    samples = sample(model, tokenizer, rows, **greedy, **limits)
+    return answered(examples, samples, score)
+
+
+def sample_command(arguments: Sequence[str]) -> int:
+    """`policyloss sample RUN [PROMPT …]`."""
+    options = read_options("sample", Sample, arguments)
+    config, spec = unscored_options(options)
+    (task, tokenizer, model, _), _ = load_run(options, config, spec)
+    prompts = tuple(example.prompt for example in task.held_out[:3])
+    if options.prompts:
+        prompts = _as_in_training(task, tokenizer, config, options.prompts)
+    if len(prompts) * options.number * config.max_new_tokens >= 2**31:
+        raise InputError(
+            f"--number {options.number} completions of {len(prompts)} prompts are too many for one "
+            "call."
+        )
+    rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
+    samples = sample(
+        model,
+        tokenizer,
+        rows,
+        temperature=options.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        uniforms=uniforms(options.seed, 0, len(rows), config.max_new_tokens),
+        stop=config.stop,
+        **_limits(config),
+    )
+    for i, prompt in enumerate(prompts):
+        print(repr(prompt))
+        for s in samples[i * options.number : (i + 1) * options.number]:
+            cut = "" if s.finished else ", cut"
+            print(f"  {s.text!r}  logp {s.rollout_logp.sum().item():.3f}{cut}")
+    return 0
+
+
+def _limits(config: TrainConfig) -> dict[str, Any]:
+    """How long completions may be, and how many tokens go together."""
+    return {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
+
+
+def _as_in_training(
+    task: Task, tokenizer: Any, config: TrainConfig, prompts: Sequence[str]
+) -> tuple[str, ...]:
+    """Prompts as the model reads those of its run: messages of a user, if these are messages."""
+    chat = bool(task.train[0].messages)
+    examples = tuple(
+        Example(text, "", i, messages=({"role": "user", "content": text},) if chat else ())
+        for i, text in enumerate(prompts)
+    )
+    asked = Task("prompts", examples, (), task.score)
+    written = with_template(asked, tokenizer, config.system_prompt, config.chat_template)
+    return tuple(example.prompt for example in written.train)
+
+
+def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
+    """The options and the loss of a run, with what the user named in their place. A loss that is
+    code is not read: nothing is trained here.
+    """
+    config, spec = stored_options(options.run)
+    return replace(
+        config,
+        task=options.task or config.task,
+        model=options.model or config.model,
+        device=options.device,
+    ), spec or pl.LossSpec()
+
+
+def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
+    """The same for a command that scores nothing, so that no reward is looked for; that of a .jsonl
+    task must have a name.
+    """
+    config, spec = _options(options)
+    config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
+    named = {"trust_remote_code"} if options.trust_remote_code else set()
+    refuse_unnamed_code(config, frozenset(named))
+    return config, spec
+
+
+def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
+    """The policy of a run as a checkpoint has it, and the step of that checkpoint."""
+    checkpoint, step, tensors = stored_weights(options.run, options.checkpoint)
+    ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
+    bare = spec.replace(kl=None)  # no reference is needed here
+    config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
+    setup = build(
+        config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
+    )
+    with explained(checkpoint):
+        setup.learner.load_policy(tensors)
+    return setup, step
+
+
+class StoredPolicy(NamedTuple):
+    """The policy of a run's last checkpoint, for the tools of policyloss-lab.
+
+    encode: a list of prompts → their token ids.
+    """
+
+    model: Any
+    encode: Callable[[list[str]], list[list[int]]]
+    temperature: float
+    step: int
+
+
+def load_policy(run: Path) -> StoredPolicy:
+    """The policy of a run directory, on the CPU."""
+    options = FromRun(run=run, device="cpu")
+    config, spec = unscored_options(options)
+    setup, step = load_run(options, config, spec)
+    return StoredPolicy(setup.model, partial(encode, setup.tokenizer), config.temperature, step)
+
+
+def _warn(text: str) -> None:
+    print(f"policyloss: warning: {text}", file=sys.stderr)

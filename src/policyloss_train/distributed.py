@@ -1,0 +1,175 @@
+"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; one
+process is one rank of itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from policyloss.errors import InputError
+from policyloss_lab.runs.files import StorageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among others. group: what to all-reduce over, or None if it is alone."""
+
+    rank: int
+    world: int
+    device: torch.device
+    group: Any = None
+
+    @classmethod
+    def start(cls, device: str, timeout: float = 600.0) -> Ranks:
+        """Join the others if torchrun started them. timeout: seconds a rank waits for another."""
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        _check_device(kind)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return cls(0, 1, torch.device(kind))
+        here = torch.device(kind)
+        if kind == "cuda":
+            here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        if here.type == "cuda":
+            torch.cuda.set_device(here)
+        if not dist.is_initialized():
+            backend = "nccl" if here.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        return cls(dist.get_rank(), world, here, dist.group.WORLD)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    @property
+    def statistics(self) -> Any:
+        """The group that advantages share their statistics over."""
+        return self.group if self.world > 1 else "local"
+
+    def gather(self, x: Any) -> list[Any]:
+        """`x` of every rank, in their order."""
+        if self.world == 1:
+            return [x]
+        objects: list[Any] = [None] * self.world
+        dist.all_gather_object(objects, x, group=self.group)
+        return objects
+
+    def sum(self, x: Tensor) -> Tensor:
+        """`x` added up over all ranks."""
+        if self.world > 1:
+            x = x.clone()
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.world > 1:
+            dist.barrier(group=self.group)
+
+
+def _check_device(kind: str) -> None:
+    name, _, number = kind.partition(":")
+    known = kind in ("cpu", "cuda") or (name == "cuda" and number.isascii() and number.isdecimal())
+    if not known:
+        raise InputError(f"--device must be cpu, cuda, cuda:NUMBER or auto, got {kind!r}.")
+    if name == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(number or 0) >= there:
+            raise InputError(
+                f"--device {kind}: there are {there} CUDA devices here; use --device cpu or auto."
+            )
+
+
+def wrapped(module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]) -> nn.Module:
+    """`module` for training on these ranks. layers: what "fsdp" gathers one at a time."""
+    if ranks.world == 1:
+        return module
+    if parallel == "ddp":
+        return DistributedDataParallel(module, process_group=ranks.group)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside DDP's wrapper; FSDP changes a module in its place."""
+    inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inner
+
+
+@contextmanager
+def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
+    """Average gradients over ranks with the last backward of a step, and not before."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    replicated = module if isinstance(module, DistributedDataParallel) else None
+    with nullcontext() if replicated is None or last else replicated.no_sync():
+        yield
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """With all parameters of a sharded module at hand: ranks may run it as often as they like."""
+    parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
+
+
+def rank_in(group: Any) -> int:
+    """The place of this process in a group of processes; 0 without one."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
+    """`action()` on every rank of `group`, and the results of all. If it fails on one rank, every
+    rank raises.
+
+    None is no group: this process works alone, and an error is the one that `action` raised.
+    """
+    if group is None:
+        return [action()]
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # the other ranks hear of it, and it is raised below
+        error = raised
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(
+        reports, (result, error and f"{type(error).__name__}: {error}"), group=group
+    )
+    failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason]
+    if failures:
+        raise StorageError(" ".join(failures)) from error
+    return [one for one, _ in reports]
+
+
+def on_first_rank(action: Callable[[], T], group: Any) -> T:
+    """`action()` on the first rank of `group` alone; every rank gets its result, or its failure."""
+    results: list[Any] = on_every_rank(lambda: action() if rank_in(group) == 0 else None, group)
+    first: T = results[0]
+    return first

@@ -1,0 +1,399 @@
+"""One step of learning: from scored completions to updated weights.
+
+The order of things, which every policy-gradient method of the field shares: freeze what the old
+policy, the reference and the critic say of the completions; turn rewards into advantages; then take
+several optimizer steps on them, each divided by its own global counts (`policyloss.accumulate`), so
+that neither micro-batches nor ranks change the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import policyloss as pl
+from policyloss.metrics import Metrics
+from policyloss_train.adapter import without_adapter
+from policyloss_train.advantages import judge
+from policyloss_train.attention import Attention
+from policyloss_train.batches import Pack, minibatches
+from policyloss_train.config import TrainConfig
+from policyloss_train.distributed import Ranks, synchronised, unwrapped
+from policyloss_train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
+from policyloss_train.models import Critic, load_weights, weights
+from policyloss_train.policy import logprobs, loss_and_numbers
+from policyloss_train.routing import Routing
+from policyloss_train.run.checkpoint import count_from, subtree
+from policyloss_train.run.optimizer_state import load_optimizer_state, optimizer_state
+
+Rows = dict[int, Tensor]  # a number of each token, by sequence
+
+
+class Update(NamedTuple):
+    """One optimizer step. norm: that of the gradient, before it was clipped. applied: False if it
+    was skipped because a number was not finite.
+    """
+
+    metrics: Metrics
+    norm: float
+    applied: bool
+
+
+@dataclass
+class Learned:
+    """What a step did. metrics, values: of policy and critic, over all updates and ranks. skipped:
+    updates that were not made. logp, entropy: `[N]` of this rank's pack, as the loss last saw them.
+    """
+
+    metrics: dict[str, float]
+    values: dict[str, float]
+    updates: int
+    grad_norm: float
+    critic_grad_norm: float
+    skipped: int
+    pack: Pack
+    logp: Tensor
+    entropy: Tensor
+
+
+@dataclass
+class Learner:
+    """The policy, its critic, reference and teacher (if there are), and how they learn.
+
+    `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since
+    the last good one. `warn` is told of each. stores_frozen: whether weights that are never trained
+    are written to checkpoints; they need not be where loading the model gives them again. The
+    reference is None for a policy with adapters, which is its own without them.
+    """
+
+    config: TrainConfig
+    spec: pl.LossSpec
+    ranks: Ranks
+    policy: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module | None = None
+    critic: nn.Module | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    teacher: nn.Module | None = None
+    updates: int = field(default=0)
+    skipped_in_a_row: int = 0
+    stores_frozen: bool = True
+    routing: Routing | None = None
+    warn: Callable[[str], None] = warnings.warn
+
+    def start_copies(self) -> None:
+        """Let the reference be the policy as it is now, and the critic read tokens as it does."""
+        if self.reference is not None:
+            self.reference.load_state_dict(self.policy.state_dict())
+        if isinstance(self.critic, Critic):
+            self.critic.start_from(self.policy.model)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Tensors and numbers for a checkpoint. Of a sharded module, this rank's part."""
+        tensors: dict[str, Any] = {}
+        numbers: dict[str, Any] = {
+            "updates": self.updates,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+        for name, module, optimizer in self._trained():
+            moments, numbers[f"{name}_optimizer"] = optimizer_state(module, optimizer)
+            tensors |= {name: self._stored(module), f"{name}_optimizer": moments}
+        if self.reference is not None:
+            tensors["reference"] = weights(self.reference)
+        return tensors, numbers
+
+    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        for name, module, optimizer in self._trained():
+            load_weights(self._stored(module), subtree(tensors, name))
+            moments = subtree(tensors, f"{name}_optimizer")
+            load_optimizer_state(module, optimizer, moments, numbers[f"{name}_optimizer"])
+        if self.reference is not None:
+            load_weights(weights(self.reference), subtree(tensors, "reference"))
+        self.updates = count_from(numbers, "updates")
+        self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
+
+    def layout(self) -> dict[str, Any]:
+        """How tensors of a checkpoint lie on the ranks: moments lie as their parameters do."""
+        return {
+            f"{name}{kind}": self._stored(module)
+            for name, module, _ in self._trained()
+            for kind in ("", "_optimizer")
+        }
+
+    def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the policy alone the weights of a checkpoint."""
+        load_weights(self._stored(unwrapped(self.policy)), subtree(tensors, "policy"))
+
+    def _stored(self, module: nn.Module) -> dict[str, Tensor]:
+        """The weights of a module that a checkpoint holds."""
+        return {
+            name: x for name, x in weights(module).items() if self.stores_frozen or x.requires_grad
+        }
+
+    def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
+        """What learns, by its name in a checkpoint, and without the wrapper of DDP."""
+        trained = [("policy", unwrapped(self.policy), self.optimizer)]
+        if self.critic is not None and self.critic_optimizer is not None:
+            trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
+        return trained
+
+    def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int) -> Learned:
+        """Update the weights with this rank's sequences.
+
+        indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
+        makes the same minibatches.
+        """
+        config, pack = self.config, self._frozen(pack.to(self.ranks.device))
+        place = {index: i for i, index in enumerate(indices)}
+        shares = [
+            [place[index] for index in chosen if index in place]
+            for epoch in range(config.epochs)
+            for chosen in minibatches(total, config.minibatches, _mixed(config.seed, step, epoch))
+        ]
+        # A loss that is measured before its first backward reads the old ones there already; so do
+        # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
+        early = self.spec.needs_statistics or self.advantages_by_teacher
+        fresh = config.old_logp == "recompute" and not early and self.spec.divergence is None
+        old_logp = self._old_logp(pack, shares[0] if fresh else ())
+        known, group = pack.with_tokens(old_logp=old_logp), self.ranks.statistics
+        judged = judge(config, known, group, by_teacher=self.advantages_by_teacher)
+        pack = pack.with_tokens(advantages=judged.advantages)
+        if judged.returns is not None:
+            pack = pack.with_tokens(returns=judged.returns)
+        return self._updated(pack, shares, old_logp, fresh, train=step >= config.critic_steps)
+
+    def _updated(
+        self, pack: Pack, shares: list[list[int]], old_logp: Tensor, fresh: bool, train: bool
+    ) -> Learned:
+        """An update with each share. fresh: the first one finds out the old log-probabilities of
+        its share. train: False leaves the policy as it is.
+        """
+        policy_updates: list[Update] = []
+        critic_updates: list[Update] = []
+        logp = list(torch.split(torch.zeros_like(old_logp), pack.lengths))
+        entropy = list(logp)
+        for mine in shares:
+            first = fresh and not policy_updates
+            frozen = pack if first else pack.with_tokens(old_logp=old_logp)
+            update, new_logp, new_entropy = self._update(frozen, mine, train)
+            policy_updates.append(update)
+            _put(logp, new_logp)
+            _put(entropy, new_entropy)
+            if first:
+                old = list(torch.split(old_logp, pack.lengths))
+                _put(old, new_logp)
+                old_logp = torch.cat(old)
+            if self.critic is not None:
+                critic_updates.append(self._update_critic(pack, mine))
+        skipped = sum(not update.applied for update in (*policy_updates, *critic_updates))
+        self.updates += len(policy_updates) - skipped
+        routes = {} if self.routing is None else self.routing.busiest(self.ranks)
+        (metrics, norm), (values, critic_norm) = _summary(policy_updates), _summary(critic_updates)
+        return Learned(
+            metrics | routes,
+            values,
+            len(policy_updates),
+            norm,
+            critic_norm,
+            skipped,
+            pack.with_tokens(old_logp=old_logp),
+            torch.cat(logp),
+            torch.cat(entropy),
+        )
+
+    @torch.no_grad()
+    def _frozen(self, pack: Pack) -> Pack:
+        """The pack with what the reference and the critic say of it, before anything is updated."""
+        if "ref_logp" in self.spec.reads:
+            policy: Any = unwrapped(self.policy)
+            with nullcontext() if self.reference is not None else without_adapter(policy.model):
+                reference = self.reference or self.policy
+                ref_logp = self._of_pack(pack, partial(self.logprobs, reference))
+            pack = pack.with_tokens(ref_logp=ref_logp)
+        if self.teacher is not None:
+            teacher_logp = self._of_pack(pack, partial(self.logprobs, self.teacher))
+            pack = pack.with_tokens(teacher_logp=teacher_logp)
+        if self.critic is not None:
+            pack = pack.with_tokens(old_values=self._of_pack(pack, self.critic))
+        return pack
+
+    @property
+    def advantages_by_teacher(self) -> bool:
+        """Whether the teacher speaks through the advantages: it does where the loss reads none."""
+        taught = any(getattr(part, "teaches", False) for part in self.spec.pulls)
+        return self.teacher is not None and not taught
+
+    @torch.no_grad()
+    def _old_logp(self, pack: Pack, first: Sequence[int]) -> Tensor:
+        """The log-probabilities of the policy before its first update, or of the sampler, `[N]`.
+
+        first: the sequences of the first update, which need no forward of their own: the policy
+        that they are trained with is the old one. They are 0 until it is made.
+        """
+        if self.config.old_logp == "rollout":
+            return pack.tokens["rollout_logp"]
+        later = sorted(set(range(len(pack.lengths))) - set(first))
+        old_logp = list(torch.split(torch.zeros_like(pack.tokens["rollout_logp"]), pack.lengths))
+        share = pack.select(later) if later else Pack.nothing().to(self.ranks.device)
+        if any(self.ranks.gather(bool(later))):
+            values = self._of_pack(share, partial(self.logprobs, self.policy))
+            if later:
+                _put(old_logp, dict(zip(later, torch.split(values, share.lengths), strict=True)))
+        return torch.cat(old_logp)
+
+    def _of_pack(self, pack: Pack, of_micro: Callable[[Any], Tensor]) -> Tensor:
+        """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
+        sharded module is a collective.
+        """
+        parts = self._cut(pack.lengths)
+        most = max(self.ranks.gather(len(parts)))
+        rows: dict[int, Tensor] = {}
+        for part in [*parts, *[parts[-1]] * (most - len(parts))]:
+            share = pack.select(part)
+            values = of_micro(share.micro_batch()).float()
+            rows |= dict(zip(part, torch.split(values, share.lengths), strict=True))
+        return torch.cat([rows[i] for i in range(len(pack.lengths))])
+
+    def logprobs(self, policy: nn.Module, micro: Any) -> Tensor:
+        """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
+        return logprobs(policy, micro, self.config.temperature)
+
+    def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
+        """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
+        none gets an empty one.
+        """
+        if not mine:
+            empty = pack.select([0])
+            return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
+        parts = self._cut([pack.lengths[i] for i in mine])
+        members = [[mine[i] for i in part] for part in parts]
+        return [pack.select(chosen) for chosen in members], members
+
+    def _cut(self, lengths: list[int]) -> list[list[int]]:
+        """Which sequences go through the policy together."""
+        return self.attention.cut(lengths, self.config.micro_tokens)
+
+    @property
+    def attention(self) -> Attention:
+        """How sequences go through the policy."""
+        policy: Any = unwrapped(self.policy)
+        attention: Attention = policy.attention
+        return attention
+
+    def _update(self, pack: Pack, mine: list[int], train: bool) -> tuple[Update, Rows, Rows]:
+        """One optimizer step of the policy; log-probabilities and entropies of its sequences."""
+        packs, members = self._micro_batches(pack, mine)
+        current = partial(self.logprobs, self.policy)
+        step = pl.accumulate(
+            self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
+        )
+        logp_of: Rows = {}
+        entropy_of: Rows = {}
+        # A rank with fewer micro-batches than another gets empty ones,
+        # of which nothing is remembered.
+        for micro, part, chosen in zip_longest(step, packs, members):
+            with synchronised(self.policy, micro.is_last):
+                loss, *x = loss_and_numbers(self.policy, micro, step, self.config, self.teacher)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if chosen:
+                logp, entropy = (torch.split(numbers, part.lengths) for numbers in x)
+                logp_of |= dict(zip(chosen, logp, strict=True))
+                entropy_of |= dict(zip(chosen, entropy, strict=True))
+        nonfinite = partial(nonfinite_tokens, pack, mine, logp_of)
+        metrics = step.reduce_metrics()
+        update = self._stepped(self.policy, self.optimizer, metrics, nonfinite, train)
+        return update, logp_of, entropy_of
+
+    def _update_critic(self, pack: Pack, mine: list[int]) -> Update:
+        """One optimizer step of the critic, on the same sequences."""
+        assert self.critic is not None
+        assert self.critic_optimizer is not None
+        packs, _ = self._micro_batches(pack, mine)
+        step = pl.accumulate(_COUNTING, [p.micro_batch() for p in packs], group=self.ranks.group)
+        metrics = Metrics()
+        for micro in step:
+            with synchronised(self.critic, micro.is_last):
+                out = pl.value_loss(
+                    self.critic(micro).float(),
+                    micro["returns"],
+                    micro["old_values"],
+                    micro["mask"],
+                    clip=self.config.value_clip or None,
+                    cu_seqlens=micro["cu_seqlens"],
+                    totals=step.counts,
+                )
+                out.loss.backward()  # type: ignore[no-untyped-call]
+            metrics = metrics + out.metrics
+        metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
+        nonfinite = partial(nonfinite_tokens, pack, mine, {})
+        return self._stepped(self.critic, self.critic_optimizer, metrics, nonfinite)
+
+    def _stepped(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        metrics: Metrics,
+        tokens: Callable[[], str],
+        train: bool = True,
+    ) -> Update:
+        """Clip, step, forget the gradients. The step is not made where loss or norm is not finite:
+        on no rank, because both are the same on all. tokens: which ones were to blame.
+        """
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
+        loss = float(metrics["loss"])
+        good = math.isfinite(norm) and math.isfinite(loss)
+        if not good:
+            self._skip(loss, norm, tokens() or nonfinite_gradient(module))
+        elif train:
+            nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip or math.inf, total)
+            optimizer.step()
+            self.skipped_in_a_row = 0
+        optimizer.zero_grad(set_to_none=True)
+        return Update(metrics, norm, good)
+
+    def _skip(self, loss: float, norm: float, why: str) -> None:
+        """Say what was not finite, on which rank, and end the run if it was so too often."""
+        self.skipped_in_a_row += 1
+        text = f"an update was skipped: its loss is {loss:.4g} and its gradient norm {norm:.4g}"
+        for rank, share in enumerate(self.ranks.gather(why)):
+            if share:
+                text += f"; rank {rank}: {share}" if self.ranks.world > 1 else f"; {share}"
+        self.warn(f"{text}.")
+        if self.skipped_in_a_row >= self.config.nonfinite_limit:
+            raise NotFiniteError(
+                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of "
+                f"the last, {text}."
+            )
+
+
+_COUNTING = pl.preset("ppo")  # a value loss needs the counts of the step, which no spec changes
+
+
+def _put(rows: list[Tensor], values: Mapping[int, Tensor]) -> None:
+    """Replace some of the rows."""
+    for i, x in values.items():
+        rows[i] = x.to(rows[i].dtype)
+
+
+def _summary(updates: Sequence[Update]) -> tuple[dict[str, float], float]:
+    """The metrics of several updates together, and their norm; the loss and the norm are means."""
+    n, norm = max(len(updates), 1), sum(update.norm for update in updates)
+    metrics = sum((update.metrics for update in updates), Metrics()).compute()
+    return {name: x / n if name == "loss" else x for name, x in metrics.items()}, norm / n
+
+
+def _mixed(seed: int, step: int, epoch: int) -> int:
+    """One seed of three numbers."""
+    return (seed * 1_000_003 + step) * 1_009 + epoch

@@ -1,0 +1,354 @@
+"""`policyloss train`: sample, score, judge, update, again, in the order in which it happens.
+
+Everything random follows from the seed and the number of the step, and a checkpoint holds all that
+changes. So a run that was killed and resumed gives, on the same CPU, the bits of one that was not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import policyloss as pl
+from policyloss.errors import PolicyLossError
+from policyloss_train.batches import Pack
+from policyloss_train.chat import read_template
+from policyloss_train.collect import Collector, Completions, Evaluation, answered
+from policyloss_train.config import TrainConfig, following
+from policyloss_train.distributed import Ranks
+from policyloss_train.finite import NotFiniteError
+from policyloss_train.hints import Hints, mismatch_of
+from policyloss_train.learner import Learned
+from policyloss_train.missing import refuse_missing
+from policyloss_train.optimizers import rate
+from policyloss_train.preflight import preflight
+from policyloss_train.rollout.make import make_rollout
+from policyloss_train.rollout.protocol import RolloutError
+from policyloss_train.run.directory import RunDir, free_directory
+from policyloss_train.run.resume import Stateful, last_good, restore, store
+from policyloss_train.run.resumed_options import (
+    continued,
+    loss_data,
+    resume_command,
+    unstarted,
+)
+from policyloss_train.sampler import Sample, end_ids
+from policyloss_train.setup import build, distribute, teach
+from policyloss_train.tasks.rewards import forgiving
+from policyloss_train.view.display import Display
+from policyloss_train.view.token_log import ANSWERS, TokenLog, ratio_histogram
+from policyloss_train.view.track import service_module
+from policyloss_train.watch import Watch
+
+INTERRUPTED = 130
+
+
+def train(
+    config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
+) -> int:
+    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint,
+    and said how to resume. A run that is resumed must have the options it was started with, but for
+    those in `resumed_options.CHANGEABLE`, and `extend`.
+
+    offline: do not download the model, because it is a run directory that names it and no user.
+    named_out: False if nobody chose the directory, so that a new run may go into one beside it.
+    """
+    config = config.with_loss(spec)
+    if config.resume:
+        config = continued(config, spec)
+    refuse_missing(config)  # now, not when there is a run directory already
+    if config.track:
+        service_module(config.track)
+    ranks = Ranks.start(config.device, config.rank_timeout)
+    if not named_out:
+        config = replace(config, out=ranks.gather(free_directory(config.out))[0])
+    with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
+        if run is not None and config.track:
+            run.track(config.track)
+        return Training(config, spec, ranks, run, offline).run()
+
+
+def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
+    """The run directory, made or opened again, with the options of now."""
+    options = replace(config, **unstarted()).to_dict()
+    run = (
+        RunDir.open(config.out)
+        if config.resume
+        else RunDir.create(
+            config.out,
+            options,
+            loss_data(spec, config.loss),
+            defaults={**TrainConfig().to_dict(), **following(config, spec)},
+            template=read_template(config.chat_template) if config.chat_template else None,
+        )
+    )
+    if options != run.config:
+        run.rewrite(options)
+    return run
+
+
+class Training:
+    """A run in progress. step: how many are done."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: pl.LossSpec,
+        ranks: Ranks,
+        run: RunDir | None,
+        offline: bool,
+    ) -> None:
+        self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
+        self.display = Display(config.steps, quiet=not ranks.is_first)
+        self.display.say(config.headline(spec))
+        self.watch = Watch(ranks, self.display.say, config.heartbeat)
+        say, warn = self.display.say, self.display.warn
+        self.setup = build(config, spec, ranks, say=say, warn=warn, offline=offline)
+        self.task, self.tokenizer, self.model, self.learner = self.setup
+        if run is not None:
+            run.note(attention=self.learner.attention.name)
+        ends = end_ids(self.model, self.tokenizer)
+        self.token_log = TokenLog(config, spec, self.task, self.tokenizer, ends, warn)
+        rollout = make_rollout(config, self.setup, warn)
+        self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
+        # All that changes in a run beside the number of the step, by its name in a checkpoint.
+        self.changing: dict[str, Stateful] = {"learner": self.learner, "collector": self.collector}
+        self.checkpoints = config.out / "checkpoints"
+        # A failing reward must not end an evaluation.
+        self.score = forgiving(self.task, config.reward_timeout, warn)
+        self.hints = Hints(config, self.task.success, warn)
+        self.held_out = list(self.task.held_out[: config.eval_prompts])
+        self.step = 0
+
+    def at(self, where: str) -> None:
+        """Tell the watch what begins now."""
+        self.watch.at(f"step {self.step + 1}, {where}")
+
+    def leave_out(self, split: str, places: frozenset[int]) -> None:
+        """Pass over some prompts of a split."""
+        if split == "train":
+            self.collector.unusable = places
+        else:
+            self.held_out = [example for i, example in enumerate(self.held_out) if i not in places]
+
+    def run(self) -> int:
+        """Every step that is left. What ends it early says what is left of it."""
+        try:
+            with self.watch:
+                return self._run()
+        except (NotFiniteError, RolloutError) as error:
+            text = f"stopped in step {self.step + 1}: {error} {self._last_good()}"
+            raise type(error)(text) from error
+        except RuntimeError as error:
+            if not self.watch.lost_a_rank(error):
+                raise
+            raise PolicyLossError(
+                f"rank {self.ranks.rank} lost another rank while {self.watch.where}: "
+                f"{self.watch.places()}. {self._last_good()} ({error})"
+            ) from error
+        finally:
+            self.collector.close()
+
+    def _run(self) -> int:
+        config = self.config
+        self._start()
+        with self.display, self._interruptible() as interrupted:
+            while self.step < config.steps and not interrupted():
+                self._step()
+                if self._due(config.checkpoint_every, last=True):
+                    self._store()
+            if self.step < config.steps:
+                self._store()
+                command = resume_command(config)
+                self.display.say(f"stopped after step {self.step}; go on with: {command}")
+                return INTERRUPTED
+        look = f"policyloss report {config.out}"
+        self.display.say(f"done; everything is in {config.out}. To look at it: {look}")
+        return 0
+
+    def _start(self) -> None:
+        """Step 0: the policy as it is before it is trained; or as it was, if a run is resumed."""
+        self.watch.at("looking at prompts, reward and disk")
+        preflight(self)
+        self.watch.at("the start")
+        if self.config.resume:
+            distribute(self.learner)
+            self._restore()
+            return
+        teach(self.setup, self.config, self.display.warmup)
+        distribute(self.learner)
+        began = time.perf_counter()
+        self._log(self._evaluation(), {"step_s": time.perf_counter() - began})
+        self._store()
+
+    def _store(self) -> None:
+        """Write a checkpoint, after the lines that lead to it."""
+        self.watch.at(f"step {self.step}, writing a checkpoint")
+        if self.run_dir is not None:
+            self.run_dir.sync()
+        store(self.checkpoints, self.step, self.changing, self.ranks, keep=self.config.keep)
+
+    def _restore(self) -> None:
+        """Continue from the last good checkpoint, and drop what was logged after it."""
+        self.step = restore(self.checkpoints, self.changing, self.ranks, self.learner.layout())
+        if self.run_dir is not None:
+            self.run_dir.truncate(self.step)
+        self.ranks.barrier()
+        self.display.say(f"resumed {self.config.out} after step {self.step}")
+
+    def _step(self) -> None:
+        """Sample, score, learn."""
+        config, began = self.config, time.perf_counter()
+        completions = self.collector.next_step(self.step)
+        sampled = time.perf_counter()
+        learned = self._learn(completions)
+        done = time.perf_counter()
+        self.collector.finish()
+        end = time.perf_counter()
+        timing = {
+            "sample_s": end - done + sampled - began,
+            "learn_s": done - sampled,
+            "step_s": end - began,
+        }
+        if end > began:  # a clock may stand still
+            timing["tokens_per_s"] = completions.statistics["tokens"] / (end - began)
+        self.step += 1
+        known = self.collector.rollout.mismatched  # and said
+        first = self.step == 1 and config.old_logp == "recompute" and not known
+        if first and (problem := mismatch_of(learned.pack)) is not None:
+            self.display.warn(problem)
+        metrics = {**completions.statistics, **self._learned(learned)}
+        if self._due(config.eval_every, last=True):
+            metrics |= self._evaluation()
+        self._log(metrics, timing)
+        self.hints.look(metrics)
+        if self.run_dir is not None and config.rollouts_every:
+            due, size = self._due(config.rollouts_every, first=True), self.run_dir.size("rollouts")
+            samples = completions.samples
+            rows = self.token_log.rollouts(self.step, samples, learned, due=due, size=size)
+            self.run_dir.rollouts(rows)
+
+    def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
+        """Whether what is done every so many steps (0: never) is done after this one. first, last:
+        so it is after the first step, unless it never is, and after the last in any case.
+        """
+        if last and self.step == self.config.steps:
+            return True
+        return bool(every) and (self.step % every == 0 or (first and self.step == 1))
+
+    def _learn(self, completions: Completions) -> Learned:
+        """One step of learning, with the learning rate of now."""
+        self.at("learning")
+        learner, config = self.learner, self.config
+        share, rates = rate(config, self.step), (config.lr, config.critic_lr)
+        for optimizer, lr in zip((learner.optimizer, learner.critic_optimizer), rates, strict=True):
+            for group in [] if optimizer is None else optimizer.param_groups:
+                group["lr"] = lr * share
+        keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
+        index = {key: i for i, key in enumerate(keys)}
+        places = [index[key] for key in completions.keys]
+        pack = (
+            Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
+            if places
+            else Pack.nothing()
+        )
+        if completions.greedy is not None:
+            # A rank without completions has one that nothing is learned from.
+            greedy = completions.greedy if places else torch.zeros(1)
+            pack = replace(pack, sequences={**pack.sequences, "greedy": greedy})
+        return learner.learn(pack, places, len(keys), self.step)
+
+    def _learned(self, learned: Learned) -> dict[str, Any]:
+        """What a step of learning says of itself, by name."""
+        mask = learned.pack.tokens["mask"]
+        chosen = learned.pack.tokens["advantages"][mask].double()
+        n, total, squares = self.ranks.sum(
+            torch.stack([mask.sum().double(), chosen.sum(), (chosen**2).sum()])
+        ).tolist()
+        mean = total / max(n, 1)
+        with_critic = self.learner.critic is not None
+        return {
+            **{f"policy/{name}": x for name, x in learned.metrics.items()},
+            **{f"value/{name}": x for name, x in learned.values.items()},
+            "advantage/mean": mean,
+            "advantage/std": max(squares / max(n, 1) - mean**2, 0.0) ** 0.5,
+            "grad_norm": learned.grad_norm,
+            "updates": float(learned.updates),
+            "skipped": float(learned.skipped),
+            "lr": self.config.lr * rate(self.config, self.step - 1),
+            **({"critic_grad_norm": learned.critic_grad_norm} if with_critic else {}),
+            "ratio_histogram": ratio_histogram(learned, self.ranks),
+        }
+
+    def _evaluation(self) -> dict[str, float]:
+        """Accuracy on held-out prompts, each rank on its share."""
+        self.watch.at(f"step {self.step}, evaluating")
+        examples = self.held_out[self.ranks.rank :: self.ranks.world]
+        self.collector.rollout.ready(self.step)
+        samples = self.collector.answers(examples)
+        results = answered(examples, samples, self.score)
+        self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
+        everything = [result for share in self.ranks.gather(results) for result in share]
+        evaluation = Evaluation.of(everything, self.task.success)
+        self._store_answers(samples, [result.score for result in results])
+        return {
+            "eval/accuracy": evaluation.accuracy,
+            "eval/reward": evaluation.score,
+            "eval/length": evaluation.mean_length,
+            # Equal prompts have equal answers: they are one observation.
+            "eval/prompts": float(len({example.prompt for example in self.held_out})),
+        }
+
+    def _store_answers(self, samples: list[Sample], scores: list[float]) -> None:
+        """The answers to the first held-out prompts, of all ranks."""
+        if not self.config.rollouts_every:
+            return
+        first = {example.id for example in self.held_out[:ANSWERS]}
+        pairs = [(s, score) for s, score in zip(samples, scores, strict=True) if s.example in first]
+        rows = [row for share in self.ranks.gather(pairs) for row in share]
+        if self.run_dir is not None:
+            rows.sort(key=lambda row: row[0].example)
+            first_samples, rewards = [s for s, _ in rows], [score for _, score in rows]
+            size = self.run_dir.size("answers")
+            self.run_dir.answers(self.token_log.answers(self.step, first_samples, rewards, size))
+
+    def _last_good(self) -> str:
+        """The sentence that says where to go on from."""
+        path = last_good(self.checkpoints)
+        kept = f"The last good checkpoint is {path}" if path else "There is no good checkpoint"
+        return f"{kept}; go on with: {resume_command(self.config)}"
+
+    def _log(self, metrics: dict[str, Any], timing: dict[str, float]) -> None:
+        """To the run directory and the display."""
+        if self.run_dir is not None:
+            self.run_dir.log(self.step, metrics, timing)
+        self.display.update(self.step, metrics, timing)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[Any]:
+        """A function that says whether Ctrl-C was pressed; a second one stops at once."""
+        pressed: list[int] = []
+
+        def press(number: int, frame: Any) -> None:
+            if pressed:
+                raise KeyboardInterrupt
+            pressed.append(number)
+            self.display.say(
+                "finishing this step, then writing a checkpoint; Ctrl-C again stops at once"
+            )
+
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+        before = {number: signal.signal(number, press) for number in signals}
+        try:
+            yield lambda: any(self.ranks.gather(bool(pressed)))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,281 @@
+"""Models: a tiny one made on the spot, or any causal language model of Hugging Face; its body and
+head; and a critic made of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from policyloss.errors import InputError
+from policyloss_train.adapter import merged_weights
+from policyloss_train.attention import Attention
+from policyloss_train.tasks.base import Task
+from policyloss_train.tiny import TINY, tiny_model, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# transformers imports torchao where it is installed, which warns of kernels that it cannot load and
+# that nothing here needs, and so does torch of how it is written.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+def load(
+    model: str,
+    task: Task,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+    offline: bool = False,
+    trust_remote_code: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in eval mode and its tokenizer, which has a token to end with and one to pad with.
+
+    model: "tiny" (weights that follow from `seed`, characters of the task as tokens), a local
+    folder, or a name on the hub. Weights are read from safetensors files only, and no code that
+    comes with them is run, unless `trust_remote_code` says so.
+    offline: nothing is downloaded; a name on the hub must be in the cache. warn: told of stored
+    weights that the model lacks.
+    """
+    if model in TINY:
+        tokenizer = tiny_tokenizer(task)
+        loaded = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
+    else:
+        loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
+    _complete(tokenizer, model)
+    loaded.to(device).eval()
+    _check_parts(loaded, model)
+    return loaded, tokenizer
+
+
+def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
+    """(body, weight, bias): logits are the `logit_form` of
+    `body(…).last_hidden_state @ weight.T + bias`.
+
+    weight: `[V, H]`, the embedding itself where the two are tied; bias: `[V]` or None.
+    """
+    head = model.get_output_embeddings()
+    body = model.base_model
+    if head is None or body is model:
+        raise InputError(
+            f"{type(model).__name__} has no head of its own over a body; use a causal language "
+            "model."
+        )
+    return body, head.weight, getattr(head, "bias", None)
+
+
+class LogitForm(NamedTuple):
+    """What a model makes of a product with its head: `cap · tanh(scale · product / cap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def logit_form(model: PreTrainedModel) -> LogitForm:
+    """As the model's config says; `load` compares it with the model's own logits."""
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    return LogitForm(
+        scale / float(getattr(config, "logits_scaling", None) or 1.0),
+        getattr(config, "final_logit_softcapping", None),
+    )
+
+
+class Critic(nn.Module):
+    """A copy of a model's body, and one number per token:
+    `V_t = w · hidden_t + b`, which is 0 before it has learned.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        body, weight, _ = parts(model)
+        self.body = copy.deepcopy(body).requires_grad_(True)
+        self.head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro: Mapping[str, Any]) -> Tensor:
+        """The values `[N]` of the tokens of a micro-batch."""
+        values: Tensor = self.head(self.attention.hidden(self.body, micro)).squeeze(-1)
+        return values
+
+    def start_from(self, model: PreTrainedModel) -> None:
+        """Take over the weights of the model's body, as they are now."""
+        self.body.load_state_dict(merged_weights(parts(model)[0]))
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module as a checkpoint holds them:
+    one that has two names (tied weights) once.
+    """
+    kept = module.state_dict().keys()
+    return {
+        name: x for name, x in (*module.named_parameters(), *module.named_buffers()) if name in kept
+    }
+
+
+@torch.no_grad()
+def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy stored tensors into those of a module, as `weights` names them."""
+    for name, x in targets.items():
+        if name not in tensors or tensors[name].shape != x.shape:
+            stored = (
+                f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
+            )
+            raise InputError(
+                f"the checkpoint has {stored} for {name}, which is {tuple(x.shape)} here; the "
+                "model must be the same."
+            )
+        x.copy_(tensors[name])
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress bar for every file that it reads or writes."""
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+def refuse_missing_folder(model: str) -> None:
+    """Raise for what looks like a folder, and is none; another name may be one on the hub."""
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    # `Path.is_dir` raises where a name is too long.
+    if not model or (looks_local and not os.path.isdir(os.path.expanduser(model))):
+        raise InputError(
+            f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, "
+            "or 'tiny'."
+        )
+
+
+def _stored(
+    model: str,
+    dtype: torch.dtype,
+    offline: bool,
+    trust_remote_code: bool,
+    warn: Callable[[str], None],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in a folder or on the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    refuse_missing_folder(model)
+    path = os.path.expanduser(model)
+    where = path if os.path.isdir(path) else model
+    source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **source)
+        with without_bars():
+            loaded, loading = AutoModelForCausalLM.from_pretrained(
+                where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
+            )
+    # Files of any origin are read by another package: whatever it raises, they cannot be used.
+    except Exception as error:
+        named = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        hint = (
+            " Nothing is downloaded because a run directory names it; name it yourself, by "
+            "--model, to allow that."
+            if offline
+            else ""
+        )
+        raise InputError(
+            f"cannot load the model {model!r}: {named}{error} It must be a folder or hub name with "
+            f"config.json, tokenizer files and weights as safetensors.{hint}"
+        ) from error
+    _check_weights(model, loading, warn)
+    return cast("PreTrainedModel", loaded), cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Refuse a model of which weights are missing: they would be drawn at random and trained
+    as if they were the model's.
+    """
+    missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    other = sorted(str(row[0]) for row in loading["mismatched_keys"])
+    for names, what in (
+        (missing, "are missing"),
+        (other, "have another shape than its config.json says"),
+    ):
+        if names:
+            raise InputError(
+                f"{len(names)} weights of the model {model!r} {what}: {_listed(names)}. Use files "
+                "that are complete."
+            )
+    if extra:
+        warn(
+            f"the files of the model {model!r} hold {len(extra)} weights that it has no place for: "
+            f"{_listed(extra)}."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+
+
+def _complete(tokenizer: Any, model: str) -> None:
+    """See that it can end, and pad; many have no token for the latter, and padding is masked,
+    so any will do.
+    """
+    if tokenizer.eos_token is None:
+        raise InputError(
+            f"the tokenizer of {model!r} has no end token (eos_token), so no completion could end; "
+            "set one."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def checkpoint_gradients(model: PreTrainedModel) -> None:
+    """Have the model keep the inputs of its layers alone, and compute the rest again.
+
+    Transformers does so in layers that are in training mode, so they are; what is in them is not,
+    and dropout that a layer has itself is off, so that numbers stay.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            for name in [name for name in vars(layer) if "dropout" in name]:
+                setattr(layer, name, 0.0)
+
+
+@torch.no_grad()
+def _check_parts(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model that would silently be trained as another one than it samples as;
+    two forwards of four tokens show it.
+    """
+    body, weight, bias = parts(model)
+    ids = torch.tensor([[0, 1, 0, 1]], device=weight.device)
+    expected = model(input_ids=ids, use_cache=False).logits.float()
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    scale, softcap = logit_form(model)
+    logits = nn.functional.linear(hidden, weight, bias).float() * scale
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    gap = (logits - expected).abs().max()
+    # Of the largest number: the same products in the same order.
+    if not gap <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max():
+        raise InputError(
+            f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
+            f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "
+            "says, and do nothing else to them."
+        )

@@ -1,0 +1,102 @@
+"""A causal language model as the loss sees it: from the tokens of a micro-batch to their hidden
+states, and from there, by its head, to log-probabilities or to the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import policyloss as pl
+from policyloss_train.attention import Attention
+from policyloss_train.config import TrainConfig
+from policyloss_train.models import logit_form, parts
+
+Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
+
+
+class Policy(nn.Module):
+    """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it.
+
+    attention: how sequences go through it.
+    """
+
+    def __init__(self, model: Any, attention: Attention) -> None:
+        super().__init__()
+        self.model, self.attention = model, attention
+
+    def forward(self, micro: Any, head: Head) -> Any:
+        """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
+
+        The head is called in here because a sharded weight is whole inside a forward only.
+        """
+        body, weight, bias = parts(self.model)
+        scale, softcap = logit_form(self.model)
+        hidden = self.attention.hidden(body, micro)
+        return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
+
+
+def logprobs(policy: nn.Module, micro: Any, temperature: float) -> Tensor:
+    """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
+
+    def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
+        options: dict[str, Any] = {"entropy": True, "mask": micro["mask"], "softcap": softcap}
+        options["support"] = micro["support"]
+        return pl.linear_logprobs(hidden, weight, micro["targets"], bias, temperature, **options)
+
+    logp: Tensor = policy(micro, head).logp
+    return logp
+
+
+def loss_and_numbers(
+    policy: nn.Module,
+    micro: Any,
+    step: pl.Accumulation,
+    config: TrainConfig,
+    teacher: nn.Module | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a micro-batch of `step`, the log-probabilities of its tokens, and the entropies
+    at them; its metrics are merged into the step's. Without `old_logp`, the policy is the old one.
+    teacher: read if the loss compares distributions.
+    """
+    divergence, targets, mask = step.spec.divergence, micro["targets"], micro["mask"]
+    support = micro["support"]  # the tokens that the sampler kept
+    more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
+
+    def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
+        # The teacher's states are made for each micro-batch anew, so that no more of them are held.
+        reads = teacher is not None and divergence is not None
+        taught = _at(teacher, micro, config.temperature) if reads else None
+        logits_of: dict[str, Any] = {"temperature": config.temperature, "softcap": softcap}
+        if config.head == "fused":
+            options = {**micro.arguments(), **more, **logits_of, "teacher": taught}
+            options |= {"support": support}
+            out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
+            step.add(out.metrics)
+            return out.loss, out.logp, out.entropy.detach()
+        logits = nn.functional.linear(hidden, weight, bias)
+        now = pl.logprobs(logits, targets, entropy=True, mask=mask, support=support, **logits_of)
+        if divergence is not None and taught is not None:
+            measure = divergence.measure._asdict()
+            more["divergence"] = pl.linear_divergence(
+                hidden, weight, taught, **measure, mask=mask, bias=bias, **logits_of
+            )
+        loss = micro.loss(now.logp, entropy=now.entropy, **more)
+        return loss, now.logp.detach(), now.entropy.detach()
+
+    loss, logp, entropy = policy(micro, head)
+    return loss, logp, entropy
+
+
+@torch.no_grad()
+def _at(teacher: Any, micro: Any, temperature: float) -> pl.Teacher:
+    """The teacher's hidden states at a micro-batch, and its head."""
+
+    def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
+        return pl.Teacher(hidden, weight, bias, temperature, softcap)
+
+    result: pl.Teacher = teacher(micro, head)
+    return result

@@ -1,0 +1,157 @@
+"""vLLM in this process: the policy's weights are handed over in memory, and every completion says
+which weights it was sampled with.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from policyloss.errors import InputError
+from policyloss_train.config import TrainConfig
+from policyloss_train.rollout.kept import Report
+from policyloss_train.rollout.protocol import Completion, Prompt, RolloutError, Sampling, Weights
+
+CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, where vLLM would take half of the memory
+
+
+class VLLM:
+    """An engine of one process and one device. longest: tokens of the longest prompt. report: what
+    it must say of the tokens that it kept.
+    """
+
+    concurrent = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        weights: Weights,
+        longest: int,
+        report: Report,
+        warn: Callable[[str], None],
+    ) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights stay in memory
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the learner needs cores too
+        try:
+            import vllm
+        except ImportError as error:
+            raise InputError(
+                f"--rollout vllm needs the package vllm, which cannot be imported ({error}): pip "
+                "install vllm, or use the built-in sampler."
+            ) from error
+        self._vllm: Any = vllm
+        self._report, self._warn = report, warn
+        self._folder = tempfile.TemporaryDirectory(prefix="policyloss-vllm-")
+        self._asleep = False
+        self._sleeps = config.staleness == 0 and torch.cuda.is_available()
+        model = Path(self._folder.name) / "model"
+        weights.save(model)
+        memory: dict[str, Any] = {"kv_cache_memory_bytes": CPU_CACHE}
+        if torch.cuda.is_available():
+            memory = {"gpu_memory_utilization": config.rollout_memory}
+        try:
+            self._llm: Any = vllm.LLM(
+                model=str(model),
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype=config.dtype,
+                max_model_len=longest + config.max_new_tokens,
+                logprobs_mode="processed_logprobs",
+                max_logprobs=report.count,
+                enable_sleep_mode=self._sleeps,
+                enforce_eager=not torch.cuda.is_available(),
+                seed=config.seed,
+                **memory,
+            )
+        except Exception as error:  # of another package: whatever it raises, there is no engine
+            self.close()
+            raise RolloutError(
+                f"vLLM cannot serve the model {config.model!r}: {error} On a CPU it takes heads of "
+                "32, 64, 80, 96, 112 or 128 numbers and more, which --model tiny32 has."
+            ) from error
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """With the log-probabilities that vLLM sampled by, temperature and all."""
+        if not prompts:
+            return []
+        count = self._report.count if sampling.support else 0
+        flat = {"detokenize": False, "flat_logprobs": True}
+        answers = self._llm.generate(
+            [{"prompt_token_ids": prompt.ids} for prompt in prompts],
+            [
+                self._vllm.SamplingParams(**parameters(prompt, sampling, count), **flat)
+                for prompt in prompts
+            ],
+            use_tqdm=False,
+        )
+        return [[self._completion(one, count) for one in answer.outputs] for answer in answers]
+
+    def update_weights(self, weights: Weights, version: int) -> None:
+        """In memory; through a folder if vLLM does not take the names of this model's tensors."""
+        try:
+            self._reload(weights_iterator=weights.tensors())
+        except Exception as error:  # of another package; what it did in part is done again
+            self._warn(f"vLLM did not take the weights in memory, so a folder is used: {error}")
+            folder = Path(self._folder.name) / "weights"
+            weights.save(folder)
+            self._reload(weights_path=str(folder))
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        self._llm.reset_prefix_cache()
+        self._llm.update_weight_version(str(version))
+
+    def sleep(self) -> None:
+        """Give up weights and cache, on a GPU that the learner needs: both come anew."""
+        if self._sleeps:
+            self._llm.sleep(level=2)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take memory for weights; the cache follows when they are there."""
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._folder.cleanup()
+
+    def _reload(self, **source: Any) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs=source)
+
+    def _completion(self, one: Any, count: int) -> Completion:
+        """At each place, vLLM reports the token that was drawn, then the `count` likeliest. A
+        completion by no weights of ours, or by several, has the version −1, which nobody wants.
+        """
+        ids, logp = (
+            torch.tensor(numbers).view(len(one.token_ids), 1 + count)
+            for numbers in (one.logprobs.token_ids, one.logprobs.logprobs)
+        )
+        support = self._report.support(ids[:, 1:], logp[:, 1:]) if count else None
+        versions = [span.version for span in one.weight_versions or ()]
+        version = int(versions[0]) if len(versions) == 1 and versions[0].isdecimal() else -1
+        finished = one.finish_reason == "stop"
+        return Completion(list(one.token_ids), logp[:, 0], finished, version, support)
+
+
+def parameters(prompt: Prompt, sampling: Sampling, count: int) -> dict[str, Any]:
+    """What vLLM is told of a prompt: these tokens end it, and no others. count: log-probabilities
+    of each token beside its own.
+    """
+    return {
+        "n": prompt.number,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": prompt.seed(sampling),
+        "stop_token_ids": list(sampling.end_ids),
+        "ignore_eos": True,
+        "logprobs": count,
+    }

@@ -1,0 +1,196 @@
+"""The rows of a tensor: which of them each rank writes, in which file they are, and how any number
+of ranks reads them back.
+
+A DTensor may be sharded in its first dimension, as FSDP2 does, evenly or not, and replicated over
+other dimensions of the mesh (HSDP). A plain tensor is all rows on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from policyloss.errors import InputError
+from policyloss_lab.runs.files import StorageError
+
+
+class Share(NamedTuple):
+    """One rank's rows of a tensor of `shape`. writes: it is the replica that writes them."""
+
+    shape: list[int]
+    dtype: str
+    sharded: bool
+    first: int
+    rows: int
+    writes: bool
+
+
+class TensorFile(NamedTuple):
+    """An open safetensors file. same: tensors that are another one of it, and the name of that."""
+
+    handle: Any
+    same: Mapping[str, str]
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor of the file."""
+        return list(self.handle.get_slice(self.same.get(name, name)).get_shape())
+
+    def rows(self, name: str, first: int, end: int) -> Tensor:
+        """Some rows of a tensor of the file."""
+        rows: Tensor = self.handle.get_slice(self.same.get(name, name))[first:end]
+        return rows
+
+    def number(self, name: str) -> Tensor:
+        """A tensor without dimensions, which has no rows."""
+        number: Tensor = self.handle.get_tensor(self.same.get(name, name))
+        return number
+
+
+def file_of(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def local_part(x: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def share_of(name: str, x: Tensor, group: Any) -> Share:
+    """The rows of `x` on this rank. Rows are cut like `torch.chunk`: rank i of k has those from
+    i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
+    """
+    first, rows, writes = 0, x.shape[0] if x.dim() else 1, True
+    placements: Any = x.placements if isinstance(x, DTensor) else ()
+    for dim, placement in enumerate(placements):
+        mesh: Any = x.device_mesh  # type: ignore[attr-defined]
+        ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
+        if ranks > 1 and group is None:
+            raise InputError(
+                f"state[{name!r}] is spread over {ranks} ranks (a DTensor); give `group`, the "
+                "ranks that write it."
+            )
+        if isinstance(placement, Replicate):
+            writes = writes and rank == 0
+        elif type(placement) is Shard and placement.dim == 0:
+            size = math.ceil(rows / ranks)
+            begin = min(rank * size, rows)
+            first, rows = first + begin, min(size, rows - begin)
+        else:
+            raise InputError(
+                f"state[{name!r}] is laid out as {placements}; only shards of the first dimension "
+                "can be written."
+            )
+    here = local_part(x).shape[:1]
+    if placements and x.dim() and here != (rows,):
+        raise InputError(
+            f"state[{name!r}]: this rank holds {tuple(here)} rows, but {rows} of {x.shape[0]} are "
+            "its share."
+        )
+    return Share(
+        list(x.shape), str(x.dtype).removeprefix("torch."), bool(placements), first, rows, writes
+    )
+
+
+def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
+    """By tensor: its shape, its dtype, and its pieces, `{"file", "first", "rows"}` each. plans: the
+    shares of each rank.
+    """
+    entries: dict[str, Any] = {}
+    named_by: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        for name, share in plan.items():
+            known = name in entries
+            entry = entries.setdefault(
+                name, {"shape": share.shape, "dtype": share.dtype, "pieces": []}
+            )
+            earlier = named_by.setdefault(name, rank)
+            if (entry["shape"], entry["dtype"]) != (share.shape, share.dtype):
+                raise InputError(
+                    f"state[{name!r}] is {entry['dtype']} {entry['shape']} on rank {earlier} but "
+                    f"{share.dtype} {share.shape} on rank {rank}; give what belongs to one rank a "
+                    "name with that rank in it."
+                )
+            if share.rows and (share.writes if share.sharded else not known):
+                entry["pieces"].append(
+                    {"file": file_of(rank), "first": share.first, "rows": share.rows}
+                )
+    return entries
+
+
+def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
+    """Raise unless the pieces are all rows of the tensor, each once, and the files hold them in
+    these shapes: before memory is asked for by what the index says.
+    """
+    shape, next_row = entry["shape"], 0
+    for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
+        stored = files[piece["file"]].shape(name)
+        wanted = [piece["rows"], *shape[1:]] if shape else []
+        if stored != wanted:
+            raise StorageError(
+                f"{name} has the shape {stored} in {piece['file']}, but the index says {wanted}. "
+                "Use an older checkpoint."
+            )
+        if piece["first"] != next_row:
+            raise StorageError(
+                f"{name}: a piece begins at row {piece['first']}, where row {next_row} is next. "
+                "Use an older checkpoint."
+            )
+        next_row += piece["rows"]
+    rows = shape[0] if shape else 1
+    if next_row != rows:
+        raise StorageError(
+            f"{name}: {next_row} of {rows} rows are in the files of the checkpoint. Use an older "
+            "one."
+        )
+
+
+def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """The tensor of a layout that has this name, or the nearest one above it."""
+    while name and name not in templates:
+        name = name.rpartition("/")[0]
+    return templates.get(name)
+
+
+def read_like(
+    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None
+) -> Tensor:
+    """The rows of this rank, as a DTensor like `like`; else all rows, on the CPU."""
+    shape = entry["shape"]
+    if not isinstance(like, DTensor) or list(like.shape) != shape:
+        return _read(files, name, entry, 0, shape[0] if shape else 1)
+    share = share_of(name, like, like.device_mesh)
+    local = _read(files, name, entry, share.first, share.rows).to(like.to_local().device)
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _read(
+    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], first: int, rows: int
+) -> Tensor:
+    """Rows first to first + rows of a tensor, from the pieces that hold some of them."""
+    shape, end = entry["shape"], first + rows
+    out = torch.empty([rows, *shape[1:]] if shape else [], dtype=getattr(torch, entry["dtype"]))
+    for piece in entry["pieces"]:
+        begin, stop = max(first, piece["first"]), min(end, piece["first"] + piece["rows"])
+        if begin >= stop:
+            continue
+        file = files[piece["file"]]
+        if shape:
+            out[begin - first : stop - first] = file.rows(
+                name, begin - piece["first"], stop - piece["first"]
+            )
+        else:
+            out.copy_(file.number(name))
+    return out

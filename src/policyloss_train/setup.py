@@ -1,0 +1,185 @@
+"""What a run needs before its first step: task, tokenizer, policy, reference, teacher, critic."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import policyloss as pl
+from policyloss.errors import InputError
+from policyloss_train.adapter import add_adapter, base_trained
+from policyloss_train.attention import choose
+from policyloss_train.batches import Pack
+from policyloss_train.chat import with_template
+from policyloss_train.compile import compile_blocks
+from policyloss_train.config import TrainConfig
+from policyloss_train.distributed import Ranks, wrapped
+from policyloss_train.learner import Learner
+from policyloss_train.models import (
+    Critic,
+    checkpoint_gradients,
+    load,
+    load_weights,
+    parts,
+    weights,
+)
+from policyloss_train.optimizers import adamw
+from policyloss_train.policy import Policy
+from policyloss_train.routing import Routing
+from policyloss_train.run.checkpoint import subtree
+from policyloss_train.run.directory import RunDir
+from policyloss_train.run.resume import explained, stored_weights
+from policyloss_train.tasks import Task, make_task
+from policyloss_train.tiny import TINY
+from policyloss_train.warmup import WARMUP_STEPS, warm_up
+
+
+class Setup(NamedTuple):
+    """model: the language model, which samples. learner: has the policy around it, which learns."""
+
+    task: Task
+    tokenizer: Any
+    model: Any
+    learner: Learner
+
+
+def build(
+    config: TrainConfig,
+    spec: pl.LossSpec,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+    offline: bool = False,
+) -> Setup:
+    """Make or load all of it. offline: download nothing, because no user named the model."""
+    task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
+    load_model = partial(
+        load,
+        task=task,
+        dtype=getattr(torch, config.dtype),
+        device=ranks.device,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        warn=warn,
+    )
+    # In eval mode: dropout would make the policy that is trained another one than that sampled.
+    model, tokenizer = load_model(config.model, offline=offline)
+    _check_vocabulary(model, tokenizer)
+    task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
+    attention, sentence = choose(model, config.attention)
+    say(
+        f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; "
+        f"model of {_size(model)} parameters; {sentence}"
+    )
+    if config.gradient_checkpointing:
+        checkpoint_gradients(model)
+    reference = critic = critic_optimizer = None
+    if "ref_logp" in spec.reads and not config.lora_rank:
+        reference = Policy(copy.deepcopy(model), attention).requires_grad_(False)
+    if config.with_critic:
+        critic = Critic(model, attention).to(ranks.device)
+        critic_optimizer = adamw(critic, config.critic_lr, config)
+    if config.lora_rank:
+        add_adapter(model, config)
+    if config.compile:
+        compile_blocks(model.base_model)
+    policy = Policy(model, attention)
+    optimizer = adamw(policy, config.lr, config)
+    learner = Learner(
+        config, spec, ranks, policy, optimizer, reference, critic, critic_optimizer, warn=warn
+    )
+    learner.routing = Routing(model)
+    learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
+    if config.teacher is not None:
+        learner.teacher = _teacher(config, load_model, model, tokenizer)
+    return Setup(task, tokenizer, model, learner)
+
+
+def _teacher(
+    config: TrainConfig, load_model: Callable[..., Any], model: Any, tokenizer: Any
+) -> Policy:
+    """The teacher that `config` names, frozen: a stored model, or the policy of another run;
+    nothing is downloaded. It must read and write the same tokens as the model.
+    """
+    folder = config.teacher
+    assert folder is not None
+    is_run = (folder / "checkpoints").is_dir()
+    stored = RunDir.read_config(folder).get("config", {}) if is_run else {"model": folder}
+    teacher, its_tokenizer = load_model(str(stored.get("model", "tiny")), offline=True)
+    policy = Policy(teacher, choose(teacher, config.attention)[0]).requires_grad_(False)
+    if is_run:
+        path, _, tensors = stored_weights(folder)
+        with explained(path):
+            load_weights(weights(policy), subtree(tensors, "policy"))
+    sizes = [parts(x)[1].shape[0] for x in (teacher, model)]
+    if sizes[0] != sizes[1] or its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError(
+            f"the teacher {folder} has another vocabulary ({sizes[0]} entries) than the model "
+            f"({sizes[1]}); a teacher must have the model's tokenizer."
+        )
+    return policy
+
+
+def teach(
+    setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]
+) -> None:
+    """Supervised steps on the task's own answers, then what starts as a copy of the policy.
+
+    progress: makes, for a number of steps, the function that is told of each.
+    """
+    steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
+    if steps:
+        with base_trained(model):
+            report, seed = progress(steps), config.seed
+            warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=report)
+    learner.start_copies()
+
+
+def warmup_steps(config: TrainConfig) -> int:
+    """How many there are: by default some for the built-in task, and none for a user's data."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return WARMUP_STEPS if config.model in TINY and config.task == "sort" else 0
+
+
+def distribute(learner: Learner) -> None:
+    """Wrap policy and critic for several ranks, once their weights are what they start from."""
+    config, ranks = learner.config, learner.ranks
+    if ranks.world == 1:
+        return
+    learner.policy = wrapped(learner.policy, ranks, config.parallel, _layers(learner.policy.model))
+    learner.optimizer = adamw(learner.policy, config.lr, config)
+    if config.parallel == "fsdp":
+        with torch.no_grad():  # the whole must be run before a part of it, which is what samples
+            learner.logprobs(learner.policy, Pack.nothing().to(ranks.device).micro_batch())
+    if learner.critic is not None:
+        learner.critic = wrapped(learner.critic, ranks, config.parallel, [])
+        learner.critic_optimizer = adamw(learner.critic, config.critic_lr, config)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The blocks of the model's body, which a sharded model gathers one after the other."""
+    body = parts(model)[0]
+    lists = [list(m) for m in body.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def _check_vocabulary(model: Any, tokenizer: Any) -> None:
+    size = parts(model)[1].shape[0]
+    # Ids may have gaps.
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+    if count > size:
+        raise InputError(
+            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "
+            "belong together."
+        )
+
+
+def _size(model: nn.Module) -> str:
+    n = sum(p.numel() for p in model.parameters())
+    return f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n / 1e3:.0f} k"

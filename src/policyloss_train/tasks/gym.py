@@ -1,0 +1,70 @@
+"""The tasks of the package reasoning-gym, by name and scored by their own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from policyloss.errors import InputError, unknown_name
+from policyloss_train.tasks.base import Reward, Row, Task, different, numbered
+from policyloss_train.tasks.rewards import checked
+
+TRAIN, HELD_OUT = 1024, 128
+# Item i of a data set with seed s depends on s + i alone: neighbouring seeds share almost all
+# items, so ours lie far apart.
+SEED_STRIDE = 1_000_000
+
+
+def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
+    """The data set `dataset`; held out are the same prompts whatever the seed."""
+    create = _creator(dataset)
+    source = create(seed=0, size=HELD_OUT)
+    held_out = list(different(_rows(source)))
+    # Enough items that the loss of repeated prompts is made up for,
+    # where the data set has that many different ones.
+    drawn = create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN)
+    train = list(islice(different(_rows(drawn), held_out), TRAIN))
+    if not train:
+        raise InputError(
+            f"{name} has no more than {len(held_out)} different prompts: nothing is left to "
+            "train on."
+        )
+    rule = checked(
+        name,
+        lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]),
+    )
+    return Task(name, numbered(train), numbered(held_out), reward or rule)
+
+
+def _creator(dataset: str) -> Any:
+    """A function of seed and size."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise InputError(
+            f"the task reasoning_gym:{dataset} needs the package reasoning-gym: pip install "
+            "reasoning-gym."
+        ) from error
+    if dataset not in DATASETS:
+        raise InputError(unknown_name("task of reasoning_gym", dataset, DATASETS))
+
+    def create(seed: int, size: int) -> Any:
+        try:
+            return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
+        # "composite", for one, is nothing without settings.
+        except (AssertionError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the task reasoning_gym:{dataset} cannot be made with its default settings: "
+                f"{error}."
+            ) from error
+
+    return create
+
+
+def _rows(source: Any) -> Iterator[Row]:
+    """An item whose scorer needs no answer has the answer ""."""
+    for entry in source:
+        answer = entry["answer"]
+        yield entry["question"], "" if answer is None else str(answer), {"entry": entry}

@@ -1,0 +1,145 @@
+"""Rewards: numbers for completions, 1 for a right answer. None of them can fail unnoticed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any, NoReturn
+
+from policyloss.errors import InputError, PolicyLossError, safe_repr, unknown_name
+from policyloss_train.tasks.base import Example, Reward, Task, normalised
+from policyloss_train.tasks.time_limit import TimeIsUp, within
+from policyloss_train.user_code import load_code
+
+LARGEST = 1e15  # of a reward: the squares of so many as a run has add up in float32
+
+
+class RewardError(PolicyLossError):
+    """A reward function failed on one completion."""
+
+    def __init__(self, reward: str, example: Example, completion: str, what: str) -> None:
+        super().__init__(
+            f"the reward {reward!r} {what}; prompt {example.prompt!r}, completion {completion!r}."
+        )
+
+
+def make_reward(name: str) -> Reward:
+    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`. What it
+    returns must be a number of at most 1e15; anything else, and what it raises, becomes a
+    `RewardError`.
+    """
+    if name in _BUILT_IN:
+        return checked(name, _BUILT_IN[name]())
+    if ":" in name:
+        function = load_code(name, "the reward")
+        if not callable(function):
+            raise InputError(f"the reward {name!r} is {safe_repr(function)}, which is no function.")
+        return checked(name, function)
+    raise InputError(
+        unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own."
+    )
+
+
+def checked(name: str, function: Any) -> Reward:
+    """`function` as a reward called `name`: its errors and its NaNs become `RewardError`s."""
+
+    def reward(example: Example, completion: str) -> float:
+        try:
+            with _exit_raised():
+                value = function(example, completion)
+        # By `sys.exit` a reward would end the run as if it had succeeded.
+        except (Exception, SystemExit) as error:
+            what = f"raised {type(error).__name__}: {safe_repr(error, str)}"
+            raise RewardError(name, example, completion, what) from error
+        number = _number(value)
+        if not abs(number) <= LARGEST:
+            what = f"returned {safe_repr(value)} ({type(value).__name__})"
+            raise RewardError(name, example, completion, f"{what} where a finite number belongs")
+        return number
+
+    return reward
+
+
+@contextmanager
+def _exit_raised() -> Iterator[None]:
+    """Have `os._exit` raise a `SystemExit`: the run would end with any code, and without a word.
+    A process that was forked from this one may end itself.
+    """
+    end, process = os._exit, os.getpid()
+
+    def leave(code: int) -> NoReturn:
+        if os.getpid() != process:
+            end(code)
+        raise SystemExit(f"os._exit({code})")
+
+    os._exit = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = end
+
+
+def scored(task: Task, example: Example, completion: str, seconds: float) -> float:
+    """The task's score of a completion; a `RewardError` where it fails
+    or takes longer than `seconds` (0: it may).
+    """
+    try:
+        return float(within(seconds, task.score, example, completion))
+    except TimeIsUp:
+        raise RewardError(
+            task.name, example, completion, f"took longer than {seconds:g} s (--reward-timeout)"
+        ) from None
+
+
+def forgiving(
+    task: Task, seconds: float, warn: Callable[[str], None], failed: float = 0.0
+) -> Reward:
+    """The task's score; `failed` and a warning where it fails, so that a run goes on."""
+
+    def score(example: Example, completion: str) -> float:
+        try:
+            return scored(task, example, completion, seconds)
+        except RewardError as error:
+            warn(str(error))
+            return failed
+
+    return score
+
+
+def _number(x: object) -> float:
+    """As a float; NaN for what is no number, and for one that no float can hold."""
+    try:
+        return float(x) if isinstance(x, Real) else math.nan
+    except Exception:  # a user's number may do anything here
+        return math.nan
+
+
+def _exact() -> Reward:
+    """1 if the completion is the answer, up to white space; else 0."""
+    return lambda example, completion: float(normalised(completion) == normalised(example.answer))
+
+
+def _math() -> Reward:
+    """1 if a completion ends in an expression (LaTeX, too) of the answer's value; else 0."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise InputError(
+            "the reward 'math' needs the package math-verify: pip install math-verify."
+        ) from error
+
+    def reward(example: Example, completion: str) -> float:
+        # In dollars, the whole answer is read; without them, of 2\sqrt{3} only the 2 is.
+        marked = "$" in example.answer or "\\boxed" in example.answer
+        answer = parse(example.answer if marked else f"${example.answer}$")
+        if not answer:
+            raise InputError(f"the answer {example.answer!r} cannot be read as mathematics")
+        return float(verify(answer, parse(completion)))
+
+    return reward
+
+
+_BUILT_IN = {"exact": _exact, "math": _math}

@@ -1,0 +1,52 @@
+"""The built-in task: put digits in order. A model with 140 thousand weights learns it by
+reinforcement in a minute on a CPU.
+
+What warm-up shows is imperfect on purpose, as the text that a language model first learns from is:
+nine demonstrations of ten leave the last digit where it stood. So the model learns to write digits,
+when to stop, and mostly the wrong thing; by how much it is wrong hardly depends on how long warm-up
+lasts. That the last digit has a place too is what only the reward can teach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from random import Random
+
+from policyloss_train.tasks.base import Example, Reward, Row, Task, different, numbered
+
+DIGITS = "0123456789"
+SHORTEST, LONGEST = 4, 6  # 186 480 different prompts
+TRAIN, HELD_OUT = 4096, 512
+RIGHT_DEMONSTRATIONS = 0.1  # chosen by experiment: greedy accuracy 0.2 to 0.35 after warm-up
+
+
+def sort_task(seed: int, score: Reward) -> Task:
+    """`sort 52731=` → `12357`: four to six different digits. Training prompts follow from `seed`;
+    held out are the same prompts whatever the seed.
+    """
+    train, held_out = _examples(seed)
+    return Task("sort", train, held_out, score, demonstration=_demonstration)
+
+
+@cache
+def _examples(seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """The examples to train on and those held out. A run makes its task twice."""
+    held_out = list(islice(different(_drawn(Random("held out"))), HELD_OUT))
+    train = islice(different(_drawn(Random(f"train {seed}")), held_out), TRAIN)
+    return numbered(train), numbered(held_out)
+
+
+def _demonstration(example: Example, rng: Random) -> str:
+    """The answer in one case of ten; else the digits but the last in order, and then the last."""
+    if rng.random() < RIGHT_DEMONSTRATIONS:
+        return example.answer
+    *others, last = example.meta["digits"]
+    return "".join([*sorted(others), last])
+
+
+def _drawn(rng: Random) -> Iterator[Row]:
+    while True:
+        digits = "".join(rng.sample(DIGITS, rng.randint(SHORTEST, LONGEST)))
+        yield f"sort {digits}=", "".join(sorted(digits)), {"digits": digits}

@@ -1,0 +1,224 @@
+"""Single tokens of a run: the distribution of ratios, and some completions token by token.
+
+Which completions: whole groups of a step, chosen by `choose_groups`, and the groups of the task's
+first prompts whenever they are trained on; and the answers to the first held-out prompts at every
+evaluation. So a reader sees what a step learned from, and how the completions of one prompt change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import policyloss as pl
+from policyloss_lab.completions import BRANCHES, choose_groups, token_branches
+from policyloss_train.batches import Pack
+from policyloss_train.config import TrainConfig
+from policyloss_train.distributed import Ranks
+from policyloss_train.learner import Learned
+from policyloss_train.sampler import Sample
+from policyloss_train.tasks import Example, Task
+
+FOLLOWED = 2  # training prompts whose groups are stored whenever they are trained on
+ANSWERS = 8  # held-out prompts whose answers are stored at every evaluation
+_OF_POLICIES = ("rollout_logp", "ref_logp", "teacher_logp")
+_NAMES = tuple(BRANCHES)
+# Of a ratio, evenly spaced in its logarithm; the first and the last bin take what lies beyond.
+EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
+
+
+def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
+    """How often the ratio to the old policy fell between which edges, over all ranks."""
+    tokens = learned.pack.tokens
+    ratio = (learned.logp - tokens["old_logp"])[tokens["mask"]].double().exp().cpu()
+    place = torch.bucketize(ratio, EDGES[1:-1])
+    counts = torch.bincount(place, minlength=EDGES.shape[0] - 1).double()
+    counts = ranks.sum(counts.to(ranks.device)).cpu()
+    return {"edges": EDGES.tolist(), "counts": counts.tolist()}
+
+
+class TokenLog:
+    """The rows of rollouts.jsonl and answers.jsonl of a run, each up to `--rollouts-mib`.
+
+    ends: the tokens that end a completion. warn: told once if the bound leaves something out.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: pl.LossSpec,
+        task: Task,
+        tokenizer: Any,
+        ends: Iterable[int],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.config, self.spec, self.task = config, spec, task
+        self.tokenizer, self.ends, self.warn = tokenizer, frozenset(ends), warn
+        self.warned = False
+
+    def rollouts(
+        self, step: int, samples: Sequence[Sample], learned: Learned, *, due: bool, size: int
+    ) -> list[dict[str, Any]]:
+        """The groups of a step to store: the best ones to look at if a sample is due, and those of
+        the prompts that are followed. size: bytes that are stored already.
+        """
+        chosen = stored_groups(samples, self.config.rollouts_rows if due else 0)
+        places = [place for group in chosen for place in group]
+        if not places:
+            return []
+        pack = learned.pack.with_tokens(logp=learned.logp, entropy=learned.entropy)
+        pack = pack.with_tokens(
+            clipped=clipped(pack, self.spec),
+            branch=token_branches(self.spec, **_arguments(pack), **_others(pack)),
+        )
+        parts = _parts(pack.select(places).to(torch.device("cpu")))
+        of_step = {"groups": len({s.group for s in samples})}
+        rows = [
+            {**self._row(step, samples[i], self.task.train), **of_step, **_numbers(part)}
+            for i, part in zip(places, parts, strict=True)
+        ]
+        sizes = [len(group) for group in chosen]
+        return self._fitting("rollouts", step, _cut(rows, sizes), self.config.rollouts_every, size)
+
+    def answers(
+        self, step: int, samples: Sequence[Sample], rewards: Sequence[float], size: int
+    ) -> list[dict[str, Any]]:
+        """The answers to held-out prompts, which are `samples`, of one evaluation."""
+        rows = [
+            {
+                **self._row(step, s, self.task.held_out),
+                "group": s.example,
+                "reward": reward,
+                "rollout_logp": _short(s.rollout_logp),
+            }
+            for s, reward in zip(samples, rewards, strict=True)
+        ]
+        groups = [[row] for row in rows]
+        return self._fitting("answers", step, groups, self.config.eval_every, size)
+
+    def _row(self, step: int, s: Sample, examples: Sequence[Example]) -> dict[str, Any]:
+        """What is known of a completion before anything is learned from it."""
+        example, ids = examples[s.example], s.completion_ids.tolist()
+        words = {token: self.tokenizer.decode([token]) for token in set(ids)}
+        ended = "end" if ids[-1] in self.ends else "stop"
+        return {
+            "step": step,
+            "example": s.example,
+            "group": s.group,
+            "weights": s.version,
+            "prompt": example.prompt,
+            "completion": s.text,
+            "answer": example.answer,
+            "reward": s.reward,
+            "finished": s.finished,
+            "finish_reason": ended if s.finished else "length",
+            "ids": ids,
+            "tokens": [words[token] for token in ids],
+        }
+
+    def _fitting(
+        self, name: str, step: int, groups: list[list[dict[str, Any]]], every: int, size: int
+    ) -> list[dict[str, Any]]:
+        """The rows of the groups, the most telling one first, that fit into this step's share of
+        what is left for a file; of the first group also if it fits into all that is left.
+        """
+        left = self.config.rollouts_mib * 2**20 - size
+        steps = self.config.steps // every - (step - 1) // every if every else 1
+        share = left / max(steps, 1)
+        stored: list[dict[str, Any]] = []
+        skipped, used = 0, 0
+        for group in groups:
+            more = sum(len(json.dumps(row)) + 1 for row in group)
+            if used + more <= (share if stored else left):
+                stored, used = stored + group, used + more
+            else:
+                skipped += 1
+        if skipped and not self.warned:
+            self.warned = True
+            self.warn(
+                f"{name}.jsonl leaves out {skipped} of {len(groups)} groups of step {step}, so "
+                f"that it stays below --rollouts-mib {self.config.rollouts_mib:g}; other steps may "
+                "store fewer groups, too."
+            )
+        return sorted(stored, key=lambda row: row["group"])
+
+
+def stored_groups(samples: Sequence[Sample], rows: int) -> list[list[int]]:
+    """The places of the samples of each group to store, the most telling group first: whole groups
+    of about `rows` samples, at least one unless `rows` is 0, and those of the followed prompts.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, s in enumerate(samples):
+        groups.setdefault(s.group, []).append(place)
+    every = list(groups.values())
+    if not every:
+        return []
+    count = max(rows * len(every) // len(samples), 1) if rows else 0
+    chosen = choose_groups([[samples[i].reward for i in group] for group in every], count)
+    followed = [i for i, group in enumerate(every) if samples[group[0]].example < FOLLOWED]
+    return [every[i] for i in dict.fromkeys([*followed, *chosen])]
+
+
+def _cut(rows: list[dict[str, Any]], sizes: Sequence[int]) -> list[list[dict[str, Any]]]:
+    """The rows as groups of these sizes."""
+    rest = iter(rows)
+    return [[next(rest) for _ in range(size)] for size in sizes]
+
+
+def _numbers(part: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a step of learning says of the tokens of one completion."""
+    logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
+    of_others = [name for name in _OF_POLICIES if name in part]
+    return {
+        "advantage": advantage.mean().item(),
+        "logp": _short(logp),
+        "old_logp": _short(old),
+        **{name: _short(part[name]) for name in of_others},
+        "entropy": _short(part["entropy"]),
+        "ratio": _short((logp - old).exp()),
+        "token_advantage": _short(advantage),
+        "mask": part["mask"].tolist(),
+        "clipped": part["clipped"].tolist(),
+        "branch": [_NAMES[code] for code in part["branch"].tolist()],
+    }
+
+
+def _short(x: Tensor) -> list[float]:
+    """The numbers with the nine digits that tell two of float32 apart, half as long as Python's."""
+    return [float(f"{value:.9g}") for value in x.tolist()]
+
+
+def _arguments(pack: Pack) -> dict[str, Tensor]:
+    return {name: pack.tokens[name] for name in ("logp", "old_logp", "advantages", "mask")}
+
+
+def _others(pack: Pack) -> dict[str, Tensor]:
+    """The optional arguments of a loss that the pack holds."""
+    tokens = {name: pack.tokens[name] for name in _OF_POLICIES if name in pack.tokens}
+    return {**tokens, "cu_seqlens": pack.cu_seqlens, "group_ids": pack.sequences["group_ids"]}
+
+
+def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
+    """Where the trust region or a correction leaves a token with an advantage no gradient, `[N]`
+    bool: the derivative of the loss without its KL and entropy terms by logp is exactly 0 there.
+    """
+    t, logp = pack.tokens, pack.tokens["logp"].clone().requires_grad_()
+    tensors: dict[str, Any] = {**_arguments(pack), **_others(pack), "logp": logp}
+    with torch.enable_grad():
+        bare = spec.replace(kl=None, entropy_coef=0.0)
+        out = pl.policy_loss(bare, **tensors, totals="local")
+        (slope,) = torch.autograd.grad(out.loss, logp)
+    return t["mask"] & (slope == 0) & (t["advantages"] != 0)
+
+
+def _parts(pack: Pack) -> list[dict[str, Tensor]]:
+    """The completion tokens of each sequence, also of one that is not trained on."""
+    parts = {name: torch.split(x, pack.lengths) for name, x in pack.tokens.items()}
+    return [
+        {name: x[i][parts["completion"][i]] for name, x in parts.items()}
+        for i in range(len(pack.lengths))
+    ]

@@ -1,0 +1,286 @@
+"""Faults made by a real engine, and by real code around it, on a recorded part of the matrix.
+
+The rollouts are those of vLLM; `python -m benchmarks.doctor --record` wrote them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.doctor import FROM_PAIRS
+from benchmarks.doctor_cases import FAULTS, SMALL, Batch, Rollout, Source, batch_of, score
+from torch import nn
+from walk import walked
+
+import policyloss as pl
+import policyloss_lab as lab
+from policyloss_lab.diagnosis import diagnose as diagnosing
+from policyloss_lab.diagnosis.forward import altered
+from policyloss_lab.diagnosis.sampling import Temperature
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "doctor"
+# The others need peft, or a mixture of experts.
+NAMES = [name for name in FAULTS if name not in ("router", "adapter_missing", "adapter_merged")]
+
+
+@cache
+def source() -> Source:
+    return Source(RECORDED / "rollouts", RECORDED / "models")
+
+
+@cache
+def batch(name: str, seed: int = 0) -> Batch:
+    return FAULTS[name](source(), seed, SMALL)
+
+
+@cache
+def verdict(name: str, seed: int = 0) -> lab.Diagnosis:
+    made = batch(name, seed)
+    return lab.doctor(**made.arguments, model=made.model, prompts=made.prompts)
+
+
+@walked("name", NAMES)
+def test_the_cause_is_named(name: str) -> None:
+    found = verdict(name)
+    assert sorted(found.causes) == sorted(batch(name).causes), str(found)
+
+
+def right(labels: Sequence[str]) -> float:
+    """The share of faults whose verdict is that of the label beside it."""
+    hits = [
+        sorted(verdict(name).causes) == sorted(batch(label).causes)
+        for name, label in zip(NAMES, labels, strict=True)
+    ]
+    return sum(hits) / len(hits)
+
+
+def test_shuffled_labels_make_the_matrix_wrong() -> None:
+    assert right(NAMES) >= 0.95
+    assert right(NAMES[5:] + NAMES[:5]) <= 0.1
+
+
+def test_a_blinded_hypothesis_makes_its_row_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Temperature, "fit", lambda self, case: iter(()))
+    monkeypatch.setattr(diagnosing, "JOINT", ())
+    made = batch("temperature")
+    blind = lab.doctor(**made.arguments, model=made.model, prompts=made.prompts)
+    assert "temperature" not in blind.causes
+
+
+@walked("name", sorted(FROM_PAIRS))
+def test_pairs_alone_name_what_they_can(name: str) -> None:
+    assert lab.doctor(**batch(name).arguments).causes == (FROM_PAIRS[name],)
+
+
+def test_the_numbers_of_a_fault_are_found() -> None:
+    """Seed 0: temperature 0.6, top-p 0.7, top-k 3, min-p 0.05, a soft cap of 5."""
+    for name, value in (
+        ("temperature", 0.6),
+        ("top_p", 0.7),
+        ("top_k", 3),
+        ("min_p", 0.05),
+        ("softcap", 5.0),
+    ):
+        assert verdict(name).details[name] == pytest.approx(value, rel=0.06), name
+    assert verdict("temperature_raw").details["side"] == "old_logp"
+    assert verdict("temperature").details["side"] == "rollout_logp"
+
+
+def test_what_is_healthy_says_how_quiet_it_is() -> None:
+    float32, bf16 = verdict("healthy_f32"), verdict("healthy_bf16")
+    assert float32.details["scale"] < 1e-5 < bf16.details["scale"] < bf16.floor
+    assert float32.healthy
+    assert float32.correction is None
+
+
+def test_both_sides_in_bf16_are_healthy() -> None:
+    """Of two sides that run in bf16 a simulated one explains half, and neither is the odd one."""
+    assert verdict("healthy_bf16").causes == ("healthy",)
+    assert verdict("healthy_autocast", 1).causes == ("healthy",)
+
+
+def test_the_correction_fits_a_loss() -> None:
+    correction = verdict("stale_weights").correction
+    assert correction is not None
+    spec = pl.preset("dapo").replace(correction=correction)
+    assert spec.correction == correction
+
+
+def test_nothing_is_explained_where_noise_has_no_shape() -> None:
+    found = verdict("noise")
+    assert found.cause == "not_explained"
+    assert any("best partial fit" in sentence for sentence in found.evidence)
+
+
+def test_weights_are_as_before() -> None:
+    model = source().model()
+    before = {name: w.clone() for name, w in model.named_parameters()}
+    verdict("weights_fp8", 1)
+    assert all(torch.equal(w, before[name]) for name, w in model.named_parameters())
+    assert not model.training
+
+
+class Adapted(nn.Module):
+    """A model with a low-rank change of its matrices that can be left out, as peft's can."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner, self.config = model, model.config
+        draw = torch.Generator().manual_seed(0)
+        self.change = {
+            name: 0.01 * torch.randn(w.shape, generator=draw)
+            for name, w in model.named_parameters()
+            if "proj" in name
+        }
+        self.on = True
+
+    def changed(self) -> Any:
+        return altered(
+            self.inner, lambda n, w: w + self.change[n] if self.on and n in self.change else None
+        )
+
+    def forward(self, **arguments: Any) -> Any:
+        with self.changed():
+            return self.inner(**arguments)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        self.on = False
+        yield
+        self.on = True
+
+    def merge_and_unload(self) -> Any:
+        for name, w in self.inner.named_parameters():
+            w.data += self.change.get(name, 0.0)
+        return self.inner
+
+
+@pytest.mark.parametrize("cause", ["adapter_missing", "adapter_merged"])
+def test_an_adapter_is_missed(cause: str) -> None:
+    base = copy.deepcopy(source().model()).bfloat16().float()
+    adapted = Adapted(base).eval()
+    plain = source().rollout("plain", 0, SMALL)
+    if cause == "adapter_missing":
+        with adapted.disable_adapter():
+            engine = score(plain, adapted)
+    else:
+        engine = score(plain, copy.deepcopy(adapted).merge_and_unload().bfloat16().float())
+    roll = Rollout(plain.ids, plain.mask, engine, plain.prompts)
+    made = batch_of(roll, adapted, (cause,))
+    found = lab.doctor(**made.arguments, model=adapted, prompts=made.prompts)
+    assert found.causes == (cause,), str(found)
+
+
+def test_another_template_that_is_passed_is_simulated() -> None:
+    made = batch("template")
+    others = [[p[0], 17, 90, *p[1:]] for p in made.prompts]
+    found = lab.doctor(
+        **made.arguments, model=made.model, prompts=made.prompts, other_prompts=others
+    )
+    assert found.cause == "template"
+    assert found.details["scale_left"] < 1e-4
+
+
+def test_packed_tokens_and_ids_with_their_prompt_give_the_same_verdict() -> None:
+    made = batch("temperature")
+    a = made.arguments
+    lengths = a["mask"].sum(1)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    packed = lab.doctor(
+        rollout_logp=a["rollout_logp"][a["mask"]],
+        old_logp=a["old_logp"][a["mask"]],
+        cu_seqlens=bounds,
+    )
+    padded = lab.doctor(**a)
+    assert packed.details["temperature"] == padded.details["temperature"]
+    width = max(map(len, made.prompts))
+    left = torch.zeros(len(made.prompts), width, dtype=torch.long)
+    for i, p in enumerate(made.prompts):
+        left[i, width - len(p) :] = torch.tensor(p)
+    none = torch.zeros(left.shape)
+    positions = torch.arange(width + a["ids"].shape[1]).expand(len(left), -1)
+    positions = positions - (width - torch.tensor([len(p) for p in made.prompts]))[:, None]
+    whole = lab.doctor(
+        ids=torch.cat([left, a["ids"]], 1),
+        mask=torch.cat([none.bool(), a["mask"]], 1),
+        rollout_logp=torch.cat([none, a["rollout_logp"]], 1),
+        old_logp=torch.cat([none, a["old_logp"]], 1),
+        positions=positions,
+        model=made.model,
+    )
+    assert whole.details["temperature"] == pytest.approx(
+        verdict("temperature").details["temperature"], rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("wrong", [["a"], [128], [-1], 7, None])
+def test_prompts_that_are_no_token_ids_are_refused(wrong: Any) -> None:
+    made = batch("temperature")
+    prompts = [*made.prompts[:3], wrong, *made.prompts[4:]]
+    with pytest.raises(pl.InputError, match="prompts, row 3, is no list of token ids from 0 to"):
+        lab.doctor(**made.arguments, model=made.model, prompts=prompts)
+
+
+def test_an_engine_has_no_dropout() -> None:
+    """old_logp is that of the model here, so that dropout in the trainer cannot be the cause, even
+    though the engine's noise is that of dropout.
+    """
+    made = batch("dropout")
+    a = made.arguments
+    swapped = {**a, "rollout_logp": a["old_logp"], "old_logp": a["rollout_logp"]}
+    found = lab.doctor(**swapped, model=made.model, prompts=made.prompts)
+    assert "dropout" not in found.causes
+
+
+def test_numbers_that_are_missing_at_the_end_of_rows_are_told_from_float32_noise() -> None:
+    """The end token is missing, and the token before it has ten times the noise of the others."""
+    made = batch("end_token")
+    a = {name: x.clone() for name, x in made.arguments.items()}
+    last = a["mask"].sum(1) - 1
+    a["rollout_logp"][torch.arange(SMALL), last - 1] += 1e-5
+    assert lab.doctor(**a).causes == ("end_token",)
+
+
+def test_stale_weights_are_counted_in_steps_of_the_trainer() -> None:
+    made = batch("stale_weights", 1)
+    a = made.arguments
+    step = 0.25 * (a["rollout_logp"] - a["old_logp"])
+    found = lab.doctor(**a, logp=a["old_logp"] - step)
+    assert found.cause == "stale_weights"
+    assert found.details["steps"] == pytest.approx(4, rel=1e-3)
+
+
+def test_ids_that_differ_are_certain() -> None:
+    a = batch("healthy_f32").arguments
+    other = a["ids"].clone()
+    other[2, 3:6] += 1
+    found = lab.doctor(**a, rollout_ids=other)
+    assert found.cause == "reencoded"
+    assert "3 of" in found.evidence[0]
+    assert lab.doctor(**a, rollout_ids=a["ids"]).healthy
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_the_transcripts_of_the_page_are_real(name: str) -> None:
+    page = (RECORDED.parents[2] / "docs" / "doctor.md").read_text()
+    title, _, evidence, remedy = str(verdict(name)).splitlines()[:4]
+    assert all(line in page for line in (title, evidence, remedy))
+
+
+def test_a_diagnosis_reads_as_text_json_and_html() -> None:
+    found = verdict("temperature")
+    assert str(found).startswith("a temperature on one side only (confidence")
+    assert "until then: correction=Truncate(high=2.0" in str(found)
+    data = found.to_dict()
+    assert data["cause"] == "temperature"
+    assert data["alternatives"][0]["unexplained"] > 0.05
+    assert "  all  numbers one token off" not in str(found)
+    assert "<td>all</td><td>numbers one token off</td>" in found._repr_html_()
+    assert "<table>" in found._repr_html_()

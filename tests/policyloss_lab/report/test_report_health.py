@@ -1,0 +1,41 @@
+"""The health panel: what it says of sick, healthy and short runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from policyloss_lab.report import cards
+from policyloss_lab.report.collect import collect
+
+
+def run_in(folder: Path, steps: int, spike: float = 1.0) -> dict[str, Any]:
+    folder.mkdir()
+    lines = [
+        {"step": s, "reward/mean": 0.1 + 0.02 * s, "grad_norm": spike if s == 15 else 1 + s % 2}
+        for s in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stored = {"step": 15, "tokens": ["ab", "<i>"], "ratio": [1.0, 3.0], "advantage": 50.0}
+    (folder / "rollouts.jsonl").write_text(json.dumps(stored))
+    (run,) = collect([folder])["runs"]
+    return dict(run)
+
+
+def test_a_symptom_has_its_step_its_tokens_and_its_remedy(tmp_path: Path) -> None:
+    page = cards.health([run_in(tmp_path / "sick", 30, spike=90.0)])
+    assert "<summary>Health: 1 symptom</summary>" in page
+    assert "<b>gradient_spike</b> from step 15: the gradient norm is 90 at step 15" in page
+    # |advantage|·ratio: 50·3 and 50·1; the text of a token is escaped.
+    assert "&#x27;&lt;i&gt;&#x27; (150), &#x27;ab&#x27; (50)" in page
+    assert "<br>Remedy: Look at the rewards" in page
+
+
+def test_a_healthy_run_is_called_so_and_a_short_one_is_not(tmp_path: Path) -> None:
+    healthy, short = run_in(tmp_path / "well", 30), run_in(tmp_path / "short", 5)
+    page = cards.health([healthy, short])
+    assert "<summary>Health: no symptom</summary>" in page
+    assert "<bdi>well</bdi>: no symptom in 30 steps" in page
+    assert "short" not in page
+    assert cards.health([short]) == ""
