@@ -12,16 +12,20 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = "core"  # what is needed without any extra
+CORE = "core"  # without any extra
+OURS = ("policyloss", "policyloss-lab", "policyloss-train")
 
 
 def closure(extra: str) -> dict[str, Distribution]:
-    """Every package that `policyloss[extra]` needs on this platform, by its normalised name;
-    `CORE` is no extra.
+    """Every package that an extra needs on this platform, by its normalised name.
+
+    extra: one of `extras()`: `CORE`, an extra of policyloss, or `policyloss-train[lora]`.
     """
     found: dict[str, Distribution] = {}
     done: set[tuple[str, str]] = set()
-    left = [("policyloss", "" if extra == CORE else extra)]
+    whole = {CORE: "policyloss"}.get(extra, extra if "[" in extra else f"policyloss[{extra}]")
+    first = Requirement(whole)
+    left = [(first.name, inner) for inner in first.extras or {""}]
     while left:
         name, wanted = left.pop()
         if (name, wanted) in done:
@@ -34,7 +38,7 @@ def closure(extra: str) -> dict[str, Distribution]:
                 f"{name} is not installed, and {extra} needs it; make the environment first (`make "
                 "test` does)."
             ) from None
-        if name != "policyloss":
+        if name not in OURS:
             found[name] = package
         for line in package.requires or []:
             requirement = Requirement(line)
@@ -45,10 +49,15 @@ def closure(extra: str) -> dict[str, Distribution]:
 
 
 def extras() -> list[str]:
-    """`CORE` and the extras of pyproject.toml, in its order."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    table = text.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0]
-    return [CORE, *re.findall(r"^(\w+) = \[", table, re.MULTILINE)]
+    """`CORE` and the extras of every pyproject.toml, in its order."""
+    lists = {}
+    for name in OURS:
+        folder = ROOT if name == "policyloss" else ROOT / "packages" / name.replace("-", "_")
+        text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+        table = text.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0]
+        lists[name] = re.findall(r"^(\w+) = \[", table, re.MULTILINE)
+    own = lists.pop("policyloss")
+    return [CORE, *own, *(f"{name}[{extra}]" for name in lists for extra in lists[name])]
 
 
 def pins() -> dict[str, str]:

@@ -35,7 +35,7 @@ _HEADER = """\
 # first, and check its digest against that of the build you want:
 #   pip install -c constraints.txt torch
 #   pip install --no-deps --require-hashes -r requirements.lock
-#   pip install --no-deps .
+#   pip install --no-deps . packages/policyloss_lab packages/policyloss_train
 """
 
 

@@ -166,10 +166,7 @@ def drawing(boxes: Mapping[str, Box]) -> str:
     rows, arrows = _rows(boxes), direct_imports(boxes)
     places = _places(rows, arrows)
     height = TOP + len(rows) * ROW + BOTTOM
-    label = (
-        "The modules of policyloss in layers; each imports only what stands in its own layer or "
-        "below"
-    )
+    label = "Three packages in layers; a module imports only modules of its own layer or below"
     return "\n".join(
         [
             (
@@ -188,6 +185,7 @@ def drawing(boxes: Mapping[str, Box]) -> str:
                 for i, layer in enumerate(reversed(layers(boxes)))
                 for line in _band(i, layer.title)
             ),
+            *_buildings([layer.package for layer in reversed(layers(boxes))]),
             *(
                 _arrow([places[item] for item in _route(a, b, rows)], _boxes_of(places))
                 for a, b in arrows
@@ -203,6 +201,20 @@ def _band(i: int, title: str) -> list[str]:
     ground = f'<rect x="8" y="{y}" width="{WIDTH - 16}" height="{ROW}" fill="{BAND}"/>'
     text = f'<text x="20" y="{y + ROW / 2 + 4:.0f}" fill="{SOFT}">{escape(title)}</text>'
     return [text] if i % 2 else [ground, text]
+
+
+def _buildings(packages: list[str]) -> list[str]:
+    """A frame around the layers of each package, with its name. packages: from the top layer."""
+    lines = []
+    for package in dict.fromkeys(packages):
+        y = TOP + packages.index(package) * ROW
+        height = packages.count(package) * ROW
+        lines += [
+            f'<rect x="8" y="{y + 2}" width="{WIDTH - 16}" height="{height - 4}" rx="8" '
+            f'fill="none" stroke="{BORDER}" stroke-width="1.5"/>',
+            f'<text x="20" y="{y + 22}" font-weight="700" fill="{INK}">{package}</text>',
+        ]
+    return lines
 
 
 def _arrow(route: list[Place], all_boxes: Mapping[str, Place]) -> str:

@@ -1,4 +1,4 @@
-"""What `policyloss` is made of, read from its files: a box for each top-level module or package,
+"""The three packages of src/, read from their files: a box for each top-level module or folder,
 and the layers they form.
 """
 
@@ -8,22 +8,25 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import policyloss as pl
+import policyloss_lab as lab
 
-PACKAGE = Path(pl.__file__).resolve().parent
-# Modules that only start the program say nothing about how it is built.
-LEFT_OUT = {"__init__", "__main__", "public"}  # they hold names alone
-MODULE_NAME = re.compile(r"policyloss(\.\w+)+")
+SOURCE = Path(pl.__file__).resolve().parents[1]
+CORE, LAB, TRAIN = PACKAGES = ("policyloss", "policyloss_lab", "policyloss_train")
+TRAINER = "trainer"  # one box: the folders of policyloss_train and its modules import each other
+# These modules hold names alone.
+LEFT_OUT = {CORE: {"__init__", "__main__", "public"}, LAB: {"__init__", "public", "commands"}}
+MODULE_NAME = re.compile(r"policyloss(_lab|_train)?(\.\w+)+")
 
 
 @dataclass(frozen=True)
 class Box:
-    """A top-level module or package. path: relative to `policyloss`. about: the first sentence of
-    its docstring. imports: the other boxes that it imports.
+    """A top-level module or folder of a package. path: relative to src. about: the first sentence
+    of its docstring. imports: the other boxes that it imports.
     """
 
     name: str
@@ -42,12 +45,13 @@ class Box:
 
 @dataclass(frozen=True)
 class Layer:
-    """Boxes of one height, from left to right. A box may import what stands in lower layers or in
-    its own, without a cycle.
+    """Boxes of one height, from left to right. A box may import boxes of lower layers or of its
+    own, without a cycle.
     """
 
     title: str
     names: tuple[str, ...]
+    package: str = CORE
 
 
 # From the ground up. The drawing keeps this order from left to right, so neighbours should import
@@ -56,32 +60,36 @@ LAYERS = (
     Layer(
         "Foundations",
         (
-            *("errors", "arguments", "functional", "records", "notebook", "output", "logs"),
+            *("errors", "arguments", "functional", "records", "notebook", "output", "lazy"),
             "commands",
         ),
     ),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
-    Layer("What a loss is", ("parts", "spec", "presets")),
-    Layer("The loss", ("policy_metrics", "loss", "micro_batches", "value", "completions")),
-    Layer("Around the loss", ("accumulate", "head", "compiled", "check", "explain", "doctor")),
-    Layer("The edge", ("compat", "train", "report", "explore", "whatif", "choose")),
-    Layer("The command", ("cli",)),
+    Layer("What a loss is", ("parts", "spec", "catalogue")),
+    Layer("The loss", ("policy_metrics", "loss", "micro_batches", "value")),
+    Layer("Around the loss", ("accumulation", "head", "compiled", "check", "explanations")),
+    Layer("The edge", ("compat", "choose", "cli")),
+    Layer("The files of a run", ("completions", "runs", "logs"), LAB),
+    Layer("Reading a run", ("explore", "whatif", "report", "diagnosis", "trl"), LAB),
+    Layer("Making a run", (TRAINER,), TRAIN),
 )
 
 
 @cache
-def boxes(package: Path = PACKAGE) -> dict[str, Box]:
+def boxes(source: Path = SOURCE) -> dict[str, Box]:
     """Every box by its name."""
-    files = {path.stem for path in package.glob("*.py")} | {
-        path.parent.name for path in package.glob("*/__init__.py")
-    }
-    names = frozenset(files - LEFT_OUT)
-    return {name: _box(package, name, names) for name in sorted(names)}
+    files: dict[str, list[Path]] = {}
+    for package, left_out in LEFT_OUT.items():
+        for path in (source / package).glob("*/__init__.py"):
+            files[path.parent.name] = sorted(path.parent.rglob("*.py"))
+        modules = (source / package).glob("*.py")
+        files |= {path.stem: [path] for path in modules if path.stem not in left_out}
+    files[TRAINER] = sorted((source / TRAIN).rglob("*.py"))
+    names = frozenset(files)
+    return {name: _box(source, name, files[name], names) for name in sorted(names)}
 
 
-def _box(package: Path, name: str, names: frozenset[str]) -> Box:
-    folder = package / name
-    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [package / f"{name}.py"]
+def _box(source: Path, name: str, files: list[Path], names: frozenset[str]) -> Box:
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     trees = [ast.parse(text) for text in texts.values()]
     imported = {
@@ -90,25 +98,26 @@ def _box(package: Path, name: str, names: frozenset[str]) -> Box:
         for module in _imported_modules(tree)
         if (box := _box_of(module, names))
     }
-    main = folder / "__init__.py" if folder.is_dir() else files[0]
-    about = first_sentence(ast.get_docstring(trees[files.index(main)]))
+    # The first file of a folder is its __init__.py.
+    about = first_sentence(ast.get_docstring(trees[0]))
     lines = sum(len(text.splitlines()) for text in texts.values())
-    path = f"{name}/" if folder.is_dir() else f"{name}.py"
+    first = files[0].relative_to(source)
+    path = f"{first.parent.as_posix()}/" if first.name == "__init__.py" else first.as_posix()
     return Box(name, path, about, len(files), lines, frozenset(imported - {name}))
 
 
 def _imported_modules(tree: ast.AST) -> Iterator[str]:
-    """The modules of the package that a file imports, at load or later, but not for types alone.
+    """The modules of the packages that a file imports, at load or later, but not for types alone.
 
     A string that is the name of a module counts, because that is how a command is loaded when it is
-    first called. `pl.name` counts as the module that the public name comes from.
+    first called. `pl.name` and `lab.name` count as the module that the public name comes from.
     """
     for node in _runtime_nodes(tree):
         if isinstance(node, ast.ImportFrom):
             module = node.module or ""
             yield from (
                 [f"{module}.{alias.name}" for alias in node.names]
-                if module == "policyloss"
+                if module in PACKAGES
                 else [module]
             )
         elif isinstance(node, ast.Import):
@@ -116,9 +125,9 @@ def _imported_modules(tree: ast.AST) -> Iterator[str]:
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
-            and node.value.id == "pl"
+            and node.value.id in ("pl", "lab")
         ):
-            yield f"policyloss.{node.attr}"
+            yield f"{CORE if node.value.id == 'pl' else LAB}.{node.attr}"
         elif (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
@@ -140,14 +149,16 @@ def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _box_of(module: str, names: frozenset[str]) -> str | None:
-    """The box that holds `policyloss.name…`, where the name is a module or a public name of the
+    """The box that holds `policyloss.name…`, where the name is a module or a public name of its
     package.
     """
-    first, _, rest = module.partition(".")
+    package, _, rest = module.partition(".")
     name = rest.split(".")[0]
-    if first != "policyloss":
+    if package not in PACKAGES:
         return None
-    public = getattr(pl, name, None)
+    if package == TRAIN:
+        return TRAINER
+    public = getattr(pl if package == CORE else lab, name, None)
     if name in names and (public is None or inspect.ismodule(public) or "." in rest):
         return name
     home = (getattr(public, "__module__", None) or "").split(".")[1:2]
@@ -176,8 +187,7 @@ def layers(by_name: Mapping[str, Box]) -> list[Layer]:
     height = {name: i for i, layer in enumerate(LAYERS) for name in layer.names}
     if gone := sorted(set(height) - set(by_name)):
         raise LookupError(
-            f"there is no policyloss.{gone[0]}: take it out of LAYERS in "
-            "docs/architecture_imports.py"
+            f"no package has {gone[0]}: take it out of LAYERS in docs/architecture_imports.py"
         )
     unnamed = [name for name in by_name if name not in height]
     height |= dict.fromkeys(unnamed, 0)
@@ -193,7 +203,7 @@ def layers(by_name: Mapping[str, Box]) -> list[Layer]:
                 "(docs/architecture_imports.py)"
             )
     return [
-        Layer(layer.title, (*layer.names, *(n for n in unnamed if height[n] == i)))
+        replace(layer, names=(*layer.names, *(n for n in unnamed if height[n] == i)))
         for i, layer in enumerate(LAYERS)
     ]
 

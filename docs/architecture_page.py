@@ -32,7 +32,7 @@ class NewLine:
 PLACES = (
     NewLine(
         "a loss made of parts that exist",
-        ("src/policyloss/presets",),
+        ("src/policyloss/catalogue",),
         "A preset: a `LossSpec`, and a source for every number.",
         "tests/policyloss/core/test_presets.py",
     ),
@@ -87,8 +87,9 @@ PLACES = (
     ),
     NewLine(
         "a command",
-        ("src/policyloss/cli.py",),
-        "A function that returns the text to print.",
+        ("src/policyloss/cli.py", "src/policyloss_lab/commands.py"),
+        "Its arguments as a dataclass and its line in the table of its package, and the function "
+        "that prints and returns the exit code.",
         "tests/meta/test_cli.py",
     ),
     NewLine(
@@ -114,10 +115,13 @@ PLACES = (
 
 
 INTRODUCTION = """
-The drawing is made from the imports of `src/policyloss`. An arrow leads from a module to one that
-it imports; arrows that follow from others are left out. **A module may import what stands in its
-own layer or below, and nothing above.** For the modules of the core, `tests/meta/test_imports.py`
-says exactly which. The core needs torch alone, only `train` needs the packages of its extra, and
+Three packages stand on each other: `policyloss` is the library and needs torch alone;
+`policyloss_lab` reads runs; `policyloss_train` makes them. The library imports neither of the other
+two, and the lab does not import the trainer. Their commands reach `policyloss` by entry points.
+
+The drawing is made from the imports of `src`. An arrow leads from a module to one that it imports;
+arrows that follow from others are left out. **A module may import modules of its own layer or of a
+lower one, and none above.** For the library, `tests/meta/test_imports.py` lists exactly which.
 `compat` imports no framework before it hooks into it.
 """
 MAY_TOUCH = """
@@ -147,7 +151,7 @@ def architecture_page() -> str:
     return join(
         "# A picture of the code",
         GENERATED,
-        "![The modules of policyloss in layers](figures/architecture.svg)",
+        "![The three packages and their modules in layers](figures/architecture.svg)",
         INTRODUCTION,
         "## The rooms",
         rooms_table(boxes()),
@@ -182,7 +186,7 @@ def rooms_table(by_name: Mapping[str, Box]) -> str:
 
 
 def _room(box: Box) -> str:
-    return f"[`{box.path}`](../src/policyloss/{box.path})"
+    return f"[`{box.path}`](../src/{box.path})"
 
 
 def _names(box: Box) -> str:
@@ -202,11 +206,11 @@ def places_table() -> str:
 
 
 def _link(path: str) -> str:
-    return f"[`{path.removeprefix('src/policyloss/')}`](../{path})"
+    return f"[`{path.removeprefix('src/')}`](../{path})"
 
 
 def _listed(stops: list[Stop]) -> str:
     return "\n".join(
-        f"{i}. `{stop.name}` in [`{stop.file}`](../src/policyloss/{stop.file}): {stop.about}"
+        f"{i}. `{stop.name}` in [`{stop.file}`](../src/{stop.file}): {stop.about}"
         for i, stop in enumerate(stops, 1)
     )

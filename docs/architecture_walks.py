@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import policyloss as pl
-from docs.architecture_imports import PACKAGE, first_sentence
+from docs.architecture_imports import SOURCE, first_sentence
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Stop:
-    """A function on the way: its name, its file relative to the package, and the first sentence of
+    """A function on the way: its name, its file relative to src, and the first sentence of
     its docstring.
     """
 
@@ -215,7 +215,7 @@ def walked(walk: Walk) -> list[Stop]:
                 f"{walk.title}: after {before}, {name} is not reached there "
                 "(docs/architecture_walks.py)"
             ) from None
-        file = Path(function.__code__.co_filename).resolve().relative_to(PACKAGE).as_posix()
+        file = Path(function.__code__.co_filename).resolve().relative_to(SOURCE).as_posix()
         stops.append(Stop(name, file, first_sentence(_docstring(function))))
     return stops
 

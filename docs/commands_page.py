@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from docs.markdown import GENERATED, fenced, join, table
-from policyloss.cli import COMMANDS
+from policyloss.cli import all_commands
 from policyloss.commands import OPTIONS, Argument, flag, parser_of
 
 ABOUT = (
@@ -23,7 +23,7 @@ def commands_page(*, marked: bool = False) -> str:
 
 
 def _sections(marked: bool) -> Iterator[str]:
-    for name, command in COMMANDS.items():
+    for name, command in all_commands().items():
         usage = parser_of(name, command.about, command.arguments).usage
         yield join(f"## {name}", command.about, fenced(f"{usage}", "text"))
         if marked:

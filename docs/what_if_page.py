@@ -19,7 +19,9 @@ GOOD = 0.9
 COMMANDS = """policyloss what-if runs/mine                              # every preset, as a table
 policyloss what-if runs/mine --out page.html              # and as a page, side by side
 policyloss what-if tokens.jsonl --loss dapo --presets gspo cispo --json"""
-EXAMPLE = """tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
+EXAMPLE = """import policyloss_lab as lab
+
+tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
 result = lab.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
 print(result)  # a row for each loss
 result["gspo"].gradient  # [N]: of the loss by each log-probability

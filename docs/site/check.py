@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote, urlsplit
 
-from policyloss.cli import COMMANDS
+from policyloss.cli import all_commands
 from policyloss.commands import flag
 
 # Words that a reader may search for, and a page that must be among the first.
@@ -125,7 +125,7 @@ def search_problems(site: Path) -> list[str]:
     if CHROMIUM is None:
         print("The search was not tried: there is no Chromium here.")
         return []
-    options = [flag(a.name) for c in COMMANDS.values() for a in c.arguments if not a.place]
+    options = [flag(a.name) for c in all_commands().values() for a in c.arguments if not a.place]
     results = search(site, [*WORDS, *options])
     wrong = [
         f"a search for {query!r} does not show {page} among the first {AMONG}"

@@ -21,12 +21,12 @@ from docs.markdown import fenced, join
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODULES = {"": pl, "advantage.": pl.advantage, "functional.": pl.functional}
-MODULES |= {"hf.": pl.hf, "report.": lab.report}
+MODULES |= {"hf.": pl.hf, "lab.": lab, "lab.report.": lab.report}
 
 
 class Topic(NamedTuple):
-    """A page: its address, title and summary, the modules of `policyloss` whose names stand there,
-    and the name that stands first.
+    """A page: its address, title and summary, the modules whose names stand there, and the name
+    that stands first.
     """
 
     address: str
@@ -49,14 +49,14 @@ TOPICS = (
         "spec",
         "Losses as values",
         "A loss is a frozen value: take a preset, change a number or a part, write it as JSON.",
-        ("spec", "presets", "errors"),
+        ("spec", "catalogue", "errors"),
         "preset",
     ),
     Topic(
         "explain",
         "Explain and compare",
         "The formula of a loss, the source of each number, its traps, and how two losses differ.",
-        ("explain",),
+        ("explanations",),
         "explain",
     ),
     Topic(
@@ -104,7 +104,7 @@ TOPICS = (
         "step",
         "A whole optimizer step",
         "Micro-batches and ranks with the counts of the whole step, and metrics that add up.",
-        ("accumulate", "totals", "metrics", "records"),
+        ("accumulation", "totals", "metrics", "records"),
         "accumulate",
     ),
     Topic(
@@ -132,22 +132,22 @@ TOPICS = (
         "doctor",
         "The doctor",
         "Why the rollout engine and the trainer disagree, and what is wrong with a run.",
-        ("doctor",),
-        "doctor",
+        ("policyloss_lab.diagnosis",),
+        "lab.doctor",
     ),
     Topic(
         "whatif",
         "What if",
         "Every loss on the tokens that a run stored.",
-        ("whatif",),
-        "what_if",
+        ("policyloss_lab.whatif",),
+        "lab.what_if",
     ),
     Topic(
         "report",
         "Recorder and report",
         "Write down the steps of your own loop, and draw runs as one HTML page.",
-        ("report",),
-        "report.Recorder",
+        ("policyloss_lab",),
+        "lab.Recorder",
     ),
     Topic(
         "functional",
@@ -166,23 +166,28 @@ DROP_INS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A public name. name: as written after `pl.`; value: what it names."""
+    """A public name. name: as written after `pl.`, or with `lab.`; value: the thing it names."""
 
     name: str
     value: Any
 
     @property
+    def written(self) -> str:
+        """The name as a user writes it."""
+        return self.name if self.name.startswith("lab.") else f"pl.{self.name}"
+
+    @property
     def topic(self) -> str:
         """The address of the page it stands on."""
         module = getattr(self.value, "__module__", "policyloss.").removeprefix("policyloss.")
-        if "." in self.name:
+        if "." in self.name and not self.name.startswith("lab."):
             module = self.name
         return next(topic.address for topic in TOPICS if module.startswith(topic.modules))
 
 
 def entries() -> list[Entry]:
-    """Every public name of the library, without the modules themselves and without second names
-    for the same thing.
+    """Every public name of the library and the lab, without the modules themselves and without
+    second names for the same thing.
     """
     names: dict[int, Entry] = {}
     for prefix, module in MODULES.items():
@@ -213,8 +218,8 @@ def batch() -> str:
 
 def without_example() -> list[str]:
     """The public names that no example uses."""
-    written = {name for name, session in examples().items() if f"pl.{name}" in session}
-    return [entry.name for entry in entries() if entry.name not in written]
+    sessions = examples()
+    return [e.name for e in entries() if e.written not in sessions.get(e.name, "")]
 
 
 def reference_pages() -> dict[str, tuple[str, str]]:
@@ -254,7 +259,7 @@ def _page(top: str, found: list[Entry], sessions: dict[str, str], first: str) ->
 
 
 def _plain(entry: Entry, session: str) -> Iterator[str]:
-    yield fenced(_wrapped(f"pl.{entry.name}{signature(entry.value)}"), "python")
+    yield fenced(_wrapped(f"{entry.written}{signature(entry.value)}"), "python")
     yield prose(entry.value)
     for name, member in members(entry.value):
         yield f"**`.{name}{signature(member)}`** {prose(member)}"
@@ -270,8 +275,9 @@ def _marked(entry: Entry, session: str) -> str:
         inner = "method" if callable(member) else "property"
         body.append(f":::{{py:{inner}}} {name}{signature(member)}\n\n{prose(member)}\n:::")
     text = "\n\n".join(body)
-    directive = f"::::{{py:{kind}}} {entry.name}{signature(entry.value)}"
-    return f"{directive}\n:module: policyloss\n\n{text}\n::::"
+    module = "policyloss_lab" if entry.written == entry.name else "policyloss"
+    directive = f"::::{{py:{kind}}} {entry.name.removeprefix('lab.')}{signature(entry.value)}"
+    return f"{directive}\n:module: {module}\n\n{text}\n::::"
 
 
 def _wrapped(call: str) -> str:

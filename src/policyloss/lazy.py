@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -15,6 +16,8 @@ def read_public(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable
     name_of_package = package["__name__"]
 
     def get(name: str) -> Any:
+        if not name.startswith("__") and find_spec(f"{name_of_package}.{name}"):
+            return import_module(f"{name_of_package}.{name}")  # `public` may be loading it
         if not name.startswith("__") or name == "__all__":
             public = import_module(f"{name_of_package}.public")
             package.update({key: getattr(public, key) for key in ("__all__", *public.__all__)})

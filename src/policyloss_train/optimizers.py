@@ -176,8 +176,8 @@ def torchao() -> tuple[Any, Any]:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
         raise InputError(
-            "--optimizer adamw8bit needs the package torchao: pip install 'policyloss[optimizers]',"
-            f" or leave it out ({error})."
+            "--optimizer adamw8bit needs the package torchao: pip install "
+            f"'policyloss-train[optimizers]', or leave it out ({error})."
         ) from error
     return Library, OptimState8bit
 

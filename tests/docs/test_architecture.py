@@ -15,7 +15,6 @@ from docs.architecture_figure import drawing, grid
 from docs.architecture_imports import Box, boxes, direct_imports, layers, rounded
 from docs.architecture_walks import loss_walk, walked
 
-import policyloss as pl
 from docs import architecture_page
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.loss import pipeline, policy_loss, token_losses
@@ -25,8 +24,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def made_package(folder: Path, **modules: str) -> Path:
-    """A package `policyloss` of these modules, with one layer's worth of real names."""
-    for name, text in {"__init__": "", **modules}.items():
+    """Packages of these modules, with one layer's worth of real names."""
+    for name, text in modules.items():
         file = folder / f"{name.replace('__in__', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -42,34 +41,36 @@ def test_imports_are_seen_in_every_form(tmp_path: Path) -> None:
     """
     package = made_package(
         tmp_path,
-        errors='"""The errors. And more."""\n',
-        loss=(
+        policyloss__in__errors='"""The errors. And more."""\n',
+        policyloss__in__loss=(
             "from policyloss.errors import InputError\n"
             "if TYPE_CHECKING:\n"
             "    import policyloss.spec\n"
         ),
-        spec="def late():\n    import policyloss.errors\n",
-        cli='COMMAND = "policyloss_train.command"\nABOUT = "policyloss.spec is a module"\n',
-        train__in____init__="",
-        train__in__commands="import policyloss as pl\n\npl.policy_loss\npl.nothing\n",
+        policyloss__in__spec="def late():\n    import policyloss.errors\n",
+        policyloss__in__cli='MODULE = "policyloss.loss"\nABOUT = "policyloss.spec is a module"\n',
+        policyloss_lab__in__runs__in____init__="import policyloss as pl\n\npl.policy_loss\n",
+        policyloss_lab__in__runs__in__files="import policyloss as pl\n\npl.nothing\n",
+        policyloss_train__in__loop="from policyloss_lab import runs\n",
     )
     found = boxes(package)
     assert {name: sorted(box.imports) for name, box in found.items()} == {
-        "cli": ["train"],
+        "cli": ["loss"],
         "errors": [],
         "loss": ["errors"],
+        "runs": ["loss"],
         "spec": ["errors"],
-        "train": ["loss"],
+        "trainer": ["runs"],
     }
-    assert (found["train"].files, found["train"].lines, found["errors"].about) == (
+    assert (found["runs"].files, found["runs"].lines, found["errors"].about) == (
         2,
-        4,
+        6,
         "The errors.",
     )
 
 
 def a_box(name: str, *imports: str) -> Box:
-    return Box(name, f"{name}.py", "A box.", 1, 10, frozenset(imports))
+    return Box(name, f"policyloss/{name}.py", "A box.", 1, 10, frozenset(imports))
 
 
 def test_a_new_module_appears_in_the_lowest_layer_that_its_imports_allow() -> None:
@@ -77,10 +78,9 @@ def test_a_new_module_appears_in_the_lowest_layer_that_its_imports_allow() -> No
     (layer,) = [layer for layer in layers(extended) if "novelty" in layer.names]
     assert "metrics" in layer.names
     assert "novelty" in {text.text for text in ET.fromstring(drawing(extended)).iter(f"{SVG}text")}
-    assert (
-        "| [`novelty.py`](../src/policyloss/novelty.py) | A box. | 10 lines | errors, metrics |"
-        in architecture_page.rooms_table(extended)
-    )
+    link = "[`policyloss/novelty.py`](../src/policyloss/novelty.py)"
+    row = f"| {link} | A box. | 10 lines | errors, metrics |"
+    assert row in architecture_page.rooms_table(extended)
 
 
 def test_an_import_that_points_up_is_an_error() -> None:
@@ -91,7 +91,7 @@ def test_an_import_that_points_up_is_an_error() -> None:
 
 def test_a_layer_that_names_a_module_that_is_gone_is_an_error() -> None:
     rest = {name: box for name, box in boxes().items() if name != "cli"}
-    with pytest.raises(LookupError, match=r"there is no policyloss\.cli"):
+    with pytest.raises(LookupError, match=r"no package has cli"):
         layers(rest)
 
 
@@ -99,10 +99,11 @@ def test_every_module_is_in_one_layer_and_imports_only_layers_that_are_not_above
     height = {name: i for i, layer in enumerate(layers(boxes())) for name in layer.names}
     top_level = {
         p.stem
-        for p in Path(pl.__file__).parent.iterdir()
+        for package in ("policyloss", "policyloss_lab")
+        for p in (ROOT / "src" / package).iterdir()
         if p.suffix == ".py" or (p / "__init__.py").exists()
     }
-    assert set(height) == top_level - {"__init__", "__main__", "public"}
+    assert set(height) == top_level - {"__init__", "__main__", "public"} | {"trainer"}
     assert not [(a, b) for a, box in boxes().items() for b in box.imports if height[b] > height[a]]
 
 
@@ -156,9 +157,9 @@ def test_no_arrow_runs_behind_a_box() -> None:
 def test_a_walk_lists_its_stops_with_their_files_and_first_sentences() -> None:
     rows = walked(replace(loss_walk(), stops=(policy_loss, pipeline, token_losses)))
     assert [(stop.name, stop.file) for stop in rows] == [
-        ("policy_loss", "loss.py"),
-        ("pipeline", "loss.py"),
-        ("token_losses", "loss.py"),
+        ("policy_loss", "policyloss/loss.py"),
+        ("pipeline", "policyloss/loss.py"),
+        ("token_losses", "policyloss/loss.py"),
     ]
     assert rows[1].about == "The slots in order, on one call's tokens."
 

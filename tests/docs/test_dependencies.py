@@ -52,8 +52,10 @@ def test_the_page_is_what_the_installed_packages_say() -> None:
 
 
 def test_what_needs_what() -> None:
-    optional = ["demo", "train", "report", "lora", "optimizers", "tasks", "recipes", "site", "dev"]
+    optional = ["demo", "lab", "train", "recipes", "site", "dev", "policyloss-lab[parquet]"]
+    optional += [f"policyloss-train[{name}]" for name in ("lora", "optimizers", "tasks")]
     assert extras() == [CORE, *optional]
+    assert set(closure("lab")) == set(closure(CORE))
     core = set(closure(CORE))
     assert "torch" in core
     assert not core & {"transformers", "pytest", "numpy", "policyloss"}

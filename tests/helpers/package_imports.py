@@ -85,7 +85,9 @@ def loads(module: str) -> set[str]:
     and import their caller's types.
     """
     imported = {n if n in FILES else f"{n}.__init__" for n in own(imports_of(module))}
-    named = named_modules(FILES[module].read_text(), FILES)
+    # A table of commands names their modules, which import their arguments from it.
+    is_table = module.endswith(".commands")
+    named = set() if is_table else named_modules(FILES[module].read_text(), FILES)
     there = {n for n in imported | named if not holds_kernels(n)}
     around = {
         f"{'.'.join(n.split('.')[:i])}.__init__" for n in there for i in range(1, n.count(".") + 1)

@@ -15,7 +15,7 @@ import pytest
 
 import policyloss as pl
 from policyloss import cli
-from policyloss.cli import COMMANDS, main
+from policyloss.cli import all_commands, main
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -177,45 +177,39 @@ def test_a_terminal_that_cannot_show_a_letter_gets_a_question_mark() -> None:
     assert b"draw(seed, ?)" in done.stdout
 
 
-PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+ROOT = Path(__file__).parents[2]
 
 
-def extras() -> set[str]:
-    """The extras of pyproject.toml: the names in its section of optional dependencies.
+def extras(folder: Path) -> set[str]:
+    """The extras of a pyproject.toml: the names in its section of optional dependencies.
     (Python 3.10 has no tomllib.)
     """
-    section = (
-        PROJECT.read_text().partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
-    )
+    text = (folder / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
     return set(re.findall(r"^([\w-]+) = \[", section, flags=re.M))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_extra_that_is_advised_exists(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_command_of_a_package_that_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A package that is missing is named with the extra that brings it;
-    the report and the doctor need none, so there is none to name.
-    """
-
-    def missing(module: str) -> None:
-        raise ModuleNotFoundError("No module named 'rich'", name="rich")
-
-    monkeypatch.setattr(cli, "import_module", missing)
-    if not COMMANDS[command].module.startswith("policyloss_train"):
-        with pytest.raises(ModuleNotFoundError, match="rich"):
-            main([command])
-        return
-    (extra,) = re.findall(
-        r"needs rich; pip install 'policyloss\[(\w+)\]'", complaint(capsys, command)
-    )
-    assert extra in extras()
+    assert cli.EXTRAS.keys() == all_commands().keys() - cli.OWN.keys()
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    monkeypatch.setattr(cli, "all_commands", cli.all_commands.__wrapped__)
+    for command, extra in cli.EXTRAS.items():
+        text = complaint(capsys, command)
+        assert f"{command} needs another package; pip install 'policyloss[{extra}]'." in text
+        assert extra in extras(ROOT)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "Needs pip install 'policyloss[train]'." in capsys.readouterr().out
 
 
-def test_every_extra_that_the_package_names_exists() -> None:
-    assert {"train", "tasks", "demo"} <= extras()
-    sources = [path.read_text() for path in Path(pl.__file__).parent.rglob("*.py")]
-    lists = [names for source in sources for names in re.findall(r"policyloss\[([^\]]+)\]", source)]
-    named = {name for names in lists for name in names.split(",")}
-    assert named
-    assert named <= extras()
+def test_every_extra_that_the_packages_name_exists() -> None:
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    pairs = {
+        pair for source in sources for pair in re.findall(r"(policyloss[\w-]*)\[([\w-]+)\]", source)
+    }
+    assert ("policyloss", "train") in pairs
+    for package, extra in pairs:
+        folder = ROOT if package == "policyloss" else ROOT / "packages" / package.replace("-", "_")
+        assert extra in extras(folder)

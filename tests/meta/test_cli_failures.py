@@ -171,7 +171,7 @@ def test_what_a_command_leaves_in_the_buffer_is_written_before_it_ends(
             print("a verdict")
             return 0
 
-        monkeypatch.setattr(cli, "_function", lambda name: prints)
+        monkeypatch.setattr(cli, "_function", lambda name, module: prints)
         monkeypatch.setattr(sys, "stdout", Full())
         assert main(["doctor"]) == 2
     assert "cannot write the output: No space left" in capsys.readouterr().err

@@ -43,6 +43,7 @@ Description-Content-Type: text/markdown
 # policyloss
 """
 INFO = "policyloss-1.2.3.dist-info/"
+NEEDS = ["torch>=2.6"]
 CONTENTS = {
     "policyloss/__init__.py": b'__version__ = "1.2.3"\n',
     "policyloss/py.typed": b"",
@@ -87,8 +88,8 @@ def test_a_right_wheel_and_a_right_sdist_have_no_faults(tmp_path: Path) -> None:
         ({"tests/test_x.py": b"assert True"}, "tests/test_x.py does not belong there"),
         ({"policyloss/notes.tmp": b"x"}, "policyloss/notes.tmp does not belong there"),
         ({INFO + "licenses/LICENSE": None}, "licenses/LICENSE is missing"),
-        ({INFO + "entry_points.txt": b"[console_scripts]\n"}, "the command `policyloss`"),
-        ({"policyloss/__init__.py": bytes(2_000_000)}, "2.0 MB; at most"),
+        ({INFO + "entry_points.txt": b"[console_scripts]\n"}, "the entry point 'policyloss'"),
+        ({"policyloss/__init__.py": bytes(2_000_000)}, "2.00 MB; at most"),
     ],
 )
 def test_a_fault_of_the_wheel_is_named(
@@ -113,9 +114,9 @@ def test_a_fault_of_the_wheel_is_named(
     ],
 )
 def test_a_fault_of_the_metadata_is_named(old: str, new: str, fault: str) -> None:
-    assert dist.metadata_faults(METADATA.encode(), "1.2.3", {"3.11"}) == []
+    assert dist.metadata_faults(METADATA.encode(), "1.2.3", {"3.11"}, NEEDS) == []
     assert old in METADATA
-    faults = dist.metadata_faults(METADATA.replace(old, new).encode(), "1.2.3", {"3.11"})
+    faults = dist.metadata_faults(METADATA.replace(old, new).encode(), "1.2.3", {"3.11"}, NEEDS)
     assert any(fault in line for line in faults), faults
 
 
@@ -144,9 +145,10 @@ def test_the_wheel_works_beside_torch_alone(tmp_path: Path) -> None:
     """Built as `make dist` does, and installed in an environment that holds torch, linked from
     here, and what torch needs. Two tokens at ratio 1 with A = 1: loss −1, gradient −1/2 each.
     """
-    sdist, wheel = dist.build(tmp_path / "dist")
+    sdist, wheel, lab, train = built = dist.build(tmp_path / "dist")
     assert sdist.is_file()
-    assert sorted((tmp_path / "dist").iterdir()) == sorted([sdist, wheel])
+    assert train.is_file()
+    assert sorted((tmp_path / "dist").iterdir()) == sorted(built)
     fresh = tmp_path / "fresh"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(fresh)], check=True)
     packages = next((fresh / "lib").glob("python*/site-packages"))
@@ -170,6 +172,10 @@ def test_the_wheel_works_beside_torch_alone(tmp_path: Path) -> None:
     assert numbers == ["-1.0 [[-0.5, -0.5]]\n"]
     command = str(fresh / "bin/policyloss")
     assert "usage: policyloss" in output(command, "--help")
+    missing = subprocess.run([command, "report", "x"], capture_output=True, text=True, check=False)
+    assert missing.returncode == 2
+    assert "pip install 'policyloss[lab]'" in missing.stderr
+    output(*pip, "install", "--quiet", "--no-index", "--no-compile", str(lab))
     page = tmp_path / "page.html"
     output(command, "explore", "--no-open", "--out", str(page))  # reads the assets
     assert "<script" in page.read_text(encoding="utf-8")

@@ -15,10 +15,20 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from package_imports import FILES, PACKAGE, holds_kernels, imports_of, loads, named_modules, own
+from package_imports import (
+    FILES,
+    PACKAGES,
+    SOURCE,
+    holds_kernels,
+    imports_of,
+    loads,
+    named_modules,
+    own,
+)
 from walk import walked
 
 import policyloss as pl
+import policyloss_lab as lab
 
 # What each part of the core may import of the package. A module that is not listed (explain, cli,
 # …) stands above all of these: it may import any of them, and none of them may import it.
@@ -37,7 +47,7 @@ MAY_IMPORT = {
     "micro_batches": {"arguments", "errors", "functional", "tokens", "totals"},
     "parts": {"arguments", "errors", "functional", "tokens", "totals", "parts"},
     "spec": {"arguments", "errors", "tokens", "parts"},
-    "presets": {"arguments", "errors", "parts", "spec", "presets"},
+    "catalogue": {"arguments", "errors", "parts", "spec", "catalogue"},
     "policy_metrics": {
         "arguments",
         "errors",
@@ -59,7 +69,7 @@ MAY_IMPORT = {
         "metrics",
         "parts",
         "spec",
-        "presets",
+        "catalogue",
         "policy_metrics",
     },
     "value": {
@@ -84,7 +94,7 @@ MAY_IMPORT = {
         "metrics",
         "parts",
         "spec",
-        "presets",
+        "catalogue",
         "policy_metrics",
         "loss",
         "teacher",
@@ -96,13 +106,13 @@ MAY_IMPORT = {
         "inputs",
         "totals",
         "spec",
-        "presets",
+        "catalogue",
         "policy_metrics",
         "loss",
         "head",
         "hf",
     },
-    "accumulate": {
+    "accumulation": {
         "arguments",
         "errors",
         "functional",
@@ -113,7 +123,7 @@ MAY_IMPORT = {
         "metrics",
         "records",
         "spec",
-        "presets",
+        "catalogue",
         "policy_metrics",
         "loss",
     },
@@ -121,9 +131,13 @@ MAY_IMPORT = {
 }
 
 
-# What the parts that are not the core may import beside torch: the extras of pyproject.toml.
-EXTRAS = {
-    "train": {
+# The packages that each may import in addition to torch, by their pyproject.toml.
+FOREIGN = {
+    "policyloss": set(),
+    "policyloss_lab": {"policyloss"},
+    "policyloss_train": {
+        "policyloss",
+        "policyloss_lab",
         "math_verify",
         "numpy",
         "peft",
@@ -135,7 +149,7 @@ EXTRAS = {
         "tomli",  # of Python 3.10
         "torchao",
         "transformers",
-    }
+    },
 }
 
 
@@ -144,7 +158,10 @@ def part_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-@walked("module", [m for m in FILES if part_of(m) in MAY_IMPORT])
+CORE = [module for module in FILES if module.startswith("policyloss.")]
+
+
+@walked("module", [m for m in CORE if part_of(m) in MAY_IMPORT])
 def test_imports_point_one_way(module: str) -> None:
     allowed = MAY_IMPORT[part_of(module)]
     wrong = sorted(n for n in own(imports_of(module)) if part_of(n) not in allowed)
@@ -152,7 +169,7 @@ def test_imports_point_one_way(module: str) -> None:
 
 
 def test_every_part_of_the_rule_exists() -> None:
-    assert set(MAY_IMPORT) <= {part_of(m) for m in FILES}
+    assert set(MAY_IMPORT) <= {part_of(m) for m in CORE}
 
 
 def test_there_is_no_cycle() -> None:
@@ -162,7 +179,8 @@ def test_there_is_no_cycle() -> None:
     assert (
         order.index("policyloss.errors")
         < order.index("policyloss.loss")
-        < order.index("policyloss.__init__")
+        < order.index("policyloss.public")
+        < order.index("policyloss_lab.public")
     )
 
 
@@ -173,17 +191,32 @@ def test_a_module_named_in_a_string_is_an_import() -> None:
         '"policyloss of nothing"'
     )
     assert named_modules(source, FILES) == {"policyloss.cli", "policyloss.compat.__init__"}
-    assert "policyloss_train.command" in loads("policyloss.cli")
 
 
-def test_the_core_needs_torch_only() -> None:
-    known = {"torch", "policyloss", "__future__", *sys.stdlib_module_names}
+def test_a_package_imports_those_below_it_and_its_requirements_only() -> None:
+    """The library needs torch alone and knows neither of the others, not even by a string; the lab
+    does not know the trainer.
+    """
+    known = {"torch", "__future__", *sys.stdlib_module_names}
     foreign = {}
     for module in FILES:
-        allowed = known | EXTRAS.get(part_of(module), set())
+        package = module.split(".")[0]
+        allowed = known | {package} | FOREIGN[package]
         allowed |= {"triton"} if holds_kernels(module) else set()
-        foreign[module] = {n.split(".")[0] for n in imports_of(module)} - allowed
+        named = named_modules(FILES[module].read_text(), FILES)
+        foreign[module] = {n.split(".")[0] for n in imports_of(module) | named} - allowed
     assert {module: names for module, names in foreign.items() if names} == {}
+
+
+def test_no_function_has_the_name_of_a_module() -> None:
+    """`import policyloss.name` is the module of that name, for every module of every package."""
+    for module in FILES:
+        package, _, name = module.removesuffix(".__init__").rpartition(".")
+        if package and not name.startswith("__") and name not in ("hook", "head_hook"):
+            if holds_kernels(module) and find_spec("triton") is None:
+                continue
+            importlib.import_module(f"{package}.{name}")
+            assert inspect.ismodule(getattr(sys.modules[package], name)), module
 
 
 def test_nothing_imports_a_module_of_kernels() -> None:
@@ -206,12 +239,13 @@ def test_the_kernels_are_where_the_rule_says() -> None:
 
 def test_the_file_of_public_names_only_names_things() -> None:
     """`public` holds a docstring, imports of the package, and `__all__`."""
-    for node in ast.parse((PACKAGE / "public.py").read_text()).body[1:]:
-        if isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[0] == "policyloss"
-        else:
-            assert isinstance(node, ast.Assign)
-            assert ast.unparse(node.targets[0]) == "__all__"
+    for package in PACKAGES[:2]:
+        for node in ast.parse((SOURCE / package / "public.py").read_text()).body[1:]:
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] == package
+            else:
+                assert isinstance(node, ast.Assign)
+                assert ast.unparse(node.targets[0]) == "__all__"
 
 
 SCRIPT = """
@@ -223,7 +257,6 @@ import torch
 before = set(sys.modules)
 from time import process_time
 start = process_time()
-import policyloss.accumulate, policyloss_lab.diagnosis, policyloss.explain, policyloss.presets
 import policyloss as pl
 pl.policy_loss
 seconds = process_time() - start
@@ -232,10 +265,9 @@ logp = torch.zeros(1, 2, requires_grad=True)
 mask = torch.ones(1, 2, dtype=torch.bool)
 out = pl.policy_loss(pl.preset("ppo"), logp, torch.zeros(1, 2), torch.ones(1), mask)
 out.loss.backward()
-same = {"accumulate", "doctor", "explain", "presets"}
 print(json.dumps({
-    "functions": sorted(name for name in same if callable(getattr(pl, name))),
     "listed": set(pl.__all__) <= set(dir(pl)),
+    "modules": sum(name.startswith("policyloss") for name in sys.modules),
     "added": added, "seconds": seconds, "cli": "policyloss.cli" in sys.modules,
     "loss": out.metrics.compute()["loss"], "gradient": logp.grad.tolist(),
 }))
@@ -247,7 +279,7 @@ def fresh_import() -> dict[str, Any]:
     """What a new interpreter says of `import policyloss`,
     with every framework made impossible to import.
     """
-    path = {"PYTHONPATH": str(PACKAGE.parent)}
+    path = {"PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=path, capture_output=True, text=True, check=False
     )
@@ -257,8 +289,11 @@ def fresh_import() -> dict[str, Any]:
 
 
 def test_importing_the_package_imports_nothing_foreign(fresh_import: dict[str, Any]) -> None:
-    assert set(fresh_import["added"]) <= {"policyloss", "torch"} | set(sys.stdlib_module_names)
+    added = set(fresh_import["added"])
+    assert added <= {"policyloss", "torch"} | set(sys.stdlib_module_names)
+    assert not added & {"sqlite3", "http", "socketserver", "csv", "zipfile", "fcntl"}
     assert not fresh_import["cli"]
+    assert fresh_import["modules"] < 125
 
 
 def test_importing_the_package_is_quick(fresh_import: dict[str, Any]) -> None:
@@ -274,11 +309,7 @@ def test_the_package_works_with_torch_alone(fresh_import: dict[str, Any]) -> Non
     assert fresh_import["gradient"] == [[-0.5, -0.5]]
 
 
-def test_a_module_hides_no_function_of_its_name(fresh_import: dict[str, Any]) -> None:
-    """Not even one that is imported before the public names are."""
-    modules = {path.stem for path in PACKAGE.iterdir()}
-    same = [name for name in pl.__all__ if name in modules and callable(getattr(pl, name))]
-    assert fresh_import["functions"] == sorted(same)
+def test_the_public_names_are_listed_before_one_is_read(fresh_import: dict[str, Any]) -> None:
     assert fresh_import["listed"]
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         getattr(pl, "nonsense")  # noqa: B009
@@ -293,13 +324,9 @@ def documented(thing: Any) -> bool:
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
-    assert len(set(pl.__all__)) == len(pl.__all__)
-    missing = [name for name in pl.__all__ if not hasattr(pl, name)]
-    undocumented = [
-        name for name in pl.__all__ if name not in missing and not documented(getattr(pl, name))
-    ]
-    assert not missing
-    assert not undocumented
+    for package in (pl, lab):
+        assert len(set(package.__all__)) == len(package.__all__)
+        assert [name for name in package.__all__ if not documented(getattr(package, name))] == []
 
 
 def test_every_public_function_underneath_is_documented() -> None:
@@ -332,6 +359,6 @@ def test_every_module_of_explain_is_used_by_the_package() -> None:
     inside = {
         name
         for name in FILES
-        if name.startswith("policyloss.explain.") and not name.endswith("__init__")
+        if name.startswith("policyloss.explanations.") and not name.endswith("__init__")
     }
     assert inside - used == set()

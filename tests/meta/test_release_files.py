@@ -83,16 +83,24 @@ def test_the_lowest_versions_are_one_number_everywhere() -> None:
     assert f"torch ≥ {torch}" in text_of("README.md")
 
 
+def test_the_three_packages_have_one_version() -> None:
+    (version,) = re.findall('__version__ = "(.+)"', text_of("src/policyloss/__init__.py"))
+    for folder in ("", "packages/policyloss_lab/", "packages/policyloss_train/"):
+        pinned = re.findall(r'"policyloss[a-z-]*==(.+?)"', text_of(f"{folder}pyproject.toml"))
+        assert set(pinned) == {version}
+
+
 def test_the_versions_that_were_run_are_the_same_everywhere() -> None:
     """In the Makefile, the workflow, the record, the page and the classifiers."""
     records = json.loads(RECORDS.read_text())
     pairs = [f"{record['python']},{record['torch']}" for record in records]
-    assert pairs == [pair for pair in VERSIONS if pair in pairs]
+    assert pairs == VERSIONS
     matrix = data_of(".github/workflows/ci.yml")["jobs"]["versions"]["strategy"]["matrix"]
     assert [f"{each['python']},{each['torch']}" for each in matrix["include"]] == VERSIONS
     assert with_table(PAGE.read_text(), records) == PAGE.read_text()
-    named = re.findall(r"Python :: (3\.\d+)", text_of("pyproject.toml"))
-    assert named == sorted(pythons_that_passed(records), key=lambda x: int(x[2:]))
+    passed = sorted(pythons_that_passed(records), key=lambda x: int(x[2:]))
+    for folder in ("", "packages/policyloss_lab/", "packages/policyloss_train/"):
+        assert re.findall(r"Python :: (3\.\d+)", text_of(f"{folder}pyproject.toml")) == passed
 
 
 def test_results_of_tests_are_counted(tmp_path: Path) -> None:

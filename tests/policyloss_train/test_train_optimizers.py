@@ -196,5 +196,5 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     assert train(tmp_path / "run", optimizer="adamw8bit") == 2
-    assert "pip install 'policyloss[optimizers]'" in capsys.readouterr().err
+    assert "pip install 'policyloss-train[optimizers]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -23,7 +23,7 @@ Rows = Iterator[dict[str, Any]]
 PARTS = 32  # of a file that is too large to be read completely
 TABLE_BYTES = 64 * 2**20  # of a table of W&B, and of a row group of parquet before compression
 PARQUET = b"PAR1"
-NEEDS_PYARROW = "needs pyarrow: pip install 'policyloss[report]'"
+NEEDS_PYARROW = "needs pyarrow: pip install 'policyloss-lab[parquet]'"
 # Our field → the names of the same in a stored completion; the first that is there counts.
 FIELDS = {
     "prompt": ("prompt", "input", "question", "query"),

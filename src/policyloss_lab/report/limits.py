@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from policyloss_lab.logs.lines import LINE_BYTES as LINE_BYTES
 from policyloss_lab.logs.lines import MIB as MIB
+from policyloss_lab.runs.records import LARGEST_STEP as LARGEST_STEP
 
 OBJECT_BYTES = MIB  # of config.json and environment.json
 METRIC_BYTES = 32 * MIB  # of the metrics of all runs that are read; of larger files, parts are
@@ -34,7 +35,6 @@ INLINE_BYTES = 10 * MIB  # of a page inside a notebook
 NOTE_LENGTH = 500
 NOTES = 40  # about one run
 LARGEST = 1e150  # beyond it, sums, squares and the scales of a chart would overflow
-LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
 
 
 def share(total: int, most: int, runs: int) -> int:

@@ -112,7 +112,8 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     run = run_of(TRL)
     assert run["rollouts"] == []
     assert (
-        "completions_00001.parquet needs pyarrow: pip install 'policyloss[report]'." in run["notes"]
+        "completions_00001.parquet needs pyarrow: pip install 'policyloss-lab[parquet]'."
+        in run["notes"]
     )
     assert run["summary"]["steps"] == 20
 
