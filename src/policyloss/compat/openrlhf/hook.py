@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from policyloss.compat.hooks import installed_version, swap
 from policyloss.compat.openrlhf import losses
 from policyloss.compat.openrlhf.words import check_release
-from policyloss.compat.patching import installed_version, swap
 from policyloss.compat.releases import at_least
 from policyloss.errors import SpecError
 

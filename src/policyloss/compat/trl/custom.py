@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from policyloss.catalogue import AnyLoss, as_spec
-from policyloss.compat.notices import check_advantages
+from policyloss.compat.hooks import check_advantages
 from policyloss.compat.trl.config import BESIDE, naming, spec_from_config
 from policyloss.compat.trl.options import SAPO, VESPO, advantages_of, is_set, option
 from policyloss.errors import SpecError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from policyloss.compat.notices import default_of
+from policyloss.compat.hooks import default_of
 from policyloss.errors import SpecError
 
 # GRPOConfig of TRL 1.16.0.

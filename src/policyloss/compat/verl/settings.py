@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from policyloss.catalogue import PRESETS
-from policyloss.compat.notices import check_advantages, default_of, warn_once
-from policyloss.compat.patching import swap
+from policyloss.compat.hooks import check_advantages, default_of, swap, warn_once
 from policyloss.compat.verl.calls import read
 from policyloss.errors import SpecError
 from policyloss.parts.aggregate import (
