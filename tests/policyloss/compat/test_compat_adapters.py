@@ -34,10 +34,10 @@ COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
 # A framework's own arithmetic, and what it is; every other module of `compat` translates.
 BOOKKEEPING = {
-    "counts.py": "guards of counts, shares and their dtype",
-    "parts.py": "a mean with a guarded length",
+    "parts.py": "guards of counts, shares and their dtype, a mean with a guarded length",
     "colossalai/parts.py": "beta times a penalty that is given; mean and maximum of the ratios",
-    "openrlhf/counts.py": "shares that are 0 of nothing, and its capped weight",
+    "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
+    "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
     "trl/counts.py": "the step's counts seen from one micro-batch",
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",
     "trl/parts.py": "its rounding of k3 and the ratio that weighs its KL",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least
 from policyloss.compat.trl.counts import rows_in, tokens_in, tokens_of_window
 from policyloss.compat.trl.options import SAPO, VESPO, option
 from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL

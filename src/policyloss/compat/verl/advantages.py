@@ -21,8 +21,7 @@ from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_max_gap
 from policyloss.advantage.returns import reward_to_go
 from policyloss.arguments import check_number, check_scalar
-from policyloss.compat.arguments import drop_in, drop_in_of
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in, drop_in_of
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
     less_baseline,

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.arguments import check_number, check_scalar
-from policyloss.compat.counts import guard, together
+from policyloss.compat.parts import guard, union_share
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.compat.verl.counts import masked_mean
 from policyloss.errors import InputError, SpecError
@@ -142,7 +142,7 @@ class Call:
         records = [out.metrics[f"clip_fraction_{limit}"] for limit in limits]
         if not records:
             return self.log_prob.new_zeros(())
-        return mean(together(*records), self.response_mask)
+        return mean(union_share(*records), self.response_mask)
 
     @property
     def log_ratio(self) -> Tensor:

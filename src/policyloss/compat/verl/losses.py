@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.arguments import drop_in, drop_in_of
-from policyloss.compat.counts import guard, share
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in, drop_in_of
+from policyloss.compat.parts import guard, share
 from policyloss.compat.verl import parts
 from policyloss.compat.verl.calls import (
     CLIPPED,

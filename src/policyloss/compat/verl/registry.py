@@ -18,9 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss, as_spec, presets
-from policyloss.compat.arguments import drop_in_of
+from policyloss.compat.arguments import at_least, drop_in_of
 from policyloss.compat.hooks import Patch, installed_version
-from policyloss.compat.releases import at_least
 from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS, OLDEST
 from policyloss.compat.verl.calls import CLIPPED, Call, LossResult, either, read

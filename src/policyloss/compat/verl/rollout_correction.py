@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.compat.arguments import drop_in
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in
 from policyloss.compat.verl.calls import read
 from policyloss.compat.verl.rollout_metrics import policy_gap
 from policyloss.compat.verl.rollout_thresholds import (

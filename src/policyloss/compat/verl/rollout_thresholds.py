@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from policyloss.arguments import is_number
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least
 from policyloss.compat.verl.rollout_metrics import in_nats, reciprocal_band
 from policyloss.errors import SpecError, safe_repr, unknown_name
 

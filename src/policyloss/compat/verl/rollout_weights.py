@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.arguments import drop_in
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in
 from policyloss.compat.verl import rollout_metrics as measures
 from policyloss.compat.verl.aggregation import EPSILON
 from policyloss.compat.verl.rollout_metrics import Means
