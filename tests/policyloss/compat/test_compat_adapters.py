@@ -42,9 +42,8 @@ BOOKKEEPING = {
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",
     "trl/parts.py": "its rounding of k3 and the ratio that weighs its KL",
     "verl/advantage_numbers.py": "advantages with its rounding",
-    "verl/counts.py": "means with its guard",
     "verl/distillation.py": "masses and overlaps of top-k entries, for its report",
-    "verl/parts.py": "numbers of one micro-batch, guarded lengths",
+    "verl/parts.py": "means with its guard, numbers of one micro-batch, guarded lengths",
     "verl/rollout_metrics.py": "statistics of the rollout weights, for its report",
 }
 ADAPTERS = [path for path in FILES if path.relative_to(COMPAT).as_posix() not in BOOKKEEPING]

@@ -16,13 +16,14 @@ from cases import make_batch
 from policyloss.compat.colossalai.parts import GivenKL
 from policyloss.compat.parts import GuardedSeqMeanTokenMean, guarded_mean, union_share
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
-from policyloss.compat.verl.counts import masked_mean, outside_by_sign
 from policyloss.compat.verl.parts import (
     GeometricMeanWeight,
     LocalCovClip,
     LocalCovKL,
     MeanAdvantageGeometricClip,
     OfThisCall,
+    masked_mean,
+    outside_by_sign,
 )
 from policyloss.inputs import Inputs
 from policyloss.parts.precomputed import GivenWeight

@@ -33,7 +33,7 @@ from policyloss.compat.verl.advantage_numbers import (
     sequence_scores,
     weighted_sum,
 )
-from policyloss.compat.verl.calls import number_of, read
+from policyloss.compat.verl.settings import number_of, read
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask

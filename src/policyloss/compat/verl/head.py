@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from policyloss.compat.hooks import Patch
-from policyloss.compat.verl.counts import share_of_gradient
+from policyloss.compat.verl.parts import share_of_gradient
 from policyloss.errors import SpecError, unknown_name
 from policyloss.head.linear import linear_logprobs
 

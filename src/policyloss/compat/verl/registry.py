@@ -22,9 +22,16 @@ from policyloss.compat.arguments import at_least, drop_in_of
 from policyloss.compat.hooks import Patch, installed_version
 from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS, OLDEST
-from policyloss.compat.verl.calls import CLIPPED, Call, LossResult, either, read
+from policyloss.compat.verl.losses import CLIPPED, Call, LossResult
 from policyloss.compat.verl.parts import OfThisCall
-from policyloss.compat.verl.settings import MODES, PREFIX, warn_of_overridden, with_horizon_of
+from policyloss.compat.verl.settings import (
+    MODES,
+    PREFIX,
+    either,
+    read,
+    warn_of_overridden,
+    with_horizon_of,
+)
 from policyloss.errors import SpecError
 from policyloss.metrics import Metrics
 from policyloss.parts.correction import OPSM

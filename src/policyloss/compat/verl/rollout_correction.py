@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from policyloss.compat.arguments import at_least, drop_in
-from policyloss.compat.verl.calls import read
 from policyloss.compat.verl.rollout_metrics import policy_gap
 from policyloss.compat.verl.rollout_thresholds import (
     SUPPORTED_ROLLOUT_RS_OPTIONS,
@@ -35,6 +34,7 @@ from policyloss.compat.verl.rollout_weights import (
     report,
     veto,
 )
+from policyloss.compat.verl.settings import read
 from policyloss.errors import InputError
 from policyloss.functional.masking import difference
 
