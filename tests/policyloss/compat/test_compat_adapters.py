@@ -45,6 +45,7 @@ BOOKKEEPING = {
     "verl/distillation.py": "masses and overlaps of top-k entries, for its report",
     "verl/parts.py": "means with its guard, numbers of one micro-batch, guarded lengths",
     "verl/rollout_metrics.py": "statistics of the rollout weights, for its report",
+    "verl/rollout_thresholds.py": "reciprocals and logarithms of its bounds",
 }
 ADAPTERS = [path for path in FILES if path.relative_to(COMPAT).as_posix() not in BOOKKEEPING]
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult, ast.Mod, ast.FloorDiv)

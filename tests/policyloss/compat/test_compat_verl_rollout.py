@@ -512,7 +512,7 @@ def test_malformed_weight_thresholds(threshold):
     ("rollout_rs", "threshold", "said"),
     [
         (None, 2.0, "rollout_rs must be a string"),
-        ("token_k1", None, "must be given"),
+        ("token_k1", None, "needs rollout_rs_threshold"),
         ("", 2.0, "names no option"),
         (" , ", 2.0, "names no option"),
         ("seq_max_k1", 2.0, "unknown rollout_rs option 'seq_max_k1'"),
@@ -548,7 +548,7 @@ def test_releases_differ_in_what_they_refuse():
             both(rollout_rs="token_k1", rollout_rs_threshold=2.0, **{name: 0.5})
     with pytest.raises(SpecError, match="unknown rollout_rs 'token_k1'"):
         verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token_k1", 2.0, release="0.7.0")
-    with pytest.raises(SpecError, match="must be given"):
+    with pytest.raises(SpecError, match="needs rollout_rs_threshold"):
         verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token", release="0.7.0")
     with pytest.raises(SpecError, match="veto_threshold must be positive"):
         both(rollout_token_veto_threshold=0.0, release="0.7.0")
