@@ -24,7 +24,7 @@ from policyloss.catalogue import PRESETS
 from policyloss.compat import verl
 from policyloss.compat.hooks import warn_once
 from policyloss.compat.trl import explain_config
-from policyloss.compat.trl.custom import checked_loss
+from policyloss.compat.trl.trainer import checked_loss
 from policyloss.compat.verl import settings
 from policyloss.compat.verl.registry import as_verl_loss
 from policyloss_train.config import TrainConfig

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.compat.hooks import Patch
-from policyloss.compat.trl.counts import at_the_end, last, likelihood_loss
 from policyloss.compat.trl.distillation import chunked_divergence_loss
+from policyloss.compat.trl.parts import at_the_end, last, likelihood_loss
 from policyloss.errors import SpecError
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.loss import HeadOutput
