@@ -12,9 +12,9 @@ from torch import Tensor
 from policyloss.arguments import check_tensor
 from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
+from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.exact import is_exact
+from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
@@ -105,15 +105,12 @@ def policy_loss(
     return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
 
+@stays_eager
 def loss_of(
     spec: LossSpec, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
 ) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_level(metrics)
-    if is_exact() and torch.compiler.is_compiling():
-        # A compiler chooses the order of operations by itself.
-        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
-        return eager
     check_gradients(spec, inputs)
     for shortcut in () if torch.compiler.is_compiling() else SHORTCUTS:
         out = shortcut(spec, inputs, step, metrics)
@@ -189,7 +186,7 @@ def pipeline(
     _, *flags = surrogate
     t, surrogate = t.replace(ratio_value=None), Surrogate(total, *flags)
     with torch.no_grad():
-        share = step_share(token_loss, weight, loss, t.totals.dp_size)
+        share = arithmetic().step_share(token_loss, weight, shared, loss, t.totals.dp_size)
         metrics = policy_metrics(
             spec, tokens, t, surrogate, corrected, token_loss, kl, share, step, level
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policyloss.arguments import description, is_compiling
 from policyloss.errors import InputError
-from policyloss.functional.exact import total
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
@@ -130,6 +130,7 @@ def policy_metrics(
     the call is compiled or recorded: then all of it belongs to the call.
     """
     records: _Records = {}
+    total = arithmetic().total
     everything = level == "all"
     if level != "none":
         n = t.count
@@ -228,7 +229,7 @@ def _clipping(
 
 def _ratios(records: _Records, spec: LossSpec, t: Tokens, n: Tensor, everything: bool) -> None:
     """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
-    raw, growth, drifts = t.raw_log_ratio, None, _is_drift(spec, t)
+    total, raw, growth, drifts = arithmetic().total, t.raw_log_ratio, None, _is_drift(spec, t)
     if raw is not None and everything:
         # A token's is 0 where masked already.
         raw = raw if isinstance(spec.ratio, TokenRatio) else fill(raw, t.mask, zero=t.zero)
@@ -250,7 +251,7 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, n: Tensor, everything:
 
 
 def _mismatch(records: _Records, before: Tokens) -> None:
-    n, d = before.count, before.log_weight()
+    total, n, d = arithmetic().total, before.count, before.log_weight()
     drift = total(d)
     records["kl_rollout_k1"] = (Stat, lambda: -drift, n)
     records["kl_rollout_k3"] = (Stat, total(k3(d)), n)
@@ -258,7 +259,7 @@ def _mismatch(records: _Records, before: Tokens) -> None:
 
 
 def _corrections(records: _Records, corrected: Combined, before: Tokens) -> None:
-    n = before.count
+    total, n = arithmetic().total, before.count
     kept = before.mask if corrected.keep is None else before.mask & corrected.keep
     if corrected.weight is not None:
         w = fill(corrected.weight, kept, zero=before.zero)

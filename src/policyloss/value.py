@@ -9,8 +9,8 @@ from torch import Tensor
 
 from policyloss.arguments import check_choice, check_like, check_number, check_tensor
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import step_share, weighted_sum
-from policyloss.functional.exact import stays_eager, total
+from policyloss.functional.aggregate import weighted_sum
+from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
@@ -94,7 +94,7 @@ def value_loss(
     token_loss = fill(token_loss, t.mask)
     weight = aggregate(t)
     loss = weighted_sum(token_loss, weight)
-    share = step_share(token_loss, weight, loss, t.totals.dp_size)
+    share = arithmetic().step_share(token_loss, weight, None, loss, t.totals.dp_size)
     return LossOutput(loss, _metrics(t, value, target, token_loss, binds, share))
 
 
@@ -121,7 +121,7 @@ def _metrics(
     binds: Tensor | None,
     share: Tensor,
 ) -> Metrics:
-    n = count(t.mask)
+    n, total = count(t.mask), arithmetic().total
     error, wide = (target - value).detach(), accumulator_dtype(value.device)
     moments = [error, error.to(wide) ** 2, target, target.to(wide) ** 2]
 

@@ -215,7 +215,7 @@ class _SingleTokens(Sequences):
     reach.
     """
 
-    def _sum_here(self, x: Tensor) -> Tensor:
+    def sum_here(self, x: Tensor) -> Tensor:
         raise _reaches_further()
 
     def max(self, x: Tensor) -> Tensor:
