@@ -19,7 +19,7 @@ from policyloss.parts.aggregate import TokenMean
 from policyloss.parts.data import check_part
 from policyloss.records import ExplainedVariance, Invalid, Record, Stat, Sum
 from policyloss.tokens import Layout, expand_advantages
-from policyloss.totals import Totals, local_totals, resolve
+from policyloss.totals import Totals, resolve
 
 
 def huber_error(error: Tensor, delta: float) -> Tensor:
@@ -73,10 +73,9 @@ def value_loss(
     t = Layout.of(
         values, mask, called="values", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
     )
-    t = t.with_totals(local_totals(t) if step is None else step)
-    check_tensor("returns", returns, like=("values", values))
+    t = t.with_totals(step)
     value = t.fill(values)
-    target = t.fill(expand_advantages(returns.detach(), t.sequences, "returns"))
+    target = t.fill(expand_advantages(returns, t.sequences, "returns", ("values", values)))
 
     def f(error: Tensor) -> Tensor:
         return 0.5 * error**2 if kind == "mse" else huber_error(error, huber_delta)

@@ -77,8 +77,8 @@ BITS = (
     (
         "exact_gradient_of_a_sequence_by_layout",
         "policyloss/functional/exact.py",
-        "if not s.requires_grad:",
-        "if True:",
+        "_ExactSpread.apply(s, sequences)",
+        "sequences.spread(s)",
         _CUT,
     ),
     (
@@ -217,7 +217,7 @@ BITS = (
     (
         "exact_mode_is_compiled",
         "policyloss/functional/exact.py",
-        "        if is_exact() and torch.compiler.is_compiling():\n",
+        "        if torch.compiler.is_compiling() and is_exact():\n",
         "        if False:\n",
         _MODE + "test_a_compiler_leaves_every_function_alone[gae]",
     ),

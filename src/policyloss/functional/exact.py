@@ -216,7 +216,7 @@ class Arithmetic:
         return tuple(total.to(s.dtype) for total, s in zip(together.unbind(), here, strict=True))
 
     def expand(self, s: Tensor, sequences: Sequences) -> Tensor:
-        """See `Sequences.expand`."""
+        """`Sequences.expand` of numbers that carry a gradient."""
         return sequences.spread(s)
 
     def sigmoid(self, x: Tensor) -> Tensor:
@@ -263,8 +263,6 @@ class _ExactArithmetic(Arithmetic):
         return tuple(self.sequence_sum(x, sequences) for x in xs)
 
     def expand(self, s: Tensor, sequences: Sequences) -> Tensor:
-        if not s.requires_grad:
-            return sequences.spread(s)
         spread: Tensor = _ExactSpread.apply(s, sequences)  # type: ignore[no-untyped-call]
         return spread
 
@@ -339,7 +337,7 @@ def stays_eager(function: F) -> F:
 
     @wraps(function)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        if is_exact() and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and is_exact():
             return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 

@@ -260,7 +260,7 @@ class Sequences:
 
     def expand(self, s: Tensor) -> Tensor:
         """Give each token its sequence's number. `[S]` → token-shaped."""
-        return arithmetic().expand(s, self)
+        return arithmetic().expand(s, self) if s.requires_grad else self.spread(s)
 
     def spread(self, s: Tensor) -> Tensor:
         """`expand`, whose adjoint sums in torch's order."""
