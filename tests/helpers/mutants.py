@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         "anchors_not_detached",
         "policyloss/inputs.py",
-        "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
+        "raw[name] = x if name in DIFFERENTIATED else x.detach()",
         "raw[name] = x",
         _CORRECTIONS + "test_frozen_policies_get_no_gradient",
     ),
@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "mean_of_means",
         "policyloss/policy_metrics.py",
-        'records[f"clip_fraction_{name}"] = (Stat, number, n)',
-        'records[f"clip_fraction_{name}"] = (Stat, number / n, n / n)',
+        'records[f"clip_fraction_{name}"] = (Stat, counts[-1], n)',
+        'records[f"clip_fraction_{name}"] = (Stat, counts[-1] / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
     ),
     Mutant(
