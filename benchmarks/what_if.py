@@ -105,7 +105,7 @@ def loss_of(model: Any, spec: pl.LossSpec, tokens: StoredTokens) -> Tensor:
     """The loss of the model on a batch of samples."""
     t, device = tokens.inputs, torch.device("cpu")
     (batch,) = model_batches(tokens, device, at_once=len(tokens.lengths))
-    now = pl.hf.logprobs(model, batch.ids, batch.attention_mask, mask=batch.mask)[batch.mask]
+    now = pl.hf.logprobs(model, batch.ids, batch.attention_mask, mask=batch.mask).logp[batch.mask]
     logp = torch.zeros_like(t.logp).index_put((batch.place,), now.double())
     arguments: dict[str, Any] = {**t.tensors(), "logp": logp}
     return pl.policy_loss(spec, **arguments, totals="local").loss

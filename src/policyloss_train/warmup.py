@@ -85,6 +85,5 @@ def _loss(model: PreTrainedModel, ids: Tensor, targets: Tensor, mask: Tensor) ->
     body, weight, bias = parts(model)
     scale, softcap = logit_form(model)
     hidden = body(input_ids=ids, use_cache=False).last_hidden_state[mask] * scale
-    logp = pl.linear_logprobs(hidden, weight, targets[mask], bias, softcap=softcap)
-    assert isinstance(logp, Tensor)
+    logp = pl.linear_logprobs(hidden, weight, targets[mask], bias, softcap=softcap).logp
     return -logp.mean()
