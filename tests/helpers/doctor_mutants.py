@@ -28,9 +28,9 @@ DOCTOR = (
     ),
     (
         "doctor_copy_of_rounded_numbers",
-        "policyloss_lab/diagnosis/order.py",
-        "telling = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)",
-        "telling = pairs.trainer < 1.0",
+        "policyloss_lab/diagnosis/pairs.py",
+        "precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)",
+        "precise = pairs.trainer < 1.0",
         _INPUT + "test_two_sides_that_are_stored_in_bf16_are_no_copies",
     ),
     (
@@ -113,7 +113,7 @@ DOCTOR = (
     (
         "doctor_tails_are_sick",
         "policyloss_lab/diagnosis/diagnose.py",
-        "times = 4 if case.scorer is not None else 4 * thresholds.noise",
+        "times = FAR if case.scorer is not None else FAR * thresholds.noise",
         "times = 1",
         _PAIRS + "test_noise_of_half_precision_is_healthy",
     ),

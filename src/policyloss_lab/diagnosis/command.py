@@ -13,11 +13,11 @@ from policyloss.commands import read_options
 from policyloss.errors import InputError, unknown_name
 from policyloss_lab.commands import Doctor
 from policyloss_lab.diagnosis.diagnose import Thresholds
-from policyloss_lab.diagnosis.diagnosis import Diagnosis
 from policyloss_lab.diagnosis.logs.curves import LogThresholds
 from policyloss_lab.diagnosis.logs.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.read import read_tokens
 from policyloss_lab.diagnosis.tokens import doctor
+from policyloss_lab.diagnosis.verdict import Diagnosis
 
 HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2 is a wrong argument, as for every command
 Limits = TypeVar("Limits", Thresholds, LogThresholds)

@@ -1,4 +1,4 @@
-"""What a hypothesis is, and what fitting it to a batch returns."""
+"""The interface of a hypothesis: it takes a `Case` and yields each `Fit`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from policyloss_lab.diagnosis.pairs import Pairs
 
 @dataclass(frozen=True)
 class Case:
-    """What is known. scorer: the model with its sequences, if one was passed; its tokens are those
-    of `pairs`, in the same order.
+    """The input of a diagnosis. scorer: the model with the sequences of `pairs`, token by token in
+    the same order, if a model was passed.
     """
 
     pairs: Pairs
@@ -23,9 +23,9 @@ class Case:
 
     @property
     def sides(self) -> tuple[tuple[str, int], ...]:
-        """The sides that may be the odd one, with the sign of its effect on the difference.
+        """The sides that may be wrong, each with the sign of its effect on the difference.
 
-        With a model, the side that is much nearer to it is the sound one.
+        With a model, the side that is much nearer to it is right.
         """
         both = (("rollout_logp", 1), ("old_logp", -1))
         if self.scorer is None:
@@ -38,21 +38,32 @@ class Case:
             return both[:1]
         return both[1:] if gaps[0] < 0.5 * gaps[1] else both
 
+    def fit_sides(
+        self, cause: str, sentence: str, effect: Tensor, details: Any = None, **options: Any
+    ) -> Iterator[Fit]:
+        """A fit of each side that may be wrong. sentence: with "{side}" in it. effect: the change
+        of that side's log-probabilities.
+        """
+        for side, sign in self.sides:
+            numbers = {**(details or {}), "side": side}
+            yield Fit(cause, sentence.format(side=side), sign * effect, details=numbers, **options)
+
     def realigned(self, source: Tensor) -> Case:
-        """The case with the engine's numbers at the tokens they belong to."""
+        """The case with each number of the engine moved to its token."""
         pairs = self.pairs.with_rollout_from(source)
         return Case(pairs, None if self.scorer is None else self.scorer.select(source >= 0))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One hypothesis, fitted.
+    """A fitted hypothesis.
 
-    prediction: `rollout_logp - old_logp` of each token, NaN where it says nothing; None is 0.
-    shape: where it expects noise; None is `1 - p`. source: for a hypothesis about order, the index
-    of the engine's number that belongs to each token (−1: none). freedom: how many numbers were
-    chosen. share: the field of `Thresholds` that says how much of the scale it may leave. details:
-    those numbers, by name. sentence: what it says.
+    cause: a name of `CAUSES`, or two joined by "+". sentence: the hypothesis in words. prediction:
+    `rollout_logp - old_logp` of each token, NaN if unknown; None is 0. shape: the relative size of
+    noise at each token; None is `1 - p`. source: for a hypothesis about order, the index of the
+    engine's number that belongs to each token (−1: none). freedom: the number of fitted numbers.
+    share: the field of `Thresholds` that limits the share of the scale it leaves. details: the
+    fitted numbers by name.
     """
 
     cause: str
@@ -64,9 +75,19 @@ class Fit:
     share: str = "explains"
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def masks_edges(self) -> bool:
+        """Whether it removes tokens at the edges of rows, at their scale of noise."""
+        return self.shape is not None and self.source is not None
+
+    @property
+    def is_law(self) -> bool:
+        """Whether it predicts where differences are large."""
+        return self.shape is not None and self.source is None
+
 
 class Hypothesis(Protocol):
-    """A family of explanations that one method fits."""
+    """A family of explanations with one fitting method."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Its best members; none if the case holds nothing that it could be fitted to."""
+        """Yield its best members; none if the case lacks the tensors that it needs."""

@@ -199,3 +199,19 @@ def _where(pairs: Pairs, wrong: Tensor) -> str:
         return "all of them the last of their row"
     first = int(wrong.nonzero()[0])
     return f"the first in row {int(pairs.row[first])}, column {int(pairs.column[first])}"
+
+
+def is_copy(pairs: Pairs) -> bool:
+    """Whether the two log-probabilities are the same numbers, bit for bit.
+
+    Certain tokens and numbers rounded to 16 bits do not count: two programs may agree on them.
+    """
+    precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
+    return int(precise.sum()) >= LEAST_TOKENS and bool(
+        (pairs.rollout == pairs.trainer)[precise].all()
+    )
+
+
+def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which of these numbers a 16-bit type can hold exactly."""
+    return x.to(dtype).double() == x

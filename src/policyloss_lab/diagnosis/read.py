@@ -13,7 +13,6 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.output import kind_of
-from policyloss_lab.diagnosis.batches import columns_of
 
 FILE_BYTES = 1024 * 2**20
 _TYPES = {
@@ -137,3 +136,45 @@ def _lists(rows: list[dict[str, Any]], name: str, file: Path) -> list[list[Any]]
         if not isinstance(value, list):
             raise InputError(f"{file}, row {i + 1}, has no list under {name!r}.")
     return [value for value in values if isinstance(value, list)]
+
+
+# Ours, verl's, TRL's, OpenRLHF's, prime-rl's.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "rollout_logp": (
+        "rollout_logp",
+        "rollout_log_probs",
+        "sampling_per_token_logps",
+        "rollout_logprobs",
+        "inference_logprobs",
+    ),
+    "old_logp": (
+        "old_logp",
+        "old_log_probs",
+        "old_per_token_logps",
+        "action_log_probs",
+        "trainer_logprobs",
+    ),
+    "logp": ("logp", "log_probs"),
+    "ids": ("ids", "responses", "completion_ids", "token_ids"),
+    "mask": ("mask", "response_mask", "completion_mask", "action_mask", "loss_mask"),
+    "entropy": ("entropy", "entropys"),
+    "prompts": ("prompts", "prompt_ids", "prompt_token_ids"),
+}
+
+
+def columns_of(names: Any) -> dict[str, str]:
+    """Which of these names holds which argument; an `InputError` if a side is missing."""
+    known = list(names)
+    columns = {
+        argument: name
+        for argument, others in COLUMNS.items()
+        if (name := next((other for other in others if other in known), None)) is not None
+    }
+    for side, needed in (("engine", ("rollout_logp",)), ("trainer", ("old_logp", "logp"))):
+        if not any(argument in columns for argument in needed):
+            wanted = [name for argument in needed for name in COLUMNS[argument]]
+            raise InputError(
+                f"the {side}'s log-probabilities are missing: there is none of "
+                f"{', '.join(wanted)} among {', '.join(map(str, known[:20])) or 'no columns'}."
+            )
+    return columns

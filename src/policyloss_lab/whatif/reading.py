@@ -13,8 +13,7 @@ from torch import Tensor
 
 from policyloss.advantage import grpo
 from policyloss.errors import InputError
-from policyloss_lab.diagnosis.batches import COLUMNS
-from policyloss_lab.diagnosis.read import read_rows, read_safetensors
+from policyloss_lab.diagnosis.read import COLUMNS, read_rows, read_safetensors
 from policyloss_lab.report.limits import TOKEN_LENGTH, cut
 from policyloss_lab.report.reading import finite, integer, json_object
 from policyloss_lab.report.rollouts import read_rollouts
