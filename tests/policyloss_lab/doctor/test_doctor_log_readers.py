@@ -19,7 +19,7 @@ import policyloss as pl
 import policyloss_lab as lab
 from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows, read_log
 
-RECORDED = Path(__file__).parents[1] / "recorded/doctor/logs"
+RECORDED = Path(__file__).parents[2] / "recorded/doctor/logs"
 
 
 def test_a_state_that_trl_wrote() -> None:
