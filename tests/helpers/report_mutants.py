@@ -12,21 +12,21 @@ _COMPARE, _SERVE, _BOUNDS, _TABLES = (
 REPORT = (
     (
         "report_seeds_are_settings",
-        "policyloss_lab/report/seeds.py",
+        "policyloss_lab/report/compare.py",
         "left_out = _SEEDS | _NAMES",
         "left_out = _NAMES",
         _COMPARE + "test_runs_that_differ_in_the_seed_alone_are_one_group",
     ),
     (
         "report_groups_forget_the_loss",
-        "policyloss_lab/report/seeds.py",
+        "policyloss_lab/report/compare.py",
         'json.dumps([settings, run["loss"]["spec"]], sort_keys=True)',
         "json.dumps([settings], sort_keys=True)",
         _COMPARE + "test_a_loss_that_was_changed_is_another_setting",
     ),
     (
         "report_lines_coincide_at_other_steps",
-        "policyloss_lab/report/seeds.py",
+        "policyloss_lab/report/compare.py",
         'i: [run["steps"][run["series"][key][0]], run["series"][key][1]]',
         'i: run["series"][key][1]',
         _COMPARE + "test_lines_coincide_metric_by_metric_in_steps_and_values",
@@ -131,8 +131,8 @@ REPORT = (
     ),
     (
         "report_shows_a_page_of_any_size",
-        "policyloss_lab/report/inline.py",
-        "if len(page.encode()) > INLINE_BYTES:",
+        "policyloss_lab/report/write.py",
+        "if len(page.encode()) > limits.INLINE_BYTES:",
         "if False:",
         "test_report_notebook.py::test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused",
     ),

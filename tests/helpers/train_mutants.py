@@ -358,7 +358,7 @@ TRAIN = (
     ),
     (
         "older_rows_of_a_step_count",
-        "policyloss_lab/report/columns.py",
+        "policyloss_lab/report/stored.py",
         "now, row[names[rank]] = step, value",
         "now, _ = step, row.setdefault(names[rank], value)",
         "test_report_readers.py::test_steps_that_were_made_again_count_once",
@@ -372,7 +372,7 @@ TRAIN = (
     ),
     (
         "completions_of_a_batch_are_shown_again",
-        "policyloss_lab/report/foreign.py",
+        "policyloss_lab/report/stored.py",
         "if texts != before or",
         "if True or",
         "test_report_readers.py::test_completions_that_are_stored_again_are_shown_once",
@@ -435,7 +435,7 @@ TRAIN = (
     ),
     (
         "a_branch_is_guessed",
-        "policyloss_lab/report/branches.py",
+        "policyloss_lab/report/rollouts.py",
         "value is not None or used is False",
         "True",
         "test_report_completions.py::test_branches_follow_from_the_stored_numbers_and_the_loss",

@@ -235,15 +235,14 @@ class Padding:
             return
         scorer = case.scorer
 
-        for what, options in (
-            ("counts padding as positions", {"positions": False}),
-            ("attends to padding", {"attend_padding": True}),
-            (
-                "counts padding as positions and attends to it",
-                {"positions": False, "attend_padding": True},
-            ),
+        for what, positions, attend in (
+            ("counts padding as positions", False, False),
+            ("attends to padding", True, True),
+            ("counts padding as positions and attends to it", False, True),
         ):
-            logits = partial(scorer.forward, padding="left", **options)
+            logits = partial(
+                scorer.forward, padding="left", positions=positions, attend_padding=attend
+            )
             effect = scorer.effect(what, logits)
             sentence = f"the model behind {{side}} {what}"
             yield from case.fit_sides("positions", sentence, effect, {"what": what}, share="exact")

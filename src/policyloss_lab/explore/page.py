@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from policyloss.spec import LossSpec
 from policyloss_lab.explore.tables import FIRST, page_data
-from policyloss_lab.report.offline import asset, content_policy
-from policyloss_lab.report.text import island
+from policyloss_lab.report.markup import asset, content_policy, island
 
 _SCRIPTS = (
     "formula.js",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policyloss_lab.report.text import duration, escaped, listed, number
+from policyloss_lab.report.markup import duration, escaped, listed, number
 from policyloss_lab.report.verdict import WORDS
 
 _STATES = {

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from policyloss_lab.report import cards, tables
-from policyloss_lab.report.offline import asset, content_policy
-from policyloss_lab.report.origins import origins
+from policyloss_lab.report.markup import asset, content_policy, escaped, island
 from policyloss_lab.report.panels import OTHER
-from policyloss_lab.report.text import escaped, island
+from policyloss_lab.report.tables import origins
 from policyloss_lab.report.view import view
 
 _SCRIPTS = (

@@ -10,6 +10,7 @@ from typing import Any
 
 from policyloss_lab.logs.scalars import PARTS
 from policyloss_lab.report import limits
+from policyloss_lab.report.markup import listed
 from policyloss_lab.report.panels import PANELS
 from policyloss_lab.report.reading import (
     Notes,
@@ -20,7 +21,6 @@ from policyloss_lab.report.reading import (
     row_at,
     step_of,
 )
-from policyloss_lab.report.text import listed
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"

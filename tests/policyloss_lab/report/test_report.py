@@ -22,8 +22,8 @@ from policyloss import output as writing
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_lab.report import collect, render, write_report
+from policyloss_lab.report.markup import escaped
 from policyloss_lab.report.rollouts import as_stored, read_rollouts
-from policyloss_lab.report.text import escaped
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +219,8 @@ def test_what_is_no_run_is_an_error_that_says_what_is_missing(tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     cases = {
-        "empty": "empty holds no run. Looked for: a folder that `policyloss train` or policyloss."
-        "Recorder wrote (config.json, metrics.jsonl); trainer_state.json",
+        "empty": "empty holds no run. Looked for: a folder that `policyloss train` or "
+        "policyloss_lab.Recorder wrote (config.json, metrics.jsonl); trainer_state.json",
         "runs": "runs holds runs: a; give them as paths.",
         "gone": "does not exist; give the folder or the file of a run.",
         "file": "file holds no run. Looked for",

@@ -491,7 +491,7 @@ def test_a_live_page_may_ask_nobody_else(browser: Any, tmp_path: Path) -> None:
 @needs_browser
 def test_a_notebook_shows_a_report_that_cannot_reach_it(tab: Any, tmp_path: Path) -> None:
     shown = lab.report.show(small_run(tmp_path / "<b>&\"'", [1.0, 2.0]), height=500)
-    assert repr(shown).startswith("the report of <b>&\"'; it is drawn")
+    assert repr(shown).startswith("the report of <b>&\"'; a notebook draws it")
     tab.set_viewport_size({"width": 900, "height": 700})
     tab.set_content(f"<title>notebook</title>{shown._repr_html_()}")
     frame = tab.frame_locator("iframe")

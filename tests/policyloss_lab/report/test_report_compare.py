@@ -13,8 +13,8 @@ import pytest
 from report_runs import write_run
 
 from policyloss_lab.report import cards, collect, render, tables
-from policyloss_lab.report.seeds import coinciding
-from policyloss_lab.report.text import listed
+from policyloss_lab.report.compare import coinciding
+from policyloss_lab.report.markup import listed
 from policyloss_lab.report.verdict import WORDS, verdict_of
 from policyloss_lab.report.view import view
 

@@ -15,9 +15,8 @@ from report_runs import rollout, write_lines, write_run
 import policyloss as pl
 from policyloss_lab.completions import BRANCHES
 from policyloss_lab.report import collect, render
-from policyloss_lab.report.branches import with_branches
-from policyloss_lab.report.groups import groups_of
-from policyloss_lab.report.view import view
+from policyloss_lab.report.rollouts import with_branches
+from policyloss_lab.report.view import groups_of, view
 
 Open = Callable[..., Any]
 
