@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.output import kind_of
+from policyloss_lab import limits
+from policyloss_lab.reading import open_file, parse_object
 
-FILE_BYTES = 1024 * 2**20
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,26 +43,12 @@ def read_tokens(path: str | Path) -> dict[str, Any]:
     return _padded(read_rows(file), file)
 
 
-def _contents(file: Path) -> bytes:
-    try:
-        kind = kind_of(os.lstat(file).st_mode)
-        if kind is not None:
-            raise InputError(f"{file} is a {kind}; give a file.")
-        size = file.stat().st_size
-        if size > FILE_BYTES:
-            raise InputError(f"{file} is larger than {FILE_BYTES // 2**20} MiB; give a part of it.")
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist.") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
-
-
 def read_safetensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a file: a length, a JSON header with dtype, shape and place of each tensor,
     and the numbers.
     """
-    data = _contents(file)
+    with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
+        data = handle.read()
     try:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
@@ -83,20 +68,17 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, at least one."""
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(_contents(file).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise InputError(
-                f"{file}, line {number}, is no JSON; give one object a line."
-            ) from None
-        if not isinstance(row, dict):
-            raise InputError(f"{file}, line {number}, is no JSON object.")
-        rows.append(row)
+    with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
+        for number, line in enumerate(handle, 1):
+            row = parse_object(line)
+            if row is not None:
+                rows.append(row)
+            elif line.strip():
+                raise InputError(
+                    f"{file}, line {number}, is no JSON object; write one object per line."
+                )
     if not rows:
-        raise InputError(f"{file} is empty; give one JSON object a line.")
+        raise InputError(f"{file} is empty; write one JSON object per line.")
     return rows
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO, TypeVar
 
-from policyloss_lab.logs.lines import LINE_BYTES
+from policyloss_lab import limits
 
 Item = TypeVar("Item")
 Row = dict[str, float]
@@ -58,7 +58,7 @@ def _event_records(file: BinaryIO) -> Iterator[bytes]:
         (length,) = struct.unpack("<Q", head[:8])
         if file.tell() + length > size:
             return
-        if length > LINE_BYTES:
+        if length > limits.LINE_BYTES:
             file.seek(length + 4, 1)
             continue
         yield file.read(length + 4)[:length]
@@ -164,7 +164,7 @@ def _wandb_records(file: BinaryIO) -> Iterator[bytes]:
             return
         place += 7 + length
         record = piece if kind in (_FULL, _FIRST) else record + piece
-        if len(record) > LINE_BYTES:
+        if len(record) > limits.LINE_BYTES:
             record = b""
         if kind in (_FULL, _LAST):
             yield record

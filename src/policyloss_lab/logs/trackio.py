@@ -6,7 +6,6 @@ query that does not end is given up.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss_lab.logs.lines import LINE_BYTES
+from policyloss_lab import limits
 from policyloss_lab.logs.records import chosen
+from policyloss_lab.reading import parse_object
 
 SQLITE_HEAD = b"SQLite format 3\x00"
 _MOST_STEPS = 2_000  # of a million instructions of SQLite's machine each
@@ -32,28 +32,20 @@ def trackio_rows(path: Path, run: str, budget: int) -> Iterator[dict[str, Any]]:
     chosen that are evenly spread.
     """
     where = "FROM metrics WHERE run_name = ? AND length(metrics) < ?"
-    (size,) = next(_rows(path, f"SELECT sum(length(metrics)) {where}", (run, LINE_BYTES)))
+    (size,) = next(_rows(path, f"SELECT sum(length(metrics)) {where}", (run, limits.LINE_BYTES)))
     share = budget / max(1, size or 0)
     order = f"SELECT step, metrics {where} ORDER BY id"
-    for step, text in chosen(_rows(path, order, (run, LINE_BYTES)), share):
-        try:
-            row = json.loads(text)
-        except (ValueError, TypeError, RecursionError):
-            continue
-        if isinstance(row, dict):
+    for step, text in chosen(_rows(path, order, (run, limits.LINE_BYTES)), share):
+        if (row := parse_object(text)) is not None:
             yield {**row, "step": step}
 
 
 def trackio_config(path: Path, run: str) -> dict[str, Any]:
     """The settings of a run; {} if there are none."""
     query = "SELECT config FROM configs WHERE run_name = ? AND length(config) < ? LIMIT 1"
-    for (text,) in _rows(path, query, (run, LINE_BYTES)):
-        try:
-            config = json.loads(text)
-        except (ValueError, TypeError, RecursionError):
-            return {}
-        if isinstance(config, dict):
-            return {name: value for name, value in config.items() if not name.startswith("_")}
+    for (text,) in _rows(path, query, (run, limits.LINE_BYTES)):
+        config = parse_object(text) or {}
+        return {name: value for name, value in config.items() if not name.startswith("_")}
     return {}
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
+from policyloss_lab import limits
 from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
-from policyloss_lab.report import limits
+from policyloss_lab.limits import NOTE_LENGTH, NOTES, cut
+from policyloss_lab.reading import Notes
 from policyloss_lab.report.compare import (
     differences,
     identical_runs,
@@ -17,8 +19,6 @@ from policyloss_lab.report.compare import (
     loss_differences,
     seed_groups,
 )
-from policyloss_lab.report.limits import NOTE_LENGTH, NOTES, cut
-from policyloss_lab.report.reading import Notes
 from policyloss_lab.report.rollouts import with_branches
 from policyloss_lab.report.stored import (
     Place,

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 from policyloss.commands import read_options
 from policyloss.errors import InputError, visible
+from policyloss_lab import limits
 from policyloss_lab.commands import Report
 from policyloss_lab.report.cards import shared_notes
 from policyloss_lab.report.serve import serve
 from policyloss_lab.report.write import write_report
-
-_SHOWN = 20  # notes on the command line; the page has them all
 
 
 def report_command(arguments: Sequence[str]) -> int:
@@ -31,8 +30,8 @@ def report_command(arguments: Sequence[str]) -> int:
     runs = f"{count} runs" if (count := len(data["runs"])) > 1 else "1 run"
     print(f"{options.out}: {runs}; open it in a browser.", flush=True)
     notes = [f"{names}: {note}" for note, (names, _) in shared_notes(data["runs"]).items()]
-    for note in notes[:_SHOWN]:
+    for note in notes[: limits.PRINTED_NOTES]:
         print(visible(note), file=sys.stderr)
-    if len(notes) > _SHOWN:
-        print(f"{len(notes) - _SHOWN} more notes are on the page.", file=sys.stderr)
+    if len(notes) > limits.PRINTED_NOTES:
+        print(f"{len(notes) - limits.PRINTED_NOTES} more notes are on the page.", file=sys.stderr)
     return 0

@@ -10,7 +10,7 @@ from policyloss.catalogue import PRESETS
 from policyloss.errors import PolicyLossError
 from policyloss.explanations import Explanation, diff, explain
 from policyloss.spec import LossSpec
-from policyloss_lab.report.reading import Notes, strict
+from policyloss_lab.reading import Notes, strict
 
 # What a text that is no loss can make of reading, explaining or comparing it.
 _NO_LOSS = (

@@ -12,18 +12,16 @@ import torch
 
 from policyloss.errors import PolicyLossError
 from policyloss.spec import LossSpec
+from policyloss_lab import limits
 from policyloss_lab.completions import BRANCHES, choose_groups, token_branches
-from policyloss_lab.logs.completions import PARTS
-from policyloss_lab.report import limits
-from policyloss_lab.report.limits import cut
-from policyloss_lab.report.reading import (
+from policyloss_lab.limits import cut
+from policyloss_lab.reading import (
     Notes,
     finite,
     integer,
     json_lines,
-    open_regular,
+    open_noted,
     row_at,
-    step_of,
 )
 
 NUMBERS = (
@@ -72,12 +70,12 @@ def read_rollouts(
     """
     index: Index = {}
     total = without = 0
-    file = open_regular(path, notes)
+    file = open_noted(path, notes)
     if file is None:
         return []
     with file:
-        for offset, row in json_lines(file, path.name, notes, size, PARTS):
-            step = step_of(row)
+        for offset, row in json_lines(file, path.name, notes, size, limits.COMPLETION_PARTS):
+            step = integer(row.get("step"))
             if step is None:
                 without += 1
                 continue

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 
 from policyloss.errors import InputError, PolicyLossError
+from policyloss_lab import limits
 from policyloss_lab.commands import Report
 from policyloss_lab.report.collect import collect
 from policyloss_lab.report.render import render
@@ -27,7 +28,6 @@ ADDRESS = "127.0.0.1"
 PORT = Report.port
 EVERY = 2000  # milliseconds between two questions of a page
 _HOSTS = {"127.0.0.1", "localhost"}
-_WATCHED = 10_000  # files of the runs whose size and time are looked at
 _PATIENCE = 10  # seconds for a client to send its request and to take the answer
 _SHARE = (
     4  # the page is made anew after this many times as long as it took to make, at the earliest
@@ -64,7 +64,7 @@ def _state_of(paths: Sequence[Path]) -> object:
     """The size and time of every file of the runs, and whether somebody still writes them."""
     running = [is_held(path) for path in paths]
     files = ((name, *_size(name)) for path in paths for name in _files(path))
-    return running, [entry for entry, _ in zip(files, range(_WATCHED), strict=False)]
+    return running, [entry for entry, _ in zip(files, range(limits.WATCHED), strict=False)]
 
 
 def _files(path: Path) -> Iterator[str]:

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
+from policyloss_lab import limits
 from policyloss_lab.logs.completions import step_in_name, stored_completions, trackio_tables
-from policyloss_lab.logs.lines import Lines
 from policyloss_lab.logs.names import STEPS, our_names
 from policyloss_lab.logs.records import Row, wandb_config
-from policyloss_lab.logs.scalars import PARTS, numbered, rows_of
+from policyloss_lab.logs.scalars import numbered, rows_of
 from policyloss_lab.logs.tables import table_rows
 from policyloss_lab.logs.trackio import trackio_config, trackio_rows
-from policyloss_lab.report import limits
-from policyloss_lab.report.reading import (
+from policyloss_lab.reading import (
+    Lines,
     Notes,
     integer,
     json_object,
-    open_regular,
+    open_noted,
     sampled_note,
     strict,
 )
@@ -83,7 +83,6 @@ def read_our_run(folder: Path, notes: Notes, runs: int) -> StoredRun:
     )
 
 
-_COLUMNS = 5_000  # metrics that are collected; the page shows fewer
 _RANGE = ("__MIN", "__MAX")
 
 
@@ -98,7 +97,7 @@ class Columns:
         for name, value in row.items():
             column = self._columns.get(name)
             if column is None:
-                if name in STEPS or name.startswith("_") or len(self._columns) >= _COLUMNS:
+                if name in STEPS or name.startswith("_") or len(self._columns) >= limits.COLUMNS:
                     continue
                 column = self._columns[name] = (array("q"), array("d"))
             column[0].append(step)
@@ -133,11 +132,11 @@ def read_tables(paths: Sequence[Path], notes: Notes, budget: int) -> dict[str, C
     """
     runs: dict[str, Columns] = {}
     for path in paths:
-        file = open_regular(path, notes)
+        file = open_noted(path, notes)
         if file is None:
             continue
         with file:
-            lines = Lines(file, budget // len(paths), PARTS)
+            lines = Lines(file, budget // len(paths), limits.NUMBER_PARTS)
             if lines.sampled:
                 notes.append(sampled_note(path.name, lines.size, budget // len(paths)))
             texts = (line.decode("utf-8", "replace") for _, line in lines)
@@ -257,7 +256,7 @@ def _numbers(files: Files, notes: Notes, runs: int) -> Columns:
     if files.kind == "events":  # a number takes a third of its bytes in JSON lines
         budget //= 3
     for path in files.numbers:
-        file = open_regular(path, notes)
+        file = open_noted(path, notes)
         if file is None:
             continue
         with file:
@@ -313,7 +312,7 @@ def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[di
 
 def _spooled(path: Path, budget: int, rewards: list[str], notes: Notes) -> list[str]:
     """The rows of one file as lines, its step first; [] and a note if it cannot be read."""
-    file = open_regular(path, notes)
+    file = open_noted(path, notes)
     if file is None:
         return []
     with file:
@@ -346,7 +345,7 @@ def _evenly(paths: list[Path], budget: int) -> list[Path]:
 
 def _planned(path: Path) -> int | None:
     """How many steps a trainer_state.json says that there are to be."""
-    file = open_regular(path, [])
+    file = open_noted(path, [])
     if file is None:
         return None
     with file:
@@ -360,7 +359,7 @@ def _settings(files: Files, notes: Notes) -> dict[str, Any]:
     """The settings of a run that a tracker stored."""
     path = files.numbers[0]
     stored = trackio_config(path, files.run) if files.kind == "trackio" else {}
-    file = open_regular(path, notes) if files.kind == "wandb" else None
+    file = open_noted(path, notes) if files.kind == "wandb" else None
     if file is not None:
         with file:
             stored = wandb_config(file)

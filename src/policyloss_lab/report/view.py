@@ -10,10 +10,10 @@ from typing import Any
 
 from policyloss.errors import visible
 from policyloss_lab.completions import BRANCHES, CODES, spread
+from policyloss_lab.limits import LARGEST
+from policyloss_lab.reading import finite
 from policyloss_lab.report.compare import coinciding
-from policyloss_lab.report.limits import LARGEST
 from policyloss_lab.report.panels import LABELS, panels_for
-from policyloss_lab.report.reading import finite
 from policyloss_lab.report.rollouts import FLAGS, NUMBERS, group_of
 
 # The colourings of tokens by a number, and the least size with the full colour, so that the

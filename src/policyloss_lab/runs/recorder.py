@@ -15,6 +15,7 @@ from policyloss.catalogue import as_spec
 from policyloss.errors import InputError, safe_repr
 from policyloss.metrics import Metrics
 from policyloss.spec import LossSpec
+from policyloss_lab.limits import LARGEST_STEP
 from policyloss_lab.runs import files
 from policyloss_lab.runs.environment import environment
 from policyloss_lab.runs.lock import Lock
@@ -29,7 +30,7 @@ from policyloss_lab.runs.recorder_arguments import (
     rows_of,
     whole_number,
 )
-from policyloss_lab.runs.records import LARGEST_STEP, JsonLines, line_of
+from policyloss_lab.runs.records import JsonLines, line_of
 
 ROLLOUT_BYTES = 256 * 2**20
 LEFT_OUT = "completions_left_out"

@@ -14,8 +14,8 @@ from torch import Tensor
 from policyloss.advantage import grpo
 from policyloss.errors import InputError
 from policyloss_lab.diagnosis.read import COLUMNS, read_rows, read_safetensors
-from policyloss_lab.report.limits import TOKEN_LENGTH, cut
-from policyloss_lab.report.reading import finite, integer, json_object
+from policyloss_lab.limits import TOKEN_LENGTH, cut
+from policyloss_lab.reading import finite, integer, json_object
 from policyloss_lab.report.rollouts import read_rollouts
 from policyloss_lab.whatif.tokens import StoredTokens
 

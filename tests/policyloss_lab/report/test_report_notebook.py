@@ -14,12 +14,13 @@ from report_runs import realistic_run
 
 import policyloss as pl
 import policyloss_lab as lab
-from policyloss_lab.report import collect, limits, render
+from policyloss_lab import limits
+from policyloss_lab.report import collect, render
 
 CELLS = """
 ```python
 import policyloss as pl
-from policyloss_lab.report import limits
+from policyloss_lab import limits
 lab.report.show({run!r}, height=600)
 ```
 ```python

@@ -9,7 +9,8 @@ import pytest
 
 import policyloss as pl
 from policyloss.cli import main
-from policyloss_lab.report import collect, limits
+from policyloss_lab import limits
+from policyloss_lab.report import collect
 from policyloss_lab.report.serve import LivePage
 
 

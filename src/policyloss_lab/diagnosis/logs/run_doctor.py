@@ -11,14 +11,13 @@ from typing import Any
 
 from policyloss import notebook
 from policyloss.errors import InputError
-from policyloss.output import kind_of
+from policyloss_lab import limits
 from policyloss_lab.diagnosis.logs.curves import Curve, Log, LogThresholds
 from policyloss_lab.diagnosis.logs.symptoms import DETECTORS, Finding, not_finite
 from policyloss_lab.logs.names import NAMES, canonical, step_of
 from policyloss_lab.logs.records import Row
 from policyloss_lab.logs.scalars import rows_of
-
-ROLLOUT_BYTES = 64 * 2**20
+from policyloss_lab.reading import open_file, parse_object
 
 
 @dataclass(frozen=True)
@@ -111,18 +110,12 @@ def diagnose_rows(
 
 def _rollouts(path: Path) -> list[dict[str, Any]]:
     """Stored completions beside the metrics of a run of ours; none if there is no such file."""
-    file = (path if path.is_dir() else path.parent) / "rollouts.jsonl"
-    if not file.is_file() or file.is_symlink() or file.stat().st_size > ROLLOUT_BYTES:
+    path = (path if path.is_dir() else path.parent) / "rollouts.jsonl"
+    try:
+        with open_file(path, limits.ROLLOUT_BYTES) as file:
+            return [row for line in file if (row := parse_object(line)) is not None]
+    except (InputError, OSError):
         return []
-    rows = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 class LogWatch:
@@ -150,10 +143,6 @@ class LogWatch:
         return new
 
 
-FILE_BYTES = 256 * 2**20
-ROWS = 200_000
-
-
 def read_log(path: str | Path) -> list[Row]:
     """One row of numbers for each step, in the order of steps; an `InputError` if `path` is no log.
 
@@ -162,15 +151,13 @@ def read_log(path: str | Path) -> list[Row]:
     """
     merged: dict[int, Row] = {}
     for file in _log_files(Path(path)):
-        _refuse(file)
         try:
-            with file.open("rb") as handle:
+            with open_file(file, limits.LOG_BYTES) as handle:
                 for step, row in rows_of(handle, str(file)):
                     merged.setdefault(step, {"step": float(step)}).update(row)
-                    if len(merged) > ROWS:
-                        raise InputError(
-                            f"{file} holds more than {ROWS:,} steps; give a part of it."
-                        )
+                    if len(merged) > limits.LOG_STEPS:
+                        most = f"{limits.LOG_STEPS:,} steps"
+                        raise InputError(f"{file} holds more than {most}; give a part of it.")
         except OSError as error:
             raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
     if not merged:
@@ -191,18 +178,3 @@ def _log_files(path: Path) -> list[Path]:
     raise InputError(
         f"{path} holds neither metrics.jsonl, trainer_state.json nor TensorBoard events."
     )
-
-
-def _refuse(file: Path) -> None:
-    """Raise for what is no regular file, or too large to be judged."""
-    try:
-        status = os.lstat(file)
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist.") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
-    kind = kind_of(status.st_mode)
-    if kind is not None:
-        raise InputError(f"{file} is a {kind}; give a file.")
-    if status.st_size > FILE_BYTES:
-        raise InputError(f"{file} is larger than {FILE_BYTES // 2**20} MiB; give a part of it.")
