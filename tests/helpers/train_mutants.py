@@ -379,7 +379,7 @@ TRAIN = (
     ),
     (
         "recorder_forgets_the_mask",
-        "policyloss_lab/runs/recorder_arguments.py",
+        "policyloss_lab/runs/recorder.py",
         "for x, used in zip(row, mask[i], strict=True) if used",
         "for x, used in zip(row, mask[i], strict=True)",
         "test_recorder.py::test_padded_tensors",

@@ -13,10 +13,10 @@ from policyloss.commands import read_options
 from policyloss.errors import InputError, unknown_name
 from policyloss_lab import limits
 from policyloss_lab.commands import Doctor
+from policyloss_lab.diagnosis.curves import LogThresholds
 from policyloss_lab.diagnosis.diagnose import Thresholds
-from policyloss_lab.diagnosis.logs.curves import LogThresholds
-from policyloss_lab.diagnosis.logs.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.read import read_tokens
+from policyloss_lab.diagnosis.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.tokens import doctor
 from policyloss_lab.diagnosis.verdict import Diagnosis
 from policyloss_lab.reading import open_file

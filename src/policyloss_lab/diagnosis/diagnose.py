@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from policyloss_lab.diagnosis.criterion import Misfit, misfit
-from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis
+from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis, Misfit, misfit
 from policyloss_lab.diagnosis.laws import AnyNoise, Dropout, OtherContext, OtherWeights, Routes
 from policyloss_lab.diagnosis.logits import RoundedLogits, SoftCap, StoredLogProbs, VocabularyShard
 from policyloss_lab.diagnosis.order import Edges, OtherTokens, PermutedRows, Shift

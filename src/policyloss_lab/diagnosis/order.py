@@ -1,5 +1,5 @@
-"""Hypotheses about places: numbers that stand one token off, rows in another order, rows that were
-cut into other tokens, and tokens that should not be in the mask.
+"""Hypotheses about order: numbers shifted by a token, permuted rows, rows cut into other tokens,
+and tokens that do not belong in the mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Reads token-level pairs from a file: JSON lines (one row each) or safetensors."""
+"""Reads token-level pairs: from JSON lines (one row each), a safetensors file, or the tensors of a
+batch under the names of different trainers.
+"""
 
 from __future__ import annotations
 

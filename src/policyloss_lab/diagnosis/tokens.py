@@ -1,4 +1,4 @@
-"""`doctor`: why the log-probabilities of the rollout engine are not those of the trainer."""
+"""`doctor`: finds out why the log-probabilities of the rollout engine and the trainer differ."""
 
 from __future__ import annotations
 

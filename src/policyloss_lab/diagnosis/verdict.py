@@ -1,4 +1,4 @@
-"""`Diagnosis`: the verdict, what it rests on, what to do, and what else was tested."""
+"""`Diagnosis`: the verdict of `doctor`, and the causes that it can name."""
 
 from __future__ import annotations
 

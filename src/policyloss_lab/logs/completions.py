@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from policyloss.errors import InputError
 from policyloss_lab import limits
-from policyloss_lab.logs.trackio import trackio_rows
+from policyloss_lab.logs.trackers import trackio_rows
 from policyloss_lab.reading import Lines, number_of, parse_object
 
 Rows = Iterator[dict[str, Any]]

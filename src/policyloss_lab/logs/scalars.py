@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.logs.names import step_of
-from policyloss_lab.logs.records import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
 from policyloss_lab.logs.tables import table_rows
+from policyloss_lab.logs.trackers import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
 from policyloss_lab.reading import Lines, number_of, parse_object
 
 EVERYTHING = 2**62  # bytes

@@ -1,4 +1,6 @@
-"""What differs between runs: their settings, key by key, and their losses, by `policyloss.diff`."""
+"""Differences between runs: their settings, their losses (by `policyloss.diff`), their seeds, and
+runs that coincide.
+"""
 
 from __future__ import annotations
 

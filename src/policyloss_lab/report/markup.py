@@ -1,5 +1,5 @@
-"""Text of the page, and parts of sentences. Text from a run is made safe: nothing acts as markup,
-nothing is invisible.
+"""Text and assets of pages that open offline. Text from a run is escaped: nothing acts as markup,
+and nothing is invisible.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Sampled completions, token by token. A long run has more of them than a page can show, so some
-steps are chosen, and of each the groups that say most.
+steps are chosen, and of each step the most informative groups. Where a run stored no branch of the
+loss for its tokens, the library computes it from the stored numbers.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from pathlib import Path
 from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.logs.completions import holds_completions
-from policyloss_lab.logs.records import WANDB_HEAD, is_tensorboard
 from policyloss_lab.logs.tables import is_table
-from policyloss_lab.logs.trackio import SQLITE_HEAD, run_names
+from policyloss_lab.logs.trackers import SQLITE_HEAD, WANDB_HEAD, is_tensorboard, run_names
 from policyloss_lab.reading import Notes, is_regular, json_object, open_noted
 
 STATE = "trainer_state.json"

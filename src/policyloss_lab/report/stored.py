@@ -1,4 +1,6 @@
-"""What a run left on disk: `StoredRun`, and how one is read from a run directory of ours."""
+"""`StoredRun`: a run as its files store it, read from a run directory of ours or from the files of
+another trainer.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,9 @@ from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.logs.completions import step_in_name, stored_completions, trackio_tables
 from policyloss_lab.logs.names import STEPS, our_names
-from policyloss_lab.logs.records import Row, wandb_config
 from policyloss_lab.logs.scalars import numbered, rows_of
 from policyloss_lab.logs.tables import table_rows
-from policyloss_lab.logs.trackio import trackio_config, trackio_rows
+from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows, wandb_config
 from policyloss_lab.reading import (
     Lines,
     Notes,

@@ -1,5 +1,5 @@
-"""The data that the page's script needs, in compact form: series share their lists of steps, and
-histograms lose their empty outer bins.
+"""The data that the page's script needs, in compact form: series share their lists of steps,
+histograms lose their empty outer bins, and completions are grouped.
 """
 
 from __future__ import annotations

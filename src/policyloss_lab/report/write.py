@@ -10,9 +10,9 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss.output import check_output, write_output
 from policyloss_lab import limits
-from policyloss_lab.report.collect import collect
+from policyloss_lab.report.data import collect
 from policyloss_lab.report.markup import listed
-from policyloss_lab.report.render import render
+from policyloss_lab.report.page import render
 from policyloss_lab.report.sources import split_run
 
 _RUN_FILES = {

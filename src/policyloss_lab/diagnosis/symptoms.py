@@ -1,4 +1,4 @@
-"""Causes from logs: each detector looks at a few curves and returns a finding, or nothing."""
+"""Detectors: each reads a few curves of a run and returns a finding, or None."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from policyloss_lab.diagnosis.logs.curves import Log
+from policyloss_lab.diagnosis.curves import Log
 from policyloss_lab.reading import finite
 
 # In the order of computation: the first of these that is not finite made the others so.

@@ -1,4 +1,6 @@
-"""`doctor_run`: what the logs of a run say is wrong, as a `RunDiagnosis`."""
+"""`doctor_run`: reads the logs of a run and returns its symptoms as a `RunDiagnosis`; `LogWatch`
+does the same while the run is training.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from typing import Any
 from policyloss import notebook
 from policyloss.errors import InputError
 from policyloss_lab import limits
-from policyloss_lab.diagnosis.logs.curves import Curve, Log, LogThresholds
-from policyloss_lab.diagnosis.logs.symptoms import DETECTORS, Finding, not_finite
+from policyloss_lab.diagnosis.curves import Curve, Log, LogThresholds
+from policyloss_lab.diagnosis.symptoms import DETECTORS, Finding, not_finite
 from policyloss_lab.logs.names import NAMES, canonical, step_of
-from policyloss_lab.logs.records import Row
 from policyloss_lab.logs.scalars import rows_of
+from policyloss_lab.logs.trackers import Row
 from policyloss_lab.reading import open_file, parse_object
 
 

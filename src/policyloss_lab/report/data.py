@@ -1,4 +1,4 @@
-"""`collect`: run directories → plain data. The schema is in docs/report.md."""
+"""`collect`: reads runs and returns the plain data of a report. docs/report.md has the schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss_lab import limits
-from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
+from policyloss_lab.diagnosis.run_doctor import diagnose_rows
 from policyloss_lab.limits import NOTE_LENGTH, NOTES, cut
 from policyloss_lab.reading import Notes
 from policyloss_lab.report.compare import (
