@@ -29,9 +29,8 @@ from torch import Tensor, nn
 import policyloss as pl
 import policyloss_lab as lab
 from benchmarks.harness import environment, table, write_json
-from policyloss_lab.whatif.reading import tokens_of
-from policyloss_lab.whatif.tangent import HeadWeight, Parameters, Products, model_batches
-from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.tokens import StoredTokens, tokens_of
+from policyloss_lab.whatif.weights import HeadWeight, Parameters, Products, model_batches
 from policyloss_train.models import load
 from policyloss_train.sampler import sample, uniforms
 from policyloss_train.tasks import make_task

@@ -351,14 +351,14 @@ TRAIN = (
     ),
     (
         "parts_skip_the_end",
-        "policyloss_lab/logs/lines.py",
+        "policyloss_lab/reading.py",
         "start = part * (self.size - self._room) // (self._parts - 1)",
         "start = part * (self.size - self._room) // (2 * self._parts)",
         "test_report_bounds.py::test_of_a_large_file_evenly_spaced_parts_are_read",
     ),
     (
         "older_rows_of_a_step_count",
-        "policyloss_lab/report/columns.py",
+        "policyloss_lab/report/stored.py",
         "now, row[names[rank]] = step, value",
         "now, _ = step, row.setdefault(names[rank], value)",
         "test_report_readers.py::test_steps_that_were_made_again_count_once",
@@ -372,14 +372,14 @@ TRAIN = (
     ),
     (
         "completions_of_a_batch_are_shown_again",
-        "policyloss_lab/report/foreign.py",
+        "policyloss_lab/report/stored.py",
         "if texts != before or",
         "if True or",
         "test_report_readers.py::test_completions_that_are_stored_again_are_shown_once",
     ),
     (
         "recorder_forgets_the_mask",
-        "policyloss_lab/runs/recorder_arguments.py",
+        "policyloss_lab/runs/recorder.py",
         "for x, used in zip(row, mask[i], strict=True) if used",
         "for x, used in zip(row, mask[i], strict=True)",
         "test_recorder.py::test_padded_tensors",
@@ -435,7 +435,7 @@ TRAIN = (
     ),
     (
         "a_branch_is_guessed",
-        "policyloss_lab/report/branches.py",
+        "policyloss_lab/report/rollouts.py",
         "value is not None or used is False",
         "True",
         "test_report_completions.py::test_branches_follow_from_the_stored_numbers_and_the_loss",

@@ -1,4 +1,4 @@
-"""The curves of a run, what is asked of them, and the numbers that the verdict depends on."""
+"""The curves of a run with the statistics that detectors need, and the thresholds of the verdict."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Hypotheses about weights: a precision, or an adapter that is missing or merged with rounding.
-
-Each is simulated: the model runs once more with those weights.
+"""Hypotheses that the model simulates: other weights (a precision, a missing or merged adapter)
+and another context (the prompt, its first token, padding). Each runs the model once more.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from policyloss_lab.diagnosis.forward import altered
+from policyloss_lab.diagnosis.forward import Scorer, altered
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
 
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -67,13 +67,13 @@ class RoundedWeights:
             return
         scorer, model = case.scorer, case.scorer.model
         one_side = len(case.sides) == 1  # where both run in bf16, neither of them is the odd one
-        for side, sign in case.sides if one_side else ():
-            yield Fit(
+        if one_side:
+            yield from case.fit_sides(
                 "weights_bf16",
-                f"the model behind {side} is rounded to bfloat16 and runs in it",
-                sign * scorer.half_precision(),
+                "the model behind {side} is rounded to bfloat16 and runs in it",
+                scorer.half_precision(),
+                {"rounding": "bfloat16"},
                 share="fixed",
-                details={"rounding": "bfloat16", "side": side},
             )
         axes = matrices(model)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -102,15 +102,14 @@ class RoundedWeights:
 
                     effect = scorer.effect(f"{name} {with_head}", logits)
                     tail = "" if with_head else ", but for the head"
-                    for side, sign in case.sides:
-                        yield Fit(
-                            cause,
-                            f"the weights behind {side} are rounded to {name}{tail}",
-                            sign * effect,
-                            freedom=0 if every else 1,
-                            share="fixed",
-                            details={"rounding": name, "side": side},
-                        )
+                    yield from case.fit_sides(
+                        cause,
+                        f"the weights behind {{side}} are rounded to {name}{tail}",
+                        effect,
+                        {"rounding": name},
+                        freedom=0 if every else 1,
+                        share="fixed",
+                    )
 
 
 def _place(weight: Tensor | None) -> int | None:
@@ -156,7 +155,94 @@ class Adapter:
             ("adapter_merged", "is that of an adapter merged into bf16 weights", merged),
         ):
             effect = scorer.effect(cause, logits)
-            for side, sign in case.sides:
-                yield Fit(
-                    cause, f"{side} {what}", sign * effect, share="fixed", details={"side": side}
-                )
+            yield from case.fit_sides(cause, f"{{side}} {what}", effect, share="fixed")
+
+
+def bos_of(scorer: Scorer) -> int | None:
+    """The token that every prompt begins with, or the one that the configuration names."""
+    firsts = {p[0] if p else None for p in scorer.prompts}
+    (first,) = firsts if len(firsts) == 1 else (None,)
+    named = getattr(scorer.config, "bos_token_id", None)
+    bos = first if first is not None else named
+    return bos if isinstance(bos, int) else None
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """One side has the first token (BOS) twice, or lacks it."""
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """Both."""
+        if case.scorer is None or (bos := bos_of(case.scorer)) is None:
+            return
+        prompts = case.scorer.prompts
+        twice = [[bos, *p] for p in prompts]
+        if not all(p[:1] == [bos] for p in prompts):
+            what = "has a first token that the prompts do not have"
+            yield from _simulated(case, "bos", what, twice)
+            return
+        yield from _simulated(case, "bos", "has the first token twice", twice)
+        if all(len(p) > 1 for p in prompts):
+            without = [p[1:] for p in prompts]
+            yield from _simulated(case, "bos", "lacks the first token", without)
+
+
+@dataclass(frozen=True)
+class OtherPrompt:
+    """One side saw another prompt: a part of it is missing, or it is that of another template.
+
+    others: the prompts of the rows in another template, as tokens.
+    """
+
+    others: Sequence[Sequence[int]] | None = None
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """The last tokens missing, the whole prompt missing, and the other template."""
+        if case.scorer is None:
+            return
+        if self.others is not None:
+            others = [list(p) for p in self.others]
+            yield from _simulated(case, "template", "saw the prompts of the other template", others)
+        prompts = case.scorer.prompts
+        shortest = min(len(p) for p in prompts)
+        for missing in (1, 2, 3, 4):
+            if shortest > missing:
+                tokens = "token" if missing == 1 else f"{missing} tokens"
+                what = f"saw the prompts without their last {tokens}"
+                cut = [p[:-missing] for p in prompts]
+                yield from _simulated(case, "template", what, cut)
+        if shortest > 1:
+            alone = [p[:1] for p in prompts]
+            what = "saw the first token of each prompt alone"
+            yield from _simulated(case, "template", what, alone)
+
+
+def _simulated(case: Case, cause: str, what: str, prompts: Sequence[list[int]]) -> Iterator[Fit]:
+    assert case.scorer is not None
+    scorer = case.scorer
+    effect = scorer.effect(what, lambda: scorer.forward(prompts))
+    sentence = f"the model behind {{side}} {what}"
+    yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rows are padded on the left, and one side counts padding as positions or attends to it."""
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """Both; nothing where all rows have one length."""
+        if case.scorer is None:
+            return
+        scorer = case.scorer
+
+        for what, positions, attend in (
+            ("counts padding as positions", False, False),
+            ("attends to padding", True, True),
+            ("counts padding as positions and attends to it", False, True),
+        ):
+            logits = partial(
+                scorer.forward, padding="left", positions=positions, attend_padding=attend
+            )
+            effect = scorer.effect(what, logits)
+            sentence = f"the model behind {{side}} {what}"
+            yield from case.fit_sides("positions", sentence, effect, {"what": what}, share="exact")

@@ -1,13 +1,14 @@
-"""Causes from logs: each detector looks at a few curves and returns a finding, or nothing."""
+"""Detectors: each reads a few curves of a run and returns a finding, or None."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
-from policyloss_lab.diagnosis.logs.curves import Log
+from policyloss_lab.diagnosis.curves import Log
+from policyloss_lab.reading import finite
 
 # In the order of computation: the first of these that is not finite made the others so.
 ORDER = ("rollout", "reward", "advantage", "old", "entropy", "kl", "ratio", "loss", "grad")
@@ -92,15 +93,12 @@ def _tokens(log: Log, step: int) -> str:
             each = row.get("token_advantage")
             each = each if isinstance(each, list) else [None] * len(ratios)
             for ratio, advantage, token in zip(ratios, each, tokens, strict=False):
-                known = (x for x in (advantage, row.get("advantage"), 1.0) if _is_number(x))
-                if _is_number(ratio):
-                    weights.append((ratio * abs(next(known)), str(token)))
+                sizes = map(finite, (advantage, row.get("advantage"), 1.0))
+                if finite(ratio) is not None:
+                    size = next(x for x in sizes if x is not None)
+                    weights.append((ratio * abs(size), str(token)))
     top = [f"{token!r} ({x:.3g})" for x, token in sorted(weights, reverse=True)[:3]]
     return f"; of the stored tokens, those with most weight are {', '.join(top)}" if top else ""
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def entropy_collapse(log: Log) -> Finding | None:

@@ -1,12 +1,15 @@
-"""Text of the page, and parts of sentences. Text from a run is made safe: nothing acts as markup,
-nothing is invisible.
+"""Text and assets of pages that open offline. Text from a run is escaped: nothing acts as markup,
+and nothing is invisible.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any
 
 from policyloss.errors import visible
@@ -51,3 +54,30 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     if len(names) > shown + 1:
         return f"{', '.join(names[:shown])} and {number(len(names) - shown)} more"
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def asset(package: str, name: str) -> str:
+    """The text of a file in the folder `assets` of a package."""
+    return (files(package) / "assets" / name).read_text(encoding="utf-8")
+
+
+def content_policy(style: str, script: str, live: int = 0) -> str:
+    """A content policy that allows this style, this script, the page's pictures, and no request but
+    that of a live page to its own server.
+    """
+    allowed = {
+        "script-src": f"'{_digest(script)}'",
+        "style-src": f"'{_digest(style)}'",
+        "img-src": "data:",
+    } | ({"connect-src": "'self'"} if live else {})
+    rules = [
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        *(f"{name} {value}" for name, value in allowed.items()),
+    ]
+    return "; ".join(rules)
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,8 +1,11 @@
-"""`doctor_run`: what the logs of a run say is wrong, as a `RunDiagnosis`."""
+"""`doctor_run`: reads the logs of a run and returns its symptoms as a `RunDiagnosis`; `LogWatch`
+does the same while the run is training.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +13,13 @@ from typing import Any
 
 from policyloss import notebook
 from policyloss.errors import InputError
-from policyloss_lab.diagnosis.logs.curves import Curve, Log, LogThresholds
-from policyloss_lab.diagnosis.logs.read import read_log
-from policyloss_lab.diagnosis.logs.symptoms import DETECTORS, Finding, not_finite
+from policyloss_lab import limits
+from policyloss_lab.diagnosis.curves import Curve, Log, LogThresholds
+from policyloss_lab.diagnosis.symptoms import DETECTORS, Finding, not_finite
 from policyloss_lab.logs.names import NAMES, canonical, step_of
-
-ROLLOUT_BYTES = 64 * 2**20
+from policyloss_lab.logs.scalars import rows_of
+from policyloss_lab.logs.trackers import Row
+from policyloss_lab.reading import open_file, parse_object
 
 
 @dataclass(frozen=True)
@@ -108,15 +112,71 @@ def diagnose_rows(
 
 def _rollouts(path: Path) -> list[dict[str, Any]]:
     """Stored completions beside the metrics of a run of ours; none if there is no such file."""
-    file = (path if path.is_dir() else path.parent) / "rollouts.jsonl"
-    if not file.is_file() or file.is_symlink() or file.stat().st_size > ROLLOUT_BYTES:
+    path = (path if path.is_dir() else path.parent) / "rollouts.jsonl"
+    try:
+        with open_file(path, limits.ROLLOUT_BYTES) as file:
+            return [row for line in file if (row := parse_object(line)) is not None]
+    except (InputError, OSError):
         return []
-    rows = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+
+
+class LogWatch:
+    """every: how many rows lie between two looks."""
+
+    def __init__(self, every: int = 10) -> None:
+        self.every = every
+        self.rows: list[dict[str, float]] = []
+        self.named: set[str] = set()
+
+    def read(self, step: int, row: Mapping[str, Any]) -> list[Finding]:
+        """Keep the numbers of a row, and look at all rows now and then: what was not named yet."""
+        numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
+        self.rows.append({**numbers, "step": step})
+        return self.look() if len(self.rows) % self.every == 0 else []
+
+    def look(self) -> list[Finding]:
+        """The symptoms of all rows that were not named before; none while rows are too few."""
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+            verdict = diagnose_rows(self.rows)
+        except InputError:
+            return []
+        new = [finding for finding in verdict.findings if finding.cause not in self.named]
+        self.named.update(finding.cause for finding in new)
+        return new
+
+
+def read_log(path: str | Path) -> list[Row]:
+    """One row of numbers for each step, in the order of steps; an `InputError` if `path` is no log.
+
+    path: a run directory of ours or of TRL, or a file: metrics.jsonl, trainer_state.json, verl's
+    JSONL or console output, TensorBoard events, W&B's `.wandb`, a CSV export of W&B or trackio.
+    """
+    merged: dict[int, Row] = {}
+    for file in _log_files(Path(path)):
+        try:
+            with open_file(file, limits.LOG_BYTES) as handle:
+                for step, row in rows_of(handle, str(file)):
+                    merged.setdefault(step, {"step": float(step)}).update(row)
+                    if len(merged) > limits.LOG_STEPS:
+                        most = f"{limits.LOG_STEPS:,} steps"
+                        raise InputError(f"{file} holds more than {most}; give a part of it.")
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
+    if not merged:
+        raise InputError(f"{path} holds no row with a step and numbers; it is no log of a run.")
+    return [merged[step] for step in sorted(merged)]
+
+
+def _log_files(path: Path) -> list[Path]:
+    """The log of a directory: of TensorBoard there is one file for each time that the run began."""
+    if not path.is_dir():
+        return [path]
+    states = sorted(path.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
+    for file in (path / "metrics.jsonl", path / "trainer_state.json", *states[-1:]):
+        if file.exists():
+            return [file]
+    if events := sorted(path.glob("events.out.tfevents*")):
+        return events
+    raise InputError(
+        f"{path} holds neither metrics.jsonl, trainer_state.json nor TensorBoard events."
+    )

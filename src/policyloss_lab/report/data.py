@@ -1,22 +1,34 @@
-"""`collect`: run directories → plain data. The schema is in docs/report.md."""
+"""`collect`: reads runs and returns the plain data of a report. docs/report.md has the schema."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
-from policyloss_lab.report import limits
-from policyloss_lab.report.branches import with_branches
-from policyloss_lab.report.compare import differences, loss_card, loss_differences
-from policyloss_lab.report.foreign import read_foreign, renamed
-from policyloss_lab.report.health import health_of
-from policyloss_lab.report.limits import NOTE_LENGTH, NOTES, cut
-from policyloss_lab.report.places import Place, labels_of, places_of
-from policyloss_lab.report.reading import Notes
-from policyloss_lab.report.seeds import identical_runs, seed_groups
-from policyloss_lab.report.stored import StoredRun, read_our_run
+from policyloss_lab import limits
+from policyloss_lab.diagnosis.run_doctor import diagnose_rows
+from policyloss_lab.limits import NOTE_LENGTH, NOTES, cut
+from policyloss_lab.reading import Notes
+from policyloss_lab.report.compare import (
+    differences,
+    identical_runs,
+    loss_card,
+    loss_differences,
+    seed_groups,
+)
+from policyloss_lab.report.rollouts import with_branches
+from policyloss_lab.report.stored import (
+    Place,
+    StoredRun,
+    labels_of,
+    places_of,
+    read_foreign,
+    read_our_run,
+    renamed,
+)
 from policyloss_lab.report.verdict import courses_of, verdict_of
 from policyloss_lab.runs.lock import is_held
 
@@ -134,3 +146,21 @@ def _state(folder: Path, trained: int, planned: int | None) -> str:
     if planned is None:
         return "unknown"
     return "finished" if trained >= planned else "stopped"
+
+
+def health_of(
+    metrics: Mapping[str, Mapping[str, Sequence[Any]]], rollouts: Sequence[Mapping[str, Any]]
+) -> tuple[int, list[dict[str, Any]]]:
+    """(how many steps were judged, 0 if too few to tell; [{"cause", "step", "evidence",
+    "remedy"}]) of series as `Table.series` gives them.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for name, curve in metrics.items():
+        for step, value in zip(curve["step"], curve["value"], strict=True):
+            row = rows.setdefault(step, {"step": float(step)})
+            row[name] = math.nan if value is None else float(value)
+    try:
+        verdict = diagnose_rows([rows[step] for step in sorted(rows)], rollouts=rollouts)
+    except InputError:
+        return 0, []
+    return verdict.steps, [finding._asdict() for finding in verdict.findings]

@@ -1,5 +1,5 @@
-"""From gradients by log-probabilities to those by weights: how alike two losses are, and how a
-small step changes each sequence.
+"""The weights through which losses are compared: how alike two gradients are, and how a small step
+changes each sequence.
 
 With `J = ∂logp/∂θ` (`[N, P]`), a loss with `g = ∂loss/∂logp` has the gradient `Jᵀg`. Two numbers
 follow from it: `⟨Jᵀa, Jᵀb⟩` of two losses, and `−J·Jᵀg`, the first-order change of every token for
@@ -9,7 +9,7 @@ a step of gradient descent with learning rate 1.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Products(NamedTuple):
 
     @property
     def cosine(self) -> Tensor:
-        """`[L, L]`; 0 beside a loss without gradient."""
+        """`[L, L]`; 0 for a loss without gradient."""
         norms = self.gram.diagonal().clamp(min=0).sqrt()
         scale = norms[:, None] * norms
         return torch.where(scale > 0, self.gram / scale.where(scale > 0, 1.0), 0.0)
@@ -48,17 +48,8 @@ class Products(NamedTuple):
         return torch.where(norms > 0, self.change / norms.where(norms > 0, 1.0), 0.0)
 
 
-class Tangent(Protocol):
-    """What stands between weights and log-probabilities. name: in one word."""
-
-    name: str
-
-    def products(self, gradients: Tensor, tokens: StoredTokens) -> Products:
-        """gradients: `∂loss/∂logp` of each loss, `[L, N]`."""
-
-
 class EachToken:
-    """Without a model: every log-probability counts as a weight of its own, `J = 1`."""
+    """Without a model: each log-probability is one weight, `J = 1`."""
 
     name = "tokens"
 
@@ -68,7 +59,7 @@ class EachToken:
 
 
 class Parameters:
-    """Through all parameters of a model that have a gradient, by `L + S` backward passes."""
+    """All parameters of a model that have a gradient, by `L + S` backward passes."""
 
     name = "parameters"
 
@@ -78,7 +69,7 @@ class Parameters:
 
     @property
     def size(self) -> int:
-        """How many numbers the model learns."""
+        """The number of trained numbers."""
         return sum(p.numel() for p in self.weights)
 
     def products(self, gradients: Tensor, tokens: StoredTokens) -> Products:
@@ -136,7 +127,7 @@ class Parameters:
 
 
 class HeadWeight:
-    """Through the weight of the model's head alone, with its hidden states as they are.
+    """The weight of the model's head alone, with constant hidden states.
 
     `J·Jᵀ` of two tokens is `⟨h, h'⟩·⟨e, e'⟩`: e is the derivative of the log-probability by the
     logits, one-hot − softmax.
@@ -272,8 +263,13 @@ def model_batches(tokens: StoredTokens, model: Any, at_once: int = _ROWS) -> Ite
         )
 
 
-def tangent_of(model: Any, losses: int, temperature: float, through: str | None) -> Tangent:
-    """Through all parameters if their gradients fit, else through the head, unless one is named."""
+Weights = EachToken | Parameters | HeadWeight
+
+
+def weights_for(model: Any, losses: int, temperature: float, through: str | None) -> Weights:
+    """The weights whose gradients are compared: all parameters if their gradients fit into memory,
+    else the weight of the head. through: the name of one of them.
+    """
     if model is None or through == EachToken.name:
         return EachToken()
     parameters = Parameters(model, temperature)

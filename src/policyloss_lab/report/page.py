@@ -1,4 +1,4 @@
-"""`render`: the data of `collect` → one HTML page with its styles, scripts and data inside. The
+"""`render`: turns the data of `collect` into one HTML page with its styles, scripts and data. The
 page makes no request.
 """
 
@@ -8,11 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from policyloss_lab.report import cards, tables
-from policyloss_lab.report.offline import asset, content_policy
-from policyloss_lab.report.origins import origins
+from policyloss_lab.report import sections
+from policyloss_lab.report.markup import asset, content_policy, escaped, island
 from policyloss_lab.report.panels import OTHER
-from policyloss_lab.report.text import escaped, island
 from policyloss_lab.report.view import view
 
 _SCRIPTS = (
@@ -23,17 +21,16 @@ _SCRIPTS = (
 
 def render(data: Mapping[str, Any], *, live: int = 0) -> str:
     """The page of `data`, which `collect` returned. A content policy in its head forbids every
-    request and every other script. live: every that many milliseconds, the page asks the server
-    that it came from for itself, and may ask nobody else; 0 is never.
+    request and every other script. live: the interval in milliseconds at which the page reloads
+    itself from its server, and from nowhere else; 0 disables it.
     """
-    shown = view(data)
+    shown, runs = view(data), data["runs"]
     style = _asset("page.css")
     script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"
-    labels = ", ".join(run["label"] for run in data["runs"])
+    labels = ", ".join(run["label"] for run in runs)
     charts = _charts(shown["panels"])
     more = charts.pop(OTHER, "")
-    names = origins(data["runs"])
-    sections = [
+    body = [
         *(charts.pop(name, "") for name in ("Learning", "Policy")),
         _section("ratios", "Ratio distribution", _asset("ratios.html"))
         if any(run["histogram"] for run in shown["runs"])
@@ -44,29 +41,27 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
             "Completions",
             _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
         ),
-        _section(
-            "losses", "The loss" if len(data["runs"]) == 1 else "The losses", tables.losses(data)
-        ),
-        _section("settings", "Settings", tables.settings(data, "config")),
+        _section("losses", "The loss" if len(runs) == 1 else "The losses", sections.losses(data)),
+        _section("settings", "Settings", sections.settings(data, "config")),
         _section("names", "Names of the metrics", names)
-        if (names := origins(data["runs"]))
+        if (names := sections.origins(runs))
         else "",
         more,
-        _section("environment", "Environment", tables.settings(data, "environment")),
+        _section("environment", "Environment", sections.settings(data, "environment")),
     ]
-    sections = sections if shown["panels"] else [_NO_STEPS, *sections]
+    body = body if shown["panels"] else [_NO_STEPS, *body]
     return f"""<!doctype html>
 <html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
 <meta http-equiv="Content-Security-Policy" content="{content_policy(style, script, live)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">\
 <title>{escaped(labels)} · training report</title>
 <style>{style}</style></head><body>
-<header><h1>Training report</h1>{cards.verdict(data)}{cards.overview(data["runs"])}\
-{cards.health(data["runs"])}{cards.notes(data["runs"])}</header>
+<header><h1>Training report</h1>{sections.verdict(data)}{sections.overview(runs)}\
+{sections.health(runs)}{sections.notes(runs)}</header>
 <noscript><p class="card">\
 The charts and the token view are drawn by a script in this file, which is switched off.\
 </p></noscript>
-{_asset("toolbar.html")}<main>{"".join(sections)}</main><div id="tip" role="status" hidden></div>
+{_asset("toolbar.html")}<main>{"".join(body)}</main><div id="tip" role="status" hidden></div>
 <script type="application/json" id="data">{island(shown)}</script>
 <script>{script}</script></body></html>
 """
