@@ -18,12 +18,12 @@ from torch import Tensor
 from policyloss.errors import InputError, PolicyLossError
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
+from policyloss_train.drawing import problem_of
 from policyloss_train.models import parts
 from policyloss_train.rollout.protocol import Sampling
 from policyloss_train.rollout.session import Rollout, Wanted
 from policyloss_train.run.checkpoint import count_from, subtree
 from policyloss_train.sampler import Sample
-from policyloss_train.supports import problem_of
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import SUCCESS, Reward
 from policyloss_train.tasks.rewards import forgiving

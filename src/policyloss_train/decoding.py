@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss_train.drawing import Rule, draw
-from policyloss_train.supports import Kept, Pair, first_tokens
+from policyloss_train.drawing import Kept, Pair, Rule, draw, first_tokens
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel

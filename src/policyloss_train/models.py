@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -19,7 +20,6 @@ from policyloss.errors import InputError
 from policyloss_train.adapter import merged_weights
 from policyloss_train.attention import Attention
 from policyloss_train.tasks.base import Task
-from policyloss_train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -279,3 +279,79 @@ def _check_parts(model: PreTrainedModel, name: str) -> None:
             f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "
             "says, and do nothing else to them."
         )
+
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
+# Attention heads, of 16 and of 32 numbers; vLLM has no attention for 16 on a CPU.
+TINY = {"tiny": 4, "tiny32": 2}
+PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))
+
+
+def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
+    """One token per character: printable ASCII, and what else the training examples hold."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
+    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(letters)])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, **special)
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerBase, seed: int, heads: int = TINY["tiny"]
+) -> PreTrainedModel:
+    """A Llama with 138 thousand random weights of `seed`; no other generator is touched."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return cast("PreTrainedModel", LlamaForCausalLM(config))
+
+
+# What a block is told when it samples. Its shapes change with every token, so it stays as it is.
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def compile_blocks(body: nn.Module) -> None:
+    """Let the repeated blocks of a body run compiled code wherever they are not sampled from.
+
+    A block gets a class of its own and keeps its weights, their names, and its copies: a function
+    in the block would be shared with them, and use the weights of the original.
+    """
+    for module in body.children():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                kind: Any = type(block)
+                block.__class__ = _compiled(kind)
+        else:
+            compile_blocks(module)
+
+
+@cache
+def _compiled(block: Any) -> Any:
+    """The class of a block with a compiled forward."""
+    plain, compiled = block.forward, torch.compile(block.forward, dynamic=True)
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        samples = any(kwargs.get(name) is not None for name in _CACHES)
+        return (plain if samples else compiled)(self, *args, **kwargs)
+
+    return type(block.__name__, (block,), {"forward": forward, "__module__": block.__module__})

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss_train.decoding import Completed, complete
-from policyloss_train.drawing import Rule
-from policyloss_train.supports import Pair, first_tokens
+from policyloss_train.drawing import Pair, Rule, first_tokens
 from policyloss_train.tasks.base import is_text
 
 if TYPE_CHECKING:

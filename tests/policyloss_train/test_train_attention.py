@@ -291,8 +291,8 @@ def test_a_model_that_reads_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("varlen_on_cpu")
 def test_a_model_that_learns_by_varlen_samples_as_before(kind: str) -> None:
     """Its sampler pads on the left and keeps a cache, which its own attention is for."""
+    from policyloss_train.models import tiny_tokenizer
     from policyloss_train.tasks import make_task
-    from policyloss_train.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer(make_task("sort", reward=None, seed=0))
     texts = []

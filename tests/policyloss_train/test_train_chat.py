@@ -14,10 +14,10 @@ from train_loop_ranks import lines
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_train.chat import rendered, with_template
+from policyloss_train.models import tiny_tokenizer
 from policyloss_train.sampler import Sample, stopped
 from policyloss_train.tasks import make_task
 from policyloss_train.tasks.base import Task, numbered
-from policyloss_train.tiny import tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

@@ -31,7 +31,7 @@ from policyloss_train.config import TrainConfig
 from policyloss_train.models import load
 from policyloss_train.run.checkpoint import latest
 from policyloss_train.run.directory import RunDir
-from policyloss_train.run.resumed_options import stored_options
+from policyloss_train.run.resume import stored_options
 from policyloss_train.tasks import make_task
 
 

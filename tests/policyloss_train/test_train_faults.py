@@ -26,13 +26,12 @@ from train_loop_ranks import lines, resume, train
 from policyloss_train import learner as learner_module
 from policyloss_train.batches import Pack
 from policyloss_train.distributed import Ranks
-from policyloss_train.finite import nonfinite_tokens
 from policyloss_train.run.directory import RunDir
 from policyloss_train.tasks import time_limit
 from policyloss_train.tasks.base import Example, Task
 from policyloss_train.tasks.rewards import RewardError, checked, scored
 from policyloss_train.tasks.time_limit import TimeIsUp, within
-from policyloss_train.watch import Watch
+from policyloss_train.watch import Watch, nonfinite_tokens
 
 
 def checkpoints(out: Path) -> list[str]:

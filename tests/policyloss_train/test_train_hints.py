@@ -12,9 +12,9 @@ from policyloss.cli import main
 from policyloss.commands import arguments_of, parser_of
 from policyloss_lab.runs.lock import Lock
 from policyloss_train.config import TrainConfig
-from policyloss_train.hints import LONG_PATIENCE, PATIENCE, Hints
 from policyloss_train.run.directory import free_directory
 from policyloss_train.setup import warmup_steps
+from policyloss_train.watch import LONG_PATIENCE, PATIENCE, Hints
 
 # Sixteen groups of eight with different rewards, some completions cut, some right.
 GOOD = {

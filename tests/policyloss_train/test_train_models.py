@@ -16,12 +16,19 @@ from torch import nn
 
 from policyloss.errors import InputError
 from policyloss_train.attention import Rows
-from policyloss_train.models import Critic, LogitForm, load, logit_form, parts
+from policyloss_train.models import (
+    Critic,
+    LogitForm,
+    load,
+    logit_form,
+    parts,
+    tiny_model,
+    tiny_tokenizer,
+)
+from policyloss_train.setup import warm_up
 from policyloss_train.tasks import make_task
 from policyloss_train.tasks.base import Example, Task, numbered
 from policyloss_train.tasks.rewards import make_reward
-from policyloss_train.tiny import tiny_model, tiny_tokenizer
-from policyloss_train.warmup import warm_up
 
 SIZES = {
     "hidden_size": 16,

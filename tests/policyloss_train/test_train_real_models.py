@@ -27,16 +27,20 @@ from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_train.adapter import add_adapter, base_trained, merged_weights, without_adapter
 from policyloss_train.attention import Rows
-from policyloss_train.compile import _compiled, compile_blocks
 from policyloss_train.config import TrainConfig
 from policyloss_train.learner import Learner
-from policyloss_train.models import Critic, checkpoint_gradients, logit_form, parts
-from policyloss_train.optimizers import MasterAdamW, adamw
-from policyloss_train.policy import Policy
-from policyloss_train.routing import Routing
-from policyloss_train.run.optimizer_state import load_optimizer_state, optimizer_state
+from policyloss_train.models import (
+    Critic,
+    _compiled,
+    checkpoint_gradients,
+    compile_blocks,
+    logit_form,
+    parts,
+    tiny_tokenizer,
+)
+from policyloss_train.optimizers import MasterAdamW, adamw, load_optimizer_state, optimizer_state
+from policyloss_train.policy import Policy, Routing
 from policyloss_train.tasks import make_task
-from policyloss_train.tiny import tiny_tokenizer
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0}
 
@@ -437,7 +441,7 @@ def test_what_cannot_be_exported(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("policyloss_train.export.os.rename", full)
+    monkeypatch.setattr("policyloss_train.command.os.rename", full)
     assert main(["export", str(run), str(tmp_path / "x")]) == 2
     assert "No space left on device" in capsys.readouterr().err
 

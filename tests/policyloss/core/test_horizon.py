@@ -18,8 +18,7 @@ from cases import make_batch, run
 from policyloss.compat.trl.custom import checked_loss
 from policyloss.explanations.formula import formula
 from policyloss.parts import aggregate
-from policyloss_train.arguments import read_arguments
-from policyloss_train.loss_options import read_spec
+from policyloss_train.arguments import read_arguments, read_spec
 
 UNSET = (pl.SeqMeanTokenSumNorm(), pl.TokenSumNorm())
 

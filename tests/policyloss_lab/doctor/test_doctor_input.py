@@ -221,7 +221,7 @@ def test_who_hears_of_a_ratio_that_is_not_1_hears_of_the_doctor() -> None:
 
 
 def test_the_first_step_of_a_run_is_looked_at() -> None:
-    from policyloss_train.hints import mismatch_of
+    from policyloss_train.watch import mismatch_of
 
     a = healthy()
     bounds = torch.arange(0, 321, 40)
