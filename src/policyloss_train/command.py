@@ -20,7 +20,7 @@ from policyloss_lab.runs.files import make_folder, refuse_name, sync, write_erro
 from policyloss_train.adapter import has_adapter, merged_weights, written_whole
 from policyloss_train.arguments import read_arguments
 from policyloss_train.chat import with_template
-from policyloss_train.collect import Evaluation, Result, answered
+from policyloss_train.collect import Evaluation, Result, score_answers
 from policyloss_train.commands import Eval, Export, FromRun, Sample
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
@@ -36,7 +36,7 @@ from policyloss_train.sampler import encode, sample, uniforms
 from policyloss_train.setup import Setup, build
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import Reward
-from policyloss_train.tasks.rewards import forgiving
+from policyloss_train.tasks.rewards import tolerant_reward
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     refuse_unnamed_code(config, frozenset(changes))
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
-    score = forgiving(task, options.reward_timeout, _warn)
+    score = tolerant_reward(task, options.reward_timeout, _warn)
     answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
     evaluation = Evaluation.of(answers, task.success)
     results = list(zip(examples, evaluation.results, strict=True))
@@ -101,7 +101,7 @@ def evaluate(
     rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
     greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "uniforms": None}
     samples = sample(model, tokenizer, rows, **greedy, **limits)
-    return answered(examples, samples, score)
+    return score_answers(examples, samples, score)
 
 
 def sample_command(arguments: Sequence[str]) -> int:

@@ -268,7 +268,7 @@ class TrainConfig:
     """Log to this tracker too, if it is installed."""
 
     def __post_init__(self) -> None:
-        from policyloss_train.preflight import advantage_problems, sampling_problems
+        from policyloss_train.preflight import option_problems
 
         for name, default in by_model(self).items():
             if getattr(self, name) is None and default is None:
@@ -279,7 +279,7 @@ class TrainConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
         check_numbers(self)
-        for problem in (*sampling_problems(self), *advantage_problems(self)):
+        for problem in option_problems(self):
             raise InputError(problem)
 
     def with_loss(self, spec: LossSpec) -> TrainConfig:

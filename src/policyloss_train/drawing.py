@@ -1,7 +1,11 @@
-"""The next token of each row: the rule by which it is drawn from the logits, and the tokens that
-top-p and top-k leave it to be drawn from.
+"""The next token of each row: the rule by which it is drawn from the logits, and its support: the
+tokens that top-p and top-k keep.
 
-Shapes: B rows, V vocabulary entries.
+A recorded support is a pair (ids int32 `[K]`, offsets int64 `[L+1]`), as `policyloss.logprobs`
+takes it: token t was drawn from `ids[offsets[t]:offsets[t+1]]`. It is ragged, because masks
+`[L, V]` of a vocabulary of 150,000 entries would be a thousand times as large.
+
+Shapes: B rows, V vocabulary entries, L tokens of a completion, K kept entries of all of them.
 """
 
 from __future__ import annotations
@@ -21,8 +25,7 @@ from policyloss.head.support import Support
 class Rule:
     """How the next token is chosen from the logits.
 
-    processed: its log-probability is that over its `support`, from which it is drawn, and not that
-    over all tokens.
+    processed: its log-probability is over its `support`, not over all tokens.
     """
 
     temperature: float
@@ -31,7 +34,7 @@ class Rule:
     processed: bool = False
 
     def check(self) -> None:
-        """Raise for numbers that mean nothing."""
+        """Raise for numbers out of range."""
         # Below, float32 would divide by 0.
         if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
             raise InputError(
@@ -85,7 +88,7 @@ def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> Drawn:
 
 
 def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Which tokens may be drawn: bool `[B, V]`, at least one in each row;
+    """The tokens that may be drawn: bool `[B, V]`, at least one in each row;
     of equal tokens, the lower ids first.
 
     First the `top_k` likeliest (0: all). Of these, the smallest set of the likeliest whose share of
@@ -112,9 +115,7 @@ def first_tokens(support: Pair, n: int) -> Pair:
 
 
 def problem_of(support: Any, tokens: Tensor, vocabulary: int) -> str | None:
-    """What is wrong with a pair that is said to be the support of `tokens` `[L]`; None if nothing
-    is.
-    """
+    """The fault of a support of `tokens` `[L]`, in words; None if it is good or missing."""
     try:
         pair = Support.of(support, tokens)
     except InputError as error:
@@ -137,7 +138,7 @@ class Kept:
         self._sizes: list[Tensor] = []
 
     def add(self, rows: Tensor, kept: Tensor) -> None:
-        """The next token of some rows. kept: what it was drawn from, bool `[len(rows), V]`."""
+        """The next token of some rows. kept: its support, bool `[len(rows), V]`."""
         place, ids = kept.nonzero(as_tuple=True)
         self._rows.append(rows[place])
         self._ids.append(ids.to(torch.int32))
@@ -145,7 +146,7 @@ class Kept:
         self._sizes.append(sizes.index_copy(0, rows, kept.sum(-1)))
 
     def pairs(self) -> list[Pair] | list[None]:
-        """The support of each row, on the CPU; None for all if every token could be drawn."""
+        """The support of each row, on the CPU; None for each if every token could be drawn."""
         if not self._ids:
             return [None] * self._count
         # Entries lie token after token; a stable sort by row leaves those of a row in that order.

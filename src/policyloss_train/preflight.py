@@ -1,11 +1,18 @@
-"""What would end a run later is looked for before its first step: prompts, the reward, the disk."""
+"""All checks before a run, in the order in which they are made.
+
+1. `option_problems`: options that contradict each other, for every `TrainConfig`.
+2. `loss_problems`: options that contradict the loss, in `TrainConfig.with_loss`.
+3. `refuse_missing`: files, folders, code and packages that the options name; before a run directory
+   is created.
+4. `preflight`: prompts, reward and disk, once the model is loaded and before the first step.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from policyloss.advantage import ESTIMATORS
 from policyloss.errors import InputError, unknown_name
@@ -13,10 +20,10 @@ from policyloss.spec import LossSpec
 from policyloss_train.chat import read_template
 from policyloss_train.models import TINY, refuse_missing_folder
 from policyloss_train.optimizers import torchao
-from policyloss_train.sampler import encode, longest
+from policyloss_train.sampler import encode, unusable_prompts
 from policyloss_train.tasks import GYM, make_task
 from policyloss_train.tasks.base import Example, Task
-from policyloss_train.tasks.rewards import RewardError, scored
+from policyloss_train.tasks.rewards import RewardError, score_completion
 from policyloss_train.user_code import is_reference, load_code
 
 if TYPE_CHECKING:
@@ -24,143 +31,18 @@ if TYPE_CHECKING:
     from policyloss_train.learner import Learner
     from policyloss_train.loop import Training
 
-SHOWN = 5  # prompts that a message names
-TRIED = 8  # examples on one of which at least the reward must work
-SPARE = 1 << 20  # bytes for everything that is no checkpoint
-
-
-def preflight(training: Training) -> None:
-    """Raise, on every rank, for what would end the run; or leave out the prompts that cannot be
-    used, if the options say so.
-    """
-    config, task, ranks = training.config, training.task, training.ranks
-    problems: list[str] = []
-    splits = {"train": task.train, "held_out": task.held_out[: config.eval_prompts]}
-    for split, examples in splits.items():
-        bad = unusable(training.model, training.tokenizer, examples, config.max_new_tokens)
-        if not bad:
-            continue
-        text = _listed(split, examples, bad)
-        if len(bad) == len(examples):
-            problems.append(f"{text}; none is left.")
-        elif config.unusable == "refuse":
-            problems.append(
-                f"{text}. Shorten them, lower --max-new-tokens, or leave them out by --unusable "
-                "skip."
-            )
-        else:
-            training.display.warn(f"{text}; they are left out.")
-            training.leave_out(split, frozenset(bad))
-    problems += _reward_problem(task, config.reward_timeout)
-    if ranks.is_first:
-        problems += _disk_problem(config.out, checkpoint_bytes(training.learner), config.keep)
-    distinct = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
-    if distinct:
-        raise InputError(" ".join(distinct))
-
-
-def unusable(
-    model: Any, tokenizer: Any, examples: Sequence[Example], max_new_tokens: int
-) -> dict[int, str]:
-    """The places of the examples whose prompt the model cannot continue, and why."""
-    reasons: dict[int, str] = {}
-    most = longest(model)
-    for i, ids in enumerate(encode(tokenizer, [example.prompt for example in examples])):
-        if not ids:
-            reasons[i] = "has no token"
-        elif most is not None and len(ids) + max_new_tokens > most:
-            reasons[i] = (
-                f"has {len(ids)} tokens, which with --max-new-tokens {max_new_tokens} are more "
-                f"than {most} positions"
-            )
-    return reasons
-
-
-def checkpoint_bytes(learner: Learner) -> int:
-    """About what a checkpoint takes: weights and moments of what learns, and the reference."""
-    copies = ((3, learner.policy), (3, learner.critic), (1, learner.reference))
-    return sum(
-        number * p.numel() * p.element_size()
-        for number, module in copies
-        for p in (module.parameters() if module is not None else ())
-    )
-
-
-def _listed(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str:
-    rows = [
-        f"{examples[i].prompt[:40]!r} (example {examples[i].id}) {why}"
-        for i, why in list(bad.items())[:SHOWN]
-    ]
-    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    return (
-        f"{len(bad)} of {len(examples)} prompts of the split {split!r} cannot be used: "
-        f"{'; '.join(rows)}{more}"
-    )
-
-
-def _reward_problem(task: Task, seconds: float) -> list[str]:
-    """A reward that fails on the answers of several examples fails on completions too."""
-    failures: list[RewardError] = []
-    for example in task.train[:TRIED]:
-        try:
-            scored(task, example, example.answer, seconds)
-        except RewardError as error:
-            failures.append(error)
-        else:
-            return []
-    return [
-        f"the reward fails on each of the first {len(failures)} training prompts, with their own "
-        f"answers: {failures[0]}"
-    ]
-
-
-def _disk_problem(out: Path, size: int, keep: int) -> list[str]:
-    """All checkpoints that are kept must fit, and a new one beside them."""
-    there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
-    needed = max((keep + 1) * size - there, size) + SPARE
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if free >= needed:
-        return []
-    return [
-        f"{out} has {free / 1e9:.3f} GB of free space, but {keep + 1} checkpoints of "
-        f"{size / 1e9:.3f} GB need {needed / 1e9:.3f} GB; free some, use another disk, or lower "
-        "--keep."
-    ]
-
-
-def refuse_missing(config: TrainConfig) -> None:
-    """Raise for a file, a folder, code or a package that cannot be found, or a task that cannot be
-    read. The loss was read with the options.
-    """
-    for value, what in (
-        (config.advantage, "the advantage"),
-        (config.rollout, "the rollout engine"),
-    ):
-        if value is not None and is_reference(value):
-            load_code(value, what)
-    if not config.task.startswith(GYM):  # whose data sets take a while, and are no files
-        make_task(config.task, reward=config.reward, seed=config.seed)
-    if config.model not in TINY:
-        refuse_missing_folder(config.model)
-    if config.teacher is not None and not config.teacher.is_dir():
-        named = f"there is no folder {config.teacher}"
-        raise InputError(f"{named}; --teacher is that of a model, or a run directory.")
-    if config.chat_template is not None:
-        read_template(config.chat_template)
-    if config.optimizer == "adamw8bit":
-        torchao()
-
-
 ENGINES = ("built-in", "vllm")
 BY_COMPARISON = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg")  # within a group
-# Estimators that take rewards and groups of one step and nothing that a run does not have.
 WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards leave them a gradient
+# The other two estimators need numbers that a run does not have.
 ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
+SHOWN = 5  # prompts that a message names
+TRIED = 8  # examples; the reward must work on one of them
+SPARE = 1 << 20  # bytes for all files that are not checkpoints
 
 
-def sampling_problems(config: TrainConfig) -> Iterator[str]:
-    """What cannot be sampled, or not with these options."""
+def option_problems(config: TrainConfig) -> Iterator[str]:
+    """Sampling, the optimizer and the advantages; each problem is a sentence with its remedy."""
     completions, name = config.prompts * config.group_size, config.rollout
     tokens = completions * config.max_new_tokens
     if tokens >= 2**31:
@@ -211,18 +93,14 @@ def sampling_problems(config: TrainConfig) -> Iterator[str]:
         )
     if config.optimizer == "adamw8bit" and config.dtype == "float64":
         yield "--optimizer adamw8bit computes in float32, not --dtype float64."
-
-
-def advantage_problems(config: TrainConfig) -> Iterator[str]:
-    """Advantages that do not exist, or that would be 0; nothing before they are known."""
-    if config.advantage is None:
+    if config.advantage is None:  # the loss will choose it
         return
     if config.advantage not in ADVANTAGES and not is_reference(config.advantage):
         yield unknown_name("advantage", config.advantage, ADVANTAGES)
     alone = config.group_size == 1 and config.reward_share
     if alone and config.reward_estimator in BY_COMPARISON:
         yield (
-            f"--group-size 1 leaves the advantage {config.estimator!r} nobody to compare a "
+            f"--group-size 1 leaves the advantage {config.estimator!r} nothing to compare a "
             "completion with: all would be 0. Use several completions per prompt, "
             "--advantage gae (with a critic), remax or reinforce_pp."
         )
@@ -253,9 +131,9 @@ def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
         )
     if spec.divergence is not None and config.replays_support:
         yield (
-            f"the loss {config.loss!r} compares whole distributions with a teacher, and with "
-            "--top-p or --top-k the learner's is over the tokens that they kept; add "
-            "--no-sampling-mask --rollout-logp raw, which makes both be over all tokens."
+            f"the loss {config.loss!r} compares complete distributions with a teacher, and with "
+            "--top-p or --top-k the learner's covers only the tokens that they kept; add "
+            "--no-sampling-mask --rollout-logp raw, so that both cover all tokens."
         )
     taught = any(getattr(part, "teaches", False) for part in spec.pulls)
     if config.teacher is None and (taught or config.reads_teacher):
@@ -263,3 +141,110 @@ def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
             f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "
             "give the folder of one, --teacher DIR."
         )
+
+
+def refuse_missing(config: TrainConfig) -> None:
+    """Raise for a file, folder, code or package that cannot be loaded, or a task that cannot be
+    read. The loss was read with the options.
+    """
+    for value, what in (
+        (config.advantage, "the advantage"),
+        (config.rollout, "the rollout engine"),
+    ):
+        if is_reference(value):
+            load_code(str(value), what)
+    if not config.task.startswith(GYM):  # its data sets are not files, and take a while
+        make_task(config.task, reward=config.reward, seed=config.seed)
+    if config.model not in TINY:
+        refuse_missing_folder(config.model)
+    if config.teacher is not None and not config.teacher.is_dir():
+        raise InputError(
+            f"there is no folder {config.teacher}; --teacher is that of a model, or a run "
+            "directory."
+        )
+    if config.chat_template is not None:
+        read_template(config.chat_template)
+    if config.optimizer == "adamw8bit":
+        torchao()
+
+
+def preflight(training: Training) -> None:
+    """Raise, on every rank, for a problem that would end the run later. Prompts that the model
+    cannot continue are left out instead, with `--unusable skip`.
+    """
+    config, task, ranks = training.config, training.task, training.ranks
+    problems: list[str] = []
+    splits = {"train": task.train, "held_out": task.held_out[: config.eval_prompts]}
+    for split, examples in splits.items():
+        ids = encode(training.tokenizer, [example.prompt for example in examples])
+        bad = unusable_prompts(training.model, ids, config.max_new_tokens)
+        if not bad:
+            continue
+        text = _unusable_text(split, examples, bad)
+        if len(bad) == len(examples):
+            problems.append(f"{text}; none is left.")
+        elif config.unusable == "refuse":
+            problems.append(
+                f"{text}. Shorten them, lower --max-new-tokens, or leave them out by --unusable "
+                "skip."
+            )
+        else:
+            training.display.warn(f"{text}; they are left out.")
+            training.leave_out(split, frozenset(bad))
+    problems += _reward_problem(task, config.reward_timeout)
+    if ranks.is_first:
+        problems += _disk_problem(config.out, training.learner, config.keep)
+    distinct = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
+    if distinct:
+        raise InputError(" ".join(distinct))
+
+
+def _unusable_text(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str:
+    rows = [
+        f"{examples[i].prompt[:40]!r} (example {examples[i].id}) {why}"
+        for i, why in list(bad.items())[:SHOWN]
+    ]
+    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    return (
+        f"{len(bad)} of {len(examples)} prompts of the split {split!r} cannot be used: "
+        f"{'; '.join(rows)}{more}"
+    )
+
+
+def _reward_problem(task: Task, seconds: float) -> list[str]:
+    """A reward that fails on the answers of several examples fails on completions too."""
+    failures: list[RewardError] = []
+    for example in task.train[:TRIED]:
+        try:
+            score_completion(task, example, example.answer, seconds)
+        except RewardError as error:
+            failures.append(error)
+        else:
+            return []
+    return [
+        f"the reward fails on each of the first {len(failures)} training prompts, with their own "
+        f"answers: {failures[0]}"
+    ]
+
+
+def _disk_problem(out: Path, learner: Learner, keep: int) -> list[str]:
+    """The disk must have room for the kept checkpoints and a new one: the weights of the reference,
+    and the weights and two moments of policy and critic.
+    """
+    copies = ((3, learner.policy), (3, learner.critic), (1, learner.reference))
+    size = sum(
+        number * p.numel() * p.element_size()
+        for number, module in copies
+        for p in (module.parameters() if module is not None else ())
+    )
+    there = sum(file.stat().st_size for file in (out / "checkpoints").rglob("*") if file.is_file())
+    needed = max((keep + 1) * size - there, size) + SPARE
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= needed:
+        return []
+    return [
+        f"{out} has {free / 1e9:.3f} GB of free space, but {keep + 1} checkpoints of "
+        f"{size / 1e9:.3f} GB need {needed / 1e9:.3f} GB; free some, use another disk, or lower "
+        "--keep."
+    ]

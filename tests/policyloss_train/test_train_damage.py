@@ -39,7 +39,7 @@ from policyloss_train.config import TrainConfig
 from policyloss_train.models import tiny_tokenizer
 from policyloss_train.run.resume import resume_command, stored_options
 from policyloss_train.tasks import make_task
-from policyloss_train.tasks.time_limit import TimeIsUp, within
+from policyloss_train.tasks.time_limit import TimeIsUp, call_within
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 VALUES: tuple[Any, ...] = (
@@ -571,7 +571,7 @@ LOOPS = "{% for a in range(99999) %}" * 3 + "{{ messages }}" + "{% endfor %}" * 
 def limited(arguments: list[str], seconds: float = 20.0) -> str:
     """`outcome`, which also tells of a command that takes longer."""
     try:
-        return within(seconds, outcome, arguments)
+        return call_within(seconds, outcome, arguments)
     except TimeIsUp:
         return f"took longer than {seconds} s"
 

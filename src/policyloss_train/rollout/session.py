@@ -12,7 +12,6 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
-from policyloss_train.decoding import Completed
 from policyloss_train.models import parts
 from policyloss_train.rollout.built_in import BuiltIn
 from policyloss_train.rollout.protocol import (
@@ -26,7 +25,7 @@ from policyloss_train.rollout.protocol import (
 from policyloss_train.rollout.servers import Servers
 from policyloss_train.rollout.vllm_engine import VLLM, Report
 from policyloss_train.rollout.weights import PolicyWeights
-from policyloss_train.sampler import Sample, as_samples, encode, end_ids, stopped
+from policyloss_train.sampler import Completed, Sample, as_samples, cut_at_stop, encode, end_ids
 from policyloss_train.setup import Setup
 from policyloss_train.user_code import load_code
 
@@ -95,7 +94,7 @@ class Rollout:
             set(sampling.end_ids),
             self.version,
         )
-        return [stopped(self.tokenizer, s, self.stop) for s in samples]
+        return [cut_at_stop(self.tokenizer, s, self.stop) for s in samples]
 
     def _compare(self, sampling: Sampling, with_support: bool) -> None:
         """Say so if the engine's log-probabilities are over fewer tokens than the learner's."""
