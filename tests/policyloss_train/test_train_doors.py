@@ -25,7 +25,6 @@ from policyloss.errors import InputError
 from policyloss_lab.runs.files import StorageError, replace_file
 from policyloss_lab.runs.lock import Lock
 from policyloss_lab.runs.records import JsonLines
-from policyloss_train import command
 from policyloss_train.arguments import named_options, read_arguments
 from policyloss_train.config import TrainConfig
 from policyloss_train.models import load
@@ -151,7 +150,9 @@ def test_a_run_directory_downloads_nothing_for_another_run(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr(command, "train", lambda *args, **named: started.append(named) or 0)
+    monkeypatch.setattr(
+        "policyloss_train.command.train", lambda *args, **named: started.append(named) or 0
+    )
     like = ["train", "--like", str(run), "--reward", SMALL["reward"]]
     assert main(like) == 0
     assert main([*like, "--model", "tiny", "--out", str(run / "other")]) == 0
