@@ -45,7 +45,7 @@ DOCTOR = (
         "policyloss_train/watch.py",
         'if verdict.cause in ("healthy", "copy"):',
         "if True:",
-        _INPUT + "test_the_first_step_of_a_run_is_looked_at",
+        "test_train_hints.py::test_the_first_step_of_a_run_is_looked_at",
     ),
     (
         "doctor_solved_is_sick",

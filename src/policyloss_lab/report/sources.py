@@ -94,7 +94,7 @@ def files_of(path: Path, notes: Notes) -> Files:
         looked = "; ".join([*KINDS.values(), "completions as parquet or JSON lines"])
         raise InputError(
             f"{path} holds no run. Looked for: a folder that `policyloss train` or "
-            f"policyloss_lab.report.Recorder wrote (config.json, metrics.jsonl); {looked}."
+            f"policyloss_lab.Recorder wrote (config.json, metrics.jsonl); {looked}."
         )
     numbers = _of_one_run(path, chosen, kinds.get(chosen, []), notes)
     others = sorted(kind for kind in KINDS if kind != chosen and kinds.get(kind))

@@ -24,7 +24,7 @@ from policyloss.functional import trust as functional_trust
 from policyloss.parts import aggregate, correction, kl, ratio, trust
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes
 
-EXPLAIN = Path(pl.__file__).parent / "explain"
+EXPLAIN = Path(pl.__file__).parent / "explanations"
 
 
 def lines(**slots: Any) -> list[str]:

@@ -220,7 +220,7 @@ def test_what_is_no_run_is_an_error_that_says_what_is_missing(tmp_path: Path) ->
     (tmp_path / "file").touch()
     cases = {
         "empty": "empty holds no run. Looked for: a folder that `policyloss train` or policyloss."
-        "report.Recorder wrote (config.json, metrics.jsonl); trainer_state.json",
+        "Recorder wrote (config.json, metrics.jsonl); trainer_state.json",
         "runs": "runs holds runs: a; give them as paths.",
         "gone": "does not exist; give the folder or the file of a run.",
         "file": "file holds no run. Looked for",

@@ -309,24 +309,15 @@ def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) 
 
 
 def test_the_report_needs_no_trainer() -> None:
-    """It asks the trainer's lock, and its recorder writes the files of a run; it loads nothing else
-    of the trainer, nor any package that the core does without.
-
-    To load a module is to run the `__init__` of its packages, so those are asked as well.
+    """Nor any package that the core does without. To load a module is to run the `__init__` of its
+    packages, so those count as well.
     """
     seen: set[str] = set()
     left = {"policyloss_lab.report.command", "policyloss_lab.runs.recorder"}
     while left:
         seen |= left
         left = {name for module in left for name in loads(module)} - seen
-    assert sorted(name for name in seen if name.startswith("policyloss_train")) == [
-        "policyloss_train.__init__",
-        "policyloss_train.run.__init__",
-        "policyloss_lab.runs.environment",
-        "policyloss_lab.runs.files",
-        "policyloss_lab.runs.lock",
-        "policyloss_lab.runs.records",
-    ]
+    assert not [name for name in seen if name.startswith("policyloss_train")]
     foreign = {name.partition(".")[0] for module in seen for name in imports_of(module)}
     assert not foreign & {"transformers", "numpy", "rich", "safetensors"}
 
@@ -375,7 +366,7 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_the_bounds_are_documented() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[3] / "docs/report.md").read_text(encoding="utf-8")
     table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
     counts = (
         "SETTINGS DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET ALL_POINTS "

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from report_runs import write_run
 
-import policyloss as pl
 from policyloss_lab.report import cards, collect, render, tables
 from policyloss_lab.report.seeds import coinciding
 from policyloss_lab.report.text import listed
@@ -125,18 +124,6 @@ def test_settings_that_differ_come_first_and_defaults_are_marked(tmp_path: Path)
     assert f"task<td><bdi>sort</bdi>{mark}" in complete
     # Nobody said what the default of the model is.
     assert "model<td><bdi>tiny</bdi><td>" in complete
-
-
-def test_the_trainer_stores_its_defaults(tmp_path: Path) -> None:
-    from policyloss_train.config import TrainConfig
-    from policyloss_train.loop import _run_directory
-
-    config = TrainConfig(out=tmp_path / "run", lr=0.25)
-    _run_directory(config, pl.preset("dapo")).close()
-    (run,) = collect([tmp_path / "run"])["runs"]
-    assert run["config"]["lr"] == 0.25
-    assert run["defaults"]["lr"] == TrainConfig().lr
-    assert run["defaults"].keys() == run["config"].keys()
 
 
 def curve(values: Sequence[float | None]) -> dict[str, list[Any]]:
