@@ -19,7 +19,7 @@ from policyloss.errors import InputError, PolicyLossError
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.drawing import problem_of
-from policyloss_train.models import parts
+from policyloss_train.models import vocabulary_size
 from policyloss_train.rollout.protocol import Sampling
 from policyloss_train.rollout.session import Rollout, Wanted
 from policyloss_train.run.checkpoint import count_from, subtree
@@ -171,7 +171,7 @@ class Collector:
         self.queue.clear()
         for i, its_numbers in enumerate(numbers["queue"]):
             completions = Completions.from_state(subtree(tensors, f"queue/{i}"), its_numbers)
-            completions.check(len(self.task.train), parts(self.rollout.model)[1].shape[0])
+            completions.check(len(self.task.train), vocabulary_size(self.rollout.model))
             self.queue.append(
                 completions.share(self.ranks.rank, self.ranks.world, self.config.prompts)
             )

@@ -4,21 +4,20 @@ head; and a critic made of it.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
-from policyloss_train.adapter import merged_weights
-from policyloss_train.attention import Attention
+from policyloss.hf.forward import run
+from policyloss.hf.output_head import Transformation, UnknownHeadError
 from policyloss_train.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -56,65 +55,36 @@ def load(
         loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)
     loaded.to(device).eval()
-    _check_parts(loaded, model)
     return loaded, tokenizer
 
 
-def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
-    """(body, weight, bias): logits are the `logit_form` of
-    `body(…).last_hidden_state @ weight.T + bias`.
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """The entries of the model's output head, which may be more than the tokenizer has."""
+    size: int = model.get_output_embeddings().weight.shape[0]
+    return size
 
-    weight: `[V, H]`, the embedding itself where the two are tied; bias: `[V]` or None.
+
+@torch.no_grad()
+def observe_head(model: PreTrainedModel) -> Transformation:
+    """The scale and cap that the model applies to the logits of its head, from a forward of four
+    tokens.
+
+    Raises for a model that does more, or whose head reads anything but the last hidden states of
+    its body: it would be trained as another model than it samples as.
     """
-    head = model.get_output_embeddings()
-    body = model.base_model
-    if head is None or body is model:
-        raise InputError(
-            f"{type(model).__name__} has no head of its own over a body; use a causal language "
-            "model."
-        )
-    return body, head.weight, getattr(head, "bias", None)
-
-
-class LogitForm(NamedTuple):
-    """What a model makes of a product with its head: `cap · tanh(scale · product / cap)`."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-
-def logit_form(model: PreTrainedModel) -> LogitForm:
-    """As the model's config says; `load` compares it with the model's own logits."""
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    return LogitForm(
-        scale / float(getattr(config, "logits_scaling", None) or 1.0),
-        getattr(config, "final_logit_softcapping", None),
+    wrong = InputError(
+        f"the logits of {type(model).__name__} are not its last hidden states times its head. A "
+        "model may scale or cap its logits as its config.json says, and do nothing else to them."
     )
-
-
-class Critic(nn.Module):
-    """A copy of a model's body, and one number per token:
-    `V_t = w · hidden_t + b`, which is 0 before it has learned.
-    """
-
-    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        super().__init__()
-        self.attention = attention
-        body, weight, _ = parts(model)
-        self.body = copy.deepcopy(body).requires_grad_(True)
-        self.head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, micro: Mapping[str, Any]) -> Tensor:
-        """The values `[N]` of the tokens of a micro-batch."""
-        values: Tensor = self.head(self.attention.hidden(self.body, micro)).squeeze(-1)
-        return values
-
-    def start_from(self, model: PreTrainedModel) -> None:
-        """Take over the weights of the model's body, as they are now."""
-        self.body.load_state_dict(merged_weights(parts(model)[0]))
+    inputs = {"input_ids": torch.tensor([[0, 1, 0, 1]], device=model.device), "use_cache": False}
+    try:
+        hidden, matrices, transformation = run(model, inputs, lambda *parts: parts).result
+    except UnknownHeadError as error:
+        raise wrong from error
+    gap = (hidden - model.base_model(**inputs).last_hidden_state).abs().max()
+    if not gap <= 8 * torch.finfo(matrices.weight.dtype).eps * hidden.abs().max():
+        raise wrong
+    return cast("Transformation", transformation)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -257,28 +227,6 @@ def checkpoint_gradients(model: PreTrainedModel) -> None:
             layer.training = True
             for name in [name for name in vars(layer) if "dropout" in name]:
                 setattr(layer, name, 0.0)
-
-
-@torch.no_grad()
-def _check_parts(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model that would silently be trained as another one than it samples as;
-    two forwards of four tokens show it.
-    """
-    body, weight, bias = parts(model)
-    ids = torch.tensor([[0, 1, 0, 1]], device=weight.device)
-    expected = model(input_ids=ids, use_cache=False).logits.float()
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    scale, softcap = logit_form(model)
-    logits = nn.functional.linear(hidden, weight, bias).float() * scale
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    gap = (logits - expected).abs().max()
-    # Of the largest number: the same products in the same order.
-    if not gap <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max():
-        raise InputError(
-            f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
-            f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "
-            "says, and do nothing else to them."
-        )
 
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"

@@ -4,17 +4,19 @@ states, and from there, by its head, to log-probabilities or to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import policyloss as pl
+from policyloss_train.adapter import merged_weights
 from policyloss_train.attention import Attention
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.models import logit_form, parts
+from policyloss_train.models import observe_head
 
 Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
@@ -28,16 +30,41 @@ class Policy(nn.Module):
     def __init__(self, model: Any, attention: Attention) -> None:
         super().__init__()
         self.model, self.attention = model, attention
+        self.transformation = observe_head(model)
 
     def forward(self, micro: Any, head: Head) -> Any:
         """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
 
         The head is called in here because a sharded weight is whole inside a forward only.
         """
-        body, weight, bias = parts(self.model)
-        scale, softcap = logit_form(self.model)
-        hidden = self.attention.hidden(body, micro)
-        return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
+        output, (scale, softcap) = self.model.get_output_embeddings(), self.transformation
+        hidden = self.attention.hidden(self.model.base_model, micro)
+        hidden = hidden if scale == 1 else hidden * scale
+        return head(hidden, output.weight, getattr(output, "bias", None), softcap)
+
+
+class Critic(nn.Module):
+    """A copy of a model's body, and one number per token:
+    `V_t = w · hidden_t + b`, which is 0 before it has learned.
+    """
+
+    def __init__(self, model: Any, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        weight = model.get_output_embeddings().weight
+        self.body = copy.deepcopy(model.base_model).requires_grad_(True)
+        self.head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro: Mapping[str, Any]) -> Tensor:
+        """The values `[N]` of the tokens of a micro-batch."""
+        values: Tensor = self.head(self.attention.hidden(self.body, micro)).squeeze(-1)
+        return values
+
+    def start_from(self, model: Any) -> None:
+        """Copy the current weights of the model's body."""
+        self.body.load_state_dict(merged_weights(model.base_model))
 
 
 def logprobs(policy: nn.Module, micro: Any, temperature: float) -> Tensor:

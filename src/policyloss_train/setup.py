@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.hf.output_head import Transformation
 from policyloss_train.adapter import add_adapter, base_trained
 from policyloss_train.attention import choose
 from policyloss_train.batches import Pack
@@ -22,17 +23,16 @@ from policyloss_train.distributed import Ranks, wrapped
 from policyloss_train.learner import Learner
 from policyloss_train.models import (
     TINY,
-    Critic,
     checkpoint_gradients,
     compile_blocks,
     load,
     load_weights,
-    logit_form,
-    parts,
+    observe_head,
+    vocabulary_size,
     weights,
 )
 from policyloss_train.optimizers import adamw
-from policyloss_train.policy import Policy, Routing
+from policyloss_train.policy import Critic, Policy, Routing
 from policyloss_train.run.checkpoint import subtree
 from policyloss_train.run.directory import RunDir
 from policyloss_train.run.resume import explained, stored_weights
@@ -119,7 +119,7 @@ def _teacher(
         path, _, tensors = stored_weights(folder)
         with explained(path):
             load_weights(weights(policy), subtree(tensors, "policy"))
-    sizes = [parts(x)[1].shape[0] for x in (teacher, model)]
+    sizes = [vocabulary_size(x) for x in (teacher, model)]
     if sizes[0] != sizes[1] or its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"the teacher {folder} has another vocabulary ({sizes[0]} entries) than the model "
@@ -167,13 +167,12 @@ def distribute(learner: Learner) -> None:
 
 def _layers(model: Any) -> list[nn.Module]:
     """The blocks of the model's body, which a sharded model gathers one after the other."""
-    body = parts(model)[0]
-    lists = [list(m) for m in body.modules() if isinstance(m, nn.ModuleList)]
+    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
-    size = parts(model)[1].shape[0]
+    size = vocabulary_size(model)
     # Ids may have gaps.
     count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
@@ -211,7 +210,7 @@ def warm_up(
             f"the task {task.name} has no answers to warm up on; train without warm-up "
             "(--warmup-steps 0)."
         )
-    device = parts(model)[1].device
+    transformation = observe_head(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(steps):
         chosen = rng.sample(rows, min(BATCH, len(rows)))
@@ -219,7 +218,7 @@ def warm_up(
         for group in optimizer.param_groups:
             # The first steps of AdamW are large whatever the gradient.
             group["lr"] = LR * min(1.0, (step + 1) / 10)
-        loss = _loss(model, *_tensors(tokenizer, texts, device))
+        loss = _loss(model, transformation, *_tensors(tokenizer, texts, model.device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -251,11 +250,13 @@ def _tensors(
     return ids[:, :-1], ids[:, 1:], (places >= starts) & (places < ends)
 
 
-def _loss(model: PreTrainedModel, ids: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def _loss(
+    model: PreTrainedModel, form: Transformation, ids: Tensor, targets: Tensor, mask: Tensor
+) -> Tensor:
     """−mean log p(target) where `mask`; a scalar."""
-    body, weight, bias = parts(model)
-    scale, softcap = logit_form(model)
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state[mask] * scale
-    logp = pl.linear_logprobs(hidden, weight, targets[mask], bias, softcap=softcap)
+    head = model.get_output_embeddings()
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[mask] * form.scale
+    bias = getattr(head, "bias", None)
+    logp = pl.linear_logprobs(hidden, head.weight, targets[mask], bias, softcap=form.cap)
     assert isinstance(logp, Tensor)
     return -logp.mean()

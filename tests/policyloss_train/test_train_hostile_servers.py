@@ -16,7 +16,7 @@ from fake_server import RawServer
 from json_places import assert_all_handled, changed, leaves
 
 from policyloss.errors import PolicyLossError
-from policyloss_train.rollout import server as server_module
+from policyloss_train.rollout import servers as server_module
 from policyloss_train.rollout.protocol import Prompt, Sampling
 from policyloss_train.rollout.servers import Server
 from policyloss_train.rollout.vllm_engine import Report

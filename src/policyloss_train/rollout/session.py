@@ -12,7 +12,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
-from policyloss_train.models import parts
+from policyloss_train.models import vocabulary_size
 from policyloss_train.rollout.built_in import BuiltIn
 from policyloss_train.rollout.protocol import (
     Completion,
@@ -77,7 +77,7 @@ class Rollout:
             Prompt(tokens, one.number, one.place) for one, tokens in zip(wanted, ids, strict=True)
         ]
         completions = self.engine.generate(prompts, sampling)
-        vocabulary = parts(self.model)[1].shape[0]
+        vocabulary = vocabulary_size(self.model)
         engine = f"the rollout engine {self.name!r}"
         pairs = checked(engine, prompts, sampling, completions, vocabulary, self.version)
         self._compare(sampling, any(one.support is not None for one, _ in pairs))
@@ -156,7 +156,7 @@ def _engine(
             raise InputError(f"the rollout engine {name!r} is no function of config and weights.")
         engine: Engine = factory(config, weights)
         return engine
-    report = Report.of(config, parts(setup.model)[1].shape[0])
+    report = Report.of(config, vocabulary_size(setup.model))
     if name == "vllm":
         if ranks.world > 1:
             raise InputError(
