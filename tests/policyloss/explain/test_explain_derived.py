@@ -336,10 +336,8 @@ def test_the_name_of_the_package_stays_a_function() -> None:
     """The modules of `policyloss.explanations` do not hide the functions of their names."""
     for module in ("diff", "formula", "explanation", "derive"):
         importlib.import_module(f"policyloss.explanations.{module}")
-    import policyloss.explanations.diff
-
-    assert policyloss.explain("ppo").preset == "ppo"
-    assert policyloss.diff("ppo", "bnpo").equal
+    assert pl.explain("ppo").preset == "ppo"
+    assert pl.diff("ppo", "bnpo").equal
     from policyloss.explanations import diff, explain
 
     assert (diff, explain) == (pl.diff, pl.explain)
