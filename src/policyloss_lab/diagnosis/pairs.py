@@ -1,4 +1,4 @@
-"""The input of a diagnosis: the two log-probabilities of each valid token, by engine and trainer."""
+"""The input of a diagnosis: both log-probabilities of each valid token, engine and trainer."""
 
 from __future__ import annotations
 
