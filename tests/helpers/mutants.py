@@ -368,7 +368,7 @@ MUTANTS = (
     ),
     Mutant(
         "verl_drift_not_clamped_as_the_ratio",
-        "policyloss/compat/verl/calls.py",
+        "policyloss/compat/verl/losses.py",
         "spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None",
         "None",
         "test_compat_verl_losses.py::test_the_drift_is_clamped_as_the_ratio_is",
@@ -382,7 +382,7 @@ MUTANTS = (
     ),
     Mutant(
         "verl_guard_lost",
-        "policyloss/compat/counts.py",
+        "policyloss/compat/parts.py",
         "return 1e-8 if",
         "return 1e-9 if",
         "test_compat_verl_losses.py::test_the_guard_of_a_float64_mask_is_kept",

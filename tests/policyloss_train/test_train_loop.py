@@ -28,7 +28,7 @@ from policyloss.cli import main
 from policyloss_train import loop
 from policyloss_train.collect import Collector
 from policyloss_train.config import BY_TEACHER
-from policyloss_train.contradictions import ADVANTAGES
+from policyloss_train.preflight import ADVANTAGES
 from policyloss_train.run.directory import RunDir
 
 # A run in which everything that a checkpoint must hold matters:
