@@ -30,7 +30,7 @@ from policyloss.explanations import Explanation, shortened
 from policyloss.explanations.diff import Difference, shown
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
-from policyloss_train.routing import FORMULAS as ROUTER_FORMULAS
+from policyloss_train.policy import FORMULAS as ROUTER_FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"

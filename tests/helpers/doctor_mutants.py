@@ -42,7 +42,7 @@ DOCTOR = (
     ),
     (
         "doctor_first_step_blind",
-        "policyloss_train/hints.py",
+        "policyloss_train/watch.py",
         'if verdict.cause in ("healthy", "copy"):',
         "if True:",
         "test_train_hints.py::test_the_first_step_of_a_run_is_looked_at",

@@ -52,7 +52,7 @@ class Explanation:
     @property
     def still_moved_by(self) -> str:
         """What still moves a token without gradient from the policy term, as a sentence or ""."""
-        pulls, of_teacher = self.spec.pulls, self.spec.divergence is not None
+        pulls, of_teacher = self.spec.kl_parts, self.spec.divergence is not None
         terms = ["the KL term"] if len(pulls) > of_teacher else []
         terms += ["the divergence from the teacher"] if of_teacher else []
         terms += ["the entropy bonus"] if self.spec.entropy_coef else []

@@ -241,7 +241,7 @@ def _kl(spec: LossSpec) -> _Slot:
 
 def _pull_lines(spec: LossSpec) -> list[tuple[Any, str]]:
     """The parts of the `kl` slot, each with the name of its line: kl, kl_2, …"""
-    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.pulls, 1)]
+    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.kl_parts, 1)]
 
 
 class _Verdict(NamedTuple):

@@ -27,7 +27,7 @@ from policyloss.parts.combined import correction_name
 from policyloss.parts.correction import Corrected, SelfNormalise
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
-from policyloss.totals import Totals, local_totals
+from policyloss.totals import Totals
 
 
 class Window(NamedTuple):
@@ -73,9 +73,7 @@ class Batch:
         Made when first asked for: by then the device has a matmul to work on.
         """
         t = self.tokens
-        weight: Tensor = self.spec.aggregate(
-            t.with_totals(local_totals(t) if self.step is None else self.step)
-        )
+        weight: Tensor = self.spec.aggregate(t.with_totals(self.step))
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
 
     @property
@@ -215,7 +213,7 @@ class _SingleTokens(Sequences):
     reach.
     """
 
-    def _sum_here(self, x: Tensor) -> Tensor:
+    def sum_here(self, x: Tensor) -> Tensor:
         raise _reaches_further()
 
     def max(self, x: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Parameters:
                 mask=batch.mask,
                 temperature=self.temperature,
                 head="auto",
-            )
+            ).logp
             yield batch.place, logp[batch.mask]
 
 

@@ -21,9 +21,9 @@ import policyloss as pl
 from policyloss.advantage import ESTIMATORS
 from policyloss.catalogue import PRESETS
 from policyloss.compat import verl
-from policyloss.compat.notices import warn_once
+from policyloss.compat.hooks import warn_once
 from policyloss.compat.trl import explain_config
-from policyloss.compat.trl.custom import checked_loss
+from policyloss.compat.trl.trainer import checked_loss
 from policyloss.compat.verl import settings
 from policyloss.compat.verl.registry import as_verl_loss
 
@@ -334,11 +334,11 @@ def run_config(loss_mode: str, adv_estimator: Any, **more: Any) -> dict[str, Any
         ),
         (
             run_config("policyloss/gspo", "grpo", norm_adv_by_std_in_grpo=False),
-            ["norm_adv_by_std_in_grpo=false makes those of"],
+            ["norm_adv_by_std_in_grpo=false computes those of"],
         ),
         (
             run_config("policyloss/rloo_loss", "my_own"),
-            ["advantage.rloo", "adv_estimator=my_own makes others", "=rloo"],
+            ["advantage.rloo", "adv_estimator=my_own computes others", "=rloo"],
         ),
     ],
 )
