@@ -315,4 +315,9 @@ def comparison_of_spec(
             "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
             "a TopK or logits)."
         )
+    if head.support is not None:
+        raise InputError(
+            "linear_policy_loss got a teacher and a support, but the teacher's distribution is "
+            "over the whole vocabulary; leave out one of them."
+        )
     return comparison_of(teacher, part.measure, head, tokens)

@@ -68,7 +68,7 @@ def linear_divergence(
     part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
     comparison = comparison_of(teacher, part.measure, head, tokens)
     outputs = Outputs(logp=False, comparison=comparison)
-    flat = rows_with_gradient(hidden, weight, bias, head, mask, plan, outputs)[2]
+    flat = rows_with_gradient((hidden, weight, bias), head, mask, plan, outputs)[2]
     numbers: Tensor = flat.view(tokens)
     return numbers
 
