@@ -155,8 +155,7 @@ def explain_plan(
         outputs = Outputs()
         if teacher is not None:
             part = Divergence(arguments.pop("kind", "reverse"), 1.0, **arguments)
-            comparison = comparison_of(teacher, part.measure, head, tokens)
-            outputs = Outputs(logp=False, comparison=comparison)
+            outputs = Outputs(False, False, comparison_of(teacher, part.measure, head, tokens))
         index = live_rows(check_mask(mask, ids))
         return logprob_plan(head, work_of(sources, head, index, outputs), plan)
     if advantages is None or mask is None:
