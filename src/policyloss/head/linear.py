@@ -23,13 +23,12 @@ from policyloss.head.backward import (
     gradients_in_parts,
     keep_probabilities,
 )
-from policyloss.head.comparison import Compared, Comparison, asked, examined
-from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
-from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Partials, Statistics, finished
 from policyloss.head.support import Support, SupportArgument
+from policyloss.head.teacher.comparison import Compared, Comparison, asked, examined
+from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
     check_ids,

@@ -16,7 +16,6 @@ from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
-from policyloss.head.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.head import Head
 from policyloss.head.linear import (
     Outputs,
@@ -28,12 +27,13 @@ from policyloss.head.linear import (
 )
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
 from policyloss.head.support import SupportArgument
+from policyloss.head.teacher.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.validate import check_mask
-from policyloss.head.walk import run_windows
 from policyloss.head.windows import (
     Batch,
     batch_of,
     entropy_has_slope,
+    run_windows,
     sequence_windows,
     token_windows,
 )
@@ -296,12 +296,10 @@ class _HeadLoss:
         wanted = Wanted.of(*self.sources)
 
         def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
-            sums = Sums(
-                head, wanted, plan.gathered, all_gathered=plan.gathered >= work.with_gradient
-            )
-            return run_windows(
-                head, batch, all_windows, sums, check=check, comparison=self.comparison
-            )
+            everything = plan.gathered >= work.with_gradient
+            sums = Sums(head, wanted, plan.gathered, all_gathered=everything)
+            known = run_windows(head, batch, all_windows, sums, self.comparison, check)
+            return known, sums.finished()  # by now the memory of the logits is free
 
         with torch.no_grad():
             flat, gradients = run(check=True)

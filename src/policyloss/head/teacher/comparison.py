@@ -16,16 +16,23 @@ from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, support_of
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.entry_rows import Entries, support_gradient, values_at
 from policyloss.head.head import Head, Index, Rows, operands
 from policyloss.head.matmul import Room, product
-from policyloss.head.pair_rows import PairRows, PairStatistics, pair_gradient, pair_statistics
 from policyloss.head.softmax_rows import (
     Scaling,
     Statistics,
     finished,
     row_partials,
     scaled,
+)
+from policyloss.head.teacher.rows import (
+    Entries,
+    PairRows,
+    PairStatistics,
+    pair_gradient,
+    pair_statistics,
+    support_gradient,
+    values_at,
 )
 from policyloss.head.validate import (
     check_matrices,
