@@ -81,7 +81,7 @@ COMMANDS = {
     "explore": Command(
         "Write a page to play with losses, which opens offline: curves, gradients, formulas.",
         Explore,
-        "policyloss_lab.explore.command",
+        "policyloss_lab.explore.page",
     ),
     "report": Command(
         "Draw one or more runs as one HTML page, which opens offline.",

@@ -16,9 +16,9 @@ from policyloss.cli import main
 from policyloss.commands import arguments_of, parser_of
 from policyloss_lab.runs.lock import Lock
 from policyloss_train.config import TrainConfig
-from policyloss_train.hints import LONG_PATIENCE, PATIENCE, Hints, mismatch_of
 from policyloss_train.run.directory import free_directory
 from policyloss_train.setup import warmup_steps
+from policyloss_train.watch import LONG_PATIENCE, PATIENCE, Hints, mismatch_of
 
 # Sixteen groups of eight with different rewards, some completions cut, some right.
 GOOD = {
@@ -165,7 +165,7 @@ def test_who_hears_of_a_ratio_that_is_not_1_hears_of_the_doctor() -> None:
             if isinstance(node, ast.Return) and node.value is not None:
                 texts[file.name, ast.unparse(node.value)] = None
     telling = [(f, t) for f, t in texts if "ratio" in t and "is not 1" in t]
-    assert {file for file, _ in telling} == {"hints.py", "session.py"}
+    assert {file for file, _ in telling} == {"watch.py", "session.py"}
     assert all("policyloss doctor" in text for _, text in telling)
 
 

@@ -12,10 +12,9 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.catalogue import PRESETS
-from policyloss_train.arguments import read_arguments
+from policyloss_train.arguments import read_arguments, read_spec
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.loss_options import read_spec
 
 
 @walked("name", pl.presets())

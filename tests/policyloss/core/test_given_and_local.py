@@ -323,7 +323,7 @@ def test_framework_parts_run_in_the_head() -> None:
     )
     weight = torch.randn(11, 5, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 11, BATCH.mask.shape, generator=generator)
-    logp = pl.linear_logprobs(hidden, weight, ids)
+    logp = pl.linear_logprobs(hidden, weight, ids).logp
     old = logp.detach() + 0.1 * (BATCH.old_logp - BATCH.logp)
     others = {"rollout_logp": old + 0.1, "ref_logp": old - 0.2}
     plain = pl.policy_loss(ALL_THREE, logp, old, BATCH.advantages, BATCH.mask, **others).loss

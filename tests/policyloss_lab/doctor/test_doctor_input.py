@@ -15,7 +15,7 @@ import torch
 import policyloss as pl
 import policyloss_lab as lab
 from policyloss.cli import main
-from policyloss_lab.diagnosis.batches import doctor_batch
+from policyloss_lab.diagnosis.tokens import doctor_batch
 
 
 def healthy(rows: int = 8, columns: int = 40, noise: float = 1e-6) -> dict[str, torch.Tensor]:

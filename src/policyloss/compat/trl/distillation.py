@@ -11,8 +11,8 @@ from torch import Tensor
 
 from policyloss.compat.arguments import drop_in
 from policyloss.functional.divergence import Measure, terms
-from policyloss.head.divergence import linear_divergence
 from policyloss.head.linear import linear_logprobs
+from policyloss.head.teacher.divergence import linear_divergence
 from policyloss.teacher import Teacher
 
 
@@ -89,10 +89,11 @@ def chunked_divergence(
     )
     with torch.no_grad():
         ids = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        spread = linear_logprobs(
+        out = linear_logprobs(
             hidden, student_weight, ids, bias, temperature, entropy=True, softcap=softcap
         )
-    return TokenDivergences(divergence, spread.entropy)
+    assert out.entropy is not None
+    return TokenDivergences(divergence, out.entropy)
 
 
 def chunked_divergence_loss(

@@ -49,6 +49,7 @@ class FusedLinearForPPO(torch.nn.Module):
         out = linear_logprobs(
             hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True
         )
+        assert out.entropy is not None
         return out.logp.float(), out.entropy.to(hidden_states.dtype)
 
 
@@ -77,6 +78,7 @@ def linear_cross_entropy(
         entropy=True,
         vocab_group=dist_process_group,
     )
+    assert out.entropy is not None
     return out.logp.float(), out.entropy.float()
 
 
