@@ -1,11 +1,11 @@
-"""`choose`: which loss fits a run, by what its owner knows about it, with the reasons and sources.
+"""`choose`: selects the loss for a run from a few answers, with reasons and sources.
 
-The rules are data. Of those that name a preset, the first that fits decides; every other rule that
-fits changes a slot, or only says something. `policyloss choose` and the page of the documentation
-that asks the same questions read them from here.
+The rules are data. The first fitting rule with a preset chooses the preset; every other fitting
+rule changes a slot or adds a remark. `policyloss choose` and the page of the documentation with the
+same questions read the rules from this module.
 
-`losses.json` holds every preset, and every loss that is chosen, as data: the command answers from
-it without torch. `make docs` writes it.
+`losses.json` holds every preset and every loss that can be chosen as data, so the command works
+without torch. `make docs` writes it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """Holds where every question of `when` has one of its answers.
+    """Fits if every question in `when` has one of its answers.
 
-    why: one or two sentences. source: who says so; empty for the source of the preset. preset: the
-    loss to begin with. slots: the parts that go into its slots, as code.
+    why: one or two sentences. source: a citation; empty for the source of the preset. preset: the
+    loss to begin with. slots: the parts for its slots, as code.
     """
 
     when: dict[str, str]
@@ -94,12 +94,12 @@ class Rule:
     slots: dict[str, str] = field(default_factory=dict)
 
     def fits(self, answers: Mapping[str, str]) -> bool:
-        """Whether it holds for these answers; `a|b` in `when` means either."""
+        """Whether the rule fits these answers; `a|b` in `when` means either."""
         return all(answers[name] in values.split("|") for name, values in self.when.items())
 
     @property
     def cited(self) -> str:
-        """Who says so."""
+        """The citation, or the paper of the preset."""
         return self.source or str(losses()["presets"][self.preset]["paper"])
 
 
@@ -201,7 +201,7 @@ RULES = (
 
 
 class Reason(NamedTuple):
-    """A sentence, and who says so."""
+    """A sentence and its citation."""
 
     text: str
     source: str

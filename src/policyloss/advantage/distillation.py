@@ -1,8 +1,7 @@
 """A teacher in the advantages, and a KL in the advantages or in the rewards.
 
-A teacher that scores the tokens that the student sampled says with each of them how much it would
-have preferred it: `teacher_logp − old_logp`. That number is an advantage, and any policy loss can
-train with it.
+A teacher scores the tokens that the student sampled: `teacher_logp − old_logp` measures how much
+the teacher prefers each of them. That number is an advantage for any policy loss.
 Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Nothing carries a
 gradient, and whatever masked positions hold is ignored.
 """

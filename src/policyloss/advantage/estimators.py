@@ -1,14 +1,13 @@
 """The named advantage estimators of the field.
 
 Each is a thin layer over `group_advantages`, `whiten` and `discounted_returns`.
-Legend: S sequences; rewards, group_ids, lengths and (unless said otherwise) results are `[S]`; hand
-a result to `policy_loss` as it is. n is the size of a group, μ its mean reward, σ its standard
-deviation. Nothing carries a gradient.
-Common rules, said once in `group_advantages`: a constant group gives exactly 0; a group of one
-gives 0, or with `single="raw"` the raw reward, as in verl; a spread of exactly 0 divides nothing.
-`group` is a process group whose ranks share every statistic: a prompt's samples may lie on several
-of them, and ids are global; "local" (and None, with a warning if there are other ranks) is this
-rank alone.
+Legend: S sequences; rewards, group_ids, lengths and (unless noted otherwise) results are `[S]`;
+pass a result to `policy_loss` unchanged. n is the size of a group, μ its mean reward, σ its
+standard deviation. Nothing carries a gradient.
+Common rules of `group_advantages`: a constant group gives exactly 0; a group of one gives 0, or
+with `single="raw"` the raw reward, as in verl; nothing is divided by a spread of exactly 0.
+`group` is a process group with shared statistics: the samples of a prompt may lie on several ranks,
+and ids are global; "local" (and None, with a warning if there are other ranks) is this rank alone.
 """
 
 from __future__ import annotations

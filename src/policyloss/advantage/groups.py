@@ -4,9 +4,9 @@ There is no loop over groups.
 Legend: S sequences; `rewards`, `group_ids` are `[S]`; a group is the set of sequences with the same
 id (the samples of one prompt). Statistics are computed in float64 and in an order that does not
 depend on the order of the rows.
-Over several ranks: `group` is a process group whose ranks hold other sequences, of the same prompts
-or of others. Rewards and ids of all of them are brought together, and each rank gets its own rows'
-advantages. An id must mean the same prompt on every rank.
+Over several ranks: `group` is a process group; its ranks hold different sequences, of the same or
+of different prompts. Rewards and ids of all ranks are gathered, and each rank gets the advantages
+of its own rows. An id must mean the same prompt on every rank.
 """
 
 from __future__ import annotations
@@ -291,14 +291,14 @@ def whiten(
 
 
 def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:
-    """The groups whose ranks share a statistic over tokens: data ranks, context-parallel ranks."""
+    """The process groups of a statistic over tokens: data ranks, context-parallel ranks."""
     check_group("cp_group", cp_group)
     if (
         group is None
         and cp_group is not None
         and dist.get_world_size(cp_group) == dist.get_world_size()
     ):
-        group = "local"  # there are no ranks beside those of cp_group
+        group = "local"  # there are no ranks outside of cp_group
     return statistics_group(group), cp_group
 
 

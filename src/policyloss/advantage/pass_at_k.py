@@ -1,6 +1,6 @@
-"""Advantages for pass@k: what a sample adds to the best of its group.
+"""Advantages for pass@k: the contribution of a sample to the best of its group.
 
-Legend and common rules: those of `estimators.py`.
+Legend and common rules: see `estimators.py`.
 """
 
 from __future__ import annotations

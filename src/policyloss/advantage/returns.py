@@ -162,7 +162,7 @@ def _lambda_returns(
     inside = valid = pack.inside
     reward, value = (pack.padded(x) for x in pack.columns)
     if last_values is not None:
-        # A token more, whose reward is the value after the last.
+        # One more token; its reward is the value after the last.
         after = _per_sequence(last_values, layout, reward).to(reward.dtype).unsqueeze(1)
         end = pack.cu_seqlens.diff().unsqueeze(1)
         longer = torch.nn.functional.pad
@@ -213,7 +213,7 @@ def _ends(layout: Sequences, device: torch.device) -> Tensor:
 
 
 def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
-    """n zeros, with `s[i]` at `index[i]`; what is sent to index n is dropped."""
+    """n zeros, with `s[i]` at `index[i]`; values at index n are dropped."""
     return s.new_zeros(n + 1).index_copy_(0, index, s)[:n]
 
 
@@ -244,7 +244,7 @@ def _gae_by_kernel(
 ) -> GAE:
     """`gae` in one launch.
 
-    The checks are those of the other path, without what they would compute: microseconds count.
+    It makes the checks of the other path without their computations, because microseconds count.
     """
     if cu_seqlens is None:
         layout = Sequences.of(values, called="values")
@@ -256,8 +256,8 @@ def _gae_by_kernel(
     rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         rewards = rewards.reshape(layout.shape)
-    # Detached, because the kernel's launcher knows of no gradients, and leaving gradient mode costs
-    # more.
+    # Detached, because the kernel's launcher does not support gradients, and leaving gradient mode
+    # costs more.
     last = None if last_values is None else _per_sequence(last_values.detach(), layout, values)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
     return GAE(
@@ -303,7 +303,7 @@ def _token_shapes(layout: Sequences) -> tuple[tuple[int, ...], ...]:
 
 
 def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor:
-    """`rewards`, in a shape that says whether they are one per token or one per sequence."""
+    """`rewards` in an unambiguous shape: one per token, or one per sequence."""
     check_tensor("rewards", rewards, like=("mask", mask))
     if layout.cp_group is None:  # else all ranks compare their shapes, so that all of them raise
         rewards = layout.with_clear_shape(rewards, "rewards")

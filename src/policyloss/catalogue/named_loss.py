@@ -32,7 +32,7 @@ class Preset:
 def described(
     name: str, title: str, paper: str, spec: LossSpec, sources: str, note: str = ""
 ) -> Preset:
-    """A preset whose sources are a text: "slot.field: source", "advantage (its estimator): source".
+    """A preset with its sources as text: "slot.field: source", "advantage (its estimator): source".
 
     A line that is indented further continues the one above.
     """

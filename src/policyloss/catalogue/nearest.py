@@ -80,7 +80,7 @@ def _price_of(field: Any, mine: Any, theirs: Any) -> float:
     if theirs is None:
         return 0.5
     if "None" in str(field.type) and mine is not None:
-        return 0.3  # the number of something that may be off is not what makes the loss
+        return 0.3  # an optional part's number does not define the loss
     if (
         isinstance(mine, (int, float))
         and isinstance(theirs, (int, float))

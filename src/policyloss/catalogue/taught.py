@@ -1,4 +1,4 @@
-"""Presets that learn from a teacher. Each note says what the formula was compared with."""
+"""Presets that learn from a teacher; each note names the code the formula was compared with."""
 
 from __future__ import annotations
 
