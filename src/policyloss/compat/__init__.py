@@ -1,10 +1,10 @@
 """Drop-ins for other frameworks: their names, arguments, return values and numbers, computed by
 this library.
 
-There is one module per framework — `verl`, `openrlhf`, `colossalai`, `trl` — which is loaded when
-it is first used. The framework must be installed only for hooks (`register()`, `install()`, a
-trainer subclass). Adapters translate options and do a framework's bookkeeping; every loss, ratio,
-KL and average comes from the core.
+There is one package per framework (`verl`, `openrlhf`, `colossalai`, `trl`), loaded at its first
+use. Only hooks (`register()`, `install()`, a trainer subclass) need the framework installed.
+Adapters translate options and do a framework's bookkeeping; every loss, ratio, KL and average comes
+from the core.
 """
 
 from __future__ import annotations

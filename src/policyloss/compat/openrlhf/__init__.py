@@ -1,7 +1,9 @@
-"""OpenRLHF's `PolicyLoss`, `ValueLoss`, `aggregate_loss` and `compute_approx_kl`: they have
-OpenRLHF's arguments, return values and numbers. `install()` puts them into the installed OpenRLHF,
-and `install_head()` lets its actor compute log-probabilities and entropies without logits.
-OpenRLHF trains in Ray's worker processes, so it must run there:
+"""OpenRLHF's `PolicyLoss`, `ValueLoss`, `aggregate_loss` and `compute_approx_kl`, with the
+arguments, return values and numbers of 0.9.0 to 0.11.2.
+
+`install()` replaces them in the installed OpenRLHF, and `install_head()` lets its actor compute
+log-probabilities and entropies without logits. OpenRLHF trains in Ray's worker processes, so a hook
+must run there:
 `ray.init(runtime_env={"worker_process_setup_hook": "policyloss.compat.openrlhf.install"})`.
 """
 

@@ -2,9 +2,10 @@
 under verl's names.
 
 Each function has verl's arguments, defaults, return values and numbers (`make conformance` compares
-them with the installed package); a keyword `release="0.8.0"` keeps the meaning of an older release
-where a number changed. `register()` makes `actor.policy_loss.loss_mode="policyloss/<preset>"` work
-in verl; `install()` replaces verl's functions by these, and `install_head()` its fused heads.
+them with the installed package); a keyword such as `release="0.8.0"` selects the numbers of an
+older release where verl changed them. `register()` adds the loss modes "policyloss/<preset>" to
+verl (`actor.policy_loss.loss_mode`); `install()` replaces verl's functions by these, and
+`install_head()` its fused heads.
 """
 
 from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction

@@ -1,5 +1,5 @@
-"""verl's distillation losses: the forward KL on a teacher's top-k entries, and the estimates on
-sampled tokens, also with the gradient of k2, in its registry.
+"""verl's distillation losses (verl/trainer/distillation): the forward KL on a teacher's top-k
+entries, and for its registry the estimates on sampled tokens, also with the gradient of k2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ESTIMATES = ("k1", "k1+", "abs", "k2", "k3", "k3+")
 
 
 def kl_divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """`KL(p‖q)` over the entries that are given, in float32. `[..., K]` twice → `[...]`."""
+    """`KL(p‖q)` over the entries of the arguments, in float32. `[..., K]` twice → `[...]`."""
     return on_support(log_q.float(), log_p.float(), FORWARD)
 
 
@@ -30,13 +30,13 @@ def compute_forward_kl_topk(
     config: Any,
     data_format: str = "thd",
 ) -> dict[str, Tensor]:
-    """verl's forward KL on the teacher's top-k entries, and what it reports of them.
+    """verl's forward KL on the teacher's top-k entries, and its statistics: five `[B, T]` tensors.
 
     student_logits: `[B, T, V]`. teacher_topk_log_probs, teacher_topk_ids: `[B, T, K]`, or nested
-    tensors, which are packed. config: its `distillation_loss.log_prob_min_clamp` holds both
-    log-probabilities up. data_format changes nothing here. → five `[B, T]` tensors by name. verl
-    holds the divergence at 0 later, which takes its gradient where the sum is negative;
-    `Divergence("forward", …)` with its tail is never negative.
+    tensors, which are packed. config: `distillation_loss.log_prob_min_clamp` is the smallest
+    log-probability of both. data_format has no effect. verl later clamps the divergence at 0, which
+    removes the gradient where the sum is negative; `Divergence("forward", …)` with its tail is
+    never negative.
     """
     teacher, ids = (_of_this_rank(x) for x in (teacher_topk_log_probs, teacher_topk_ids))
     student = student_logits.log_softmax(-1)
@@ -58,12 +58,13 @@ def compute_forward_kl_topk(
 
 
 def register_distillation() -> tuple[str, ...]:
-    """Register the estimates on sampled tokens in verl as "policyloss/<name>"; returns the names.
+    """Register the estimates on sampled tokens in verl as "policyloss/<name>"; returns the names. A
+    second call in the same process is allowed.
 
     Choose one by `distillation.distillation_loss.loss_mode`. "k1+" and "k3+" report the estimate
-    and have the gradient of k2, which is that of the reverse KL on-policy; verl's own k1 pulls
-    nowhere unless `use_policy_gradient` makes an advantage of it, and is refused without it, here
-    as by verl. It may be called again in the same process.
+    and have the gradient of k2, which on-policy is the gradient of the reverse KL. "k1" has no
+    useful gradient unless `use_policy_gradient` turns it into an advantage; without that it is an
+    error, as in verl.
     """
     losses = import_module("verl.trainer.distillation.losses")
     names = tuple(f"{PREFIX}{name}" for name in ESTIMATES)
@@ -78,7 +79,7 @@ def _estimate(name: str) -> Any:
     def loss(
         config: Any, distillation_config: Any, model_output: Any, data: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The estimate of each token of a response `[B, T]`, and verl's mean of its size."""
+        """The estimate of each token of a response `[B, T]`, and the mean of its modulus."""
         by_gradient = read(read(distillation_config, "distillation_loss"), "use_policy_gradient")
         if name == "k1" and not by_gradient:
             raise InputError(
@@ -99,7 +100,7 @@ def _estimate(name: str) -> Any:
 
 
 def _of_this_rank(x: Tensor) -> Tensor:
-    """The entries as `[B, T, K]`: a nested tensor packed, and cut where verl cuts sequences."""
+    """The entries as `[B, T, K]`: nested tensors are packed, and cut over ranks as in verl."""
     x = x.values().unsqueeze(0) if x.is_nested else x
     try:
         ulysses = import_module("verl.utils.ulysses")

@@ -67,7 +67,7 @@ def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OfThisCall:
-    """A part that needs statistics of the step, with those of this call instead."""
+    """A part that needs statistics of the step, computed with statistics of this call instead."""
 
     part: CovClip | CovKL
 

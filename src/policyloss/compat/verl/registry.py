@@ -185,7 +185,7 @@ def install(release: str | None = None) -> tuple[str, ...]:
     with this library; returns the names that were replaced.
 
     Every module of verl that has bound one of these functions gets ours, and so do the registries.
-    The numbers are those of the installed release, or of `release` if the package has no metadata.
+    They follow the installed release, or `release` if the package has no metadata.
     Functions that this release lacks are not added. A second call changes nothing; `uninstall`
     undoes it. verl's workers are separate processes, so call it in each.
     """

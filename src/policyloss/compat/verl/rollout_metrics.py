@@ -27,7 +27,7 @@ Statistics = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Means:
-    """Means over a batch's valid tokens and over those of each sequence.
+    """Means over the valid tokens of a batch and of each sequence.
 
     mask: bool or 0/1, token-shaped; counts are sums in its dtype. epsilon is added to every count
     before dividing: 0 is exact, but the mean of an empty sequence is then 0/0; with verl's 1e-8 it
