@@ -20,7 +20,7 @@ from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon, weight_factors
-from policyloss.parts.combined import Combined, combine, self_normalised
+from policyloss.parts.correction import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
 from policyloss.parts.divergence import Divergence
 from policyloss.parts.trust import Surrogate

@@ -23,8 +23,7 @@ from policyloss.head.head import Index, windows
 from policyloss.head.plans import Work
 from policyloss.head.tiles import Tiles
 from policyloss.loss import corrected_tokens, token_losses, with_ratio
-from policyloss.parts.combined import correction_name
-from policyloss.parts.correction import Corrected, SelfNormalise
+from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals

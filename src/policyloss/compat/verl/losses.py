@@ -39,7 +39,7 @@ from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
 from policyloss.loss import LossOutput, policy_loss
 from policyloss.parts.aggregate import SeqMeanTokenMean
-from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.correction import GivenWeight
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
     Clip,
