@@ -178,20 +178,13 @@ class DivergenceMask(Part):
     low: Finite | None = None
     level: Literal["token", "sequence"] = "token"
     weight: Literal["token"] | None = "token"
-    floor: Positive = 1e-6
+    floor: Annotated[float, within(above=0, below=0.5)] = 1e-6  # the smallest probability
     log_clamp: Positive | None = 20.0
 
     @property
     def weighs(self) -> bool:
         """Whether the weight is more than a mask."""
         return self.weight is not None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.floor >= 0.5:
-            raise SpecError(
-                f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}."
-            )
 
     def __call__(self, t: Tokens) -> Corrected:
         each = kl.binary_divergence(

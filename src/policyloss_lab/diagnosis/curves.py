@@ -1,4 +1,4 @@
-"""The curves of a run with their statistics, and the thresholds of the verdict."""
+"""The curves of a run with the statistics that detectors need, and the verdict's thresholds."""
 
 from __future__ import annotations
 

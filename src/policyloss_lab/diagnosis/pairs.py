@@ -1,4 +1,4 @@
-"""The input of a diagnosis: both log-probabilities of each valid token, engine and trainer."""
+"""The input of a diagnosis: each valid token's log-probabilities by engine and by trainer."""
 
 from __future__ import annotations
 
