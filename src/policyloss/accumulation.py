@@ -32,8 +32,8 @@ from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
 from policyloss.totals import GroupTokens, Totals, data_parallel_group
 
-# What the step was counted with, which no call may change; and the tensors that a call may give,
-# token by token or as they are.
+# The step was counted with the first tensors, so no call may replace them. A call may replace the
+# others, which are per token or passed through.
 _COUNTED = ("mask", "cu_seqlens", "group_ids")
 _PER_TOKEN = (*TOKEN_SHAPED, "positions")
 _REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
@@ -49,7 +49,7 @@ def accumulate(
     logp: Callable[[MicroBatch], Tensor] | None = None,
     metrics: MetricsLevel = "all",
 ) -> Accumulation:
-    """Count one optimizer step, and give out its micro-batches with the right totals.
+    """Count one optimizer step, and return its micro-batches with the right totals.
 
         step = pl.accumulate(spec, micro_batches, group=data_parallel_group)
         for micro in step:
@@ -60,15 +60,15 @@ def accumulate(
     micro_batches: this rank's share of the step, a list of mappings. Each holds `mask` and what
     `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`, `rollout_logp`,
     `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`; other entries are
-    the trainer's own. Every rank of `group` yields equally often, because the forward of a sharded
+    ignored. Every rank of `group` yields equally often, because the forward of a sharded
     model is a collective: a rank with fewer micro-batches repeats its last one with an all-False
     mask, which adds nothing.
-    group, cp_group, dp_size: as in `Totals.count`. The collectives of the count are made here: one
-    over `cp_group`, one over `group`, and a second one over `group` if there are `group_ids`.
-    logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It
-    gives the current log-probabilities of a micro-batch, in the shape of its mask; it is called
-    without gradient for all of them first, and they are given to `measure`.
-    metrics: how much `micro.loss` measures, as in `policy_loss`.
+    group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
+    one over `group`, and a second one over `group` if there are `group_ids`.
+    logp: a function of a micro-batch that returns its current log-probabilities, in the shape of
+    its mask. A loss that depends on more of the step than its mask (`spec.needs_statistics`) needs
+    it: it is called for every micro-batch first, without gradient, and `measure` gets the results.
+    metrics: the metrics of `micro.loss`, as in `policy_loss`.
     """
     spec = ready_spec(spec)
     check_level(metrics)
@@ -103,9 +103,9 @@ class Accumulation:
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    totals: what `policy_loss` divides by. counts: the plain counts of the masks, for `value_loss(…,
-    totals=step.counts)`; the same object unless the loss had to be measured. metrics: of this rank,
-    merged over the micro-batches whose loss was taken so far.
+    totals: for `policy_loss`. counts: the plain counts of the masks, for `value_loss(…,
+    totals=step.counts)`; the same object unless the loss had to be measured. metrics: this rank's,
+    merged over the losses computed so far.
     """
 
     spec: LossSpec
@@ -126,7 +126,7 @@ class Accumulation:
         if self._iterated:
             raise InputError(
                 "this step was iterated already, and a second time would add its gradients again; "
-                "call policyloss.accumulate anew for the next optimizer step, also on the same "
+                "call policyloss.accumulate again for the next optimizer step, even on the same "
                 "micro-batches."
             )
         self._iterated = True
@@ -161,7 +161,7 @@ class Accumulation:
 
 
 class MicroBatch(Mapping[str, Any]):
-    """A micro-batch as the trainer made it (`micro["ids"]`), which knows the step it belongs to.
+    """The trainer's micro-batch (`micro["ids"]`), with the totals of its step.
 
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
@@ -190,14 +190,14 @@ class MicroBatch(Mapping[str, Any]):
         return f"MicroBatch({', '.join(map(str, self._data))})"
 
     def arguments(self, **tensors: Tensor | None) -> dict[str, Any]:
-        """What a loss function takes after its leading tensors: those the micro-batch holds, the
-        step's totals and `cp_group`.
+        """The keyword arguments of a loss function: the micro-batch's tensors, the step's totals
+        and `cp_group`.
 
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
-        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`).
-        Beside `mask`, `advantages` and `old_logp`, only those that exist are among the arguments.
+        tensors: more tensors, or replacements of the micro-batch's (`entropy=…`). Only `mask`,
+        `advantages` and `old_logp` may be None in the result.
         """
         for name in tensors:
             if name in _COUNTED:
@@ -226,7 +226,7 @@ class MicroBatch(Mapping[str, Any]):
             raise InputError(
                 "the loss of this micro-batch was taken already, and a second one would add its "
                 "gradient and metrics again; keep the first, or call policyloss.policy_loss(spec, "
-                "logp, **micro.arguments()) to look at it."
+                "logp, **micro.arguments()) to inspect it."
             )
         step, arguments = self._step, self.arguments(**tensors)
         out = policy_loss(step.spec, logp, **arguments, metrics=step.level)
@@ -364,8 +364,9 @@ def counted_step(
 
 
 def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Tokens, sequences, micro-batches and group ids (−1: none given) of this rank as `[4]`; `[2,
-    S]` ids and lengths if given.
+    """Count this rank's tokens, sequences, micro-batches and group ids (−1 without ids), `[4]`.
+
+    Also return its group ids and lengths as `[2, S]`, empty without ids.
     """
     if not micro_batches:
         return torch.tensor([0, 0, 0, -1]), torch.zeros(2, 0, dtype=torch.int64)
@@ -384,7 +385,7 @@ def _check_numbers(numbers: list[int]) -> None:
     """Raise on every rank if one has no micro-batch to run a sharded model's forward on."""
     if 0 in numbers:
         raise InputError(
-            f"rank {numbers.index(0)} of {len(numbers)} was given no micro-batch; every rank needs "
+            f"rank {numbers.index(0)} of {len(numbers)} has no micro-batch; every rank needs "
             "one in micro_batches, to run its forward on: give it one with an all-False mask, "
             "which adds nothing."
         )
