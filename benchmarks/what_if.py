@@ -29,13 +29,12 @@ from torch import Tensor, nn
 import policyloss as pl
 import policyloss_lab as lab
 from benchmarks.harness import environment, table, write_json
-from policyloss_lab.whatif.reading import tokens_of
-from policyloss_lab.whatif.tangent import HeadWeight, Parameters, Products, model_batches
-from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.tokens import StoredTokens, tokens_of
+from policyloss_lab.whatif.weights import HeadWeight, Parameters, Products, model_batches
 from policyloss_train.models import load
 from policyloss_train.sampler import sample, uniforms
+from policyloss_train.setup import warm_up
 from policyloss_train.tasks import make_task
-from policyloss_train.warmup import warm_up
 
 LONGEST, PROMPTS, SAMPLES, HELD_OUT = 16, 8, 8, 512
 UPDATES = 10  # of each batch of samples

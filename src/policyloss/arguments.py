@@ -127,6 +127,7 @@ def check_number(
     above: float | None = None,
     least: float | None = None,
     most: float | None = None,
+    below: float | None = None,
     finite: bool = False,
     error: type[PolicyLossError] = InputError,
     hint: str = "",
@@ -144,6 +145,8 @@ def check_number(
         rule = f">= {least:g}"
     elif most is not None and not value <= most:
         rule = f"<= {most:g}"
+    elif below is not None and not value < below:
+        rule = f"< {below:g}"
     if rule:
         raise error(f"{name} must be {rule}, got {value!r}.{tail}")
     return cast(float, value)

@@ -25,9 +25,8 @@ import policyloss as pl
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import load
-from policyloss_train.rollout.kept import Report
 from policyloss_train.rollout.protocol import Prompt, Sampling
-from policyloss_train.rollout.vllm_engine import VLLM
+from policyloss_train.rollout.vllm_engine import VLLM, Report
 from policyloss_train.rollout.weights import PolicyWeights
 from policyloss_train.tasks import make_task
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from policyloss_train.decoding import Completed, complete
 from policyloss_train.drawing import Rule
 from policyloss_train.rollout import vllm_engine
-from policyloss_train.sampler import uniforms
+from policyloss_train.sampler import Completed, complete, uniforms
 
 Call = tuple[str, dict[str, Any]]
 
@@ -39,7 +38,7 @@ def installed(patch: pytest.MonkeyPatch, *, gpu: bool) -> list[Call]:
     module.__dict__.update(LLM=LLM, SamplingParams=sampling)
     patch.setitem(sys.modules, "vllm", module)
     cuda = SimpleNamespace(is_available=lambda: gpu)
-    patch.setattr(vllm_engine, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor))
+    patch.setattr(vllm_engine, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     return calls
 
 

@@ -13,13 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import correction, kl
-from policyloss.functional.collectives import all_sum
-from policyloss.functional.exact import folded, is_exact, total
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.parts.validate import (
     Finite,
@@ -177,20 +175,13 @@ class DivergenceMask(Part):
     low: Finite | None = None
     level: Literal["token", "sequence"] = "token"
     weight: Literal["token"] | None = "token"
-    floor: Positive = 1e-6
+    floor: Annotated[float, within(above=0, below=0.5)] = 1e-6  # the smallest probability
     log_clamp: Positive | None = 20.0
 
     @property
     def weighs(self) -> bool:
         """Whether the weight is more than a mask."""
         return self.weight is not None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.floor >= 0.5:
-            raise SpecError(
-                f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}."
-            )
 
     def __call__(self, t: Tokens) -> Corrected:
         each = kl.binary_divergence(
@@ -342,8 +333,7 @@ class SelfNormalise(Part):
             each, counted = t.sequences.sum(weight), t.counts
         else:
             each, counted = t.sequence_mean(weight), t.counts > 0
-        sums = all_sum(torch.stack([total(x, dtype=wide) for x in (each, counted)]), group)
-        weights, n = (folded(sums) if is_exact() else sums).unbind()
+        weights, n = arithmetic().totals_over((group,), each, counted, dtype=wide)
         return {"weight_mean": weights / n.clamp(min=1)}
 
     def sentence(self) -> str:

@@ -1,7 +1,6 @@
-"""What the fields of parts may hold, as data for the controls of the page.
+"""The legal values of the fields of parts, as data for the controls of the page.
 
-The words of a choice and the limits of a number are those of the field's annotation. A limit above
-that a class states in no annotation is searched for: the class is asked what it refuses.
+The words of a choice and the limits of a number come from the annotation of the field.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from policyloss.parts.data import VARIANTS, has_fields
 
 # The numbers to begin with where neither a preset nor a default has one, the first that fits.
 _GUESSES = (0.1, 2.0)
-_FAR = 1e6
 
 
 class Field(NamedTuple):
@@ -167,16 +165,23 @@ def distinct_numbers(part: type) -> dict[str, float]:
 
 
 def limits(part: type, field: Field) -> Limits:
-    """The limits of a number field: those of its annotation, and what the class refuses above."""
+    """The limits of a number field, from the checks of its annotation."""
     stated: dict[str, Any] = {}
     for check in _checks(get_type_hints(part, include_extras=True)[field.name]):
         stated |= getattr(check, "keywords", {})
-    low, smaller = stated.get("low"), {f.name for f in numbers_of(part)} - {field.name}
-    least = stated.get("least", 1 if field.integer else None)  # a count, if nothing is stated
-    bounds = Limits(least, stated.get("above"), None, None, low, not stated.get("finite", False))
-    if any(_lower_field(part, name) == field.name for name in smaller):
-        return bounds._replace(infinite=False)  # the other field is its limit
-    return _limited_above(part, field, bounds)
+    others = {f.name for f in numbers_of(part)} - {field.name}
+    bounded = "most" in stated or "below" in stated
+    return Limits(
+        stated.get("least", 1 if field.integer else None),  # a count, if nothing is stated
+        stated.get("above"),
+        stated.get("below"),
+        stated.get("most"),
+        stated.get("low"),
+        infinite=not field.integer
+        and not stated.get("finite", False)
+        and not any(_lower_field(part, name) == field.name for name in others)
+        and (not bounded or _accepts(part, {field.name: math.inf})),
+    )
 
 
 def _lower_field(part: type, name: str) -> str | None:
@@ -191,22 +196,3 @@ def _checks(hint: Any) -> Iterator[Any]:
             yield each
         else:
             yield from _checks(each)
-
-
-def _limited_above(part: type, field: Field, bounds: Limits) -> Limits:
-    """`bounds` with the largest number that the class does not refuse, if it refuses any."""
-
-    def accepts(value: float) -> bool:
-        return _accepts(part, {field.name: int(value) if field.integer else value})
-
-    inside, outside = start_number(part, field), _FAR
-    bounds = bounds._replace(infinite=bounds.infinite and not field.integer)
-    if accepts(outside) or not accepts(inside):
-        return bounds
-    for _ in range(90):
-        middle = (inside + outside) / 2
-        inside, outside = (middle, outside) if accepts(middle) else (inside, middle)
-    edge = round(inside, 9)
-    most, below = (edge, None) if accepts(edge) else (None, edge)
-    infinite = not field.integer and accepts(math.inf)
-    return bounds._replace(most=most, below=below, infinite=infinite)

@@ -365,7 +365,7 @@ def test_one_or_none_in_a_tuple() -> None:
     [
         ({"kind": "sideways"}, ["kind", "sideways", "forward"]),
         ({"coef": -1.0}, ["coef", "-1.0"]),
-        ({"beta": 1.5}, ["beta", "1.5", "between 0"]),
+        ({"beta": 1.5}, ["beta", "1.5", "<= 1", "0: forward KL"]),
         ({"weight": 0.5}, ["weight", "0.5", "extras"]),
         ({"clamp": -1.0}, ["clamp", "-1.0"]),
         ({"weight_max": 2.0}, ["weight_max", "2.0", "none"]),
