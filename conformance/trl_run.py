@@ -175,7 +175,7 @@ def train(
 def _spec(options: dict[str, Any]) -> Any:
     trl = import_module("policyloss.compat.trl.config")
     config = SimpleNamespace(**{**trl.DEFAULTS, **options})
-    return trl.spec_from_config(config, handled=trl.BESIDE)
+    return trl.spec_from_config(config, handled=trl.EXTRA_OPTIONS)
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:

@@ -38,7 +38,7 @@ def installed(patch: pytest.MonkeyPatch, *, gpu: bool) -> list[Call]:
     module.__dict__.update(LLM=LLM, SamplingParams=sampling)
     patch.setitem(sys.modules, "vllm", module)
     cuda = SimpleNamespace(is_available=lambda: gpu)
-    patch.setattr(vllm_engine, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor))
+    patch.setattr(vllm_engine, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     return calls
 
 

@@ -100,22 +100,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     ("call", "says"),
     [
         (
-            lambda f: save(f, 1, {"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)}, {}, keep=1),
-            "two tensors .* are called 'a/b'",
-        ),
-        (
-            lambda f: save(f, 1, {"lr": 0.1}, {}, keep=1),
-            "state\\['lr'\\] is a float; tensors go into state",
-        ),
-        (
             lambda f: save(f, 1, {}, {"rng": torch.ones(1)}, keep=1),
             r"checkpoint\['numbers'\]\['rng'\] is a Tensor",
         ),
-        (
-            lambda f: save(f, 1, {"x": torch.ones(1, device="meta")}, {}, keep=1),
-            r"state\['x'\] has no plain memory",
-        ),
-        (lambda f: save(f, 1, {}, {}, keep=0), "keep ≥ 1"),
         (lambda f: step_of(f / "elsewhere"), "is not a checkpoint"),
     ],
 )
@@ -554,26 +541,15 @@ def test_a_rank_that_cannot_write_stops_all(folder: Path, said: Said) -> None:
             "step_000009: No space left on device. Older checkpoints are untouched. Free"
             in said[rank]["full disk"]
         )
-        assert (
-            "'model/0.weight'] is spread over 2 ranks (a DTensor); give `group`"
-            in said[rank]["alone"]
-        )
-        assert (
-            "'queue'] is float32 [2] on rank 0 but float32 [3] on rank 1; give"
-            in said[rank]["shapes"]
-        )
         assert said[rank]["folder"] == ["step_000003"]
         assert said[rank]["latest"] == said[rank]["path"]
 
 
-def test_replicas_and_columns(folder: Path, said: Said) -> None:
-    """Replicated shards are written once, shards of shards have their place,
-    shards of columns are refused on every rank.
-    """
+def test_replicas(folder: Path, said: Said) -> None:
+    """Replicated shards are written once, and shards of shards have their place."""
     for rank in range(4):
         assert torch.equal(said[rank]["replicas"], torch.arange(10.0).view(5, 2))
         assert all(torch.equal(x, torch.arange(10.0).view(5, 2)) for x in said[rank]["twice"])
-        assert "only shards of the first dimension can be written" in said[rank]["columns"]
     index = checkpoint.checked_index(folder / "replicas" / "step_000000", sums=True)
     assert [piece["rows"] for piece in index["tensors"]["table"]["pieces"]] == [3, 2]
 

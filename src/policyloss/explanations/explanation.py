@@ -7,7 +7,7 @@ from typing import Any
 
 from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
-from policyloss.explanations.diff import plain, shown
+from policyloss.explanations.difference import plain, shown
 from policyloss.explanations.formula import Formula, formula
 from policyloss.explanations.framework_names import Elsewhere
 from policyloss.explanations.sources import Sourced, sources

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from policyloss.explanations.derive import Derived, Lines, derived, symbolic_tokens, with_names
-from policyloss.explanations.expression import Expression, bounded, constant, name, parse
+from policyloss.explanations.algebra.derive import (
+    Derived,
+    Lines,
+    derived,
+    symbolic_tokens,
+    with_names,
+)
+from policyloss.explanations.algebra.expression import Expression, bounded, constant, name, parse
 from policyloss.parts.data import is_part
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec

@@ -29,7 +29,7 @@ from policyloss.head.tiles import Tiles
 from policyloss.head.vocab_parallel import Vocabulary
 
 if TYPE_CHECKING:
-    from policyloss.head.comparison import Compared
+    from policyloss.head.teacher.comparison import Compared
 
 Index = Tensor | slice
 

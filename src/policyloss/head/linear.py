@@ -23,13 +23,12 @@ from policyloss.head.backward import (
     gradients_in_parts,
     keep_probabilities,
 )
-from policyloss.head.comparison import Compared, Comparison, asked, examined
-from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
-from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Partials, Statistics, finished
 from policyloss.head.support import Support, SupportArgument
+from policyloss.head.teacher.comparison import Compared, Comparison, asked, examined
+from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
     check_ids,
@@ -78,7 +77,8 @@ def linear_logprobs(
     without `entropy=True`.
     """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
-    outputs = rows_with_gradient(hidden, weight, bias, head, mask, plan, Outputs(entropy=entropy))
+    sources = (hidden, weight, bias)
+    outputs = rows_with_gradient(sources, head, mask, plan, Outputs(entropy=entropy))
     return LogProbs(outputs[0].view(ids.shape), outputs[1].view(ids.shape) if entropy else None)
 
 
@@ -90,25 +90,22 @@ class Outputs(NamedTuple):
     comparison: Comparison | None = None
 
 
-def rows_with_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    head: Head,
-    mask: Tensor | None,
-    plan: str | Plan,
-    outputs: Outputs,
-) -> Any:
-    """logp, entropy and divergence of every row, flat, each with its gradient; None if not wanted.
+# Hidden states, weight and bias of the caller, to which the gradients go.
+Sources = tuple[Tensor, Tensor, Tensor | None]
 
-    head: that of hidden, weight and bias.
+
+def rows_with_gradient(
+    sources: Sources, head: Head, mask: Tensor | None, plan: str | Plan, outputs: Outputs
+) -> Any:
+    """logp, entropy and divergence of every row, flat, each with its gradient; None if unwanted.
+
+    head: the head of `sources`.
     """
-    valid = check_mask(mask, head.ids.view(hidden.shape[:-1]))
+    valid = check_mask(mask, head.ids.view(sources[0].shape[:-1]))
     index = live_rows(valid)
-    work = work_of(hidden, weight, bias, head, index, outputs)
-    chosen = logprob_plan(head, work, plan)
+    chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)
     ask = partial(asked, head, outputs.comparison, valid)
-    return _LinearLogprobs.apply(hidden, weight, bias, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
+    return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
 
 
 def head_of(
@@ -148,20 +145,18 @@ def live_rows(valid: Tensor | None) -> Tensor | None:
     return None if index.shape[0] == valid.shape[0] else index
 
 
-def work_of(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    head: Head,
-    index: Tensor | None,
-    outputs: Outputs = Outputs(),  # noqa: B008, a value
-) -> Work:
-    """The work of a call, as far as its arguments determine it."""
+def work_of(sources: Sources, head: Head, index: Tensor | None, outputs: Outputs) -> Work:
+    """The work of a call that computes the rows at `index`."""
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
-    wanted = torch.is_grad_enabled()
-    other = weight.requires_grad or (bias is not None and bias.requires_grad)
-    work = Work(n, computed, computed, wanted and hidden.requires_grad, wanted and other)
+    wanted = Wanted.of(*sources)
+    work = Work(
+        n,
+        computed,
+        computed,
+        hidden_gradient=wanted.hidden is not None,
+        weight_gradient=wanted.weight is not None or wanted.bias is not None,
+    )
     return work.beside(outputs.comparison)._replace(
         stashes=outputs.logp + (outputs.comparison is not None)
     )

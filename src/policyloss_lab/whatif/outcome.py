@@ -18,7 +18,7 @@ from torch import Tensor
 
 from policyloss.catalogue import PRESETS
 from policyloss.errors import InputError, PolicyLossError
-from policyloss.explanations.diff import diff
+from policyloss.explanations.difference import diff
 from policyloss.inputs import DIFFERENTIATED, Inputs
 from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec

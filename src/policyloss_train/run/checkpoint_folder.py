@@ -1,10 +1,10 @@
-"""The folders of checkpoints, by name: begun beside, published whole, set aside, deleted.
+"""The folders of checkpoints, by name: started, published, set aside, deleted.
 
 step_000010              a complete checkpoint
-.step_000010.tmp         one half written
-.step_000010.old         one about to be replaced by a newer of the same step
-.step_000010.gone        one being deleted
-.step_000010.discarded   one that a resume from an earlier step left behind
+.step_000010.tmp         one that is being written
+.step_000010.old         one that a new checkpoint of the same step is replacing
+.step_000010.gone        one that is being deleted
+.step_000010.discarded   one after the step that a run was resumed from
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def published_path(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty temporary folder for a checkpoint; what interrupted ones left is removed."""
+    """An empty temporary folder for a checkpoint; leftovers of interrupted ones are removed."""
     temporary = _hidden(folder, step, "tmp")
     make_folder(folder)
     _tidy(folder)
@@ -50,7 +50,7 @@ def undo(folder: Path, step: int) -> None:
 
 
 def publish(temporary: Path) -> Path:
-    """Give a complete checkpoint its name; one of the same step is back if that fails."""
+    """Give a complete checkpoint its name. If that fails, an older one of the same step returns."""
     folder, step = temporary.parent, step_of(temporary)
     path, old = published_path(folder, step), _hidden(folder, step, "old")
     replaces = path.exists()
@@ -68,7 +68,7 @@ def publish(temporary: Path) -> Path:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, and those that stepped aside and were not replaced."""
+    """The checkpoints in `folder`, and those set aside that were not replaced."""
     by_step: dict[int, Path] = {}
     # ".step…" sorts before "step…", which replaces it here.
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -83,7 +83,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def discard_after(folder: Path, step: int) -> None:
-    """Set aside the checkpoints after `step`, to be made anew; the next `prune` deletes them."""
+    """Set aside the checkpoints after `step`; the next `prune` deletes them."""
     for path in newest_first(folder):
         if step_of(path) > step:
             os.replace(path, _hidden(folder, step_of(path), "discarded", free=True))
@@ -91,7 +91,7 @@ def discard_after(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], bool]) -> None:
-    """Delete what was discarded, and those before `step` but the newest `keep` readable ones."""
+    """Delete discarded checkpoints, and those before `step` but the newest `keep` readable ones."""
     kept = 1
     for path in newest_first(folder):
         if keep is None or step_of(path) >= step:
@@ -100,7 +100,7 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
             kept += 1
             continue
         try:
-            # A crash leaves no half of it under its name.
+            # So that a crash never leaves half of it under its name.
             os.replace(path, _hidden(folder, step_of(path), "gone", free=True))
         except OSError as error:  # the new one is complete: not worth ending a run
             warnings.warn(
@@ -110,7 +110,7 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
 
 
 def _tidy(folder: Path) -> None:
-    """Finish what a crash interrupted: bring back what stepped aside, delete what has no use."""
+    """Clean up after a crash: bring back checkpoints set aside, delete temporary folders."""
     for path in newest_first(folder):
         if path.name.endswith(".old"):
             os.replace(path, published_path(folder, step_of(path)))

@@ -1,8 +1,8 @@
-"""The rows of a tensor: which of them each rank writes, in which file they are, and how any number
-of ranks reads them back.
+"""The rows of a tensor: each rank writes its own, the index names the file of each piece, and any
+number of ranks reads them back.
 
 A DTensor may be sharded in its first dimension, as FSDP2 does, evenly or not, and replicated over
-other dimensions of the mesh (HSDP). A plain tensor is all rows on one rank.
+other dimensions of the mesh (HSDP). A plain tensor has all its rows on one rank.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from policyloss.errors import InputError
 from policyloss_lab.runs.files import StorageError
 
 
@@ -31,7 +30,7 @@ class Share(NamedTuple):
 
 
 class TensorFile(NamedTuple):
-    """An open safetensors file. same: tensors that are another one of it, and the name of that."""
+    """An open safetensors file. same: the stored name of each tensor that shares its memory."""
 
     handle: Any
     same: Mapping[str, str]
@@ -57,11 +56,11 @@ def file_of(rank: int) -> str:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor on this rank."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def share_of(name: str, x: Tensor, group: Any) -> Share:
+def share_of(x: Tensor) -> Share:
     """The rows of `x` on this rank. Rows are cut like `torch.chunk`: rank i of k has those from
     i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
     """
@@ -70,62 +69,36 @@ def share_of(name: str, x: Tensor, group: Any) -> Share:
     for dim, placement in enumerate(placements):
         mesh: Any = x.device_mesh  # type: ignore[attr-defined]
         ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
-        if ranks > 1 and group is None:
-            raise InputError(
-                f"state[{name!r}] is spread over {ranks} ranks (a DTensor); give `group`, the "
-                "ranks that write it."
-            )
         if isinstance(placement, Replicate):
             writes = writes and rank == 0
-        elif type(placement) is Shard and placement.dim == 0:
+        else:
             size = math.ceil(rows / ranks)
             begin = min(rank * size, rows)
             first, rows = first + begin, min(size, rows - begin)
-        else:
-            raise InputError(
-                f"state[{name!r}] is laid out as {placements}; only shards of the first dimension "
-                "can be written."
-            )
-    here = local_part(x).shape[:1]
-    if placements and x.dim() and here != (rows,):
-        raise InputError(
-            f"state[{name!r}]: this rank holds {tuple(here)} rows, but {rows} of {x.shape[0]} are "
-            "its share."
-        )
-    return Share(
-        list(x.shape), str(x.dtype).removeprefix("torch."), bool(placements), first, rows, writes
-    )
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Share(list(x.shape), dtype, bool(placements), first, rows, writes)
 
 
-def located(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
+def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
     """By tensor: its shape, its dtype, and its pieces, `{"file", "first", "rows"}` each. plans: the
     shares of each rank.
     """
     entries: dict[str, Any] = {}
-    named_by: dict[str, int] = {}
     for rank, plan in enumerate(plans):
+        file = file_of(rank)
         for name, share in plan.items():
             known = name in entries
             entry = entries.setdefault(
                 name, {"shape": share.shape, "dtype": share.dtype, "pieces": []}
             )
-            earlier = named_by.setdefault(name, rank)
-            if (entry["shape"], entry["dtype"]) != (share.shape, share.dtype):
-                raise InputError(
-                    f"state[{name!r}] is {entry['dtype']} {entry['shape']} on rank {earlier} but "
-                    f"{share.dtype} {share.shape} on rank {rank}; give what belongs to one rank a "
-                    "name with that rank in it."
-                )
             if share.rows and (share.writes if share.sharded else not known):
-                entry["pieces"].append(
-                    {"file": file_of(rank), "first": share.first, "rows": share.rows}
-                )
+                entry["pieces"].append({"file": file, "first": share.first, "rows": share.rows})
     return entries
 
 
 def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
     """Raise unless the pieces are all rows of the tensor, each once, and the files hold them in
-    these shapes: before memory is asked for by what the index says.
+    these shapes: before memory of the sizes in the index is allocated.
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
@@ -164,7 +137,7 @@ def read_like(
     shape = entry["shape"]
     if not isinstance(like, DTensor) or list(like.shape) != shape:
         return _read(files, name, entry, 0, shape[0] if shape else 1)
-    share = share_of(name, like, like.device_mesh)
+    share = share_of(like)
     local = _read(files, name, entry, share.first, share.rows).to(like.to_local().device)
     return DTensor.from_local(
         local,

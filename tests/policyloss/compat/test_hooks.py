@@ -268,8 +268,7 @@ def test_verl_is_quiet_where_a_setting_says_what_the_preset_does(
 def test_every_number_of_verl_s_losses_is_looked_at() -> None:
     """Whoever adds a field to these configs must say what a preset does to it."""
     known = {
-        *settings._OF_THE_ACTOR,
-        *settings._OF_ONE_LOSS,
+        *(option.rpartition(".")[2] for option in settings._TRUST_OPTIONS),
         "loss_agg_mode",
         "loss_scale_factor",
         "policy_loss",
@@ -383,15 +382,15 @@ def test_the_check_follows_verl_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("verl", "verl.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
-    assert settings.check_when_verl_does()
+    assert settings.extend_validation()
     once = theirs.validate_config
-    assert settings.check_when_verl_does()
+    assert settings.extend_validation()
     assert theirs.validate_config is once  # not wrapped twice
     with pytest.warns(UserWarning, match=r"policyloss/gspo is defined with"):
         once(config=run_config("policyloss/gspo", "gae"), use_critic=True)
     assert seen == [True]
     monkeypatch.delattr(theirs, "validate_config")
-    assert not settings.check_when_verl_does()
+    assert not settings.extend_validation()
 
 
 def test_a_sentence_is_said_once() -> None:

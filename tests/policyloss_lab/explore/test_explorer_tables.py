@@ -15,7 +15,7 @@ from walk import walked
 import policyloss as pl
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
-from policyloss.explanations.expression import Expression, constant
+from policyloss.explanations.algebra.expression import Expression, constant
 from policyloss.explanations.formula import lines_by_slot
 from policyloss.parts.data import VARIANTS
 from policyloss_lab.explore import explorer_page, page

@@ -21,7 +21,7 @@ from typing import Any
 
 from policyloss.compat.trl.batch import batch_loss, loss_mask
 from policyloss.compat.trl.config import spec_from_config, totals_for
-from policyloss.compat.trl.explaining import explain_config
+from policyloss.compat.trl.explanation import explain_config
 from policyloss.compat.trl.head import install_head, uninstall_head
 
 # GRPOTrainer is not here, so that `import *` works without TRL.

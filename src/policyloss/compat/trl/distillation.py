@@ -11,8 +11,8 @@ from torch import Tensor
 
 from policyloss.compat.arguments import drop_in
 from policyloss.functional.divergence import Measure, terms
-from policyloss.head.divergence import linear_divergence
 from policyloss.head.linear import linear_logprobs
+from policyloss.head.teacher.divergence import linear_divergence
 from policyloss.teacher import Teacher
 
 

@@ -20,7 +20,7 @@ from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.compat.hooks import check_advantages
 from policyloss.compat.trl.batch import batch_loss, head_loss, loss_mask
 from policyloss.compat.trl.config import (
-    BESIDE,
+    EXTRA_OPTIONS,
     SAPO,
     VESPO,
     advantages_of,
@@ -28,11 +28,10 @@ from policyloss.compat.trl.config import (
     naming,
     option,
     spec_from_config,
-    step_totals,
     totals_for,
 )
 from policyloss.compat.trl.head import OnePass, in_one_pass, installed_head
-from policyloss.compat.trl.parts import exchanged
+from policyloss.compat.trl.parts import replace_term, step_totals
 from policyloss.errors import SpecError, unknown_name
 from policyloss.head.loss import HeadOutput
 from policyloss.loss import LossOutput
@@ -151,7 +150,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
             or getattr(self, "aux_loss_enabled", False)
         ):
             return out.loss
-        return exchanged(
+        return replace_term(
             total,
             out.loss if self.policy_loss is None else self._config_term(watched, inputs),
             out.loss,
@@ -177,7 +176,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
     def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
         engine = "sampling_per_token_logps" in inputs
         return spec_from_config(
-            self.args, release=self.trl_release, handled=BESIDE, engine_logp=engine
+            self.args, release=self.trl_release, handled=EXTRA_OPTIONS, engine_logp=engine
         )
 
     def _config_term(self, watched: _Watched, inputs: Mapping[str, Any]) -> Tensor:
@@ -286,7 +285,7 @@ def checked_loss(
     """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
     the config describes, which is checked too.
     """
-    config_spec = spec_from_config(config, release=release, handled=BESIDE)
+    config_spec = spec_from_config(config, release=release, handled=EXTRA_OPTIONS)
     if policy_loss is None:
         return None
     spec = as_spec(policy_loss, "policy_loss")

@@ -22,7 +22,7 @@ from policyloss.compat.arguments import at_least, drop_in_of
 from policyloss.compat.hooks import Patch, installed_version
 from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction
 from policyloss.compat.verl.aggregation import KL_ESTIMATORS, OLDEST
-from policyloss.compat.verl.losses import CLIPPED, Call, LossResult
+from policyloss.compat.verl.losses import CLIPPED, LossCall, LossResult
 from policyloss.compat.verl.parts import OfThisCall
 from policyloss.compat.verl.settings import (
     MODES,
@@ -71,8 +71,8 @@ def register(specs: Mapping[str, AnyLoss] | None = None) -> tuple[str, ...]:
 def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
     """Wrap `spec` in a function for verl's registry."""
 
-    @drop_in_of(Call)
-    def loss(call: Call) -> LossResult:
+    @drop_in_of(LossCall)
+    def loss(call: LossCall) -> LossResult:
         complete_spec = with_horizon_of(call.config, name, spec)
         _check_terms_of_verl(name, complete_spec, call.config, call.loss_agg_mode)
         policy_term = _policy_term(name, complete_spec, call.rollout_is_weights)

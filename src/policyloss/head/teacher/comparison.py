@@ -16,16 +16,23 @@ from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, support_of
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.entry_rows import Entries, support_gradient, values_at
 from policyloss.head.head import Head, Index, Rows, operands
 from policyloss.head.matmul import Room, product
-from policyloss.head.pair_rows import PairRows, PairStatistics, pair_gradient, pair_statistics
 from policyloss.head.softmax_rows import (
     Scaling,
     Statistics,
     finished,
     row_partials,
     scaled,
+)
+from policyloss.head.teacher.rows import (
+    Entries,
+    PairRows,
+    PairStatistics,
+    pair_gradient,
+    pair_statistics,
+    support_gradient,
+    values_at,
 )
 from policyloss.head.validate import (
     check_matrices,
@@ -314,5 +321,10 @@ def comparison_of_spec(
         raise InputError(
             "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
             "a TopK or logits)."
+        )
+    if head.support is not None:
+        raise InputError(
+            "linear_policy_loss got a teacher and a support, but the teacher's distribution is "
+            "over the whole vocabulary; leave out one of them."
         )
     return comparison_of(teacher, part.measure, head, tokens)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from policyloss.explanations import expression as algebra
-from policyloss.explanations.expression import (
+from policyloss.explanations.algebra import expression as algebra
+from policyloss.explanations.algebra.expression import (
     FALSE,
     LENGTHS,
     ONE,

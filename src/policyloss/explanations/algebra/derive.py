@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from policyloss.explanations.expression import TRUE, Expression, name, parse, unstopped
-from policyloss.explanations.symbols import Symbol, SymbolicSequences, Written, expression_of
+from policyloss.explanations.algebra.expression import TRUE, Expression, name, parse, unstopped
+from policyloss.explanations.algebra.symbols import (
+    Symbol,
+    SymbolicSequences,
+    Written,
+    expression_of,
+)
 from policyloss.inputs import DIFFERENTIATED
 from policyloss.parts.correction import Corrected
 from policyloss.parts.data import has_fields

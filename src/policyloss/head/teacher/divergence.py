@@ -13,11 +13,11 @@ from torch import Tensor
 from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.comparison import Comparison, comparison_of
 from policyloss.head.head import Head, Rows
 from policyloss.head.linear import Outputs, head_of, rows_with_gradient
 from policyloss.head.plans import Plan
 from policyloss.head.softmax_rows import Statistics
+from policyloss.head.teacher.comparison import Comparison, comparison_of
 from policyloss.head.validate import check_logits, check_mask, check_softcap, inverse_temperature
 from policyloss.head.vocab_parallel import Vocabulary
 from policyloss.parts.divergence import Divergence
@@ -68,7 +68,7 @@ def linear_divergence(
     part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
     comparison = comparison_of(teacher, part.measure, head, tokens)
     outputs = Outputs(logp=False, comparison=comparison)
-    flat = rows_with_gradient(hidden, weight, bias, head, mask, plan, outputs)[2]
+    flat = rows_with_gradient((hidden, weight, bias), head, mask, plan, outputs)[2]
     numbers: Tensor = flat.view(tokens)
     return numbers
 
