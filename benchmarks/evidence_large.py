@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.harness import environment, table, write_json
+from policyloss_train.arguments import read_spec
 from policyloss_train.config import TrainConfig
 from policyloss_train.loop import train
-from policyloss_train.loss_options import read_spec
 from policyloss_train.tasks.base import Example
 
 if TYPE_CHECKING:

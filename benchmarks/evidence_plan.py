@@ -13,8 +13,8 @@ from typing import Any
 from policyloss.catalogue import PRESETS
 from policyloss.errors import InputError, unknown_name
 from policyloss.spec import LossSpec
+from policyloss_train.arguments import read_spec
 from policyloss_train.config import TrainConfig
-from policyloss_train.loss_options import read_spec
 
 GOAL = 0.9  # of held-out prompts
 PRESET_STUDY, CLIP_STUDY = "presets", "dual_clip"  # the latter once for each of `CLIP_RATES`

@@ -36,10 +36,10 @@ from benchmarks import evidence_large
 from benchmarks.harness import environment, table, time_interleaved, write_json
 from benchmarks.train_workers import Size
 from policyloss.errors import PolicyLossError
+from policyloss_train.arguments import read_spec
 from policyloss_train.attention import Packed
 from policyloss_train.distributed import Ranks
 from policyloss_train.loop import Training
-from policyloss_train.loss_options import read_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 # The learning phase with a dense mask, as it was measured before: completion tokens per second on
@@ -125,9 +125,9 @@ def prepare(folder: Path, size: Size) -> None:
     """Write the model, its size, and a batch that both trainers are checked with."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from policyloss_train.models import tiny_tokenizer
+    from policyloss_train.setup import warm_up
     from policyloss_train.tasks import make_task
-    from policyloss_train.tiny import tiny_tokenizer
-    from policyloss_train.warmup import warm_up
 
     task = make_task("sort", reward=None, seed=0)
     tokenizer = tiny_tokenizer(task)

@@ -148,7 +148,7 @@ def training_walk() -> Walk:
     from policyloss_train import collect, learner, loop, policy
     from policyloss_train.config import TrainConfig
     from policyloss_train.rollout.built_in import BuiltIn
-    from policyloss_train.tasks.rewards import scored
+    from policyloss_train.tasks.rewards import score_completion
 
     sizes: dict[str, Any] = {
         "prompts": 1,
@@ -171,7 +171,7 @@ def training_walk() -> Walk:
         loop.Collector.collect,
         collect.Rollout.samples,
         BuiltIn.generate,
-        scored,
+        score_completion,
         loop.Pack.of,
         learner.Learner.learn,
         learner.judge,
@@ -180,7 +180,7 @@ def training_walk() -> Walk:
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
         learner.Learner._stepped,
-        loop.answered,
+        loop.score_answers,
         loop.RunDir.log,
         loop.store,
     )

@@ -12,9 +12,9 @@ from torch import Tensor
 from policyloss.arguments import check_tensor
 from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
+from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.exact import is_exact
+from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
@@ -23,12 +23,11 @@ from policyloss.parts.aggregate import known_horizon, weight_factors
 from policyloss.parts.combined import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Surrogate
-from policyloss.policy_metrics import MetricsLevel, check_level, policy_metrics
+from policyloss.policy_metrics import MeasuredCall, MetricsLevel, check_level, policy_metrics
 from policyloss.spec import LossSpec
 from policyloss.tokens import Layout, Tokens
-from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
+from policyloss.totals import Totals, data_parallel_group, resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -105,15 +104,12 @@ def policy_loss(
     return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
 
+@stays_eager
 def loss_of(
     spec: LossSpec, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
 ) -> LossOutput:
     """`policy_loss` of arguments that are put together. step: the totals, None if local."""
     check_level(metrics)
-    if is_exact() and torch.compiler.is_compiling():
-        # A compiler chooses the order of operations by itself.
-        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
-        return eager
     check_gradients(spec, inputs)
     for shortcut in () if torch.compiler.is_compiling() else SHORTCUTS:
         out = shortcut(spec, inputs, step, metrics)
@@ -123,17 +119,13 @@ def loss_of(
     return LossOutput(parts.loss, parts.metrics)
 
 
-class _Parts(NamedTuple):
+class PipelineOutput(NamedTuple):
     """The loss as `total · scale`: a sum over tokens, and the 0-dim factor they share, if any."""
 
     total: Tensor
     scale: Tensor | None
     loss: Tensor
     metrics: Metrics
-
-
-def _scaled(total: Tensor, scale: Tensor | None) -> Tensor:
-    return total if scale is None else total * scale
 
 
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
@@ -174,31 +166,33 @@ def ready_spec(spec: AnyLoss) -> LossSpec:
 
 def pipeline(
     spec: LossSpec, tokens: Tokens, step: Totals | None, level: MetricsLevel = "all"
-) -> _Parts:
-    """The slots in order, on one call's tokens. step: the totals, None if this call is it. level:
-    how much is measured.
+) -> PipelineOutput:
+    """The slots in order, on one call's tokens.
+
+    step: the totals; None if this call is the whole step. level: which metrics are computed.
     """
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
-    t = t.replace(step=local_totals(t) if step is None else step, flags=level != "none")
+    t = t.replace(step="local" if step is None else step, flags=level != "none")
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
     weight, shared = weight_factors(spec.aggregate, t)
     total, scale = weighted_total(token_loss, weight, shared)
-    loss = _scaled(total, scale)
+    loss = total if scale is None else total * scale
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     _, *flags = surrogate
     t, surrogate = t.replace(ratio_value=None), Surrogate(total, *flags)
     with torch.no_grad():
-        share = step_share(token_loss, weight, loss, t.totals.dp_size)
-        metrics = policy_metrics(
-            spec, tokens, t, surrogate, corrected, token_loss, kl, share, step, level
-        )
-    return _Parts(total, scale, loss, metrics)
+        share = arithmetic().step_share(token_loss, weight, shared, loss, t.totals.dp_size)
+        call = MeasuredCall(tokens, t, corrected, surrogate, kl, token_loss, share)
+        metrics = policy_metrics(spec, call, level)
+    return PipelineOutput(total, scale, loss, metrics)
 
 
 class TokenLosses(NamedTuple):
-    """The trust region's verdict, the pull to the reference before its coefficient (None without
-    one; a divergence from a teacher is no part of it), and each token's loss, 0 if masked.
+    """The three terms of the loss of each token.
+
+    surrogate: of the trust part. kl: the KL terms before their coefficients, without a teacher's
+    divergence; None if there are none. loss: their sum, 0 where masked.
     """
 
     surrogate: Surrogate
@@ -218,26 +212,16 @@ def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosse
     if weight is not None:
         loss = loss * weight
     kl: Tensor | None = None
-    for part in spec.pulls:
-        pull = _per_token("kl", part(t), t)
-        loss = loss + (part.coef * pull if is_part("kl", part) else pull)
+    for part in spec.kl_parts:
+        term = _per_token("kl", part(t), t)
+        loss = loss + (part.coef * term if is_part("kl", part) else term)
         if not isinstance(part, Divergence):
-            kl = pull if kl is None else kl + pull
+            kl = term if kl is None else kl + term
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * t.entropy
-    if weight is None and _is_zero_where_masked(spec):
-        return TokenLosses(surrogate, kl, loss)
-    return TokenLosses(surrogate, kl, fill(loss, t.mask, zero=t.zero))
-
-
-def _is_zero_where_masked(spec: LossSpec) -> bool:
-    """Whether a masked token, which has no advantage and ratio 1, has no loss either.
-
-    (A ratio that tokens share may overflow, and 0·inf is NaN.)
-    """
-    if not spec.is_data or not isinstance(spec.ratio, TokenRatio):
-        return False
-    return spec.follows_advantage and getattr(spec.trust, "reach", None) == "token"
+    if weight is not None or not spec.is_zero_where_masked:
+        loss = fill(loss, t.mask, zero=t.zero)
+    return TokenLosses(surrogate, kl, loss)
 
 
 def aggregate_tokens(
@@ -262,7 +246,7 @@ def aggregate_tokens(
     layout = Layout.of(
         x, mask, called="x", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
     )
-    layout = layout.with_totals(local_totals(layout) if step is None else step)
+    layout = layout.with_totals(step)
     return weighted_sum(layout.fill(x), aggregate(layout))
 
 
@@ -292,6 +276,8 @@ def corrected_tokens(
                 'totals="local" if this call is the whole batch.'
             )
         t = t.replace(measured=step.statistics)
+    if not spec.correction:
+        return t, Combined(None, None, {}, {})
     corrected = combine(spec.correction, t)
     if spec.rejected != "keep" and corrected.keep is not None:
         keep = corrected.keep

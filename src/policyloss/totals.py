@@ -1,8 +1,7 @@
 """`Totals`: the counts of the whole optimizer step, which every average divides by.
 
-A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here the
-division is by a number that
-the caller counted over everything the step will see: all micro-batches, all ranks.
+A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here it
+divides by a number that the caller counted over the whole step: all micro-batches, all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from policyloss.functional.collectives import several_ranks
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.functional.stats import count
-from policyloss.tokens import Layout, as_mask, check_group_ids
+from policyloss.tokens import as_mask, check_group_ids
 
 Number = int | float | Tensor
 
@@ -210,56 +209,6 @@ def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
-
-
-def local_totals(t: Layout) -> Totals:
-    """The counts of this call alone, as tensors (no host sync)."""
-    if torch.compiler.is_compiling():
-        # A compiler drops the counts that nobody reads, and that of torch 2.11 cannot trace the
-        # making of a lazy one.
-        return Totals(_tokens(t), _sequences(t), _groups(t))
-    return _LocalTotals(t)
-
-
-class _LocalTotals(Totals):
-    """The counts of one call. Each is taken when it is first read: most averages read one."""
-
-    _layout: Layout
-
-    def __init__(self, t: Layout) -> None:
-        # Not the tokens themselves: these totals live on while the loss is measured, and would keep
-        # every tensor of the call alive.
-        layout = Layout(
-            mask=t.mask, sequences=t.sequences, dtype=t.dtype, group_ids=t.group_ids, memo=t.memo
-        )
-        object.__setattr__(self, "_layout", layout)
-
-    @property
-    def tokens(self) -> Tensor:
-        return _tokens(self._layout)
-
-    @property
-    def sequences(self) -> Tensor:
-        return _sequences(self._layout)
-
-    @property
-    def groups(self) -> Tensor | None:
-        return _groups(self._layout)
-
-
-def _tokens(t: Layout) -> Tensor:
-    return t.count if t.sequences.cp_group is None else t.counts.sum()
-
-
-def _sequences(t: Layout) -> Tensor:
-    return count(t.counts > 0)
-
-
-def _groups(t: Layout) -> Tensor | None:
-    if t.group_ids is None:
-        return None
-    order, members = group_index(t.group_ids)
-    return count(members.sum((t.counts > 0)[order]) > 0)
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:

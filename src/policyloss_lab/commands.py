@@ -14,7 +14,7 @@ class Report:
     """Arguments of `policyloss report`."""
 
     runs: Annotated[tuple[Path, ...], Place("RUN")]
-    """A run directory, as policyloss train and policyloss_lab.report.Recorder write it, or files of
+    """A run directory, as policyloss train and policyloss_lab.Recorder write it, or files of
     TRL, verl, OpenRLHF, prime-rl, TensorBoard, W&B or trackio (docs/report.md)."""
     out: Path = Path("report.html")
     """The page."""
@@ -81,7 +81,7 @@ COMMANDS = {
     "explore": Command(
         "Write a page to play with losses, which opens offline: curves, gradients, formulas.",
         Explore,
-        "policyloss_lab.explore.command",
+        "policyloss_lab.explore.page",
     ),
     "report": Command(
         "Draw one or more runs as one HTML page, which opens offline.",

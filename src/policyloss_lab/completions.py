@@ -15,7 +15,6 @@ from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.inputs import Inputs
 from policyloss.loss import corrected_tokens, with_ratio
 from policyloss.parts.trust import Surrogate
-from policyloss.totals import local_totals
 
 # What became of a token, by the code that `token_branches` gives it: a short name, and a sentence
 # for a reader who does not know the loss.
@@ -66,7 +65,7 @@ def token_branches(
     before = Inputs.of(logp, old_logp, advantages, mask, rest).tokens()
     t, corrected = corrected_tokens(spec, before, None)
     t = with_ratio(spec, t)
-    surrogate = spec.trust(t.with_totals(local_totals(t)))
+    surrogate = spec.trust(t.with_totals(None))
     out = torch.full_like(before.mask, CODES["plain"], dtype=torch.int64)
     branches = {"no_advantage": before.advantages == 0}
     if isinstance(surrogate, Surrogate):

@@ -8,8 +8,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from policyloss_lab.diagnosis.logs.symptoms import Finding
-from policyloss_lab.diagnosis.logs.watch import LogWatch
+from policyloss_lab.diagnosis.run_doctor import LogWatch
+from policyloss_lab.diagnosis.symptoms import Finding
 
 
 @cache

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss_train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from policyloss_train.config import TrainConfig
 
 
 def add_adapter(model: Any, config: TrainConfig) -> None:

@@ -15,19 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from policyloss.catalogue import as_spec, read_loss
 from policyloss.commands import arguments_of, read_words
 from policyloss.errors import InputError, unknown_name
 from policyloss.spec import LossSpec
-from policyloss_train.config import TrainConfig, by_model, following
-from policyloss_train.loss_options import change_spec, read_spec, split_loss_options
-from policyloss_train.options import typed
-from policyloss_train.run.resumed_options import (
+from policyloss_train.config import TrainConfig, by_model, following, typed
+from policyloss_train.run.resume import (
     MAY_BE_CODE,
     OF_A_START,
+    made_from,
     refuse_changes,
     refuse_unnamed_code,
     stored_options,
 )
+from policyloss_train.user_code import is_reference, load_loss
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -133,3 +134,71 @@ def _starting_point(run: Path) -> tuple[dict[str, Any], LossSpec | None]:
         if name not in ("out", *OF_A_START) and (name, value) not in follows.items()
     }
     return values, spec
+
+
+def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
+    """A preset or the JSON file of a spec, with changes such as `("trust.eps_high", "0.28")`."""
+    if is_reference(loss) and not loss.endswith(".json"):
+        spec = load_loss(loss)
+        if changes and not spec.is_data:
+            raise InputError(
+                f"--loss {loss} is code; change it there, not by --loss.{changes[0][0]}."
+            )
+        return change_spec(spec, changes)
+    return change_spec(as_spec(read_loss(loss)), changes)
+
+
+def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
+    """The loss with changes such as `("trust.eps_high", "0.28")`."""
+    if not changes:
+        return spec
+    data = spec.to_dict()
+    for path, text in changes:
+        _change(data, path, text)
+    try:
+        changed = LossSpec.from_dict(data)
+    except OverflowError as error:
+        raise InputError(f"a number of the loss is too large: {error}.") from None
+    return made_from(spec, changed)
+
+
+def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The arguments without `--loss.SLOT.OPTION VALUE`, and these as (path, text)."""
+    rest: list[str] = []
+    changes: list[tuple[str, str]] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if not argument.startswith("--loss."):
+            rest.append(argument)
+            continue
+        path, equals, value = argument.removeprefix("--loss.").partition("=")
+        if not equals:
+            following = next(waiting, None)
+            if following is None:
+                raise InputError(f"{argument} needs a value.")
+            value = following
+        changes.append((path.replace("-", "_"), value))
+    return rest, changes
+
+
+def _change(data: dict[str, Any], path: str, text: str) -> None:
+    """Set one entry of a spec's dictionary: numbers, true, false and null as JSON, else words."""
+    *slots, name = path.split(".")
+    place: Any = data
+    for slot in slots:
+        if not isinstance(place, dict) or slot not in place:
+            valid = sorted(place) if isinstance(place, dict) else []
+            raise InputError(
+                f"--loss.{path}: the loss has no part {slot!r} here; valid are "
+                f"{', '.join(valid) or 'none'}."
+            )
+        place = place[slot]
+    if not isinstance(place, dict):
+        raise InputError(
+            f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be "
+            "set."
+        )
+    try:
+        place[name] = json.loads(text)
+    except ValueError:
+        place[name] = text

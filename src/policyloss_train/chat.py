@@ -12,7 +12,7 @@ from policyloss.errors import InputError
 from policyloss.output import read_regular
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import is_text
-from policyloss_train.tasks.time_limit import TimeIsUp, several, within
+from policyloss_train.tasks.time_limit import TimeIsUp, call_within, many_calls
 
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_S = 5.0  # that a template may take for one prompt
@@ -40,7 +40,7 @@ def with_template(
             for example in examples
         )
 
-    with several():
+    with many_calls():
         return replace(task, train=written(task.train), held_out=written(task.held_out))
 
 
@@ -63,7 +63,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
         )
     try:
         write = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        text: str = within(TEMPLATE_S, write, list(map(dict, messages)))
+        text: str = call_within(TEMPLATE_S, write, list(map(dict, messages)))
     except TimeIsUp:
         raise InputError(
             f"the chat template takes longer than {TEMPLATE_S:g} s for {messages!r:.200}; use "

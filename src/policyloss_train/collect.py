@@ -18,16 +18,16 @@ from torch import Tensor
 from policyloss.errors import InputError, PolicyLossError
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.models import parts
+from policyloss_train.drawing import problem_of
+from policyloss_train.models import vocabulary_size
 from policyloss_train.rollout.protocol import Sampling
 from policyloss_train.rollout.session import Rollout, Wanted
 from policyloss_train.run.checkpoint import count_from, subtree
 from policyloss_train.sampler import Sample
-from policyloss_train.supports import problem_of
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import SUCCESS, Reward
-from policyloss_train.tasks.rewards import forgiving
-from policyloss_train.tasks.time_limit import several
+from policyloss_train.tasks.rewards import tolerant_reward
+from policyloss_train.tasks.time_limit import many_calls
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
 _SUPPORT = ("support_ids", "support_offsets")  # stored if there are
@@ -171,7 +171,7 @@ class Collector:
         self.queue.clear()
         for i, its_numbers in enumerate(numbers["queue"]):
             completions = Completions.from_state(subtree(tensors, f"queue/{i}"), its_numbers)
-            completions.check(len(self.task.train), parts(self.rollout.model)[1].shape[0])
+            completions.check(len(self.task.train), vocabulary_size(self.rollout.model))
             self.queue.append(
                 completions.share(self.ranks.rank, self.ranks.world, self.config.prompts)
             )
@@ -260,7 +260,7 @@ class Collector:
         else:
             samples = self.rollout.samples(*self._plan(first_group))
         self.at("scoring")
-        with several():
+        with many_calls():
             rewards = [self._reward(self.task.train[s.example], s) for s in samples]
         self.at("gathering the completions of all ranks")
         pairs = zip(samples, rewards, strict=True)
@@ -286,7 +286,7 @@ class Collector:
         """The reward, or NaN and a warning where the task's function failed on this completion."""
         if not s.finished and self.config.overlong == "penalise":
             return -1.0
-        score = forgiving(self.task, self.config.reward_timeout, self.warn, failed=math.nan)
+        score = tolerant_reward(self.task, self.config.reward_timeout, self.warn, failed=math.nan)
         return score(example, s.text)
 
     def _greedy(self, samples: Sequence[Sample]) -> Tensor:
@@ -373,7 +373,9 @@ class Evaluation(NamedTuple):
         return cls(accuracy, score, length, results)
 
 
-def answered(examples: Sequence[Example], samples: Sequence[Sample], score: Reward) -> list[Result]:
+def score_answers(
+    examples: Sequence[Example], samples: Sequence[Sample], score: Reward
+) -> list[Result]:
     """What was sampled for each example, scored."""
     return [
         Result(e.id, s.text, float(score(e, s.text)), len(s.completion_ids))

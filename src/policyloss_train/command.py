@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,20 +15,28 @@ from typing import Any, NamedTuple
 import policyloss as pl
 from policyloss.commands import read_options
 from policyloss.errors import InputError
+from policyloss.output import temporary_prefix
+from policyloss_lab.runs.files import make_folder, refuse_name, sync, write_error
+from policyloss_train.adapter import has_adapter, merged_weights, written_whole
 from policyloss_train.arguments import read_arguments
 from policyloss_train.chat import with_template
-from policyloss_train.collect import Evaluation, Result, answered
-from policyloss_train.commands import Eval, FromRun, Sample
+from policyloss_train.collect import Evaluation, Result, score_answers
+from policyloss_train.commands import Eval, Export, FromRun, Sample
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.loop import train
-from policyloss_train.run.resume import explained, stored_weights
-from policyloss_train.run.resumed_options import refuse_unnamed_code, stored_options
+from policyloss_train.models import without_bars
+from policyloss_train.run.resume import (
+    explained,
+    refuse_unnamed_code,
+    stored_options,
+    stored_weights,
+)
 from policyloss_train.sampler import encode, sample, uniforms
 from policyloss_train.setup import Setup, build
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import Reward
-from policyloss_train.tasks.rewards import forgiving
+from policyloss_train.tasks.rewards import tolerant_reward
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -54,7 +64,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     refuse_unnamed_code(config, frozenset(changes))
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
-    score = forgiving(task, options.reward_timeout, _warn)
+    score = tolerant_reward(task, options.reward_timeout, _warn)
     answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
     evaluation = Evaluation.of(answers, task.success)
     results = list(zip(examples, evaluation.results, strict=True))
@@ -91,7 +101,7 @@ def evaluate(
     rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
     greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "uniforms": None}
     samples = sample(model, tokenizer, rows, **greedy, **limits)
-    return answered(examples, samples, score)
+    return score_answers(examples, samples, score)
 
 
 def sample_command(arguments: Sequence[str]) -> int:
@@ -206,3 +216,43 @@ def load_policy(run: Path) -> StoredPolicy:
 
 def _warn(text: str) -> None:
     print(f"policyloss: warning: {text}", file=sys.stderr)
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """`policyloss export RUN DIR`."""
+    options = read_options("export", Export, arguments)
+    refuse_name(options.folder)
+    if options.folder.exists():
+        raise InputError(f"{options.folder} is there already; name a folder that is not.")
+    config, spec = unscored_options(options)
+    if options.adapter and not config.lora_rank:
+        raise InputError(f"{options.run} has no adapter: it trained all weights. Omit --adapter.")
+    setup, step = load_run(options, config, spec)
+    save(setup.model, setup.tokenizer, options.folder, adapter=options.adapter)
+    print(f"{options.folder}: the policy of {options.run} after step {step}")
+    return 0
+
+
+def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> None:
+    """Write model and tokenizer under a temporary name beside `folder`, then give them their name.
+
+    adapter: write the adapters alone; otherwise they are merged into the weights.
+    """
+    temporary = folder.with_name(f"{temporary_prefix(folder)}tmp")
+    try:
+        make_folder(temporary)
+        with without_bars():
+            if adapter or not has_adapter(model):
+                model.save_pretrained(temporary)
+            else:
+                with written_whole(model):
+                    model.save_pretrained(temporary, state_dict=merged_weights(model))
+        tokenizer.save_pretrained(temporary)
+        for file in (*(file for file in temporary.rglob("*") if file.is_file()), temporary):
+            sync(file)
+        os.rename(temporary, folder)
+        sync(folder.parent)
+    except Exception as error:  # of other packages, which raise anything for a full disk
+        raise write_error(folder, error, "Nothing is there under that name.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

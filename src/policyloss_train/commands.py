@@ -92,6 +92,6 @@ COMMANDS = {
     "export": Command(
         "Write the policy of a run as a Hugging Face folder: weights, tokenizer, chat template.",
         Export,
-        "policyloss_train.export",
+        "policyloss_train.command",
     ),
 }

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from policyloss.commands import (
+    LARGEST,
     Count,
     NotNegative,
     Positive,
@@ -15,22 +28,22 @@ from policyloss.commands import (
     Within,
     check_numbers,
     flag,
+    without_none,
 )
 from policyloss.errors import InputError, unknown_name
-from policyloss_train.options import typed
 
 if TYPE_CHECKING:  # torch is not needed to print the help
     from policyloss.spec import LossSpec
 
 BY_TEACHER = ("opd", "iw_opd")  # advantages that read a teacher
 Share = Annotated[float, Within(least=0, most=1)]
-# An option whose default follows the model: None until `TrainConfig` sets it.
+# The default of an option that depends on the model: `TrainConfig` replaces it.
 FOLLOWS: Any = None
 if TYPE_CHECKING:
     Rate = float
     Longest = int
 else:
-    # Far beyond what can learn, and far from what overflows.
+    # Far beyond rates that can learn, and far below numbers that overflow.
     why = ": AdamW moves each weight by about that much in every update"
     Rate = Annotated[float | None, Within(least=0, most=1e3, why=why)]
     Longest = Annotated[int | None, Within(least=1)]
@@ -255,7 +268,7 @@ class TrainConfig:
     """Log to this tracker too, if it is installed."""
 
     def __post_init__(self) -> None:
-        from policyloss_train.contradictions import advantage_problems, sampling_problems
+        from policyloss_train.preflight import option_problems
 
         for name, default in by_model(self).items():
             if getattr(self, name) is None and default is None:
@@ -266,14 +279,14 @@ class TrainConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
         check_numbers(self)
-        for problem in (*sampling_problems(self), *advantage_problems(self)):
+        for problem in option_problems(self):
             raise InputError(problem)
 
     def with_loss(self, spec: LossSpec) -> TrainConfig:
         """These options with the advantages that the preset nearest to the loss is defined with,
         unless others are named; an error where options and loss contradict each other.
         """
-        from policyloss_train.contradictions import loss_problems
+        from policyloss_train.preflight import loss_problems
 
         config = replace(self, advantage=self.advantage or following(self, spec)["advantage"])
         for problem in loss_problems(config, spec):
@@ -347,7 +360,7 @@ def by_model(config: TrainConfig) -> dict[str, Any]:
     """The defaults that follow the model; None is an option that must be named. A pretrained model
     learns in small steps, and the length of its completions depends on the task.
     """
-    from policyloss_train.tiny import TINY
+    from policyloss_train.models import TINY
 
     if config.model in TINY:
         return {"lr": 5e-4, "critic_lr": 1e-3, "max_new_tokens": 16}
@@ -362,3 +375,59 @@ def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
     preset, _ = nearest_preset(spec)
     defined_with = None if preset is None else preset.advantage
     return {**by_model(config), "advantage": defined_with or "grpo"}
+
+
+# What a file must hold, by type.
+_WORDS = {
+    int: "a whole number below 2⁶³",
+    float: "a finite number",
+    bool: "true or false",
+    Path: "a path",
+    str: "a string",
+}
+_hints = cache(get_type_hints)
+
+
+def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values from a file by name, each as the dataclass `options` declares it: a path from a
+    string, a tuple from a list.
+    """
+    hints = _hints(options)
+    return {name: _as(hints[name], value, name) for name, value in values.items()}
+
+
+def _as(kind: Any, value: Any, name: str) -> Any:
+    if value is None and without_none(kind) is not kind:
+        return None
+    kind = without_none(kind)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        ragged = inner[-1] is Ellipsis
+        if not isinstance(value, (list, tuple)) or not (ragged or len(value) == len(inner)):
+            raise _wrong(name, value, "a list" if ragged else f"a list of {len(inner)} numbers")
+        kinds = repeat(inner[0], len(value)) if ragged else inner
+        return tuple(_as(one, x, name) for one, x in zip(kinds, value, strict=True))
+    if origin is Literal:
+        fits, wanted = isinstance(value, str) and value in inner, "one of " + ", ".join(inner)
+    else:
+        fits, wanted = _fits(kind, value), _WORDS[kind]
+    if not fits:
+        raise _wrong(name, value, wanted)
+    return Path(value) if kind is Path else value
+
+
+def _fits(kind: type, value: Any) -> bool:
+    if kind is int:
+        return type(value) is int and abs(value) <= LARGEST
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return isinstance(value, (str, Path) if kind is Path else kind) and "\0" not in str(value)
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InputError:
+    shown = (
+        f"{type(value).__name__} of {value.bit_length()} bits"
+        if isinstance(value, int) and abs(value) > LARGEST
+        else repr(value)
+    )
+    return InputError(f"the option {name!r} is {shown[:80]}; it must be {wanted}.")

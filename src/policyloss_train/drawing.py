@@ -1,27 +1,31 @@
-"""The next token of each row: the rule by which it is drawn from the logits, and the tokens that
-top-p and top-k leave it to be drawn from.
+"""The next token of each row: the rule by which it is drawn from the logits, and its support: the
+tokens that top-p and top-k keep.
 
-Shapes: B rows, V vocabulary entries.
+A recorded support is a pair (ids int32 `[K]`, offsets int64 `[L+1]`), as `policyloss.logprobs`
+takes it: token t was drawn from `ids[offsets[t]:offsets[t+1]]`. It is ragged, because masks
+`[L, V]` of a vocabulary of 150,000 entries would be a thousand times as large.
+
+Shapes: B rows, V vocabulary entries, L tokens of a completion, K kept entries of all of them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.head.support import Support
 
 
 @dataclass(frozen=True)
 class Rule:
     """How the next token is chosen from the logits.
 
-    processed: its log-probability is that over its `support`, from which it is drawn, and not that
-    over all tokens.
+    processed: its log-probability is over its `support`, not over all tokens.
     """
 
     temperature: float
@@ -30,7 +34,7 @@ class Rule:
     processed: bool = False
 
     def check(self) -> None:
-        """Raise for numbers that mean nothing."""
+        """Raise for numbers out of range."""
         # Below, float32 would divide by 0.
         if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
             raise InputError(
@@ -84,7 +88,7 @@ def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> Drawn:
 
 
 def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Which tokens may be drawn: bool `[B, V]`, at least one in each row;
+    """The tokens that may be drawn: bool `[B, V]`, at least one in each row;
     of equal tokens, the lower ids first.
 
     First the `top_k` likeliest (0: all). Of these, the smallest set of the likeliest whose share of
@@ -99,3 +103,54 @@ def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
     least = ranked.gather(-1, count - 1)
     likelier, equal = p > least, p == least
     return likelier | (equal & (equal.cumsum(-1) <= count - likelier.sum(-1, keepdim=True)))
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def first_tokens(support: Pair, n: int) -> Pair:
+    """The support of the first n tokens, in memory of its own."""
+    ids, offsets = support
+    return ids[: int(offsets[n])].clone(), offsets[: n + 1].clone()
+
+
+def problem_of(support: Any, tokens: Tensor, vocabulary: int) -> str | None:
+    """The fault of a support of `tokens` `[L]`, in words; None if it is good or missing."""
+    try:
+        pair = Support.of(support, tokens)
+    except InputError as error:
+        return str(error)
+    if pair is None:
+        return None
+    outside, unknown = pair.faults(tokens, None, vocabulary).tolist()
+    if unknown:
+        return f"its support has {unknown} ids that are not below {vocabulary}"
+    return f"{outside} tokens are not in their own support" if outside else None
+
+
+class Kept:
+    """Collects the supports of a batch while it is sampled: row and id of every entry."""
+
+    def __init__(self, rows: int) -> None:
+        self._count = rows
+        self._rows: list[Tensor] = []
+        self._ids: list[Tensor] = []
+        self._sizes: list[Tensor] = []
+
+    def add(self, rows: Tensor, kept: Tensor) -> None:
+        """The next token of some rows. kept: its support, bool `[len(rows), V]`."""
+        place, ids = kept.nonzero(as_tuple=True)
+        self._rows.append(rows[place])
+        self._ids.append(ids.to(torch.int32))
+        sizes = torch.zeros(self._count, dtype=torch.int64, device=kept.device)
+        self._sizes.append(sizes.index_copy(0, rows, kept.sum(-1)))
+
+    def pairs(self) -> list[Pair] | list[None]:
+        """The support of each row, on the CPU; None for each if every token could be drawn."""
+        if not self._ids:
+            return [None] * self._count
+        # Entries lie token after token; a stable sort by row leaves those of a row in that order.
+        ids = torch.cat(self._ids)[torch.cat(self._rows).argsort(stable=True)].cpu()
+        sizes = torch.stack(self._sizes, 1).cpu()
+        offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0))
+        return [*zip(torch.split(ids, sizes.sum(1).tolist()), offsets, strict=True)]

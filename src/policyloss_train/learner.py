@@ -28,12 +28,11 @@ from policyloss_train.attention import Attention
 from policyloss_train.batches import Pack, minibatches
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks, synchronised, unwrapped
-from policyloss_train.finite import NotFiniteError, nonfinite_gradient, nonfinite_tokens
-from policyloss_train.models import Critic, load_weights, weights
-from policyloss_train.policy import logprobs, loss_and_numbers
-from policyloss_train.routing import Routing
+from policyloss_train.models import load_weights, weights
+from policyloss_train.optimizers import load_optimizer_state, optimizer_state
+from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
 from policyloss_train.run.checkpoint import count_from, subtree
-from policyloss_train.run.optimizer_state import load_optimizer_state, optimizer_state
+from policyloss_train.watch import NotFiniteError, nonfinite_gradient, nonfinite_tokens
 
 Rows = dict[int, Tensor]  # a number of each token, by sequence
 
@@ -230,7 +229,7 @@ class Learner:
     @property
     def advantages_by_teacher(self) -> bool:
         """Whether the teacher speaks through the advantages: it does where the loss reads none."""
-        taught = any(getattr(part, "teaches", False) for part in self.spec.pulls)
+        taught = any(getattr(part, "teaches", False) for part in self.spec.kl_parts)
         return self.teacher is not None and not taught
 
     @torch.no_grad()

@@ -20,32 +20,32 @@ import policyloss as pl
 from policyloss.errors import PolicyLossError
 from policyloss_train.batches import Pack
 from policyloss_train.chat import read_template
-from policyloss_train.collect import Collector, Completions, Evaluation, answered
+from policyloss_train.collect import Collector, Completions, Evaluation, score_answers
 from policyloss_train.config import TrainConfig, following
 from policyloss_train.distributed import Ranks
-from policyloss_train.finite import NotFiniteError
-from policyloss_train.hints import Hints, mismatch_of
 from policyloss_train.learner import Learned
-from policyloss_train.missing import refuse_missing
 from policyloss_train.optimizers import rate
-from policyloss_train.preflight import preflight
-from policyloss_train.rollout.make import make_rollout
+from policyloss_train.preflight import preflight, refuse_missing
 from policyloss_train.rollout.protocol import RolloutError
+from policyloss_train.rollout.session import make_rollout
 from policyloss_train.run.directory import RunDir, free_directory
-from policyloss_train.run.resume import Stateful, last_good, restore, store
-from policyloss_train.run.resumed_options import (
+from policyloss_train.run.resume import (
+    Stateful,
     continued,
+    last_good,
     loss_data,
+    restore,
     resume_command,
+    store,
     unstarted,
 )
 from policyloss_train.sampler import Sample, end_ids
 from policyloss_train.setup import build, distribute, teach
-from policyloss_train.tasks.rewards import forgiving
+from policyloss_train.tasks.rewards import tolerant_reward
 from policyloss_train.view.display import Display
 from policyloss_train.view.token_log import ANSWERS, TokenLog, ratio_histogram
 from policyloss_train.view.track import service_module
-from policyloss_train.watch import Watch
+from policyloss_train.watch import Hints, NotFiniteError, Watch, mismatch_of
 
 INTERRUPTED = 130
 
@@ -55,7 +55,7 @@ def train(
 ) -> int:
     """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint,
     and said how to resume. A run that is resumed must have the options it was started with, but for
-    those in `resumed_options.CHANGEABLE`, and `extend`.
+    those in `resume.CHANGEABLE`, and `extend`.
 
     offline: do not download the model, because it is a run directory that names it and no user.
     named_out: False if nobody chose the directory, so that a new run may go into one beside it.
@@ -122,7 +122,7 @@ class Training:
         self.changing: dict[str, Stateful] = {"learner": self.learner, "collector": self.collector}
         self.checkpoints = config.out / "checkpoints"
         # A failing reward must not end an evaluation.
-        self.score = forgiving(self.task, config.reward_timeout, warn)
+        self.score = tolerant_reward(self.task, config.reward_timeout, warn)
         self.hints = Hints(config, self.task.success, warn)
         self.held_out = list(self.task.held_out[: config.eval_prompts])
         self.step = 0
@@ -293,7 +293,7 @@ class Training:
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
         self.collector.rollout.ready(self.step)
         samples = self.collector.answers(examples)
-        results = answered(examples, samples, self.score)
+        results = score_answers(examples, samples, self.score)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
         everything = [result for share in self.ranks.gather(results) for result in share]
         evaluation = Evaluation.of(everything, self.task.success)

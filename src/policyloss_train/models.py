@@ -4,22 +4,21 @@ head; and a critic made of it.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
-from policyloss_train.adapter import merged_weights
-from policyloss_train.attention import Attention
+from policyloss.hf.forward import run
+from policyloss.hf.output_head import Transformation, UnknownHeadError
 from policyloss_train.tasks.base import Task
-from policyloss_train.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,65 +55,36 @@ def load(
         loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
     _complete(tokenizer, model)
     loaded.to(device).eval()
-    _check_parts(loaded, model)
     return loaded, tokenizer
 
 
-def parts(model: PreTrainedModel) -> tuple[nn.Module, Tensor, Tensor | None]:
-    """(body, weight, bias): logits are the `logit_form` of
-    `body(…).last_hidden_state @ weight.T + bias`.
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """The entries of the model's output head, which may be more than the tokenizer has."""
+    size: int = model.get_output_embeddings().weight.shape[0]
+    return size
 
-    weight: `[V, H]`, the embedding itself where the two are tied; bias: `[V]` or None.
+
+@torch.no_grad()
+def observe_head(model: PreTrainedModel) -> Transformation:
+    """The scale and cap that the model applies to the logits of its head, from a forward of four
+    tokens.
+
+    Raises for a model that does more, or whose head reads anything but the last hidden states of
+    its body: it would be trained as another model than it samples as.
     """
-    head = model.get_output_embeddings()
-    body = model.base_model
-    if head is None or body is model:
-        raise InputError(
-            f"{type(model).__name__} has no head of its own over a body; use a causal language "
-            "model."
-        )
-    return body, head.weight, getattr(head, "bias", None)
-
-
-class LogitForm(NamedTuple):
-    """What a model makes of a product with its head: `cap · tanh(scale · product / cap)`."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-
-def logit_form(model: PreTrainedModel) -> LogitForm:
-    """As the model's config says; `load` compares it with the model's own logits."""
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    return LogitForm(
-        scale / float(getattr(config, "logits_scaling", None) or 1.0),
-        getattr(config, "final_logit_softcapping", None),
+    wrong = InputError(
+        f"the logits of {type(model).__name__} are not its last hidden states times its head. A "
+        "model may scale or cap its logits as its config.json says, and do nothing else to them."
     )
-
-
-class Critic(nn.Module):
-    """A copy of a model's body, and one number per token:
-    `V_t = w · hidden_t + b`, which is 0 before it has learned.
-    """
-
-    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        super().__init__()
-        self.attention = attention
-        body, weight, _ = parts(model)
-        self.body = copy.deepcopy(body).requires_grad_(True)
-        self.head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, micro: Mapping[str, Any]) -> Tensor:
-        """The values `[N]` of the tokens of a micro-batch."""
-        values: Tensor = self.head(self.attention.hidden(self.body, micro)).squeeze(-1)
-        return values
-
-    def start_from(self, model: PreTrainedModel) -> None:
-        """Take over the weights of the model's body, as they are now."""
-        self.body.load_state_dict(merged_weights(parts(model)[0]))
+    inputs = {"input_ids": torch.tensor([[0, 1, 0, 1]], device=model.device), "use_cache": False}
+    try:
+        hidden, matrices, transformation = run(model, inputs, lambda *parts: parts).result
+    except UnknownHeadError as error:
+        raise wrong from error
+    gap = (hidden - model.base_model(**inputs).last_hidden_state).abs().max()
+    if not gap <= 8 * torch.finfo(matrices.weight.dtype).eps * hidden.abs().max():
+        raise wrong
+    return cast("Transformation", transformation)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -259,23 +229,77 @@ def checkpoint_gradients(model: PreTrainedModel) -> None:
                 setattr(layer, name, 0.0)
 
 
-@torch.no_grad()
-def _check_parts(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model that would silently be trained as another one than it samples as;
-    two forwards of four tokens show it.
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
+# Attention heads, of 16 and of 32 numbers; vLLM has no attention for 16 on a CPU.
+TINY = {"tiny": 4, "tiny32": 2}
+PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))
+
+
+def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
+    """One token per character: printable ASCII, and what else the training examples hold."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = set(PRINTABLE).union(*(example.prompt + example.answer for example in task.train))
+    vocabulary = {token: i for i, token in enumerate([PAD, END, UNKNOWN, *sorted(letters)])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, **special)
+    return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerBase, seed: int, heads: int = TINY["tiny"]
+) -> PreTrainedModel:
+    """A Llama with 138 thousand random weights of `seed`; no other generator is touched."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return cast("PreTrainedModel", LlamaForCausalLM(config))
+
+
+# What a block is told when it samples. Its shapes change with every token, so it stays as it is.
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def compile_blocks(body: nn.Module) -> None:
+    """Let the repeated blocks of a body run compiled code wherever they are not sampled from.
+
+    A block gets a class of its own and keeps its weights, their names, and its copies: a function
+    in the block would be shared with them, and use the weights of the original.
     """
-    body, weight, bias = parts(model)
-    ids = torch.tensor([[0, 1, 0, 1]], device=weight.device)
-    expected = model(input_ids=ids, use_cache=False).logits.float()
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    scale, softcap = logit_form(model)
-    logits = nn.functional.linear(hidden, weight, bias).float() * scale
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    gap = (logits - expected).abs().max()
-    # Of the largest number: the same products in the same order.
-    if not gap <= 8 * torch.finfo(weight.dtype).eps * expected.abs().max():
-        raise InputError(
-            f"the logits of {name!r} ({type(model).__name__}) are not its last hidden states times "
-            f"its head: {gap:.3g} apart. A model may scale or cap its logits as its config.json "
-            "says, and do nothing else to them."
-        )
+    for module in body.children():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                kind: Any = type(block)
+                block.__class__ = _compiled(kind)
+        else:
+            compile_blocks(module)
+
+
+@cache
+def _compiled(block: Any) -> Any:
+    """The class of a block with a compiled forward."""
+    plain, compiled = block.forward, torch.compile(block.forward, dynamic=True)
+
+    @wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        samples = any(kwargs.get(name) is not None for name in _CACHES)
+        return (plain if samples else compiled)(self, *args, **kwargs)
+
+    return type(block.__name__, (block,), {"forward": forward, "__module__": block.__module__})

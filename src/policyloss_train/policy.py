@@ -4,16 +4,19 @@ states, and from there, by its head, to log-probabilities or to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import policyloss as pl
+from policyloss_train.adapter import merged_weights
 from policyloss_train.attention import Attention
 from policyloss_train.config import TrainConfig
-from policyloss_train.models import logit_form, parts
+from policyloss_train.distributed import Ranks
+from policyloss_train.models import observe_head
 
 Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
@@ -27,16 +30,41 @@ class Policy(nn.Module):
     def __init__(self, model: Any, attention: Attention) -> None:
         super().__init__()
         self.model, self.attention = model, attention
+        self.transformation = observe_head(model)
 
     def forward(self, micro: Any, head: Head) -> Any:
         """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
 
         The head is called in here because a sharded weight is whole inside a forward only.
         """
-        body, weight, bias = parts(self.model)
-        scale, softcap = logit_form(self.model)
-        hidden = self.attention.hidden(body, micro)
-        return head(hidden if scale == 1 else hidden * scale, weight, bias, softcap)
+        output, (scale, softcap) = self.model.get_output_embeddings(), self.transformation
+        hidden = self.attention.hidden(self.model.base_model, micro)
+        hidden = hidden if scale == 1 else hidden * scale
+        return head(hidden, output.weight, getattr(output, "bias", None), softcap)
+
+
+class Critic(nn.Module):
+    """A copy of a model's body, and one number per token:
+    `V_t = w · hidden_t + b`, which is 0 before it has learned.
+    """
+
+    def __init__(self, model: Any, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        weight = model.get_output_embeddings().weight
+        self.body = copy.deepcopy(model.base_model).requires_grad_(True)
+        self.head = nn.Linear(weight.shape[1], 1, dtype=weight.dtype, device=weight.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro: Mapping[str, Any]) -> Tensor:
+        """The values `[N]` of the tokens of a micro-batch."""
+        values: Tensor = self.head(self.attention.hidden(self.body, micro)).squeeze(-1)
+        return values
+
+    def start_from(self, model: Any) -> None:
+        """Copy the current weights of the model's body."""
+        self.body.load_state_dict(merged_weights(model.base_model))
 
 
 def logprobs(policy: nn.Module, micro: Any, temperature: float) -> Tensor:
@@ -85,6 +113,7 @@ def loss_and_numbers(
                 hidden, weight, taught, **measure, mask=mask, bias=bias, **logits_of
             )
         loss = micro.loss(now.logp, entropy=now.entropy, **more)
+        assert now.entropy is not None
         return loss, now.logp.detach(), now.entropy.detach()
 
     loss, logp, entropy = policy(micro, head)
@@ -100,3 +129,48 @@ def _at(teacher: Any, micro: Any, temperature: float) -> pl.Teacher:
 
     result: pl.Teacher = teacher(micro, head)
     return result
+
+
+FORMULAS = {
+    "router_busiest": (
+        "of a model with experts: the load of a layer's busiest expert over an even load, mean "
+        "over its layers, of all tokens that went through the model to learn; 1 is even, and "
+        "experts over chosen ones is all on the same"
+    )
+}
+
+
+class Routing:
+    """Counts, in forwards that record gradients, which experts each layer's router chooses. A model
+    without experts has nothing to count.
+    """
+
+    def __init__(self, model: Any) -> None:
+        body = model.base_model
+        recorder = (getattr(body, "_can_record_outputs", None) or {}).get("router_logits")
+        kind: Any = getattr(recorder, "target_class", ())
+        self._place = getattr(recorder, "index", 0)
+        config = model.config.get_text_config()
+        self._chosen: int = getattr(config, "num_experts_per_tok", None) or 1
+        self._counts: dict[Any, Tensor] = {}
+        for router in body.modules():
+            if isinstance(router, kind):
+                router.register_forward_hook(self._count)
+
+    def _count(self, router: Any, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        logits = (output[self._place] if isinstance(output, tuple) else output).detach()
+        logits = logits.flatten(0, -2)
+        experts = logits.topk(self._chosen, dim=-1).indices.flatten()
+        counts = torch.bincount(experts, minlength=logits.shape[-1])
+        self._counts[router] = self._counts.get(router, 0) + counts
+
+    def busiest(self, ranks: Ranks) -> dict[str, float]:
+        """The metrics of `FORMULAS`, over all ranks. Then counts anew."""
+        if not self._counts:
+            return {}
+        counts = ranks.sum(torch.stack(list(self._counts.values())).double())
+        self._counts.clear()
+        load = counts / counts.sum(-1, keepdim=True)
+        return {"router_busiest": float((load.amax(-1) * load.shape[-1]).mean())}

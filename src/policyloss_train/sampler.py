@@ -1,32 +1,32 @@
-"""Completions sampled from a Hugging Face causal LM,
-each with the log-probabilities it was sampled with.
+"""Completions sampled from a Hugging Face causal LM with a key-value cache, each with the
+log-probabilities it was sampled with.
 
-Shapes: R prompts of the call, P prompt tokens, L tokens of a completion, K kept entries of all of
-them together. Token t of row r is a function of the model, the prompt and
-`uniforms[r, t]` alone (inverse CDF). So the samples do not depend on how the rows are cut into
-batches or dealt to ranks, up to the rounding of the model's own products.
+Shapes: R prompts of a call, B rows of one batch (fewer as rows end), P prompt tokens, T = the most
+new tokens, L tokens of a completion, V vocabulary entries. Token t of row r is a function of the
+model, the prompt and `uniforms[r, t]` alone (inverse CDF). So the samples do not depend on how the
+rows are cut into batches or dealt to ranks, up to the rounding of the model's products.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss_train.decoding import Completed, complete
-from policyloss_train.drawing import Rule
-from policyloss_train.supports import Pair, first_tokens
+from policyloss_train.drawing import Kept, Pair, Rule, draw, first_tokens
 from policyloss_train.tasks.base import is_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Sample:
 
     `rollout_logp` is `log softmax(logits / temperature)`, over all tokens or, if the rule is
     `processed`, over those that top-p and top-k kept. At temperature 0 (greedy) it is the log-prob
-    of temperature 1. `support` is what each token was drawn from, as in `Completed`.
+    of temperature 1. `support` holds the tokens that each was drawn from, as in `Completed`.
     """
 
     example: int  # Example.id
@@ -46,7 +46,18 @@ class Sample:
     finished: bool  # ended by an end token; False: cut at max_new_tokens
     text: str  # the completion without special tokens
     reward: float = math.nan
-    version: int = 0  # of the weights that sampled it: how many steps they had learned
+    version: int = 0  # of the weights that sampled it: the number of steps they had learned
+    support: Pair | None = None
+
+
+class Completed(NamedTuple):
+    """The tokens of a completion, with the end token if there was one, and their log-probs `[L]`.
+
+    support: the tokens that each was drawn from; None for all, or if they were not recorded.
+    """
+
+    tokens: list[int]
+    logp: Tensor
     support: Pair | None = None
 
 
@@ -54,10 +65,6 @@ def uniforms(seed: int, step: int, rows: int, width: int) -> Tensor:
     """`[rows, width]` float64 numbers in [0, 1) that depend on `seed`, `step` and their place only:
     each rank takes its rows.
     """
-    if min(seed, step, rows, width) < 0:
-        raise InputError(
-            f"uniforms needs numbers >= 0: seed={seed}, step={step}, rows={rows}, width={width}."
-        )
     # torch's CPU generator keeps 32 bits of its seed; this one mixes all of seed and step.
     return torch.from_numpy(
         np.random.Generator(np.random.PCG64([seed, step])).random((rows, width))
@@ -77,7 +84,7 @@ def sample(
     batch_tokens: int,
     stop: Sequence[str] = (),
 ) -> list[Sample]:
-    """One completion for each (example id, group, prompt text), in the order given.
+    """One completion for each (example id, group, prompt text), in the order of the prompts.
 
     `temperature` 0 takes the likeliest token (`uniforms` may be None); `top_p` 1 and `top_k` 0 are
     off. `uniforms` is `[R, max_new_tokens]`. A batch holds as many rows as `batch_tokens` allows,
@@ -86,31 +93,31 @@ def sample(
     """
     rule = Rule(temperature, top_p, top_k)
     rule.check()
-    _check_counts(max_new_tokens=max_new_tokens, batch_tokens=batch_tokens)
-    drawn = _checked_uniforms(uniforms, len(prompts), max_new_tokens, rule)
     ids = encode(tokenizer, [text for _, _, text in prompts])
-    _check_lengths(model, prompts, ids, max_new_tokens)
+    for i, reason in unusable_prompts(model, ids, max_new_tokens).items():
+        raise InputError(f"the prompt of example {prompts[i][0]} ({prompts[i][2]!r:.80}) {reason}.")
     ends = end_ids(model, tokenizer)
+    drawn = torch.zeros(len(ids), max_new_tokens) if uniforms is None else uniforms
     completions = complete(model, ids, drawn, ends, rule, batch_tokens)
     samples = as_samples(tokenizer, [row[:2] for row in prompts], ids, completions, set(ends))
-    return [stopped(tokenizer, s, stop) for s in samples]
+    return [cut_at_stop(tokenizer, s, stop) for s in samples]
 
 
-def stopped(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) -> Sample:
-    """The completion up to the first of the texts `stop`: its tokens with those that write it, its
-    text without it. What came after is as if it had never been sampled, so no engine needs to know.
+def cut_at_stop(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) -> Sample:
+    """The completion up to the first of the texts `stop`: its tokens include those that spell the
+    text, its own text does not. The rest is dropped here, so engines need no support for it.
     """
     begins = [place for place in (s.text.find(text) for text in stop) if place >= 0]
     if not begins:
         return s
 
-    def ends_by(n: int) -> bool:
+    def contains_stop(n: int) -> bool:
         written = tokenizer.decode(
             s.completion_ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return any(text in written for text in stop)
 
-    n = bisect_left(range(1, len(s.completion_ids)), True, key=ends_by) + 1
+    n = bisect_left(range(1, len(s.completion_ids)), True, key=contains_stop) + 1
     return replace(
         s,
         completion_ids=s.completion_ids[:n].clone(),
@@ -122,9 +129,7 @@ def stopped(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) 
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each prompt, with the special tokens the tokenizer puts around a text (e.g.
-    BOS).
-    """
+    """The token ids of each prompt, with the special tokens that the tokenizer adds (e.g. BOS)."""
     distinct = list(dict.fromkeys(texts))
     if not distinct:
         return []
@@ -133,21 +138,32 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     except (TypeError, UnicodeEncodeError) as error:  # tokenizers take no half of a surrogate pair
         bad = next((text for text in distinct if not is_text(text)), distinct[0])
         raise InputError(
-            f"the prompt {bad!r} is no text that the tokenizer can read ({type(error).__name__})."
+            f"the tokenizer cannot read the prompt {bad!r} ({type(error).__name__})."
         ) from error
     encoded = dict(zip(distinct, ids, strict=True))
     return [encoded[text] for text in texts]
 
 
-def longest(model: PreTrainedModel) -> int | None:
-    """How many tokens the model has positions for; None where it does not say."""
+def unusable_prompts(
+    model: PreTrainedModel, ids: Sequence[list[int]], max_new_tokens: int
+) -> dict[int, str]:
+    """The places of the prompts that the model cannot continue, and why."""
     most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return most
+    reasons: dict[int, str] = {}
+    for i, prompt in enumerate(ids):
+        if not prompt:
+            reasons[i] = "has no token"
+        elif most is not None and len(prompt) + max_new_tokens > most:
+            reasons[i] = (
+                f"has {len(prompt)} tokens, which with --max-new-tokens {max_new_tokens} are more "
+                f"than {most} positions"
+            )
+    return reasons
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion: the model's own (generation_config may name several)
-    and the tokenizer's.
+    """The ids that end a completion: those of the model (generation_config may name several) and
+    that of the tokenizer.
     """
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = set(named) if isinstance(named, (list, tuple)) else {named}
@@ -162,7 +178,7 @@ def as_samples(
     ends: set[int],
     version: int = 0,
 ) -> list[Sample]:
-    """Completions as text. keys: example and group of each. ids: the prompt of each."""
+    """Completions with their texts. keys: example and group of each. ids: the prompt of each."""
     finished = [one.tokens[-1] in ends for one in completions]
     # An end token need not be marked special in the tokenizer: it is cut here.
     bodies = [
@@ -181,47 +197,143 @@ def as_samples(
     return samples
 
 
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise InputError(f"{name} is {count!r}; give a whole number >= 1.")
-
-
-def _checked_uniforms(uniforms: Tensor | None, rows: int, width: int, rule: Rule) -> Tensor:
-    if uniforms is None:
-        if rule.temperature > 0:
-            raise InputError(
-                f"temperature is {rule.temperature}, so uniforms is needed: [{rows}, {width}], see "
-                "sampler.uniforms."
-            )
-        return torch.zeros(rows, width)
-    if uniforms.shape != (rows, width) or not uniforms.is_floating_point():
-        raise InputError(
-            f"uniforms is {uniforms.dtype} {list(uniforms.shape)}; give floats [prompts, "
-            f"max_new_tokens] = [{rows}, {width}]."
-        )
-    if not ((uniforms >= 0) & (uniforms < 1)).all():
-        raise InputError(
-            f"uniforms must be in [0, 1); seen {uniforms.min().item()} to {uniforms.max().item()}."
-        )
-    return uniforms
-
-
-def _check_lengths(
+def complete(
     model: PreTrainedModel,
-    prompts: Sequence[tuple[int, int, str]],
-    ids: list[list[int]],
-    max_new_tokens: int,
-) -> None:
-    most = longest(model)
-    for (example, _, text), prompt in zip(prompts, ids, strict=True):
-        if not prompt:
-            raise InputError(
-                f"the prompt of example {example} ({text!r}) has no token; give it text or a BOS."
-            )
-        if most is not None and len(prompt) + max_new_tokens > most:
-            raise InputError(
-                f"the prompt of example {example} has {len(prompt)} tokens; with "
-                f"max_new_tokens={max_new_tokens} that is more than the model's {most} positions. "
-                "Lower max_new_tokens or shorten the prompt."
-            )
+    ids: Sequence[list[int]],
+    uniforms: Tensor,
+    ends: list[int],
+    rule: Rule,
+    batch_tokens: int,
+    *,
+    supports: bool = False,
+) -> list[Completed]:
+    """One completion of each prompt, as `sample` draws them. supports: record the tokens that each
+    was drawn from, if the rule leaves out some.
+    """
+    # The longest prompts come first, and rows of one prompt lie side by side.
+    first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
+    order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
+    completions: dict[int, Completed] = {}
+    with evaluating(model), torch.no_grad():
+        while order:
+            size = max(1, batch_tokens // (len(ids[order[0]]) + uniforms.shape[1]))
+            rows, order = order[:size], order[size:]
+            kept, prompts = Kept(len(rows)) if supports else None, [ids[r] for r in rows]
+            tokens, logp = _complete_batch(model, prompts, uniforms[rows], ends, rule, kept)
+            tokens, logp = tokens.cpu(), logp.cpu()
+            if not torch.isfinite(logp).all():
+                raise InputError(
+                    "the model gave NaN or infinite logits while sampling; check that its weights "
+                    "are finite."
+                )
+            pairs = [None] * len(rows) if kept is None else kept.pairs()
+            for i, (r, row, support) in enumerate(zip(rows, tokens.tolist(), pairs, strict=True)):
+                n = len(row) - row.count(-1)
+                kept_ids = support and first_tokens(support, n)
+                completions[r] = Completed(row[:n], logp[i, :n].clone(), kept_ids)
+    return [completions[r] for r in range(len(ids))]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """`model` in eval mode (no dropout); afterwards each module is in its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _complete_batch(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    uniforms: Tensor,
+    ends: list[int],
+    rule: Rule,
+    kept: Kept | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 `[B, T]` (-1 after the end) and log-probs `[B, T]` of one batch.
+    A row that ends leaves batch and cache. kept: collects the tokens that each was drawn from.
+    """
+    device, (rows, limit), width = model.device, uniforms.shape, max(map(len, prompts))
+    uniforms, stops = uniforms.to(device), torch.tensor(ends, dtype=torch.int64, device=device)
+    from transformers import DynamicCache  # slow to import; a command's help must not wait for it
+
+    cache = DynamicCache(config=model.config)
+    logits, mask, position = _prefill(model, cache, prompts, limit)
+    tokens = torch.full((rows, limit), -1, dtype=torch.int64, device=device)
+    logps = torch.zeros((rows, limit), device=device)
+    alive = torch.arange(rows, device=device)
+    for t in range(limit):
+        token, logp, support = draw(logits, uniforms[alive, t], rule)
+        tokens[alive, t], logps[alive, t] = token, logp.float()
+        if kept is not None and support is not None:
+            kept.add(alive, support)
+        if t + 1 == limit:
+            break
+        # Its size is the one thing the host waits for.
+        going = (~torch.isin(token, stops)).nonzero().squeeze(-1)
+        if len(going) < len(alive):
+            if not len(going):
+                return tokens, logps
+            cache.reorder_cache(going)  # selects rows by number, in every kind of layer
+            alive, token, position = alive[going], token[going], position[going]
+            mask = None if mask is None else mask[going]
+        position = position + 1
+        attended = None if mask is None else mask[:, : width + t + 1]
+        logits = _next_logits(model, cache, token[:, None], attended, position[:, None])
+    return tokens, logps
+
+
+def _prefill(
+    model: PreTrainedModel, cache: DynamicCache, prompts: list[list[int]], limit: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Run each *distinct* prompt once; then copy it for each of its rows:
+    next logits `[B, V]`, mask, last position `[B]`.
+
+    Left padding, so that every row's next token is the last column. The mask `[B, P + limit]`
+    already covers the tokens to come; it is None when no row is padded, which lets the model take
+    its faster path.
+    """
+    distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    width = max(map(len, distinct))
+    # The padding is masked out, so any valid id does.
+    padded = torch.tensor(
+        [[*repeat(0, width - len(prompt)), *prompt] for prompt in distinct], device=model.device
+    )
+    lengths = torch.tensor([[len(prompt)] for prompt in distinct], device=model.device)
+    padding = width - lengths
+    columns = torch.arange(width + limit, device=model.device)
+    mask = (columns >= padding).long() if any(len(prompt) < width for prompt in distinct) else None
+    position = (columns[:width] - padding).clamp_(min=0)
+    logits = _next_logits(model, cache, padded, None if mask is None else mask[:, :width], position)
+    owner = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=model.device)
+    if len(distinct) < len(prompts):
+        cache.reorder_cache(owner)
+    return logits[owner], None if mask is None else mask[owner], position[owner, -1]
+
+
+def _next_logits(
+    model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor | None, position: Tensor
+) -> Tensor:
+    """Feed `ids` `[B, n]` after the tokens in the cache (`mask` covers both); the logits `[B, V]`
+    after the last of them.
+    """
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=position,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    # Without it each token would be read as if it were the first.
+    if getattr(out, "past_key_values", None) is None:
+        raise InputError(
+            f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a "
+            "key-value cache."
+        )
+    logits: Tensor = out.logits[:, -1]
+    return logits

@@ -5,38 +5,41 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss.hf.output_head import Transformation
 from policyloss_train.adapter import add_adapter, base_trained
 from policyloss_train.attention import choose
 from policyloss_train.batches import Pack
 from policyloss_train.chat import with_template
-from policyloss_train.compile import compile_blocks
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks, wrapped
 from policyloss_train.learner import Learner
 from policyloss_train.models import (
-    Critic,
+    TINY,
     checkpoint_gradients,
+    compile_blocks,
     load,
     load_weights,
-    parts,
+    observe_head,
+    vocabulary_size,
     weights,
 )
 from policyloss_train.optimizers import adamw
-from policyloss_train.policy import Policy
-from policyloss_train.routing import Routing
+from policyloss_train.policy import Critic, Policy, Routing
 from policyloss_train.run.checkpoint import subtree
 from policyloss_train.run.directory import RunDir
 from policyloss_train.run.resume import explained, stored_weights
 from policyloss_train.tasks import Task, make_task
-from policyloss_train.tiny import TINY
-from policyloss_train.warmup import WARMUP_STEPS, warm_up
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Setup(NamedTuple):
@@ -116,7 +119,7 @@ def _teacher(
         path, _, tensors = stored_weights(folder)
         with explained(path):
             load_weights(weights(policy), subtree(tensors, "policy"))
-    sizes = [parts(x)[1].shape[0] for x in (teacher, model)]
+    sizes = [vocabulary_size(x) for x in (teacher, model)]
     if sizes[0] != sizes[1] or its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"the teacher {folder} has another vocabulary ({sizes[0]} entries) than the model "
@@ -164,13 +167,12 @@ def distribute(learner: Learner) -> None:
 
 def _layers(model: Any) -> list[nn.Module]:
     """The blocks of the model's body, which a sharded model gathers one after the other."""
-    body = parts(model)[0]
-    lists = [list(m) for m in body.modules() if isinstance(m, nn.ModuleList)]
+    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
-    size = parts(model)[1].shape[0]
+    size = vocabulary_size(model)
     # Ids may have gaps.
     count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
@@ -183,3 +185,77 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
 def _size(model: nn.Module) -> str:
     n = sum(p.numel() for p in model.parameters())
     return f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n / 1e3:.0f} k"
+
+
+WARMUP_STEPS = 200  # for the model "tiny" on the task "sort": six seconds of one core
+BATCH, LR = 32, 3e-3
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    *,
+    steps: int = WARMUP_STEPS,
+    seed: int,
+    progress: Callable[[int, float], object] | None = None,
+) -> None:
+    """`steps` AdamW steps on `−mean log p(completion, end | prompt)` of the task's demonstrations,
+    in eval mode. Only training prompts are seen. progress: called as `progress(done, loss)`.
+    """
+    rng = Random(f"warm-up {seed}")
+    rows = [example for example in task.train if task.demonstration(example, Random(0)) is not None]
+    if not rows:
+        raise InputError(
+            f"the task {task.name} has no answers to warm up on; train without warm-up "
+            "(--warmup-steps 0)."
+        )
+    transformation = observe_head(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    for step in range(steps):
+        chosen = rng.sample(rows, min(BATCH, len(rows)))
+        texts = [(example.prompt, task.demonstration(example, rng) or "") for example in chosen]
+        for group in optimizer.param_groups:
+            # The first steps of AdamW are large whatever the gradient.
+            group["lr"] = LR * min(1.0, (step + 1) / 10)
+        loss = _loss(model, transformation, *_tensors(tokenizer, texts, model.device))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if progress:
+            progress(step + 1, loss.item())
+    optimizer.zero_grad()
+
+
+def _tensors(
+    tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, str]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and targets int64 `[B, T]`, and a mask: True where the target is part of a completion or
+    its end token. Padding is on the right, where a causal model needs no attention mask.
+    """
+    prompts = tokenizer([prompt for prompt, _ in texts])["input_ids"]
+    answers = tokenizer([answer for _, answer in texts], add_special_tokens=False)["input_ids"]
+    rows = [
+        [*prompt, *answer, tokenizer.eos_token_id]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    width = max(map(len, rows))
+    ids = torch.tensor(
+        [[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in rows], device=device
+    )
+    places = torch.arange(width - 1, device=device)
+    starts = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+    ends = torch.tensor([[len(row) - 1] for row in rows], device=device)
+    return ids[:, :-1], ids[:, 1:], (places >= starts) & (places < ends)
+
+
+def _loss(
+    model: PreTrainedModel, form: Transformation, ids: Tensor, targets: Tensor, mask: Tensor
+) -> Tensor:
+    """−mean log p(target) where `mask`; a scalar."""
+    head = model.get_output_embeddings()
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[mask] * form.scale
+    bias = getattr(head, "bias", None)
+    logp = pl.linear_logprobs(hidden, head.weight, targets[mask], bias, softcap=form.cap).logp
+    return -logp.mean()

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from policyloss.errors import InputError, PolicyLossError
+from policyloss_lab.diagnosis import doctor
+from policyloss_train.batches import Pack
+from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
+from policyloss_train.preflight import WITHOUT_GROUPS
 
 # How the messages begin or what they hold when a collective ends because another rank did not come,
 # or has gone.
@@ -101,3 +109,139 @@ class Watch:
 
 def _key(rank: int) -> str:
     return f"policyloss/place/{rank}"
+
+
+PATIENCE = 3  # steps in a row of which something holds before it is said
+LONG_PATIENCE = 10  # the same for what may be a slow start
+
+
+class Hints:
+    """Looks at the numbers of each step. success: the reward of a completion that is right."""
+
+    def __init__(self, config: TrainConfig, success: float, say: Callable[[str], None]) -> None:
+        self._config, self._success, self._say = config, success, say
+        self._in_a_row: Counter[str] = Counter()
+        self._hinted: set[str] = set()
+
+    def look(self, metrics: Mapping[str, float]) -> None:
+        """Say what has held for several steps now, and was not said before."""
+        present = {name: (text, patience) for name, text, patience in self._holding(metrics)}
+        self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in present})
+        for name, (text, patience) in present.items():
+            if self._in_a_row[name] >= patience and name not in self._hinted:
+                self._hinted.add(name)
+                self._say(text)
+
+    def _holding(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:
+        """What holds in this step: its name, what to say, and after how many steps."""
+        config = self._config
+        if metrics["truncated"] == 1:
+            yield (
+                "truncated",
+                f"every completion of the last {PATIENCE} steps was cut at --max-new-tokens "
+                f"{config.max_new_tokens}, before it ended. Raise it, or name a text that ends "
+                "answers by --stop.",
+                PATIENCE,
+            )
+        if metrics["reward/std"] == 0:
+            yield (
+                "constant",
+                f"every completion of the last {PATIENCE} steps has the reward "
+                f"{metrics['reward/mean']:g}, so nothing is learned. Look at some completions in "
+                "rollouts.jsonl: the reward may not see the answer, or the task may be too easy or "
+                "too hard.",
+                PATIENCE,
+            )
+        elif (
+            metrics["groups/zero_variance"] * config.group_size >= metrics["sequences"]
+            and config.estimator not in WITHOUT_GROUPS
+        ):
+            yield (
+                "equal",
+                f"in the last {PATIENCE} steps all completions of a prompt had equal rewards, so "
+                f"that the advantages of {config.estimator!r} are 0 and there is no gradient. "
+                "Raise --group-size or --temperature, use prompts of middling difficulty, or a "
+                "reward with more levels.",
+                PATIENCE,
+            )
+        if metrics["accuracy"] == 0 and metrics["reward/std"] > 0:
+            yield (
+                "accuracy",
+                f"accuracy has been 0 for {LONG_PATIENCE} steps although rewards differ: none "
+                f"reached {self._success:g}. If that is not the reward of a right answer, set "
+                "--success.",
+                LONG_PATIENCE,
+            )
+
+
+def mismatch_of(pack: Pack) -> str | None:
+    """What is wrong with the ratio of a policy that was not updated yet; None if nothing shows."""
+    tokens: dict[str, Any] = {
+        name: pack.tokens[name] for name in ("rollout_logp", "old_logp", "mask")
+    }
+    try:
+        verdict = doctor(**tokens, cu_seqlens=pack.cu_seqlens)
+    except InputError:
+        return None
+    if verdict.cause in ("healthy", "copy"):  # one program may compute both alike to the bit
+        return None
+    return (
+        "the ratio of the unchanged policy is not 1: the sampler's log-probabilities are not the "
+        f"trainer's. {verdict.title} (confidence {verdict.confidence:.0%}): "
+        f"{verdict.evidence[-1]}. {verdict.remedy} `policyloss doctor` on rollouts.jsonl says more."
+    )
+
+
+# What a loss reads of each token, in the order in which one follows from the other.
+READ = ("rollout_logp", "old_logp", "ref_logp", "old_values", "advantages", "returns")
+SHOWN = 4  # tokens, or weights, that a message names
+
+
+class NotFiniteError(PolicyLossError):
+    """Numbers that are not finite where training cannot go on with them."""
+
+
+def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors that hold a NaN or an infinity, in this rank's part of them."""
+    local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in tensors.items()}
+    floats = {name: x for name, x in local.items() if x.is_floating_point()}
+    return [name for name, x in floats.items() if not bool(torch.isfinite(x).all())]
+
+
+def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tensor]) -> str:
+    """The first quantity that is not finite at a token of the `chosen` sequences, and where; "" if
+    all are. logp: the log-probabilities of the policy, by sequence, where they are known.
+    """
+    parts = {
+        name: torch.split(pack.tokens[name], pack.lengths)
+        for name in (*READ, "mask", "completion")
+        if name in pack.tokens
+    }
+    for name in (*READ, "logp"):
+        places = []
+        for i in chosen:
+            x = logp.get(i) if name == "logp" else parts[name][i] if name in parts else None
+            if x is None:
+                continue
+            bad = ~torch.isfinite(x) & parts["mask"][i]
+            first = int(parts["completion"][i].long().argmax()) if bad.any() else 0
+            places += [(i, place - first) for place in bad.nonzero().flatten().tolist()]
+        if places:
+            return f"{name} is not finite at " + listed(
+                [f"token {token} of completion {i}" for i, token in places]
+            )
+    return ""
+
+
+def nonfinite_gradient(module: nn.Module) -> str:
+    """Whose gradient is not finite; "" if all are."""
+    bad = nonfinite_names(
+        {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    )
+    return f"the gradient of {listed(bad)} is not finite" if bad else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -65,8 +65,8 @@ class Exported:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     from policyloss_train.chat import with_template
     from policyloss_train.models import load
+    from policyloss_train.setup import warm_up
     from policyloss_train.tasks import make_task
-    from policyloss_train.warmup import warm_up
 
     folder = tmp_path_factory.mktemp("exported")
     base, run, file = folder / "base", folder / "run", folder / "task.jsonl"

@@ -129,7 +129,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         import sys, torch
         from policyloss_train.models import load
         from policyloss_train.tasks import make_task
-        from policyloss_train.warmup import WARMUP_STEPS, warm_up
+        from policyloss_train.setup import WARMUP_STEPS, warm_up
         task = make_task("sort", reward=None, seed=0)
         model, tokenizer = load("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
         warm_up(model, tokenizer, task, steps=WARMUP_STEPS, seed=0)

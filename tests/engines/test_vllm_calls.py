@@ -25,9 +25,8 @@ import policyloss as pl
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import load
-from policyloss_train.rollout.kept import Report
 from policyloss_train.rollout.protocol import Prompt, Sampling
-from policyloss_train.rollout.vllm_engine import VLLM
+from policyloss_train.rollout.vllm_engine import VLLM, Report
 from policyloss_train.rollout.weights import PolicyWeights
 from policyloss_train.tasks import make_task
 
@@ -182,7 +181,7 @@ def test_by_the_tokens_that_were_kept_the_ratio_of_an_unchanged_policy_is_one(
             logits = weights.model(torch.tensor([prompt.ids + one.ids])).logits[0, 2:-1]
         ids, logp = torch.tensor(one.ids), torch.as_tensor(one.logp)
         for gaps, support in ((over_kept, one.support), (over_all, None)):
-            mine = pl.logprobs(logits, ids, sampling.temperature, support=support)
+            mine = pl.logprobs(logits, ids, sampling.temperature, support=support).logp
             gaps += (logp - mine).tolist()
     assert len(over_kept) > 100
     assert max(map(abs, over_kept)) < 1e-5

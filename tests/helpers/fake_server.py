@@ -19,9 +19,8 @@ from typing import Any
 from fake_vllm import likeliest
 from safetensors.torch import load_file
 
-from policyloss_train.decoding import Completed, complete
 from policyloss_train.drawing import Rule
-from policyloss_train.sampler import uniforms
+from policyloss_train.sampler import Completed, complete, uniforms
 
 
 class FakeServer:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from policyloss_train.decoding import Completed, complete
 from policyloss_train.drawing import Rule
 from policyloss_train.rollout import vllm_engine
-from policyloss_train.sampler import uniforms
+from policyloss_train.sampler import Completed, complete, uniforms
 
 Call = tuple[str, dict[str, Any]]
 

@@ -5,7 +5,8 @@ test_arguments.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
-import policyloss_lab as lab
 from policyloss.compat import colossalai, openrlhf, trl, verl
 from policyloss.compat.trl.parts import RolloutProduct
 from policyloss.compiled import loss as compiled
@@ -95,10 +95,6 @@ def _step(**micro: Any) -> Any:
     for one in step:
         one.loss(LOGP)
     return step.reduce_metrics().compute()
-
-
-def _what_if(losses: Any, spec: Any, step: Any, temperature: Any, **tokens: Any) -> Any:
-    return lab.what_if(tokens, losses, spec=spec, step=step, temperature=temperature)
 
 
 LIBRARY: dict[str, Case] = {
@@ -292,21 +288,6 @@ LIBRARY: dict[str, Case] = {
             "fn": lambda xs: [torch.ones(3) for _ in xs],
             "sequences": [*TOKEN_IDS],
             "against": None,
-        },
-    ),
-    "what_if": (
-        _what_if,
-        {"logp": LOGP, "old_logp": OLD, "advantages": PER_SEQUENCE, "mask": MASK}
-        | {"losses": ["reinforce"], "spec": "ppo", "step": None, "temperature": 1.0},
-    ),
-    "doctor": (
-        lab.doctor,
-        {
-            "rollout_logp": OLD.repeat(3, 2),  # as many tokens as a verdict needs
-            "old_logp": LOGP.repeat(3, 2),
-            "logp": LOGP.repeat(3, 2),
-            "mask": MASK.repeat(3, 2),
-            "entropy": -LOGP.repeat(3, 2),
         },
     ),
     "compiled_loss": (_compiled_call, {k: v for k, v in loss_arguments().items() if k != "spec"}),
@@ -789,3 +770,43 @@ def spoiled(x: Tensor) -> dict[str, Tensor]:
         "negative": -x.to(torch.float32),
         "minus 100": torch.full(x.shape, -100),
     }
+
+
+def outcome(function: Any, arguments: dict[str, Any], names: Iterable[str] = ()) -> str:
+    """The result of a call: "result", an error of ours that names one of `names` or does not,
+    or another error.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function(**arguments)
+    except pl.PolicyLossError as error:
+        return "named" if any(name in str(error) for name in names) else f"unnamed: {error}"
+    except Exception as error:
+        return f"raw {type(error).__name__}: {error}".splitlines()[0]
+    return "result"
+
+
+def problems_of(function: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
+    """Every argument spoiled in every way that gives neither a result nor an error of ours that
+    names the argument.
+    """
+    assert outcome(function, arguments) == "result", "the call itself must be right"
+    wrong = []
+    alone = sum(isinstance(x, torch.Tensor) for x in arguments.values()) == 1
+    for spoilt, right in arguments.items():
+        is_tensor = isinstance(right, torch.Tensor)
+        for what, value in {**PLAIN, **(spoiled(right) if is_tensor else {})}.items():
+            seen = outcome(
+                function,
+                {**arguments, spoilt: value},
+                [BY_MEANING, *(arguments if what in DISAGREES else [spoilt])],
+            )
+            never = (
+                is_tensor
+                and what in NEVER_A_TENSOR | NEVER_RIGHT
+                and not (alone and what == "on another device")
+            )
+            if not (seen == "named" or (seen == "result" and not never)):
+                wrong.append(f"{spoilt} = {what}: {seen}")
+    return wrong

@@ -35,20 +35,25 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-@cache
-def imports_of(module: str) -> set[str]:
-    """The full names of the modules that `module` imports."""
+def imports_in(source: str, files: Collection[str] = FILES) -> set[str]:
+    """The full names of the modules that `source` imports; `files` are those of this repository."""
     names: set[str] = set()
-    for node in _runtime_statements(parsed(FILES[module].read_text())):
+    for node in _runtime_statements(parsed(source)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.module, f"{module}: relative import"
+            assert node.module, f"a relative import: {ast.unparse(node)}"
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             names.update(
-                n if n in FILES or f"{n}.__init__" in FILES else node.module for n in inner
+                n if n in files or f"{n}.__init__" in files else node.module for n in inner
             )
     return names
+
+
+@cache
+def imports_of(module: str) -> set[str]:
+    """The full names of the modules that `module` imports."""
+    return imports_in(FILES[module].read_text())
 
 
 def own(names: set[str]) -> set[str]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from package_imports import (
     PACKAGES,
     SOURCE,
     holds_kernels,
+    imports_in,
     imports_of,
     loads,
     named_modules,
@@ -206,6 +208,29 @@ def test_a_package_imports_those_below_it_and_its_requirements_only() -> None:
         named = named_modules(FILES[module].read_text(), FILES)
         foreign[module] = {n.split(".")[0] for n in imports_of(module) | named} - allowed
     assert {module: names for module, names in foreign.items() if names} == {}
+
+
+def test_the_tests_of_a_package_need_no_package_above_it() -> None:
+    """Nor do the helpers, benchmarks and generators that those tests import."""
+    root = SOURCE.parent
+    rooms = (root / "tests/helpers", root / "tests/workers", root)
+    files = {
+        ".".join(path.relative_to(room).with_suffix("").parts): path
+        for room in rooms
+        for pattern in ("*.py", "[bdce]*/**/*.py")  # benchmarks, conformance, docs, examples
+        for path in room.glob(pattern)
+    }
+
+    def needed(file: Path, visited: set[Path]) -> set[str]:
+        visited.add(file)
+        names = imports_in(file.read_text(encoding="utf-8"), files)
+        here = {files[name] for name in names if name in files} - visited
+        return {name.split(".")[0] for name in names}.union(*(needed(f, visited) for f in here))
+
+    for index, package in enumerate(PACKAGES):
+        for file in (root / "tests" / package).rglob("*.py"):
+            above = needed(file, set()) & set(PACKAGES[index + 1 :])
+            assert not above, f"{file}: {above}"
 
 
 def test_no_function_has_the_name_of_a_module() -> None:

@@ -18,7 +18,6 @@ from policyloss.errors import InputError
 from policyloss_train import attention
 from policyloss_train.attention import Alone, Packed, Rows, choose
 from policyloss_train.batches import Pack
-from policyloss_train.models import parts
 from policyloss_train.sampler import Sample, sample
 
 LENGTHS = (9, 2, 5, 1, 7)  # places: tokens less one
@@ -146,7 +145,7 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_as_alone(model: Any, way: Any, budget: int) -> None:
     """Hidden states and gradients of all weights, over all micro-batches of the way."""
-    body, batch = parts(model)[0], pack()
+    body, batch = model.base_model, pack()
     expected = alone(body, batch)
     expected_gradients = gradients(model, expected)
     rows: dict[int, Tensor] = {}
@@ -291,8 +290,8 @@ def test_a_model_that_reads_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("varlen_on_cpu")
 def test_a_model_that_learns_by_varlen_samples_as_before(kind: str) -> None:
     """Its sampler pads on the left and keeps a cache, which its own attention is for."""
+    from policyloss_train.models import tiny_tokenizer
     from policyloss_train.tasks import make_task
-    from policyloss_train.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer(make_task("sort", reward=None, seed=0))
     texts = []
@@ -376,14 +375,14 @@ def test_torch_s_kernel_is_each_sequence_alone_in_bfloat16(kind: str) -> None:
     way, sentence = choose(model)
     assert way.name == "varlen", sentence
     batch = pack().to(torch.device("cuda"))
-    expected = alone(parts(exact)[0], batch)
-    single = alone(parts(model)[0], batch)
-    together = way.hidden(parts(model)[0], batch.micro_batch())
+    expected = alone(exact.base_model, batch)
+    single = alone(model.base_model, batch)
+    together = way.hidden(model.base_model, batch.micro_batch())
     scale = expected.abs().max()
     error, rounding = ((x.double() - expected).abs().max() / scale for x in (together, single))
     assert error <= 2 * rounding + 0.01
     exactly, singly = gradients(exact, expected), gradients(model, single)
-    actual = gradients(model, way.hidden(parts(model)[0], batch.micro_batch()))
+    actual = gradients(model, way.hidden(model.base_model, batch.micro_batch()))
     for name, gradient in exactly.items():
         # A bias of keys moves all scores of a query alike: its gradient is 0 up to rounding.
         size = exactly[name.replace("k_proj.bias", "q_proj.bias")].norm()

@@ -14,10 +14,10 @@ from train_loop_ranks import lines
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_train.chat import rendered, with_template
-from policyloss_train.sampler import Sample, stopped
+from policyloss_train.models import tiny_tokenizer
+from policyloss_train.sampler import Sample, cut_at_stop
 from policyloss_train.tasks import make_task
-from policyloss_train.tasks.base import Task, numbered
-from policyloss_train.tiny import tiny_tokenizer
+from policyloss_train.tasks.base import Task, number_examples
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -128,7 +128,7 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     tok.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match=r"the chat template fails on .*roles must alternate"):
         rendered(tok, chat("a"))
-    plain = Task("t", numbered([("a", "b", {})]), (), lambda e, c: 0.0)
+    plain = Task("t", number_examples([("a", "b", {})]), (), lambda e, c: 0.0)
     with pytest.raises(InputError, match=r"cannot read --chat-template .*nowhere"):
         with_template(plain, tok, None, tmp_path / "nowhere")
 
@@ -143,17 +143,17 @@ def made(text: str, finished: bool = False) -> Sample:
 
 def test_a_completion_ends_by_the_first_stop_text() -> None:
     """One token per character: `12;3` is written by four tokens, and the stop by the third."""
-    found = stopped(tokenizer(), made("12;3;4"), ["x", ";"])
+    found = cut_at_stop(tokenizer(), made("12;3;4"), ["x", ";"])
     assert found.text == "12"
     assert found.completion_ids.tolist() == made("12;").completion_ids.tolist()
     assert found.rollout_logp.tolist() == pytest.approx([0, 0.1, 0.2])
     assert found.finished
     # Of two, the one that is complete first ends it: "ab" is there after two tokens.
-    found = stopped(tokenizer(), made("abcd"), ["bcd", "ab"])
+    found = cut_at_stop(tokenizer(), made("abcd"), ["bcd", "ab"])
     assert (found.text, len(found.completion_ids)) == ("", 2)
     for text in ("1234", ""):
         whole = made(text + "5", finished=True)
-        assert stopped(tokenizer(), whole, [";"]) is whole
+        assert cut_at_stop(tokenizer(), whole, [";"]) is whole
 
 
 def test_a_run_with_messages_and_stop_texts_trains_evaluates_and_samples(

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss_lab.runs.files import StorageError
+from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.run import checkpoint
 from policyloss_train.run.checkpoint import latest, load, save, subtree
 from policyloss_train.run.checkpoint_folder import discard_after, step_of
-from policyloss_train.run.optimizer_state import load_optimizer_state, optimizer_state
 
 
 def same(a: Tensor, b: Tensor) -> bool:

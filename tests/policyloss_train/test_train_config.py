@@ -15,10 +15,9 @@ from walk import walked
 import policyloss as pl
 from policyloss.catalogue import PRESETS, presets_equal_to
 from policyloss.commands import Within
-from policyloss_train.arguments import read_arguments
+from policyloss_train.arguments import read_arguments, read_spec
 from policyloss_train.config import TrainConfig
-from policyloss_train.loss_options import read_spec
-from policyloss_train.tiny import TINY
+from policyloss_train.models import TINY
 
 
 def test_a_preset_with_changes() -> None:

@@ -33,12 +33,13 @@ from safetensors.torch import load_file, save_file
 
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
-from policyloss_train import chat, export
+from policyloss_train import chat
+from policyloss_train.command import save
 from policyloss_train.config import TrainConfig
-from policyloss_train.run.resumed_options import resume_command, stored_options
+from policyloss_train.models import tiny_tokenizer
+from policyloss_train.run.resume import resume_command, stored_options
 from policyloss_train.tasks import make_task
-from policyloss_train.tasks.time_limit import TimeIsUp, within
-from policyloss_train.tiny import tiny_tokenizer
+from policyloss_train.tasks.time_limit import TimeIsUp, call_within
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 VALUES: tuple[Any, ...] = (
@@ -570,7 +571,7 @@ LOOPS = "{% for a in range(99999) %}" * 3 + "{{ messages }}" + "{% endfor %}" * 
 def limited(arguments: list[str], seconds: float = 20.0) -> str:
     """`outcome`, which also tells of a command that takes longer."""
     try:
-        return within(seconds, outcome, arguments)
+        return call_within(seconds, outcome, arguments)
     except TimeIsUp:
         return f"took longer than {seconds} s"
 
@@ -779,12 +780,12 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> Non
     child = os.fork()
     if child == 0:
         os.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-        export.save(Stub(), Stub(), target)
+        save(Stub(), Stub(), target)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert (left / "weights").exists()
     living = left.with_name(left.name.replace(str(child), str(os.getppid())))
     shutil.copytree(left, living)
-    export.save(Stub(), Stub(), target)
+    save(Stub(), Stub(), target)
     assert sorted(tmp_path.iterdir()) == sorted([living, target])

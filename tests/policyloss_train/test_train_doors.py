@@ -25,13 +25,12 @@ from policyloss.errors import InputError
 from policyloss_lab.runs.files import StorageError, replace_file
 from policyloss_lab.runs.lock import Lock
 from policyloss_lab.runs.records import JsonLines
-from policyloss_train import commands
 from policyloss_train.arguments import named_options, read_arguments
 from policyloss_train.config import TrainConfig
 from policyloss_train.models import load
 from policyloss_train.run.checkpoint import latest
 from policyloss_train.run.directory import RunDir
-from policyloss_train.run.resumed_options import stored_options
+from policyloss_train.run.resume import stored_options
 from policyloss_train.tasks import make_task
 
 
@@ -151,7 +150,9 @@ def test_a_run_directory_downloads_nothing_for_another_run(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr(commands, "train", lambda *args, **named: started.append(named) or 0)
+    monkeypatch.setattr(
+        "policyloss_train.command.train", lambda *args, **named: started.append(named) or 0
+    )
     like = ["train", "--like", str(run), "--reward", SMALL["reward"]]
     assert main(like) == 0
     assert main([*like, "--model", "tiny", "--out", str(run / "other")]) == 0

@@ -26,13 +26,12 @@ from train_loop_ranks import lines, resume, train
 from policyloss_train import learner as learner_module
 from policyloss_train.batches import Pack
 from policyloss_train.distributed import Ranks
-from policyloss_train.finite import nonfinite_tokens
 from policyloss_train.run.directory import RunDir
 from policyloss_train.tasks import time_limit
 from policyloss_train.tasks.base import Example, Task
-from policyloss_train.tasks.rewards import RewardError, checked, scored
-from policyloss_train.tasks.time_limit import TimeIsUp, within
-from policyloss_train.watch import Watch
+from policyloss_train.tasks.rewards import RewardError, checked_reward, score_completion
+from policyloss_train.tasks.time_limit import TimeIsUp, call_within
+from policyloss_train.watch import Watch, nonfinite_tokens
 
 
 def checkpoints(out: Path) -> list[str]:
@@ -228,7 +227,7 @@ def test_a_reward_cannot_leave(
     assert "raised SystemExit: 0; prompt 'sort " in capsys.readouterr().out
     assert sum(row["reward/errors"] for row in lines(tmp_path / "run")[1:]) > 0
     with pytest.raises(RewardError, match="raised SystemExit: 3"):
-        checked("mine", lambda example, completion: sys.exit(3))(EXAMPLE, "c")
+        checked_reward("mine", lambda example, completion: sys.exit(3))(EXAMPLE, "c")
 
 
 class Strange(float):
@@ -268,14 +267,14 @@ def test_what_is_no_reward_is_an_error_that_says_so() -> None:
     results = {}
     for name, function in rewards.items():
         try:
-            value = checked("mine", lambda example, completion: function())(EXAMPLE, "c")  # noqa: B023
+            value = checked_reward("mine", lambda example, completion: function())(EXAMPLE, "c")  # noqa: B023
             results[name] = f"accepted: {value}"
         except RewardError as error:
             results[name] = "" if "the reward 'mine' " in str(error) else str(error)
         except BaseException as error:
             results[name] = f"raised {type(error).__name__}"
     assert_all_handled(results, least=17)
-    assert checked("mine", lambda example, completion: -1e15)(EXAMPLE, "c") == -1e15
+    assert checked_reward("mine", lambda example, completion: -1e15)(EXAMPLE, "c") == -1e15
 
 
 def test_a_reward_cannot_end_the_process() -> None:
@@ -293,7 +292,7 @@ def test_a_reward_cannot_end_the_process() -> None:
     if child == 0:
         code = 1
         try:
-            checked("mine", ends)(EXAMPLE, "c")
+            checked_reward("mine", ends)(EXAMPLE, "c")
         except RewardError as error:
             code = 7 if "raised SystemExit: os._exit(0)" in str(error) else 2
         finally:
@@ -325,17 +324,19 @@ HANGS = {
 
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_reward_that_hangs_is_interrupted(kind: str) -> None:
-    task = Task("mine", [], [], checked("mine", lambda example, completion: HANGS[kind]() or 1.0))
+    task = Task(
+        "mine", [], [], checked_reward("mine", lambda example, completion: HANGS[kind]() or 1.0)
+    )
     began, handler = time.monotonic(), signal.getsignal(signal.SIGALRM)
     with pytest.raises(
         RewardError,
         match=r"the reward 'mine' took longer than 0\.2 s \(--reward-timeout\); prompt 'p'",
     ):
-        scored(task, EXAMPLE, "c", 0.2)
+        score_completion(task, EXAMPLE, "c", 0.2)
     assert time.monotonic() - began < 5
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert within(5, lambda: 7) == 7
+    assert call_within(5, lambda: 7) == 7
 
 
 def test_a_run_goes_on_after_a_reward_that_hangs(
@@ -365,7 +366,7 @@ def test_somebody_elses_alarm_goes_on() -> None:
     handler = signal.signal(signal.SIGALRM, lambda number, frame: rang.append(number))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.15)
-        assert within(5, lambda: time.sleep(0.05) or 3) == 3
+        assert call_within(5, lambda: time.sleep(0.05) or 3) == 3
         assert rang == []
         time.sleep(0.3)
         assert rang == [signal.SIGALRM]
@@ -384,7 +385,7 @@ def test_an_alarm_that_comes_late_does_nothing(monkeypatch: pytest.MonkeyPatch) 
         return setitimer(which, seconds, interval)
 
     monkeypatch.setattr(signal, "setitimer", ringing)
-    assert within(5, lambda: 3) == 3
+    assert call_within(5, lambda: 3) == 3
 
 
 def test_many_calls_are_watched_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,18 +396,18 @@ def test_many_calls_are_watched_by_one_thread(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fault, "dump_traceback_later", lambda s, **_: told.append(s))
     monkeypatch.setattr(fault, "cancel_dump_traceback_later", lambda: told.append(None))
     monkeypatch.setattr(time_limit.time, "monotonic", lambda: now[0])
-    with time_limit.several():
+    with time_limit.many_calls():
         for _ in range(5):
             now[0] += 0.1
-            assert within(9.0, abs, -3) == 3
+            assert call_within(9.0, abs, -3) == 3
         assert told == [29.0]
         now[0] += 1.0
-        within(9.0, abs, -3)
-        within(30.0, abs, -3)
+        call_within(9.0, abs, -3)
+        call_within(30.0, abs, -3)
         assert told == [29.0, 29.0, 90.0]
     assert told == [29.0, 29.0, 90.0, None]
-    within(9.0, abs, -3)
-    within(9.0, abs, -3)
+    call_within(9.0, abs, -3)
+    call_within(9.0, abs, -3)
     assert told[4:] == [29.0, None, 29.0, None]
 
 
@@ -427,9 +428,9 @@ def test_native_code_that_never_returns_ends_the_process() -> None:
 
 
 def test_no_limit_is_none() -> None:
-    assert within(0, lambda: signal.getitimer(signal.ITIMER_REAL)) == (0.0, 0.0)
+    assert call_within(0, lambda: signal.getitimer(signal.ITIMER_REAL)) == (0.0, 0.0)
     with pytest.raises(TimeIsUp):
-        within(0.05, spin)
+        call_within(0.05, spin)
 
 
 # ---------------------------------------------------------------- a heartbeat, and ranks that stall

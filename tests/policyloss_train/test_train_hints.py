@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from package_imports import SOURCE
 from train_loop_ranks import SMALL, arguments, lines, train
 
 from policyloss.cli import main
 from policyloss.commands import arguments_of, parser_of
 from policyloss_lab.runs.lock import Lock
 from policyloss_train.config import TrainConfig
-from policyloss_train.hints import LONG_PATIENCE, PATIENCE, Hints
 from policyloss_train.run.directory import free_directory
 from policyloss_train.setup import warmup_steps
+from policyloss_train.watch import LONG_PATIENCE, PATIENCE, Hints, mismatch_of
 
 # Sixteen groups of eight with different rewards, some completions cut, some right.
 GOOD = {
@@ -148,3 +152,36 @@ def test_help_is_in_groups_and_has_a_sentence_for_every_option() -> None:
     assert "  --overlong keep|mask|penalise\n" in text
     assert "  --sampling-mask, --no-sampling-mask\n" in text
     assert "  --compile             Compile" in text
+
+
+def test_who_hears_of_a_ratio_that_is_not_1_hears_of_the_doctor() -> None:
+    """Every text of the three packages that says so, but for docstrings."""
+    texts = {}
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                for argument in node.args:
+                    texts[file.name, ast.unparse(argument)] = None
+            if isinstance(node, ast.Return) and node.value is not None:
+                texts[file.name, ast.unparse(node.value)] = None
+    telling = [(f, t) for f, t in texts if "ratio" in t and "is not 1" in t]
+    assert {file for file, _ in telling} == {"watch.py", "session.py"}
+    assert all("policyloss doctor" in text for _, text in telling)
+
+
+def test_the_first_step_of_a_run_is_looked_at() -> None:
+    draw = torch.Generator().manual_seed(0)
+    old = torch.rand(8, 40, generator=draw).clamp(1e-3, 0.999).log()
+    noise = 1e-6 * torch.randn(old.shape, generator=draw)
+    a = {"old_logp": old, "rollout_logp": old + noise, "mask": torch.ones(8, 40, dtype=torch.bool)}
+    bounds = torch.arange(0, 321, 40)
+    tokens = {name: x.flatten() for name, x in a.items()}
+    assert mismatch_of(SimpleNamespace(tokens=tokens, cu_seqlens=bounds)) is None
+    late = a["rollout_logp"].roll(1, 1).flatten()
+    shifted = SimpleNamespace(tokens={**tokens, "rollout_logp": late}, cu_seqlens=bounds)
+    message = mismatch_of(shifted)
+    assert message is not None
+    assert "the ratio of the unchanged policy is not 1" in message
+    assert "numbers one token off" in message
+    few = SimpleNamespace(tokens={k: x[:5] for k, x in tokens.items()}, cu_seqlens=None)
+    assert mismatch_of(few) is None

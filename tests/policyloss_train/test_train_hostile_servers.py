@@ -16,10 +16,10 @@ from fake_server import RawServer
 from json_places import assert_all_handled, changed, leaves
 
 from policyloss.errors import PolicyLossError
-from policyloss_train.rollout import server as server_module
-from policyloss_train.rollout.kept import Report
+from policyloss_train.rollout import servers as server_module
 from policyloss_train.rollout.protocol import Prompt, Sampling
-from policyloss_train.rollout.server import Server
+from policyloss_train.rollout.servers import Server
+from policyloss_train.rollout.vllm_engine import Report
 
 PROMPT = Prompt([20, 30], number=2, place=0)
 SAMPLING = Sampling(2, 1.0, 1.0, 2, (1,), seed=3, draw=5, support=True)

@@ -22,9 +22,8 @@ from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.learner import Learned, Learner
-from policyloss_train.models import Critic
 from policyloss_train.optimizers import rate
-from policyloss_train.policy import Policy
+from policyloss_train.policy import Critic, Policy
 from policyloss_train.sampler import Sample
 
 VOCABULARY, TEMPERATURE = 23, 0.8

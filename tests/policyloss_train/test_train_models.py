@@ -4,6 +4,7 @@ the tiny model repeats, and warm-up learns.
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from functools import cache
@@ -16,12 +17,12 @@ from torch import nn
 
 from policyloss.errors import InputError
 from policyloss_train.attention import Rows
-from policyloss_train.models import Critic, LogitForm, load, logit_form, parts
+from policyloss_train.models import load, observe_head, tiny_model, tiny_tokenizer
+from policyloss_train.policy import Critic
+from policyloss_train.setup import warm_up
 from policyloss_train.tasks import make_task
-from policyloss_train.tasks.base import Example, Task, numbered
+from policyloss_train.tasks.base import Example, Task, number_examples
 from policyloss_train.tasks.rewards import make_reward
-from policyloss_train.tiny import tiny_model, tiny_tokenizer
-from policyloss_train.warmup import warm_up
 
 SIZES = {
     "hidden_size": 16,
@@ -109,7 +110,8 @@ def test_body_times_head_is_the_models_own_logits_and_packs_do_not_mix(
     kind: str, stored: Any
 ) -> None:
     model, _ = loaded(stored(kind), dtype=torch.float64)
-    body, weight, bias = parts(model)
+    body, head = model.base_model, model.get_output_embeddings()
+    weight, bias = head.weight, getattr(head, "bias", None)
     ids = torch.randint(3, 100, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     with torch.no_grad():
@@ -138,22 +140,37 @@ def test_weights_are_those_that_were_stored_in_the_dtype_that_was_asked_for(stor
         assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
 
 
-def test_logits_that_are_more_than_their_config_says_are_refused(
-    stored: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_are_more_than_their_config_says_are_refused(stored: Any) -> None:
     """Gemma's own cap is known; one that the config does not name is not."""
-    assert logit_form(loaded(stored("gemma2"))[0]) == (1.0, 1.0)
-    monkeypatch.setattr("policyloss_train.models.logit_form", lambda model: LogitForm())
+    model, _ = loaded(stored("gemma2"))
+    assert observe_head(model) == (1.0, 1.0)
+    twin = copy.deepcopy(model)
+    own = type(twin).forward
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        out = own(twin, *args, **kwargs)
+        out.logits = out.logits + 1
+        return out
+
+    twin.forward = shifted
     with pytest.raises(
-        InputError,
-        match=r"gemma2.*Gemma2ForCausalLM.* are not its last hidden states times its head",
+        InputError, match="Gemma2ForCausalLM are not its last hidden states times its head"
     ):
-        loaded(stored("gemma2"))
+        observe_head(twin)
+
+
+def test_a_head_that_does_not_read_the_last_hidden_states_is_refused(stored: Any) -> None:
+    model, _ = loaded(stored("llama"))
+    model.lm_head.register_forward_pre_hook(lambda head, args: (2 * args[0],))
+    with pytest.raises(InputError, match="LlamaForCausalLM are not its last hidden states"):
+        observe_head(model)
 
 
 def test_a_body_alone_is_refused() -> None:
-    with pytest.raises(InputError, match="LlamaModel has no head of its own over a body"):
-        parts(small("llama").model)
+    with pytest.raises(
+        InputError, match="LlamaModel are not its last hidden states times its head"
+    ):
+        observe_head(small("llama").model)
 
 
 def test_folders_that_hold_no_model(tmp_path: Path, stored: Any) -> None:
@@ -204,7 +221,7 @@ def test_tiny_follows_from_its_seed_and_leaves_the_generator_alone() -> None:
 
 
 def test_the_tiny_tokenizer_gives_every_character_back() -> None:
-    extra = Task("t", numbered([("é→ ∑", "Ω", {})]), (), make_reward("exact"))
+    extra = Task("t", number_examples([("é→ ∑", "Ω", {})]), (), make_reward("exact"))
     tokenizer = tiny_tokenizer(extra)
     text = "  sort 52731=\n\tx  y é→∑Ω ' , . !"
     ids = tokenizer(text)["input_ids"]
@@ -252,7 +269,7 @@ def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
     """One example, so the first loss is −mean log p over its answer and end,
     by the model's own logits in float64.
     """
-    task = Task("t", numbered([("a b=", "xyz", {})]), (), make_reward("exact"))
+    task = Task("t", number_examples([("a b=", "xyz", {})]), (), make_reward("exact"))
     model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])
     with torch.no_grad():
@@ -272,7 +289,7 @@ def test_rows_of_other_lengths_do_not_change_a_rows_loss() -> None:
     rows = [("a=", "x", {}), ("bcdefgh=", "vwxyz", {})]
     losses: dict[str, float] = {}
     for name, chosen in {"both": rows, "short": rows[:1], "long": rows[1:]}.items():
-        task = Task("t", numbered(chosen), (), make_reward("exact"))
+        task = Task("t", number_examples(chosen), (), make_reward("exact"))
         model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
         warm_up(
             model,

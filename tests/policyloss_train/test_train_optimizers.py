@@ -15,8 +15,13 @@ from train_loop_ranks import lines, resume, train
 
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
-from policyloss_train.optimizers import AdamW8bit, adamw, torchao
-from policyloss_train.run.optimizer_state import load_optimizer_state, optimizer_state
+from policyloss_train.optimizers import (
+    AdamW8bit,
+    adamw,
+    load_optimizer_state,
+    optimizer_state,
+    torchao,
+)
 
 try:
     torchao()

@@ -16,10 +16,9 @@ import policyloss as pl
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_train.advantages import judge
-from policyloss_train.arguments import read_arguments
+from policyloss_train.arguments import read_arguments, read_spec
 from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
-from policyloss_train.loss_options import read_spec
 from policyloss_train.user_code import load_code
 
 CODE = """

@@ -27,16 +27,17 @@ from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_train.adapter import add_adapter, base_trained, merged_weights, without_adapter
 from policyloss_train.attention import Rows
-from policyloss_train.compile import _compiled, compile_blocks
 from policyloss_train.config import TrainConfig
 from policyloss_train.learner import Learner
-from policyloss_train.models import Critic, checkpoint_gradients, logit_form, parts
-from policyloss_train.optimizers import MasterAdamW, adamw
-from policyloss_train.policy import Policy
-from policyloss_train.routing import Routing
-from policyloss_train.run.optimizer_state import load_optimizer_state, optimizer_state
+from policyloss_train.models import (
+    _compiled,
+    checkpoint_gradients,
+    compile_blocks,
+    tiny_tokenizer,
+)
+from policyloss_train.optimizers import MasterAdamW, adamw, load_optimizer_state, optimizer_state
+from policyloss_train.policy import Critic, Policy, Routing
 from policyloss_train.tasks import make_task
-from policyloss_train.tiny import tiny_tokenizer
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0}
 
@@ -125,7 +126,7 @@ def test_a_critic_starts_from_what_the_adapters_made_of_the_model() -> None:
     ids = torch.arange(6)[None]
     torch.testing.assert_close(
         critic.body(input_ids=ids).last_hidden_state,
-        parts(adapted())[0](input_ids=ids).last_hidden_state,
+        adapted().base_model(input_ids=ids).last_hidden_state,
         rtol=1e-10,
         atol=1e-10,
     )
@@ -317,7 +318,7 @@ def test_capped_scaled_and_mixed_models_learn_from_their_own_logits(kind: str, h
     found = learned.logp[learned.pack.tokens["mask"]].double()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert learned.metrics["ratio_max"] == pytest.approx(1)
-    assert (logit_form(made) != (1.0, None)) == (kind in ("gemma2", "granite"))
+    assert (policy.transformation != (1.0, None)) == (kind in ("gemma2", "granite"))
 
 
 # What a config says of dropout, which must not count in learning.
@@ -437,7 +438,7 @@ def test_what_cannot_be_exported(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("policyloss_train.export.os.rename", full)
+    monkeypatch.setattr("policyloss_train.command.os.rename", full)
     assert main(["export", str(run), str(tmp_path / "x")]) == 2
     assert "No space left on device" in capsys.readouterr().err
 

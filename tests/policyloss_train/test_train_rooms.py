@@ -21,20 +21,17 @@ OUTSIDE = {
         "distributed",
         "drawing",
         "models",
-        "run.files",
         "run.shards",
         "sampler",
         "setup",
-        "supports",
         "user_code",
     },
-    "run": {"config", "distributed", "finite", "loss_options", "options", "view.track"},
+    "run": {"config", "distributed", "view.track", "watch"},
     "view": {
         "batches",
         "config",
         "distributed",
         "learner",
-        "run.files",
         "sampler",
         "tasks",
     },
@@ -122,10 +119,9 @@ def test_everything_in_the_trainer_is_used() -> None:
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
     assert unused(trainer, SOURCES) == [
-        *(f"command.{name}_command" for name in ("train", "eval", "sample")),
-        "export.export_command",
-        "server.makefile",
-        "server.readinto",
+        *(f"command.{name}_command" for name in ("train", "eval", "sample", "export")),
+        "servers.makefile",
+        "servers.readinto",
     ]
 
 

@@ -21,11 +21,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import policyloss as pl
 from policyloss.errors import InputError, PolicyLossError
 from policyloss_lab.report import collect
 from policyloss_lab.runs.files import StorageError, from_json, replace_file, to_json
 from policyloss_lab.runs.lock import Lock
 from policyloss_lab.runs.records import JsonLines, line_of
+from policyloss_train.config import TrainConfig
+from policyloss_train.loop import _run_directory
 from policyloss_train.run.checkpoint import latest, save
 from policyloss_train.run.directory import RunDir
 from policyloss_train.view.display import Display
@@ -609,3 +612,12 @@ def test_more_steps_are_written_down(tmp_path: Path) -> None:
     run.close()
     assert RunDir.read_config(tmp_path / "run")["config"] == {"steps": 5}
     assert RunDir.read_config(tmp_path / "run")["loss"] == {"trust": 1}
+
+
+def test_the_trainer_stores_its_defaults(tmp_path: Path) -> None:
+    config = TrainConfig(out=tmp_path / "run", lr=0.25)
+    _run_directory(config, pl.preset("dapo")).close()
+    (run,) = collect([tmp_path / "run"])["runs"]
+    assert run["config"]["lr"] == 0.25
+    assert run["defaults"]["lr"] == TrainConfig().lr
+    assert run["defaults"].keys() == run["config"].keys()

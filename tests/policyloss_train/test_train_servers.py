@@ -18,9 +18,9 @@ from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.rollout import servers as servers_module
-from policyloss_train.rollout.kept import Report
 from policyloss_train.rollout.protocol import Prompt, RolloutError, Sampling
 from policyloss_train.rollout.servers import Servers
+from policyloss_train.rollout.vllm_engine import Report
 from policyloss_train.rollout.weights import PolicyWeights
 
 GENERATE = "/inference/v1/generate"

@@ -25,7 +25,6 @@ from policyloss_train.attention import Rows
 from policyloss_train.batches import Pack
 from policyloss_train.collect import Completions
 from policyloss_train.config import TrainConfig
-from policyloss_train.decoding import complete
 from policyloss_train.distributed import Ranks
 from policyloss_train.drawing import Rule, draw, support
 from policyloss_train.learner import Learner
@@ -38,7 +37,7 @@ from policyloss_train.rollout.protocol import (
     checked,
 )
 from policyloss_train.rollout.session import Rollout
-from policyloss_train.sampler import Sample, stopped, uniforms
+from policyloss_train.sampler import Sample, complete, cut_at_stop, uniforms
 
 CUTS: dict[str, dict[str, Any]] = {
     "p": {"top_p": 0.9},
@@ -136,7 +135,7 @@ def test_a_completion_that_is_stopped_keeps_the_support_of_its_tokens() -> None:
     pair = (torch.tensor([0, 3, 1, 2, 2, 4]), torch.tensor([0, 2, 3, 5, 6]))
     ids = torch.tensor([0, 1, 2, 4])
     s = Sample(0, 0, ids, ids, -ids.float(), False, "abce", support=pair)
-    cut = stopped(Words(), s, ["b"])  # type: ignore[arg-type]
+    cut = cut_at_stop(Words(), s, ["b"])  # type: ignore[arg-type]
     assert cut.completion_ids.tolist() == [0, 1]
     assert cut.support is not None
     assert [x.tolist() for x in cut.support] == [[0, 3, 1], [0, 2, 3]]

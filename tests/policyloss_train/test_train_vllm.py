@@ -16,8 +16,8 @@ from train_loop_ranks import lines, train
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
 from policyloss_train.learner import Learner
-from policyloss_train.rollout.kept import Report
 from policyloss_train.rollout.protocol import RolloutError
+from policyloss_train.rollout.vllm_engine import Report
 
 
 def names(calls: list[fake_vllm.Call]) -> list[str]:

@@ -124,5 +124,5 @@ if __name__ == "__main__":
     from policyloss_train.tasks import time_limit
 
     time_limit.HARD_S = 1.0
-    time_limit.within(0.5, native_hang)
+    time_limit.call_within(0.5, native_hang)
     print("unreachable")

@@ -56,8 +56,8 @@ def make_model(folder: Path) -> str:
     a run of a test needs no warm-up of its own.
     """
     from policyloss_train.models import load
+    from policyloss_train.setup import warm_up
     from policyloss_train.tasks import make_task
-    from policyloss_train.warmup import warm_up
 
     task = make_task("sort", reward=None, seed=0)
     model, tokenizer = load("tiny", task, dtype=torch.float32, device="cpu", seed=0)

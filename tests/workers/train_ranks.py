@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.run import checkpoint
 from policyloss_train.run.checkpoint import latest, load, save, subtree
-from policyloss_train.run.optimizer_state import load_optimizer_state, optimizer_state
 
 STEPS, MORE = 3, 2
 Whole = dict[str, Tensor]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.collectives import all_sum
-from policyloss.functional.exact import folded, is_exact, total
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.trust import covariance
 
@@ -30,12 +29,8 @@ def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> 
     """
     wide = accumulator_dtype(mask.device)
     terms = (mask, advantages, logp, advantages.abs(), logp.abs())
-    sums = torch.stack([total(x, dtype=wide) for x in terms])
-    for group in groups:
-        sums = all_sum(sums, group)
-    sums = folded(sums) if is_exact() else sums
-    tokens = sums[0]
-    means = (sums[1:] / tokens.clamp(min=1)).to(logp.dtype)
+    tokens, *sums = arithmetic().totals_over(groups, *terms, dtype=wide)
+    means = (torch.stack(sums) / tokens.clamp(min=1)).to(logp.dtype)
     roundings = means[2:] * (ROUNDINGS * torch.finfo(logp.dtype).eps)
     return {
         "tokens": tokens,

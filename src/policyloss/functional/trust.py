@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.exact import sigmoid
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import binary_divergence
 from policyloss.functional.masking import where_equal
 from policyloss.functional.precomputed import first_derivative_only
@@ -138,7 +138,7 @@ def soft_gated(
     Slope −A at r = 1, fading on both sides.
     """
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
-    return -advantages * (4 / tau) * sigmoid(tau * (ratio - 1))
+    return -advantages * (4 / tau) * arithmetic().sigmoid(tau * (ratio - 1))
 
 
 def outside_band(

@@ -35,10 +35,12 @@ Index = Tensor | slice
 
 
 class LogProbs(NamedTuple):
-    """The `logp` of each token's id, and the `entropy` of the distribution it was drawn from."""
+    """The `logp` of each token's id, and the `entropy` of the distribution it was drawn from; None
+    if it was not computed.
+    """
 
     logp: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,51 +41,6 @@ from policyloss.head.validate import (
 from policyloss.head.vocab_parallel import Vocabulary
 
 
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    entropy: Literal[False] = False,
-    mask: Tensor | None = None,
-    plan: str | Plan = "auto",
-    *,
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> Tensor: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    *,
-    entropy: Literal[True],
-    mask: Tensor | None = None,
-    plan: str | Plan = "auto",
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> LogProbs: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
-    mask: Tensor | None = None,
-    plan: str | Plan = "auto",
-    *,
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> Tensor | LogProbs: ...
 @stays_eager
 def linear_logprobs(
     hidden: Tensor,
@@ -100,8 +55,8 @@ def linear_logprobs(
     softcap: float | None = None,
     vocab_group: Any = None,
     support: SupportArgument | None = None,
-) -> Tensor | LogProbs:
-    """Log-probability of each token under `softmax(hidden @ weight.T)`, and its entropy if asked.
+) -> LogProbs:
+    """Log-probability of each token under `softmax(hidden @ weight.T)`, and the entropy.
 
     `log_softmax((hidden @ weight.T + bias).float() / temperature, -1).gather(-1, ids)`, computed
     window by window with float32 logits. The gradient reaches hidden, weight and bias, through the
@@ -118,13 +73,13 @@ def linear_logprobs(
     entries that the sampler of each token kept, those of token i (counted over all tokens, row by
     row) at `ids[offsets[i]:offsets[i+1]]`; the softmax, its entropy and its gradient are then over
     these alone.
-    → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
+    → `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
+    without `entropy=True`.
     """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
     sources = (hidden, weight, bias)
     outputs = rows_with_gradient(sources, head, mask, plan, Outputs(entropy=entropy))
-    logp: Tensor = outputs[0].view(ids.shape)
-    return LogProbs(logp, outputs[1].view(ids.shape)) if entropy else logp
+    return LogProbs(outputs[0].view(ids.shape), outputs[1].view(ids.shape) if entropy else None)
 
 
 class Outputs(NamedTuple):

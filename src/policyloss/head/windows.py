@@ -30,7 +30,7 @@ from policyloss.parts.combined import correction_name
 from policyloss.parts.correction import Corrected, SelfNormalise
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
-from policyloss.totals import Totals, local_totals
+from policyloss.totals import Totals
 
 
 class Window(NamedTuple):
@@ -76,9 +76,7 @@ class Batch:
         Made when first asked for: by then the device has a matmul to work on.
         """
         t = self.tokens
-        weight: Tensor = self.spec.aggregate(
-            t.with_totals(local_totals(t) if self.step is None else self.step)
-        )
+        weight: Tensor = self.spec.aggregate(t.with_totals(self.step))
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
 
     @property
@@ -218,7 +216,7 @@ class _SingleTokens(Sequences):
     reach.
     """
 
-    def _sum_here(self, x: Tensor) -> Tensor:
+    def sum_here(self, x: Tensor) -> Tensor:
         raise _reaches_further()
 
     def max(self, x: Tensor) -> Tensor:

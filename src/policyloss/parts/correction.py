@@ -13,13 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from policyloss.errors import SpecError
 from policyloss.functional import correction, kl
-from policyloss.functional.collectives import all_sum
-from policyloss.functional.exact import folded, is_exact, total
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.parts.validate import (
     Finite,
@@ -342,8 +340,7 @@ class SelfNormalise(Part):
             each, counted = t.sequences.sum(weight), t.counts
         else:
             each, counted = t.sequence_mean(weight), t.counts > 0
-        sums = all_sum(torch.stack([total(x, dtype=wide) for x in (each, counted)]), group)
-        weights, n = (folded(sums) if is_exact() else sums).unbind()
+        weights, n = arithmetic().totals_over((group,), each, counted, dtype=wide)
         return {"weight_mean": weights / n.clamp(min=1)}
 
     def sentence(self) -> str:

@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 
 from policyloss.commands import read_options
 from policyloss.errors import InputError, unknown_name
+from policyloss_lab import limits
 from policyloss_lab.commands import Doctor
+from policyloss_lab.diagnosis.curves import LogThresholds
 from policyloss_lab.diagnosis.diagnose import Thresholds
-from policyloss_lab.diagnosis.diagnosis import Diagnosis
-from policyloss_lab.diagnosis.logs.curves import LogThresholds
-from policyloss_lab.diagnosis.logs.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.read import read_tokens
+from policyloss_lab.diagnosis.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.tokens import doctor
+from policyloss_lab.diagnosis.verdict import Diagnosis
+from policyloss_lab.reading import open_file
 
 HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2 is a wrong argument, as for every command
 Limits = TypeVar("Limits", Thresholds, LogThresholds)
@@ -78,12 +80,10 @@ def changed(limits: Limits, pairs: Sequence[str]) -> Limits:
 
 def _holds_tokens(path: Path) -> bool:
     """Whether the first line holds lists of log-probabilities."""
-    if not path.is_file():  # a pipe would be waited for
-        return False
     try:
-        with path.open("rb") as file:
-            line = file.readline(2**20)
-    except OSError:
+        with open_file(path) as file:
+            line = file.readline(limits.MIB)
+    except (InputError, OSError):
         return False
     return b"[" in line and (b"_logp" in line or b"log_prob" in line or b"logprob" in line)
 

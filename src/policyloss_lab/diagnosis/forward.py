@@ -1,4 +1,4 @@
-"""One forward of the trainer's model on some sequences, and the same with something changed."""
+"""Runs the trainer's model on some sequences, as it is or with one thing changed."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from policyloss_lab.diagnosis.criterion import QUIET
 from policyloss_lab.diagnosis.forward import Scorer, altered
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
+from policyloss_lab.diagnosis.pairs import QUIET
 
 DRAWS = 16
 STEADY = 0.3

@@ -1,5 +1,5 @@
-"""Hypotheses about places: numbers that stand one token off, rows in another order, rows that were
-cut into other tokens, and tokens that should not be in the mask.
+"""Hypotheses about order: numbers shifted by a token, permuted rows, rows cut into other tokens,
+and tokens that do not belong in the mask.
 """
 
 from __future__ import annotations
@@ -217,18 +217,3 @@ def _runs(wild: Tensor, pairs: Pairs, side: str) -> Tensor:
     last = last.scatter_reduce(0, group, torch.where(hit, index, -1), "amax")
     edge = index <= last[group]
     return edge if side == "first" else edge.flip(0)
-
-
-def is_copy(pairs: Pairs) -> bool:
-    """Whether the two log-probabilities are the same numbers, bit for bit.
-
-    Two programs agree on tokens that are certain, and on numbers that were rounded to 16 bits, so
-    those say nothing.
-    """
-    telling = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
-    return int(telling.sum()) >= 16 and bool((pairs.rollout == pairs.trainer)[telling].all())
-
-
-def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which of these numbers a 16-bit type can hold exactly."""
-    return x.to(dtype).double() == x

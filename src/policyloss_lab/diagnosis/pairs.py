@@ -1,6 +1,4 @@
-"""The pairs that a diagnosis starts from: for each valid token what the engine reported and what
-the trainer computed.
-"""
+"""The input of a diagnosis: both log-probabilities of each valid token, engine and trainer."""
 
 from __future__ import annotations
 
@@ -12,10 +10,15 @@ from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor
 from policyloss.errors import InputError
-from policyloss_lab.diagnosis.criterion import noise_shape
 
 LEAST_TOKENS = 16  # a verdict on fewer would be a guess
+QUIET = 0.02  # the least shape: a token that is certain still has some noise
 POSITIVE = 1e-3  # a log-probability above this is none; half precision rounds those near 0
+
+
+def noise_shape(logp: Tensor) -> Tensor:
+    """`max(1 - p, 0.02)` of each token: where an error in the logits shows."""
+    return (-torch.expm1(logp)).clamp(min=QUIET)
 
 
 @dataclass(frozen=True)
@@ -199,3 +202,19 @@ def _where(pairs: Pairs, wrong: Tensor) -> str:
         return "all of them the last of their row"
     first = int(wrong.nonzero()[0])
     return f"the first in row {int(pairs.row[first])}, column {int(pairs.column[first])}"
+
+
+def is_copy(pairs: Pairs) -> bool:
+    """Whether the two log-probabilities are the same numbers, bit for bit.
+
+    Certain tokens and numbers rounded to 16 bits do not count: two programs may agree on them.
+    """
+    precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
+    return int(precise.sum()) >= LEAST_TOKENS and bool(
+        (pairs.rollout == pairs.trainer)[precise].all()
+    )
+
+
+def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which of these numbers a 16-bit type can hold exactly."""
+    return x.to(dtype).double() == x

@@ -1,5 +1,5 @@
-"""Hypotheses about sampling: a temperature, or a cut (top-p, top-k, min-p) with the rest
-renormalised, that only one side applies.
+"""Hypotheses about sampling that only one side applies: a temperature, or a cut (top-p, top-k,
+min-p) with renormalised probabilities.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policyloss_lab.diagnosis.criterion import misfit, roughness
 from policyloss_lab.diagnosis.forward import Scorer
-from policyloss_lab.diagnosis.hypothesis import Case, Fit
+from policyloss_lab.diagnosis.hypothesis import Case, Fit, misfit, roughness
 
 OUTSIDE = 10.0  # what a hypothesis misses of a token that it says cannot be sampled
 ONE_WAY = 0.02  # the share of differences that may go the other way

@@ -1,4 +1,4 @@
-"""`doctor`: why the log-probabilities of the rollout engine are not those of the trainer."""
+"""`doctor`: finds out why the log-probabilities of the rollout engine and the trainer differ."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose, effects
-from policyloss_lab.diagnosis.diagnosis import Diagnosis
 from policyloss_lab.diagnosis.forward import LOGIT_BYTES, Scorer
 from policyloss_lab.diagnosis.hypothesis import Case
 from policyloss_lab.diagnosis.pairs import Pairs, read_pairs
+from policyloss_lab.diagnosis.read import columns_of
+from policyloss_lab.diagnosis.verdict import Diagnosis
 
 PAIR_TOKENS = 65536  # of a batch without a model: whole rows, spread over the batch
 MODEL_TOKENS = 2048  # that the model is run on
@@ -78,6 +79,27 @@ def doctor(
         case = _with_model(pairs, model, ids, prompts, positions, cu_seqlens, max_tokens)
     verdict = diagnose(case, effects(other_prompts), limits, notes)
     return verdict.because_of("reencoded", notes) if notes else verdict
+
+
+def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
+    """Call `doctor` on a batch of a framework: verl's `DataProto` or its `batch`, the inputs of
+    TRL's trainer, OpenRLHF's `Experience`, or any mapping of tensors.
+
+    options: those of `doctor`, such as `model`. Prompts are taken from the options alone.
+    """
+    batch = getattr(batch, "batch", batch)
+    if not hasattr(batch, "keys"):
+        batch = {name: x for name, x in vars(batch).items() if x is not None}
+    columns = columns_of(batch.keys())
+    arguments = {
+        argument: batch[name]
+        for argument, name in columns.items()
+        if argument != "prompts" and batch[name] is not None
+    }
+    rows = arguments["rollout_logp"].shape[-1]
+    if "ids" in arguments and arguments["ids"].shape[-1] != rows:
+        del arguments["ids"]  # some hold prompt and completion together
+    return doctor(**{**arguments, **options})
 
 
 def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any
 from policyloss.catalogue import PRESETS, as_spec, presets_equal_to
 from policyloss.errors import SpecError
 from policyloss.explanations import explain
-from policyloss.explanations.derive import Lines
-from policyloss.explanations.expression import Expression
+from policyloss.explanations.algebra.derive import Lines
+from policyloss.explanations.algebra.expression import Expression
 from policyloss.explanations.formula import VOCABULARY
 from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
 from policyloss.parts.data import VARIANTS, encoded

@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from policyloss.errors import PolicyLossError
-from policyloss.explanations.derive import Lines
-from policyloss.explanations.expression import Expression, name, negative
+from policyloss.explanations.algebra.derive import Lines
+from policyloss.explanations.algebra.expression import Expression, name, negative
 from policyloss.explanations.formula import Line, lines_by_slot
 from policyloss.explanations.framework_names import ELSEWHERE
 from policyloss.explanations.traits import traits

@@ -7,7 +7,6 @@ verl's dumps of rollouts and validation (`<step>.jsonl`), prime-rl's token expor
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from policyloss.errors import InputError
-from policyloss_lab.logs.lines import LINE_BYTES, Lines
-from policyloss_lab.logs.numbers import number_of
-from policyloss_lab.logs.trackio import trackio_rows
+from policyloss_lab import limits
+from policyloss_lab.logs.trackers import trackio_rows
+from policyloss_lab.reading import Lines, number_of, parse_object
 
 Rows = Iterator[dict[str, Any]]
-PARTS = 32  # of a file that is too large to be read completely
-TABLE_BYTES = 64 * 2**20  # of a table of W&B, and of a row group of parquet before compression
 PARQUET = b"PAR1"
 NEEDS_PYARROW = "needs pyarrow: pip install 'policyloss-lab[parquet]'"
 # Our field → the names of the same in a stored completion; the first that is there counts.
@@ -52,7 +49,7 @@ def holds_completions(head: bytes) -> bool:
     if head.startswith(PARQUET):
         return True
     first, newline, _ = head.partition(b"\n")
-    row = _object(first)
+    row = parse_object(first)
     if row is None and not newline and first.startswith(b"{"):  # it is longer than `head`
         row = {key.decode(): "" for key in re.findall(rb'"(\w{1,30})"\s*:', first)}
     if row is None:
@@ -84,8 +81,8 @@ def stored_completions(
         return _ours(_parquet(file, path), path, tuple(rewards)), False
     if head.startswith(b'{"columns"'):
         return _ours(_table(file), path, tuple(rewards)), False
-    lines = Lines(file, budget, PARTS)
-    parsed = (_object(line) for _, line in lines)
+    lines = Lines(file, budget, limits.COMPLETION_PARTS)
+    parsed = (parse_object(line) for _, line in lines)
     return _ours((row for row in parsed if row is not None), path, ()), lines.sampled
 
 
@@ -99,23 +96,15 @@ def trackio_tables(path: Path, run: str, budget: int, rewards: Iterable[str]) ->
                 yield from _ours(inside, path, tuple(rewards))
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _parquet(file: BinaryIO, path: Path) -> Rows:
     try:
         parquet: Any = import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise InputError(f"{path.name} {NEEDS_PYARROW}.") from None
     try:
-        table = parquet.ParquetFile(file, thrift_string_size_limit=LINE_BYTES)
+        table = parquet.ParquetFile(file, thrift_string_size_limit=limits.LINE_BYTES)
         for place in range(table.metadata.num_row_groups):
-            if table.metadata.row_group(place).total_byte_size > TABLE_BYTES:
+            if table.metadata.row_group(place).total_byte_size > limits.TABLE_BYTES:
                 continue
             for batch in table.iter_batches(batch_size=64, row_groups=[place]):
                 yield from batch.to_pylist()
@@ -125,7 +114,7 @@ def _parquet(file: BinaryIO, path: Path) -> Rows:
 
 def _table(file: BinaryIO) -> Rows:
     """The rows of a table that W&B stored: {"columns": […], "data": [[…], …]}."""
-    table = _object(file.read(TABLE_BYTES)) or {}
+    table = parse_object(file.read(limits.TABLE_BYTES)) or {}
     columns, data = table.get("columns"), table.get("data")
     for row in data if isinstance(data, list) else []:
         if isinstance(columns, list) and isinstance(row, list):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from policyloss_lab.limits import LARGEST_STEP
+
 # Our name of a metric, and what TRL, verl, OpenRLHF, prime-rl and others call the same number. If a
 # log holds several of them, the first counts.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -86,7 +88,7 @@ _VALIDATION = re.compile(r"val-core/.*/(\w+)/mean@\d+$")
 def step_of(row: Mapping[str, float]) -> int | None:
     """The step of a row, whatever it is called."""
     value = next((row[name] for name in STEPS if name in row), None)
-    return None if value is None or value != value or abs(value) > 2**53 else int(value)
+    return None if value is None or value != value or abs(value) > LARGEST_STEP else int(value)
 
 
 def our_names(names: Iterable[str]) -> dict[str, str]:

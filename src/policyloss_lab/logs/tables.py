@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from policyloss.errors import InputError
 from policyloss_lab.logs.names import STEPS, step_of
-from policyloss_lab.logs.numbers import number_of
-from policyloss_lab.logs.records import Row
+from policyloss_lab.logs.trackers import Row
+from policyloss_lab.reading import number_of
 
 _BETWEEN = " - "  # the name of a run and that of a metric
 

@@ -8,19 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from policyloss_lab.logs.scalars import PARTS
-from policyloss_lab.report import limits
-from policyloss_lab.report.panels import PANELS
-from policyloss_lab.report.reading import (
+from policyloss_lab import limits
+from policyloss_lab.reading import (
     Notes,
     finite,
+    integer,
     is_number,
     json_lines,
-    open_regular,
+    open_noted,
     row_at,
-    step_of,
 )
-from policyloss_lab.report.text import listed
+from policyloss_lab.report.markup import listed
+from policyloss_lab.report.panels import PANELS
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
@@ -223,12 +222,12 @@ def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> T
     places: dict[int, int] = {}
     repeated = without = new = 0
     stride = 1
-    file = open_regular(path, notes)
+    file = open_noted(path, notes)
     if file is None:
         return table
     with file:
-        for offset, row in json_lines(file, path.name, notes, budget, PARTS):
-            step = step_of(row)
+        for offset, row in json_lines(file, path.name, notes, budget, limits.NUMBER_PARTS):
+            step = integer(row.get("step"))
             if step is None:
                 without += 1
                 continue

@@ -10,12 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 from policyloss.errors import InputError
+from policyloss_lab import limits
 from policyloss_lab.logs.completions import holds_completions
-from policyloss_lab.logs.records import WANDB_HEAD, is_tensorboard
 from policyloss_lab.logs.tables import is_table
-from policyloss_lab.logs.trackio import SQLITE_HEAD, run_names
-from policyloss_lab.report import limits
-from policyloss_lab.report.reading import Notes, is_regular, json_object, open_regular
+from policyloss_lab.logs.trackers import SQLITE_HEAD, WANDB_HEAD, is_tensorboard, run_names
+from policyloss_lab.reading import Notes, is_regular, json_object, open_noted
 
 STATE = "trainer_state.json"
 # The kinds of files with numbers. If a folder holds several, they are of the same run, and the
@@ -30,7 +29,6 @@ KINDS = {
     "console": "verl's console output",
 }
 _ENDINGS = (".jsonl", ".json", ".csv", ".wandb", ".parquet", ".db", ".log", ".txt", ".out")
-_DEPTH = 8  # of folders inside folders
 _STEP = re.compile(rb'"(_?step|[\w/]*global_step)"\s*:')
 _OURS = ("config.json", "metrics.jsonl")
 _OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
@@ -94,7 +92,7 @@ def files_of(path: Path, notes: Notes) -> Files:
         looked = "; ".join([*KINDS.values(), "completions as parquet or JSON lines"])
         raise InputError(
             f"{path} holds no run. Looked for: a folder that `policyloss train` or "
-            f"policyloss_lab.report.Recorder wrote (config.json, metrics.jsonl); {looked}."
+            f"policyloss_lab.Recorder wrote (config.json, metrics.jsonl); {looked}."
         )
     numbers = _of_one_run(path, chosen, kinds.get(chosen, []), notes)
     others = sorted(kind for kind in KINDS if kind != chosen and kinds.get(kind))
@@ -116,7 +114,7 @@ def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
     count = 0
     for place, folders, names in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
-        folders[:] = sorted(folders) if depth < _DEPTH else []
+        folders[:] = sorted(folders) if depth < limits.FOLDER_DEPTH else []
         for name in sorted(names):
             count += 1
             if count > limits.PATHS:
@@ -133,7 +131,7 @@ def kind_of_file(path: Path) -> str | None:
     """A key of `KINDS`, "lines of others" for JSON lines that are not ours, "completions", or
     None.
     """
-    file = open_regular(path, []) if is_regular(path) else None
+    file = open_noted(path, []) if is_regular(path) else None
     if file is None:
         return None
     with file:

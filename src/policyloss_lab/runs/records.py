@@ -13,8 +13,6 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss_lab.runs.files import from_json, open_plain, sync, write_error
 
-LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
-
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 

@@ -14,10 +14,9 @@ from policyloss.output import check_output, write_output
 from policyloss_lab.commands import WhatIfTokens
 from policyloss_lab.diagnosis.command import load_model
 from policyloss_lab.whatif.page import page
-from policyloss_lab.whatif.reading import read
 from policyloss_lab.whatif.result import what_if
-from policyloss_lab.whatif.tangent import EachToken
-from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.tokens import StoredTokens, read
+from policyloss_lab.whatif.weights import EachToken
 
 _DIGITS = 18  # of a step
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from policyloss.catalogue import PRESETS, presets_equal_to
 from policyloss.errors import visible
 from policyloss_lab.completions import BRANCHES
-from policyloss_lab.report.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
-from policyloss_lab.report.offline import asset, content_policy
-from policyloss_lab.report.text import escaped, island
+from policyloss_lab.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
+from policyloss_lab.report.markup import asset, content_policy, escaped, island
 from policyloss_lab.whatif.result import YOURS, WhatIf
 
 SHOWN_TOKENS = 4_000  # with their weights under every loss

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from policyloss.catalogue import PRESETS
 from policyloss.errors import PolicyLossError
-from policyloss.explanations.diff import diff
+from policyloss.explanations.difference import diff
 from policyloss.spec import LossSpec
 from policyloss_lab.whatif.outcome import Outcome, outcome_of
 from policyloss_lab.whatif.tokens import StoredTokens

@@ -17,11 +17,9 @@ from policyloss.catalogue import PRESETS, AnyLoss, as_spec
 from policyloss.errors import InputError, PolicyLossError, match_name, unknown_name
 from policyloss.output import section
 from policyloss.spec import LossSpec
-from policyloss_lab.whatif.outcome import LIMITED, Outcome, outcome_of
-from policyloss_lab.whatif.reading import read
-from policyloss_lab.whatif.remedy import Limits, Remedy, remedies
-from policyloss_lab.whatif.tangent import EachToken, HeadWeight, Parameters, Products, tangent_of
-from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.outcome import LIMITED, Limits, Outcome, Remedy, outcome_of, remedies
+from policyloss_lab.whatif.tokens import StoredTokens, read
+from policyloss_lab.whatif.weights import EachToken, HeadWeight, Parameters, Products, weights_for
 
 YOURS = "yours"
 SAME_WEIGHTS = 0.05  # nats between stored log-probabilities and the model's, as the median
@@ -287,16 +285,16 @@ def what_if(
         raise InputError(f"no loss could be tried on these tokens: {reasons}")
     gradients = torch.stack([outcome.gradient for outcome in outcomes])
     by_token = EachToken().products(gradients, tokens)
-    tangent = tangent_of(model, len(outcomes), temperature, through)
+    weights = weights_for(model, len(outcomes), temperature, through)
     by_model = None
-    if not isinstance(tangent, EachToken):
-        by_model = tangent.products(gradients, tokens)
+    if not isinstance(weights, EachToken):
+        by_model = weights.products(gradients, tokens)
         notes += _other_weights(Parameters(model, temperature).logp(tokens), tokens)
     cures: tuple[Remedy, ...] = ()
     if yours and outcomes[0].name == YOURS:
         cures = remedies(outcomes[0], tokens, limits or Limits())
     return WhatIf(
-        tokens, tuple(outcomes), refused, by_token, by_model, tangent.name, cures, tuple(notes)
+        tokens, tuple(outcomes), refused, by_token, by_model, weights.name, cures, tuple(notes)
     )
 
 

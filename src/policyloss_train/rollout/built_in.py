@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from policyloss_train.decoding import complete
 from policyloss_train.distributed import gathered
 from policyloss_train.drawing import Rule
 from policyloss_train.models import load_weights
 from policyloss_train.models import weights as weights_of
 from policyloss_train.rollout.protocol import Completion, Engine, Prompt, Sampling, Weights
-from policyloss_train.sampler import uniforms
+from policyloss_train.sampler import complete, uniforms
 
 
 class BuiltIn(Engine):

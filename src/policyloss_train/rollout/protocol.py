@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policyloss.errors import PolicyLossError, safe_repr
 from policyloss_lab.runs.files import damage_named
-from policyloss_train.supports import Pair, problem_of
+from policyloss_train.drawing import Pair, problem_of
 
 LEFT_OUT = -9999.0  # how a server writes −inf: no token with it was ever drawn
 NOISE = 1e-4  # by which rounding may lift a log-probability above 0

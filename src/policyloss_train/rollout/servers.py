@@ -7,18 +7,39 @@ again before it gets prompts. New weights lie in a folder of the run, which the 
 
 from __future__ import annotations
 
+import http.client
+import io
+import json
+import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
+import torch
+from torch import Tensor
+
+from policyloss.errors import InputError, PolicyLossError, safe_repr, visible
+from policyloss_lab.runs.files import damage_named
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.rollout.kept import Report
-from policyloss_train.rollout.protocol import Completion, Prompt, RolloutError, Sampling, Weights
-from policyloss_train.rollout.server import Server, ServerError
+from policyloss_train.rollout.protocol import (
+    NOISE,
+    Completion,
+    Prompt,
+    RolloutError,
+    Sampling,
+    Weights,
+    problem,
+)
+from policyloss_train.rollout.vllm_engine import Report, parameters
 
 AT_ONCE = 64  # requests to a server at one time; it batches those that it has
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0  # between two attempts
@@ -155,3 +176,194 @@ class Servers:
                 )
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+LOOK_S = 10.0  # seconds that a server may take to say which weights it has
+ANSWER_BYTES = 4 << 20  # of an answer, headers included, beside its completions
+NUMBER_BYTES = 512  # of one log-probability and its token, as JSON
+
+
+class ServerError(PolicyLossError):
+    """A server that did not answer, or not as it should; it may do so later, or another one may."""
+
+    def __init__(self, server: Server, what: str) -> None:
+        super().__init__(visible(" ".join(f"the server {server.address} {what}".split())))
+        self.address = server.address
+
+
+class Server:
+    """timeout: seconds that an answer may take. report: what it must say of the tokens it kept."""
+
+    def __init__(self, address: str, timeout: float, report: Report) -> None:
+        if not address.startswith(("http://", "https://")) or address.count("/") > 2:
+            raise InputError(
+                f"--rollout names the server {address!r}; give addresses as http://host:port."
+            )
+        self.address, self._timeout, self._report = address, timeout, report
+
+    def check(self) -> None:
+        """Raise unless the server reports the log-probabilities that it samples by, and enough."""
+        info = self._call("/server_info?config_format=json", timeout=LOOK_S)
+        model = _get(info, "vllm_config", "model_config")
+        mode, most = _get(model, "logprobs_mode"), _get(model, "max_logprobs")
+        if mode != "processed_logprobs":
+            raise InputError(
+                f"the server {self.address} reports {safe_repr(mode)}, which are not the "
+                "log-probabilities that it samples by; start it with --logprobs-mode "
+                "processed_logprobs."
+            )
+        count = self._report.count
+        if isinstance(most, int) and 0 <= most < count:
+            raise InputError(
+                f"the server {self.address} reports {most} log-probabilities of a token at most, "
+                f"and {count} say which tokens --top-p and --top-k kept; start it with "
+                f"--max-logprobs {count}."
+            )
+
+    def version(self) -> str:
+        """What the weights of the server are called."""
+        return str(_get(self._call("/weight_info", timeout=LOOK_S), "weight_version"))
+
+    def load(self, folder: Path, version: str) -> None:
+        """Have it read its weights from a folder, and call them `version`."""
+        self._call("/pause?mode=wait", {})
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._call("/collective_rpc", reload)
+        self._call("/update_weight_version", {"new_version": version})
+        self._call("/resume", {})
+        if (loaded := self.version()) != version:
+            shown = safe_repr(loaded)
+            raise ServerError(self, f"has the weights {shown} after it was given {version}.")
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling, name: str, version: int
+    ) -> list[Completion]:
+        """The completions of a prompt, all of which must be by the weights `name`."""
+        count = self._report.count if sampling.support else 0
+        body = {"token_ids": prompt.ids, "sampling_params": parameters(prompt, sampling, count)}
+        numbers = prompt.number * sampling.max_new_tokens * (1 + count)
+        answer = self._call("/inference/v1/generate", body, numbers=numbers)
+        with damage_named("gave half an answer", raises=partial(ServerError, self)):
+            choices = answer["choices"]
+            if len(choices) != prompt.number:
+                raise ServerError(
+                    self, f"gave {len(choices)} completions, not the {prompt.number} asked for."
+                )
+            completions = [self._completion(choice, name, version, count) for choice in choices]
+            for one in completions:
+                wrong = problem(one, sampling, self._report.vocabulary, version)
+                if wrong is not None:
+                    raise ServerError(self, f"gave a completion {wrong}.")
+        return completions
+
+    def _completion(self, choice: Any, name: str, version: int, count: int) -> Completion:
+        spans = [span["version"] for span in choice["weight_versions"]]
+        if spans != [name]:
+            raise ServerError(
+                self, f"sampled with the weights {safe_repr(spans)}, not with {name}."
+            )
+        reason = choice["finish_reason"]
+        if reason not in ("stop", "length"):
+            raise ServerError(self, f"ended a completion by {safe_repr(reason)}.")
+        content = choice["logprobs"]["content"]
+        logp = [token["logprob"] for token in content]
+        support = None
+        if count:
+            rows = [token["top_logprobs"] for token in content]
+            ids = _table([[top["token_id"] for top in row] for row in rows], count, int)
+            likeliest = _table([[top["logprob"] for top in row] for row in rows], count, int, float)
+            if not (likeliest <= NOISE).all():
+                raise ServerError(self, "gave log-probabilities above 0.")
+            support = self._report.support(ids, likeliest)
+        return Completion(choice["token_ids"], logp, reason == "stop", version, support)
+
+    def _call(
+        self, path: str, body: Any = None, timeout: float | None = None, numbers: int = 0
+    ) -> Any:
+        """The JSON that it answers, to a GET, or to a POST of `body`. numbers: the
+        log-probabilities that it is asked for.
+        """
+        headers = {"Content-Type": "application/json"}
+        if "VLLM_API_KEY" in os.environ:
+            headers["Authorization"] = f"Bearer {os.environ['VLLM_API_KEY']}"
+        data = None if body is None else json.dumps(body).encode()
+        timeout = timeout or self._timeout
+        try:
+            status, answer = self._answer(path, data, headers, timeout, numbers)
+            if status // 100 == 2:
+                return json.loads(answer or b"null")
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            late = isinstance(error, TimeoutError)
+            why = f" in {timeout:g} s." if late else f": {error!s:.500}."
+            raise ServerError(self, f"did not answer {path}{why}") from error
+        text = f"answered {path} with {status}: {answer[:500].decode(errors='replace')}"
+        if status >= 500:
+            raise ServerError(self, text)
+        if status == 404:
+            text += (
+                ". Use vLLM 0.32 or later, and start it with VLLM_SERVER_DEV_MODE=1, so that its "
+                "weights can be updated."
+            )
+        raise InputError(visible(f"the server {self.address} {text}"))
+
+    def _answer(
+        self, path: str, data: bytes | None, headers: dict[str, str], seconds: float, numbers: int
+    ) -> tuple[int, bytes]:
+        """Status and body. Neither a proxy is used nor a redirection followed, which would take the
+        key to another host.
+        """
+        deadline = time.monotonic() + seconds
+        address = urlsplit(self.address)
+        https = address.scheme == "https"
+        kind = http.client.HTTPSConnection if https else http.client.HTTPConnection
+        with closing(kind(address.netloc, timeout=seconds)) as connection:
+            connection.request("GET" if data is None else "POST", path, data, headers)
+            room = ANSWER_BYTES + NUMBER_BYTES * numbers
+            reader: Any = _Reader(connection.sock, deadline, room)
+            answer = http.client.HTTPResponse(reader)
+            answer.begin()
+            # In pieces: for one of a stated length, Python would take that much memory first.
+            return answer.status, b"".join(iter(partial(answer.read, 1 << 16), b""))
+
+
+class _Reader(io.RawIOBase):
+    """Reads a socket until `deadline`, and `room` bytes at most: an answer, from its first byte."""
+
+    def __init__(self, connected: socket.socket, deadline: float, room: int) -> None:
+        self._socket, self._deadline, self._room = connected, deadline, room
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """The file that `HTTPResponse` reads: it takes this reader for a socket."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        """Whether it can be read: yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The bytes that have come, into `buffer`."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        count = self._socket.recv_into(buffer)
+        self._room -= count
+        if self._room < 0:
+            raise OSError("its answer has more bytes than the completions can need")
+        return count
+
+
+def _table(rows: list[list[Any]], count: int, *kinds: type) -> Tensor:
+    """Numbers of JSON, `count` or more for each token."""
+    if not all(type(x) in kinds for row in rows for x in row):
+        raise TypeError(f"top_logprobs has a value that is no {kinds[-1].__name__}")
+    table = torch.tensor(rows)
+    if table.dim() != 2 or table.shape[1] < count:
+        raise ValueError(f"top_logprobs is {list(table.shape)} where {count} for each are wanted")
+    return table
+
+
+def _get(data: Any, *names: str) -> Any:
+    for name in names:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss_train.decoding import Completed
-from policyloss_train.models import parts
+from policyloss.errors import InputError
+from policyloss_train.config import TrainConfig
+from policyloss_train.models import vocabulary_size
+from policyloss_train.rollout.built_in import BuiltIn
 from policyloss_train.rollout.protocol import (
     Completion,
     Engine,
@@ -20,7 +22,12 @@ from policyloss_train.rollout.protocol import (
     Weights,
     checked,
 )
-from policyloss_train.sampler import Sample, as_samples, encode, end_ids, stopped
+from policyloss_train.rollout.servers import Servers
+from policyloss_train.rollout.vllm_engine import VLLM, Report
+from policyloss_train.rollout.weights import PolicyWeights
+from policyloss_train.sampler import Completed, Sample, as_samples, cut_at_stop, encode, end_ids
+from policyloss_train.setup import Setup
+from policyloss_train.user_code import load_code
 
 
 class Wanted(NamedTuple):
@@ -70,7 +77,7 @@ class Rollout:
             Prompt(tokens, one.number, one.place) for one, tokens in zip(wanted, ids, strict=True)
         ]
         completions = self.engine.generate(prompts, sampling)
-        vocabulary = parts(self.model)[1].shape[0]
+        vocabulary = vocabulary_size(self.model)
         engine = f"the rollout engine {self.name!r}"
         pairs = checked(engine, prompts, sampling, completions, vocabulary, self.version)
         self._compare(sampling, any(one.support is not None for one, _ in pairs))
@@ -87,7 +94,7 @@ class Rollout:
             set(sampling.end_ids),
             self.version,
         )
-        return [stopped(self.tokenizer, s, self.stop) for s in samples]
+        return [cut_at_stop(self.tokenizer, s, self.stop) for s in samples]
 
     def _compare(self, sampling: Sampling, with_support: bool) -> None:
         """Say so if the engine's log-probabilities are over fewer tokens than the learner's."""
@@ -122,3 +129,41 @@ def _completed(one: Completion, logp: Tensor, with_support: bool) -> Completed:
     return Completed(
         list(one.ids), logp, (ids.to("cpu", torch.int32), offsets.to("cpu", torch.int64))
     )
+
+
+def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None]) -> Rollout:
+    """The engine, and what it needs in a run."""
+    weights = PolicyWeights(setup.model, setup.tokenizer, setup.learner.ranks)
+    engine = _engine(config, setup, weights, warn)
+    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop, warn)
+
+
+def _engine(
+    config: TrainConfig, setup: Setup, weights: PolicyWeights, warn: Callable[[str], None]
+) -> Engine:
+    name, learner, ranks = config.rollout, setup.learner, setup.learner.ranks
+    if name == "built-in":
+        sharded = ranks.world > 1 and config.parallel == "fsdp"
+        return BuiltIn(
+            setup.model,
+            lambda: learner.policy,
+            config.sampling_tokens,
+            copied=bool(config.staleness) and not sharded,
+        )
+    if "://" not in name and name != "vllm":
+        factory = load_code(name, "the rollout engine")
+        if not callable(factory):
+            raise InputError(f"the rollout engine {name!r} is no function of config and weights.")
+        engine: Engine = factory(config, weights)
+        return engine
+    report = Report.of(config, vocabulary_size(setup.model))
+    if name == "vllm":
+        if ranks.world > 1:
+            raise InputError(
+                "--rollout vllm is an engine in one process; under torchrun, start servers and "
+                "give their addresses: --rollout http://host:port."
+            )
+        prompts = [e.prompt for e in (*setup.task.train, *setup.task.held_out)]
+        longest = max(map(len, encode(setup.tokenizer, prompts)))
+        return VLLM(config, weights, longest, report, warn)
+    return Servers(config, ranks, report, warn)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import filecmp
+import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from policyloss.errors import InputError
-from policyloss_lab.runs.files import StorageError, damage_named
+from policyloss.catalogue import PRESETS
+from policyloss.commands import flag
+from policyloss.errors import InputError, PolicyLossError, match_name
+from policyloss.spec import SLOTS, LossSpec
+from policyloss_lab.runs.files import TEMPLATE, StorageError, damage_named
+from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.finite import NotFiniteError, listed, nonfinite_names
 from policyloss_train.run.checkpoint import checked_index, flatten, latest, load, save
 from policyloss_train.run.checkpoint_folder import step_of
+from policyloss_train.run.directory import RunDir
+from policyloss_train.watch import NotFiniteError, listed, nonfinite_names
 
 # The weights that learn: a checkpoint in which they are not finite is worthless.
 _TRAINED = ("policy/", "critic/")
@@ -110,3 +118,146 @@ def last_good(folder: Path) -> Path | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return latest(folder, refuse_nonfinite_weights)
+
+
+# How a run is watched, stored and placed, which changes none of its numbers;
+# these may be others when it goes on.
+CHANGEABLE = (
+    *("track", "keep", "checkpoint_every", "heartbeat", "rank_timeout", "reward_timeout"),
+    *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
+    *("rollout", "rollout_timeout", "rollout_memory"),
+)
+OF_A_START = ("config", "like", "resume", "extend")  # how a run is started; not stored
+_MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
+# What may name code, an address or a service. To train, all of these are used; to evaluate, the
+# reward.
+MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
+
+
+def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
+    """The options and the loss that a run was started with; None for a loss that is code.
+
+    A version that stored no advantages took those of a preset by its exact name, and else GRPO's.
+    """
+    contents, file = RunDir.read_config(run), run / "config.json"
+    try:
+        with damage_named(f"{file} is damaged"):
+            if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
+                raise InputError("'config' and 'loss' must be objects.")
+            config = TrainConfig.from_dict({**contents["config"], **unstarted(), "out": str(run)})
+            if config.advantage is None:
+                exact = PRESETS.get(config.loss)
+                config = replace(config, advantage=(exact and exact.advantage) or "grpo")
+            if config.chat_template is not None:  # not the file that it names, which may be any
+                config = replace(config, chat_template=run / TEMPLATE)
+            if contents["loss"] == {"code": config.loss}:
+                return config, None
+            spec = LossSpec.from_dict(contents["loss"])
+            named = match_name(config.loss, PRESETS)
+            return config, spec if named is None else made_from(PRESETS[named].spec, spec)
+    except StorageError:
+        raise
+    except PolicyLossError as error:
+        raise StorageError(f"{file}: {error}") from None
+
+
+def made_from(spec: LossSpec, changed: LossSpec) -> LossSpec:
+    """`changed` as a change of `spec`: the preset that it was made from is still known."""
+    return spec.replace(**{slot: getattr(changed, slot) for slot in SLOTS})
+
+
+def unstarted() -> dict[str, Any]:
+    """The options of `OF_A_START` as a run directory holds them."""
+    return {name: getattr(TrainConfig, name) for name in OF_A_START}
+
+
+def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
+    """`config` with the steps that the run is to have; an error if its options were others."""
+    stored, stored_spec = stored_options(config.out)
+    refuse_changes(stored, config, stored_spec, spec)
+    return replace(config, steps=max(stored.steps, config.extend or 0))
+
+
+def refuse_changes(
+    stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec | None, spec: LossSpec
+) -> None:
+    """Raise if options or numbers of the loss are not those of the run, and list them."""
+    old, new = stored.chat_template, now.chat_template
+    if old is not None and new is not None and filecmp.cmp(old, new, shallow=False):
+        now = replace(now, chat_template=old)
+    before, after = (
+        {flag(name): x for name, x in vars(config).items() if name not in _MAY_DIFFER}
+        | _flat(loss_data(loss, config.loss), "--loss.")
+        for config, loss in ((stored, stored_spec), (now, spec))
+    )
+    pairs = {
+        name: (before.get(name, "nothing"), after.get(name, "nothing"))
+        for name in {**before, **after}
+    }
+    listed = "; ".join(
+        f"{name} is {_shown(new)}, and the run has {_shown(old)}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    )
+    if listed:
+        longer = " To train longer, use --extend." if now.steps != stored.steps else ""
+        raise InputError(
+            f"--resume goes on with the options that {now.out} was started with, but these differ: "
+            f"{listed}.{longer} Leave them out, or start another run with another --out."
+        )
+
+
+def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:
+    """The loss as config.json holds it: its numbers, or `{"code": name}` if it is code."""
+    return {"code": name} if spec is None or not spec.is_data else spec.to_dict()
+
+
+def refuse_unnamed_code(
+    config: TrainConfig, named: frozenset[str], options: Sequence[str] = ("reward",)
+) -> None:
+    """Raise if one of the `options` names code, an address or a service, and the user did not."""
+    for name in options:
+        value = getattr(config, name)
+        if needs_name(name, value) and name not in named:
+            kind = "a service" if name == "track" else "an address" if "://" in value else "code"
+            raise InputError(
+                f"{config.out / 'config.json'} names the {name} {value!r}, which is {kind}. A run "
+                f"directory is only data: if you trust that {kind.split()[-1]}, name it yourself: "
+                f"{flag(name)} {value}"
+            )
+    if config.trust_remote_code and "trust_remote_code" not in named:
+        raise InputError(
+            f"{config.out / 'config.json'} says that code which comes with the model "
+            f"{config.model!r} is to be run. A run directory is only data: if you trust that "
+            "code, say so yourself: --trust-remote-code"
+        )
+
+
+def needs_name(option: str, value: str | None) -> bool:
+    """Whether an option names code, by module:function, an address or a service, and nothing
+    built-in: the user must name it, too.
+    """
+    return value is not None and (option == "track" or ":" in value)
+
+
+def resume_command(config: TrainConfig) -> str:
+    """What to type to go on with a run."""
+    words = ["policyloss", "train", "--resume", "--out", str(config.out)]
+    for name in MAY_BE_CODE:
+        value = getattr(config, name)
+        words += [flag(name), value] if needs_name(name, value) else []
+    words += ["--trust-remote-code"] if config.trust_remote_code else []
+    return shlex.join(words)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """`{"trust": {"eps_low": 0.2}}` → `{"trust.eps_low": 0.2}`."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        inner = isinstance(value, Mapping)
+        flat |= _flat(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
+    return flat

@@ -49,12 +49,12 @@ class Task:
     demonstration: Callable[[Example, Random], str | None] = answer_of
 
 
-def numbered(rows: Iterable[Row]) -> tuple[Example, ...]:
+def number_examples(rows: Iterable[Row]) -> tuple[Example, ...]:
     """The examples of rows, each with its place as id."""
     return tuple(Example(prompt, answer, i, meta) for i, (prompt, answer, meta) in enumerate(rows))
 
 
-def different(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator[Row]:
+def drop_duplicates(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator[Row]:
     """The rows whose prompt is in none before it and in none of the others."""
     taken = {prompt for prompt, _, _ in others}
     for row in rows:
@@ -68,6 +68,6 @@ def is_text(text: str) -> bool:
     return text == text.encode(errors="replace").decode()
 
 
-def normalised(text: str) -> str:
+def normalise_spaces(text: str) -> str:
     """Every run of white space is one space, and none is left at the ends."""
     return " ".join(text.split())

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from policyloss.errors import InputError, unknown_name
-from policyloss_train.tasks.base import Reward, Row, Task, different, numbered
-from policyloss_train.tasks.rewards import checked
+from policyloss_train.tasks.base import Reward, Row, Task, drop_duplicates, number_examples
+from policyloss_train.tasks.rewards import checked_reward
 
 TRAIN, HELD_OUT = 1024, 128
 # Item i of a data set with seed s depends on s + i alone: neighbouring seeds share almost all
@@ -20,21 +20,21 @@ def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
     """The data set `dataset`; held out are the same prompts whatever the seed."""
     create = _creator(dataset)
     source = create(seed=0, size=HELD_OUT)
-    held_out = list(different(_rows(source)))
+    held_out = list(drop_duplicates(_rows(source)))
     # Enough items that the loss of repeated prompts is made up for,
     # where the data set has that many different ones.
     drawn = create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN)
-    train = list(islice(different(_rows(drawn), held_out), TRAIN))
+    train = list(islice(drop_duplicates(_rows(drawn), held_out), TRAIN))
     if not train:
         raise InputError(
             f"{name} has no more than {len(held_out)} different prompts: nothing is left to "
             "train on."
         )
-    rule = checked(
+    rule = checked_reward(
         name,
         lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]),
     )
-    return Task(name, numbered(train), numbered(held_out), reward or rule)
+    return Task(name, number_examples(train), number_examples(held_out), reward or rule)
 
 
 def _creator(dataset: str) -> Any:

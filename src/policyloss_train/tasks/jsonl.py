@@ -14,7 +14,7 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.output import open_regular
-from policyloss_train.tasks.base import Example, Reward, Task, is_text, normalised
+from policyloss_train.tasks.base import Example, Reward, Task, is_text, normalise_spaces
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")
@@ -28,11 +28,13 @@ def file_task(path: Path, score: Reward) -> Task:
             f'{path} has no examples; write one {{"prompt": …, "answer": …}} per line.'
         )
     if not any(split == "held_out" for split, _ in rows):
-        prompts = _share({normalised(example.prompt) for _, example in rows})
-        rows = [("held_out" if normalised(e.prompt) in prompts else "train", e) for _, e in rows]
+        prompts = _share({normalise_spaces(example.prompt) for _, example in rows})
+        rows = [
+            ("held_out" if normalise_spaces(e.prompt) in prompts else "train", e) for _, e in rows
+        ]
     train = [example for split, example in rows if split != "held_out"]
-    trained = {normalised(example.prompt) for example in train}
-    held_out = [example for _, example in rows if normalised(example.prompt) not in trained]
+    trained = {normalise_spaces(example.prompt) for example in train}
+    held_out = [example for _, example in rows if normalise_spaces(example.prompt) not in trained]
     for name, examples in (("train on", train), ("hold out", held_out)):
         if not examples:
             raise InputError(

@@ -10,8 +10,8 @@ from numbers import Real
 from typing import Any, NoReturn
 
 from policyloss.errors import InputError, PolicyLossError, safe_repr, unknown_name
-from policyloss_train.tasks.base import Example, Reward, Task, normalised
-from policyloss_train.tasks.time_limit import TimeIsUp, within
+from policyloss_train.tasks.base import Example, Reward, Task, normalise_spaces
+from policyloss_train.tasks.time_limit import TimeIsUp, call_within
 from policyloss_train.user_code import load_code
 
 LARGEST = 1e15  # of a reward: the squares of so many as a run has add up in float32
@@ -32,18 +32,18 @@ def make_reward(name: str) -> Reward:
     `RewardError`.
     """
     if name in _BUILT_IN:
-        return checked(name, _BUILT_IN[name]())
+        return checked_reward(name, _BUILT_IN[name]())
     if ":" in name:
         function = load_code(name, "the reward")
         if not callable(function):
             raise InputError(f"the reward {name!r} is {safe_repr(function)}, which is no function.")
-        return checked(name, function)
+        return checked_reward(name, function)
     raise InputError(
         unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own."
     )
 
 
-def checked(name: str, function: Any) -> Reward:
+def checked_reward(name: str, function: Any) -> Reward:
     """`function` as a reward called `name`: its errors and its NaNs become `RewardError`s."""
 
     def reward(example: Example, completion: str) -> float:
@@ -82,26 +82,26 @@ def _exit_raised() -> Iterator[None]:
         os._exit = end
 
 
-def scored(task: Task, example: Example, completion: str, seconds: float) -> float:
+def score_completion(task: Task, example: Example, completion: str, seconds: float) -> float:
     """The task's score of a completion; a `RewardError` where it fails
     or takes longer than `seconds` (0: it may).
     """
     try:
-        return float(within(seconds, task.score, example, completion))
+        return float(call_within(seconds, task.score, example, completion))
     except TimeIsUp:
         raise RewardError(
             task.name, example, completion, f"took longer than {seconds:g} s (--reward-timeout)"
         ) from None
 
 
-def forgiving(
+def tolerant_reward(
     task: Task, seconds: float, warn: Callable[[str], None], failed: float = 0.0
 ) -> Reward:
     """The task's score; `failed` and a warning where it fails, so that a run goes on."""
 
     def score(example: Example, completion: str) -> float:
         try:
-            return scored(task, example, completion, seconds)
+            return score_completion(task, example, completion, seconds)
         except RewardError as error:
             warn(str(error))
             return failed
@@ -119,7 +119,9 @@ def _number(x: object) -> float:
 
 def _exact() -> Reward:
     """1 if the completion is the answer, up to white space; else 0."""
-    return lambda example, completion: float(normalised(completion) == normalised(example.answer))
+    return lambda example, completion: float(
+        normalise_spaces(completion) == normalise_spaces(example.answer)
+    )
 
 
 def _math() -> Reward:

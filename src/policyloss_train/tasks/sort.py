@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice
 from random import Random
 
-from policyloss_train.tasks.base import Example, Reward, Row, Task, different, numbered
+from policyloss_train.tasks.base import Example, Reward, Row, Task, drop_duplicates, number_examples
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 4, 6  # 186 480 different prompts
@@ -33,9 +33,9 @@ def sort_task(seed: int, score: Reward) -> Task:
 @cache
 def _examples(seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """The examples to train on and those held out. A run makes its task twice."""
-    held_out = list(islice(different(_drawn(Random("held out"))), HELD_OUT))
-    train = islice(different(_drawn(Random(f"train {seed}")), held_out), TRAIN)
-    return numbered(train), numbered(held_out)
+    held_out = list(islice(drop_duplicates(_drawn(Random("held out"))), HELD_OUT))
+    train = islice(drop_duplicates(_drawn(Random(f"train {seed}")), held_out), TRAIN)
+    return number_examples(train), number_examples(held_out)
 
 
 def _demonstration(example: Example, rng: Random) -> str:

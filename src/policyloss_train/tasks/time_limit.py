@@ -26,7 +26,7 @@ AGAIN_S = (
 )
 HARD = 3.0  # times the limit, and at least `HARD_S` seconds more: then the process ends
 HARD_S = 20.0
-REARM_S = 1.0  # within `several`, the end of the process may come this much earlier
+REARM_S = 1.0  # within `many_calls`, the end of the process may come this much earlier
 
 
 class _Watch:
@@ -36,8 +36,8 @@ class _Watch:
 
 
 @contextmanager
-def several() -> Iterator[None]:
-    """Around many calls of `within`: what would end the process is a thread, whose start takes
+def many_calls() -> Iterator[None]:
+    """Around many calls of `call_within`: what would end the process is a thread, whose start takes
     longer than most functions, so it stays from one call to the next.
     """
     _Watch.kept = True
@@ -53,7 +53,7 @@ class TimeIsUp(BaseException):
     """Raised in a function that took too long; `except Exception` does not swallow it."""
 
 
-def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
     """`function(*arguments)`, or `TimeIsUp` after so many seconds; 0 is no limit."""
     if not seconds:
         return function(*arguments)

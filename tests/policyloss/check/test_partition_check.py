@@ -32,7 +32,7 @@ from cases import AGGREGATES, LOCAL, label
 from policyloss.check.cutting import CuttableBatch
 from policyloss.check.diagnosis import Counts, Experiment, Weighing, find_weighing, fitted_weights
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BY_TOKENS = "counts by its share of the valid tokens; cut, each counts "
 BY_SEQUENCES = "counts by its share of the sequences; cut, each counts "
 ON_PACKS = "A pack treated as one sequence looks like this"

@@ -21,7 +21,7 @@ import policyloss as pl
 from policyloss.compat import colossalai
 from policyloss.compat.colossalai import models
 
-CASES = json.loads((Path(__file__).parents[1] / "golden" / "coati.json").read_text())["cases"]
+CASES = json.loads((Path(__file__).parents[2] / "golden" / "coati.json").read_text())["cases"]
 CLASSES: dict[str, Any] = {
     "coati.distributed.loss.PolicyLoss": colossalai.PolicyLoss,
     "coati.models.loss.PolicyLoss": models.PolicyLoss,

@@ -22,9 +22,14 @@ from policyloss.compat.trl import (
     totals_for,
 )
 from policyloss.compat.trl.config import BESIDE, LOSS_TYPES
-from policyloss.compat.trl.counts import exchanged, tokens_of_window, where_scored
-from policyloss.compat.trl.custom import checked_loss
-from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
+from policyloss.compat.trl.parts import (
+    RolloutProduct,
+    WrittenKL,
+    exchanged,
+    tokens_of_window,
+    where_scored,
+)
+from policyloss.compat.trl.trainer import checked_loss
 
 LOG_BOUNDS = (math.log(1e-8), 20.0)
 VLLM = {"use_vllm": True}

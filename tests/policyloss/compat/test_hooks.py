@@ -8,7 +8,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,13 +21,11 @@ import policyloss as pl
 from policyloss.advantage import ESTIMATORS
 from policyloss.catalogue import PRESETS
 from policyloss.compat import verl
-from policyloss.compat.notices import warn_once
+from policyloss.compat.hooks import warn_once
 from policyloss.compat.trl import explain_config
-from policyloss.compat.trl.custom import checked_loss
+from policyloss.compat.trl.trainer import checked_loss
 from policyloss.compat.verl import settings
 from policyloss.compat.verl.registry import as_verl_loss
-from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -80,47 +77,6 @@ def test_the_advantages_of_a_preset_are_data_with_a_source(name: str) -> None:
     assert (preset.advantage is None) == ("advantage" not in preset.sources)
     assert preset.advantage is None or preset.advantage in ESTIMATORS
     assert "advantage." not in preset.note or name == "rloo_loss"  # said once
-
-
-@walked("name", pl.presets())
-def test_the_trainer_follows_them(name: str) -> None:
-    spec = pl.preset(name).for_run(16)
-    config = TrainConfig(loss=name, teacher=Path("t")).with_loss(spec)
-    assert config.advantage == DEFINED_WITH.get(name, "grpo")
-    assert config.with_critic == (DEFINED_WITH.get(name) == "gae")
-    assert "is defined with" not in config.headline(spec)
-
-
-def test_the_evidence_was_made_with_them() -> None:
-    """Every run of the evidence page says its advantages itself,
-    so that the figures do not move with the defaults.
-    """
-    from benchmarks.evidence_plan import PLANS
-
-    for name, plan in PLANS.items():
-        assert plan.options["advantage"] == DEFINED_WITH.get(name, plan.options["advantage"])
-
-
-def test_the_line_is_said_at_the_start_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-    from policyloss_train import loop
-
-    said: list[str] = []
-    monkeypatch.setattr(loop.Display, "say", lambda self, text: said.append(text))
-    setup = (SimpleNamespace(held_out=(), success=1.0), None, None, None)
-    monkeypatch.setattr(loop, "build", lambda *args, **kwargs: setup)  # nothing is loaded here
-    monkeypatch.setattr(loop, "end_ids", lambda *args: [])
-    for name in ("Collector", "make_rollout"):
-        monkeypatch.setattr(loop, name, lambda *args, **kwargs: None)
-    spec = pl.preset("dr_grpo").with_horizon(16)
-    for advantage, lines in (("grpo", 1), (None, 0)):
-        said.clear()
-        config = TrainConfig(loss="dr_grpo", advantage=advantage, out=tmp_path).with_loss(spec)
-        loop.Training(config, spec, Ranks(0, 1, torch.device("cpu")), None, False)
-        assert said[0] == config.headline(spec)
-        assert len([text for text in said if "is defined with" in text]) == lines
 
 
 def test_the_explanation_shows_them() -> None:
@@ -378,11 +334,11 @@ def run_config(loss_mode: str, adv_estimator: Any, **more: Any) -> dict[str, Any
         ),
         (
             run_config("policyloss/gspo", "grpo", norm_adv_by_std_in_grpo=False),
-            ["norm_adv_by_std_in_grpo=false makes those of"],
+            ["norm_adv_by_std_in_grpo=false computes those of"],
         ),
         (
             run_config("policyloss/rloo_loss", "my_own"),
-            ["advantage.rloo", "adv_estimator=my_own makes others", "=rloo"],
+            ["advantage.rloo", "adv_estimator=my_own computes others", "=rloo"],
         ),
     ],
 )

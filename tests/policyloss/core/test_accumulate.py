@@ -267,7 +267,7 @@ def test_a_micro_batch_that_was_only_measured_is_unused() -> None:
 
 def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank has three micro-batches, this one has two: the third may stay unused."""
-    module = importlib.import_module("policyloss.accumulate")
+    module = importlib.import_module("policyloss.accumulation")
     counted = module.counted_step
     monkeypatch.setattr(module, "counted_step", lambda *args: (counted(*args)[0], 3))
     step = pl.accumulate(REINFORCE, hand_made())

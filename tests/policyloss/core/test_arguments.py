@@ -4,53 +4,15 @@ that names the argument.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
-from typing import Any
-
-import torch
-from fuzz_calls import BY_MEANING, CASES, DISAGREES, NEVER_A_TENSOR, NEVER_RIGHT, PLAIN, spoiled
+from fuzz_calls import CASES, problems_of
 from walk import walked
 
 import policyloss as pl
 
 
-def outcome(function: Any, arguments: dict[str, Any], names: Iterable[str] = ()) -> str:
-    """What a call gives: a result, an error of ours that names one of `names`, one that does not,
-    or another error.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            function(**arguments)
-    except pl.PolicyLossError as error:
-        return "named" if any(name in str(error) for name in names) else f"unnamed: {error}"
-    except Exception as error:
-        return f"raw {type(error).__name__}: {error}".splitlines()[0]
-    return "result"
-
-
 @walked("name", CASES)
 def test_a_spoiled_argument_gives_a_result_or_an_error_that_names_it(name: str) -> None:
-    function, arguments = CASES[name]
-    assert outcome(function, arguments) == "result", "the call itself must be right"
-    wrong = []
-    alone = sum(isinstance(x, torch.Tensor) for x in arguments.values()) == 1
-    for spoilt, right in arguments.items():
-        is_tensor = isinstance(right, torch.Tensor)
-        for what, value in {**PLAIN, **(spoiled(right) if is_tensor else {})}.items():
-            seen = outcome(
-                function,
-                {**arguments, spoilt: value},
-                [BY_MEANING, *(arguments if what in DISAGREES else [spoilt])],
-            )
-            never = (
-                is_tensor
-                and what in NEVER_A_TENSOR | NEVER_RIGHT
-                and not (alone and what == "on another device")
-            )
-            if not (seen == "named" or (seen == "result" and not never)):
-                wrong.append(f"{spoilt} = {what}: {seen}")
+    wrong = problems_of(*CASES[name])
     assert not wrong, f"{len(wrong)} of {name}:\n" + "\n".join(wrong)
 
 

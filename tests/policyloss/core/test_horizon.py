@@ -15,11 +15,9 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch, run
-from policyloss.compat.trl.custom import checked_loss
+from policyloss.compat.trl.trainer import checked_loss
 from policyloss.explanations.formula import formula
 from policyloss.parts import aggregate
-from policyloss_train.arguments import read_arguments
-from policyloss_train.loss_options import read_spec
 
 UNSET = (pl.SeqMeanTokenSumNorm(), pl.TokenSumNorm())
 
@@ -152,16 +150,3 @@ def test_trl_gives_its_longest_completion() -> None:
     args.max_completion_length = None
     with pytest.raises(pl.SpecError, match=r"max_completion_length=None.*horizon"):
         checked_loss("dr_grpo", args)
-
-
-def test_the_trainer_gives_its_longest_completion() -> None:
-    config, spec, _ = read_arguments(["--loss", "dr_grpo", "--max-new-tokens", "24"])
-    assert spec.aggregate.horizon == config.max_new_tokens == 24
-    assert (
-        read_arguments(["--loss", "dr_grpo", "--loss.aggregate.horizon", "100"])[
-            1
-        ].aggregate.horizon
-        == 100
-    )
-    with pytest.raises(pl.InputError, match=r"with_horizon\(24\)"):
-        config.with_loss(read_spec("dr_grpo"))

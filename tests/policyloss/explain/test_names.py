@@ -18,11 +18,11 @@ from docs.names.options import OPTIONS
 from walk import walked
 
 import policyloss as pl
-from policyloss.compat.trl.options import DEFAULTS
+from policyloss.compat.trl.config import DEFAULTS
 from policyloss.errors import unknown_name
 from policyloss.explanations.framework_names import ELSEWHERE
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/names.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs/names.md").read_text(encoding="utf-8")
 ROWS: list[Row] = [row for rows in OPTIONS.values() for row in rows]
 MODULES = {"verl": "verl", "OpenRLHF": "openrlhf", "ColossalChat": "colossalai", "TRL": "trl"}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import policyloss as pl
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 # A tied head, biases, a soft cap, a factor that divides and one that multiplies, factors and caps
 # in their nested configuration, experts, positions that are learned, and no positions at all.
 FEW = (

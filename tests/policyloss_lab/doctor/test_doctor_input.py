@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import struct
 import time
@@ -16,7 +15,7 @@ import torch
 import policyloss as pl
 import policyloss_lab as lab
 from policyloss.cli import main
-from policyloss_lab.diagnosis.batches import doctor_batch
+from policyloss_lab.diagnosis.tokens import doctor_batch
 
 
 def healthy(rows: int = 8, columns: int = 40, noise: float = 1e-6) -> dict[str, torch.Tensor]:
@@ -203,38 +202,6 @@ def test_safetensors_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 # Where people meet it -----------------------------------------------------------------------------
-
-
-def test_who_hears_of_a_ratio_that_is_not_1_hears_of_the_doctor() -> None:
-    """Every text of the library that says so, but for docstrings."""
-    texts = {}
-    for file in Path(pl.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call):
-                for argument in node.args:
-                    texts[file.name, ast.unparse(argument)] = None
-            if isinstance(node, ast.Return) and node.value is not None:
-                texts[file.name, ast.unparse(node.value)] = None
-    telling = [(f, t) for f, t in texts if "ratio" in t and "is not 1" in t]
-    assert {file for file, _ in telling} == {"hints.py", "session.py"}
-    assert all("policyloss doctor" in text for _, text in telling)
-
-
-def test_the_first_step_of_a_run_is_looked_at() -> None:
-    from policyloss_train.hints import mismatch_of
-
-    a = healthy()
-    bounds = torch.arange(0, 321, 40)
-    tokens = {name: x.flatten() for name, x in a.items()}
-    assert mismatch_of(SimpleNamespace(tokens=tokens, cu_seqlens=bounds)) is None
-    late = a["rollout_logp"].roll(1, 1).flatten()
-    shifted = SimpleNamespace(tokens={**tokens, "rollout_logp": late}, cu_seqlens=bounds)
-    message = mismatch_of(shifted)
-    assert message is not None
-    assert "the ratio of the unchanged policy is not 1" in message
-    assert "numbers one token off" in message
-    few = SimpleNamespace(tokens={k: x[:5] for k, x in tokens.items()}, cu_seqlens=None)
-    assert mismatch_of(few) is None
 
 
 def test_a_callback_warns_once_of_each_symptom() -> None:

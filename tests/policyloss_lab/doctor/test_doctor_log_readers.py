@@ -17,10 +17,9 @@ import pytest
 
 import policyloss as pl
 import policyloss_lab as lab
-from policyloss_lab.diagnosis.logs.read import read_log
-from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
+from policyloss_lab.diagnosis.run_doctor import diagnose_rows, read_log
 
-RECORDED = Path(__file__).parents[1] / "recorded/doctor/logs"
+RECORDED = Path(__file__).parents[2] / "recorded/doctor/logs"
 
 
 def test_a_state_that_trl_wrote() -> None:

@@ -10,9 +10,9 @@ import torch
 from benchmarks.doctor_cases import FAULTS, SMALL, Source
 
 import policyloss_lab as lab
-from policyloss_lab.diagnosis.criterion import noise_shape
+from policyloss_lab.diagnosis.pairs import noise_shape
 
-RECORDED = Path(__file__).parents[1] / "recorded" / "doctor"
+RECORDED = Path(__file__).parents[2] / "recorded" / "doctor"
 SOURCE = Source(RECORDED / "rollouts", RECORDED / "models")
 # From pairs alone all of these look like noise that is larger at unlikely tokens.
 ALIKE = ("stale_weights", "dropout", "bos", "template", "positions", "weights_fp8", "weights_int8")

@@ -25,7 +25,7 @@ from policyloss_lab.diagnosis import diagnose as diagnosing
 from policyloss_lab.diagnosis.forward import altered
 from policyloss_lab.diagnosis.sampling import Temperature
 
-RECORDED = Path(__file__).parents[1] / "recorded" / "doctor"
+RECORDED = Path(__file__).parents[2] / "recorded" / "doctor"
 # The others need peft, or a mixture of experts.
 NAMES = [name for name in FAULTS if name not in ("router", "adapter_missing", "adapter_merged")]
 

@@ -6,22 +6,19 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import signal
 import stat
 import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.harness import write_json
 from report_runs import write_run
 
-from docs import generate
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss.output import write_output
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes and links")
 
 
@@ -124,31 +121,6 @@ def test_the_report_does_not_overwrite_what_it_reads(
     both = str(tmp_path / "both")
     assert main(["report", str(run), "--out", both, "--json", both]) == 2
     assert "name the same file" in capsys.readouterr().err
-
-
-@posix
-def test_the_other_writers_refuse_links_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tour, the benchmarks' results and the generated pages go through the same function."""
-    link = special(tmp_path, "symbolic link")
-    with pytest.raises(InputError, match="is a symbolic link"):
-        write_json(link, {})
-    tour = runpy.run_path(str(ROOT / "examples/tour.py"))
-    tour["main"].__globals__["draw"] = lambda names: b"png"
-    out = tmp_path / "tour"
-    out.mkdir()
-    (out / "tour.html").symlink_to(tmp_path / "precious")
-    monkeypatch.setattr(sys, "argv", ["tour.py", "--out", str(out)])
-    with pytest.raises(InputError, match=r"tour\.html' is a symbolic link"):
-        tour["main"]()
-    monkeypatch.setattr(generate, "ROOT", tmp_path)
-    monkeypatch.setattr(generate, "pages", lambda: {"docs/x.md": "x"})
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/x.md").symlink_to(tmp_path / "precious")
-    with pytest.raises(InputError, match=r"x\.md' is a symbolic link"):
-        generate.write()
-    assert (tmp_path / "precious").read_text() == "precious"
 
 
 @posix

@@ -19,8 +19,8 @@ import torch
 from json_places import assert_all_handled
 
 import policyloss as pl
-from policyloss_lab.report import Recorder, collect
-from policyloss_train.tasks.time_limit import within
+from policyloss_lab import Recorder
+from policyloss_lab.report import collect
 
 
 def run_of(folder: Path) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_a_run_is_not_overwritten_but_continued(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from policyloss_lab.report import Recorder
+from policyloss_lab import Recorder
 recorder = Recorder(sys.argv[1])
 for step in range(1, 4):
     recorder.step({"a": step})
@@ -228,7 +228,7 @@ def test_completions_of_one_step_may_fill_the_file(tmp_path: Path) -> None:
     with Recorder(tmp_path, rollout_bytes=10_000) as recorder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(40):
-            within(5, lambda: recorder.completions(1, prompts=["p"], texts=["x" * 950]))
+            recorder.completions(1, prompts=["p"], texts=["x" * 950])
         recorder.step({"a": 1})
     assert len(lines(tmp_path / "rollouts.jsonl")) == 9
     assert lines(tmp_path / "metrics.jsonl")[0]["completions_left_out"] == 31

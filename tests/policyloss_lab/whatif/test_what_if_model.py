@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ from torch import Tensor
 import policyloss as pl
 import policyloss_lab as lab
 from policyloss.errors import InputError
-from policyloss_lab.whatif.tangent import EachToken, HeadWeight, Parameters, tangent_of
 from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.weights import EachToken, HeadWeight, Parameters, weights_for
 
 VOCABULARY = 24
 LENGTHS, PROMPTS = (3, 5, 2), ([1, 2], [3], [4, 5, 6])
@@ -153,13 +151,13 @@ def test_a_model_of_other_weights_is_noted() -> None:
 def test_what_gradients_pass_is_chosen_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     size = Parameters(model).size
-    monkeypatch.setattr("policyloss_lab.whatif.tangent.GRADIENT_NUMBERS", 3 * size)
-    assert tangent_of(model, 3, 1.0, None).name == "parameters"
-    assert tangent_of(model, 4, 1.0, None).name == "head"
-    assert tangent_of(model, 4, 1.0, "parameters").name == "parameters"
-    assert tangent_of(model, 1, 1.0, "head").name == "head"
-    assert isinstance(tangent_of(model, 1, 1.0, "tokens"), EachToken)
-    assert isinstance(tangent_of(None, 1, 1.0, None), EachToken)
+    monkeypatch.setattr("policyloss_lab.whatif.weights.GRADIENT_NUMBERS", 3 * size)
+    assert weights_for(model, 3, 1.0, None).name == "parameters"
+    assert weights_for(model, 4, 1.0, None).name == "head"
+    assert weights_for(model, 4, 1.0, "parameters").name == "parameters"
+    assert weights_for(model, 1, 1.0, "head").name == "head"
+    assert isinstance(weights_for(model, 1, 1.0, "tokens"), EachToken)
+    assert isinstance(weights_for(None, 1, 1.0, None), EachToken)
 
 
 def test_a_model_without_ids_or_prompts_is_refused() -> None:
@@ -192,39 +190,3 @@ def test_ids_that_the_model_does_not_know_are_refused(prompts: Any, first: int, 
             lab.what_if(
                 tokens.replace(ids=ids, prompts=prompts), ["ppo"], model=model, through=through
             )
-
-
-@pytest.mark.slow
-def test_a_run_is_seen_through_its_last_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    from policyloss.cli import main
-
-    run = str(tmp_path / "run")
-    options = "--steps 2 --prompts 2 --group-size 2 --warmup-steps 20 --eval-prompts 4"
-    stored = "--rollouts-every 1 --rollouts-rows 4 --checkpoint-every 1 --epochs 2"
-    assert main(["train", "--out", run, *options.split(), *stored.split()]) == 0
-    capsys.readouterr()
-    assert main(["what-if", run, "--presets", "ppo", "reinforce", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["through"] == "parameters"
-    assert "Gradients pass the weights after step 2." in data["notes"]
-    cosines = data["model_cosine"]
-    assert len(cosines) == 3
-    assert main(["what-if", run, "--presets", "ppo", "--json", "--through", "tokens"]) == 0
-    assert json.loads(capsys.readouterr().out)["model_cosine"] is None
-
-
-def test_how_predictions_are_judged() -> None:
-    """R² of a prediction that is off by 1 at one of three: 1 - 1/2. Ranks 1, 2, 3 against 1, 3, 2:
-    1 - 6·2/(3·8) = 0.5; equal numbers share a rank.
-    """
-    pytest.importorskip("transformers")
-    from benchmarks.what_if import r_squared, rank_correlation
-
-    real = torch.tensor([0.0, 1.0, 2.0])
-    assert r_squared(real, torch.tensor([0.0, 1.0, 3.0])) == pytest.approx(0.5)
-    assert r_squared(real, real) == 1
-    assert rank_correlation([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)
-    assert rank_correlation([1, 1, 3], [5, 5, 9]) == pytest.approx(1)

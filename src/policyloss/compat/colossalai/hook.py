@@ -7,38 +7,39 @@ from importlib import import_module
 from typing import Any
 
 from policyloss.compat.colossalai import distributed, models
-from policyloss.compat.patching import swap
+from policyloss.compat.hooks import Patch
 from policyloss.errors import SpecError
 
 _OURS: dict[str, tuple[Any, ...]] = {
     "coati.distributed.loss": (distributed.PolicyLoss,),
     "coati.models.loss": (models.PolicyLoss, models.ValueLoss),
 }
-_installed: list[tuple[Any, Any]] = []
+_patch = Patch("coati")
 
 
 def install() -> list[str]:
-    """Replace coati's losses by these in every module of coati that is or will be imported; returns
-    what was replaced. A module of coati that cannot be imported is left out. It is an error if none
-    can be imported, or if a loss takes other arguments than this library knows. A second call
-    changes nothing; `uninstall` undoes it.
+    """Replace coati's losses in every module of coati, also in modules imported later; returns the
+    classes that were replaced.
+
+    A module of coati that cannot be imported is left out. An error is raised if none can be
+    imported, or if a loss takes unknown arguments. A second call changes nothing; `uninstall`
+    undoes it.
     """
-    if not _installed:
-        _installed.extend(
+    if not _patch.pairs:
+        _patch.pairs.extend(
             [pair for name, classes in _OURS.items() for pair in _pairs(name, classes)]
         )
-    if not _installed:
+    if not _patch.pairs:
         raise ModuleNotFoundError(
             f"none of {', '.join(_OURS)} can be imported; put ColossalChat's coati on the path."
         )
-    swap("coati", _installed)
-    return [f"{old.__module__}.{old.__name__}" for old, _ in _installed]
+    _patch.apply()
+    return [f"{old.__module__}.{old.__name__}" for old, _ in _patch.pairs]
 
 
 def uninstall() -> None:
     """Restore coati's losses in every module of coati."""
-    swap("coati", [(new, old) for old, new in _installed])
-    _installed.clear()
+    _patch.undo()
 
 
 def _pairs(module_name: str, classes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
@@ -68,6 +69,6 @@ def _check_arguments(called: str, theirs: Any, ours: Any) -> None:
     there = list(inspect.signature(theirs).parameters)
     if there != expected:
         raise SpecError(
-            f"{called} takes ({', '.join(there)}) here; known is ({', '.join(expected)}), of "
-            "ColossalChat in 0.5.0."
+            f"{called} takes ({', '.join(there)}), not ({', '.join(expected)}) as in ColossalChat "
+            "0.5.0."
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor
-from policyloss.compat.trl.counts import where_scored
+from policyloss.compat.trl.parts import where_scored
 from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.metrics import Metrics

@@ -89,10 +89,11 @@ def chunked_divergence(
     )
     with torch.no_grad():
         ids = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        spread = linear_logprobs(
+        out = linear_logprobs(
             hidden, student_weight, ids, bias, temperature, entropy=True, softcap=softcap
         )
-    return TokenDivergences(divergence, spread.entropy)
+    assert out.entropy is not None
+    return TokenDivergences(divergence, out.entropy)
 
 
 def chunked_divergence_loss(

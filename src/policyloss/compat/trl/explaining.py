@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from policyloss.compat.trl.config import BESIDE, CLIPPED, spec_from_config
-from policyloss.compat.trl.options import SAPO, VESPO, VLLM, advantages_of, is_set, option
+from policyloss.compat.trl.config import (
+    BESIDE,
+    CLIPPED,
+    SAPO,
+    VESPO,
+    VLLM,
+    advantages_of,
+    is_set,
+    option,
+    spec_from_config,
+)
 from policyloss.explanations import explain
 from policyloss.output import section
 

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from policyloss.compat.patching import swap
-from policyloss.compat.trl.counts import at_the_end, last, likelihood_loss
+from policyloss.compat.hooks import Patch
 from policyloss.compat.trl.distillation import chunked_divergence_loss
+from policyloss.compat.trl.parts import at_the_end, last, likelihood_loss
 from policyloss.errors import SpecError
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.loss import HeadOutput
@@ -42,7 +42,7 @@ class OnePass:
 
 
 _one_pass: WeakKeyDictionary[nn.Module, OnePass] = WeakKeyDictionary()
-_replaced: list[tuple[Any, Any]] = []
+_patch = Patch("trl")
 
 
 def add_fused_lm_head(
@@ -59,7 +59,7 @@ def add_fused_lm_head(
     `outputs`, entropies and log-probabilities are computed; for the others TRL's head is used.
     """
     if not OURS.issuperset(outputs):
-        theirs = _replaced[0][0] if _replaced else import_module(UTILS).add_fused_lm_head
+        theirs = _patch.pairs[0][0] if _patch.pairs else import_module(UTILS).add_fused_lm_head
         theirs(model, temperature, cast_lm_head_to_fp32, outputs)
         return
     output_class, in_float32 = import_module(UTILS).FusedCausalLMOutput, cast_lm_head_to_fp32
@@ -127,34 +127,30 @@ def add_fused_lm_head(
 
 
 def install_head() -> list[str]:
-    """Let every trainer of the installed TRL that is made from now on take its log-probabilities,
-    entropies and divergences from the head of this library; returns what was replaced.
-    `uninstall_head` undoes it.
+    """Let the trainers of the installed TRL that are constructed after this call compute
+    log-probabilities, entropies and divergences with the head of this library; returns the names
+    that were replaced. `uninstall_head` undoes it.
     """
     utils = import_module(UTILS)
     if not hasattr(utils, "add_fused_lm_head"):
-        raise SpecError(
-            "this TRL has no add_fused_lm_head, the place where its trainers get their head; TRL "
-            "1.16 has it."
-        )
-    if not _replaced:
-        _replaced.append((utils.add_fused_lm_head, add_fused_lm_head))
+        raise SpecError("this TRL has no add_fused_lm_head to replace; TRL 1.16 has it.")
+    if not _patch.pairs:
+        _patch.pairs.append((utils.add_fused_lm_head, add_fused_lm_head))
         with suppress(ModuleNotFoundError):
             theirs = import_module(DISTILLATION)._chunked_divergence_loss
-            _replaced.append((theirs, chunked_divergence_loss))
-    return swap("trl", _replaced)
+            _patch.pairs.append((theirs, chunked_divergence_loss))
+    return _patch.apply()
 
 
 def uninstall_head() -> None:
-    """Restore TRL's head, for trainers that are made from now on."""
-    swap("trl", [(new, old) for old, new in _replaced])
-    _replaced.clear()
+    """Restore TRL's head for trainers that are constructed later."""
+    _patch.undo()
 
 
 @contextmanager
 def installed_head() -> Iterator[None]:
-    """Our head for the trainers that are made inside. Then TRL's, unless ours was there before."""
-    before = bool(_replaced)
+    """Install the head for trainers constructed in this context; keep it if it was installed."""
+    before = bool(_patch.pairs)
     install_head()
     try:
         yield

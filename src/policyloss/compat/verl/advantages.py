@@ -21,8 +21,7 @@ from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_max_gap
 from policyloss.advantage.returns import reward_to_go
 from policyloss.arguments import check_number, check_scalar
-from policyloss.compat.arguments import drop_in, drop_in_of
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in, drop_in_of
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
     less_baseline,
@@ -34,7 +33,7 @@ from policyloss.compat.verl.advantage_numbers import (
     sequence_scores,
     weighted_sum,
 )
-from policyloss.compat.verl.calls import number_of, read
+from policyloss.compat.verl.settings import number_of, read
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask

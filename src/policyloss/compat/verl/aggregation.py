@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice, description
-from policyloss.compat.arguments import drop_in
-from policyloss.compat.counts import guard, guarded_mean, number, share
-from policyloss.compat.parts import seq_mean_token_mean
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in
+from policyloss.compat.parts import as_count, guard, guarded_mean, seq_mean_token_mean, share
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens
@@ -101,8 +99,8 @@ def aggregation(
     if not at_least(release, "0.7.0"):
         counts = replace(counts, tokens=counts.tokens + guard(mask))
     if batch_num_tokens is not None:
-        counts = replace(counts, tokens=number(batch_num_tokens))
-    rows = number(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
+        counts = replace(counts, tokens=as_count(batch_num_tokens))
+    rows = as_count(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
     return Aggregation(part, counts if rows is None else replace(counts, sequences=rows))
 
 

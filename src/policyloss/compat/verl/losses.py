@@ -10,22 +10,24 @@ function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.arguments import drop_in, drop_in_of
-from policyloss.compat.counts import guard, share
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in, drop_in_of
+from policyloss.compat.parts import guard, share, union_share
 from policyloss.compat.verl import parts
-from policyloss.compat.verl.calls import (
-    CLIPPED,
-    Call,
-    LossResult,
+from policyloss.compat.verl.aggregation import aggregation, mean
+from policyloss.compat.verl.parts import masked_mean, outside_by_sign
+from policyloss.compat.verl.rollout_correction import (
+    compute_rollout_correction_and_rejection_mask,
+    correction_options,
+)
+from policyloss.compat.verl.settings import (
     check_dual,
     clip_range,
     either,
@@ -33,13 +35,11 @@ from policyloss.compat.verl.calls import (
     policy_options,
     read,
 )
-from policyloss.compat.verl.counts import outside_by_sign
-from policyloss.compat.verl.rollout_correction import (
-    compute_rollout_correction_and_rejection_mask,
-    correction_options,
-)
 from policyloss.errors import InputError, SpecError
+from policyloss.functional import bound, compute_dtype, difference, estimate
+from policyloss.loss import LossOutput, policy_loss
 from policyloss.parts.aggregate import SeqMeanTokenMean
+from policyloss.parts.precomputed import GivenWeight
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
     Clip,
@@ -73,6 +73,92 @@ __all__ = [
     "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
 ]
+
+
+LossResult = tuple[Tensor, dict[str, Any]]
+CLIPPED = ("upper", "lower")  # the limits of PPO's clip, without the dual clip
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, in verl's order, and what is done with them."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    loss_agg_mode: str = "token-mean"
+    config: Any = None
+    rollout_is_weights: Tensor | None = None
+    release: str | None = field(default=None, kw_only=True)
+
+    def loss(self, spec: LossSpec) -> LossOutput:
+        """The result of `spec` with verl's aggregation, its global batch info, and the weights of
+        this call.
+        """
+        info = either(read(self.config, "global_batch_info"), {})
+        part, totals = aggregation(
+            self.loss_agg_mode, self.response_mask, **info, release=self.release
+        )
+        spec = spec.replace(aggregate=part)
+        if self.rollout_is_weights is not None:
+            spec = spec.replace(correction=GivenWeight(self.rollout_is_weights))
+        return self.loss_of(spec, totals)
+
+    def loss_of(self, spec: LossSpec, totals: Totals) -> LossOutput:
+        """The result of `spec`, which has an aggregation and a correction, on these tensors."""
+        tensors = (self.log_prob, self.old_log_prob, self.advantages, self.response_mask)
+        return policy_loss(spec, *tensors, totals=totals)
+
+    def result(
+        self,
+        spec: LossSpec,
+        clipped: Sequence[str] | None = None,
+        lower: Sequence[str] | None = None,
+        drift: str = "k1",
+    ) -> LossResult:
+        """The loss of `spec`, and verl's metrics of it.
+
+        clipped, lower: the limits whose shares add up to `pg_clipfrac` and to `pg_clipfrac_lower`
+        (see `share`); None means that this loss does not report the metric. drift: the estimator
+        of `ppo_kl`, whose log-ratios are clamped as those of `spec`.
+        """
+        out = self.loss(spec)
+        log_clamp = spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None
+        shares = [x if x is None else self.share(out, x) for x in (clipped, lower)]
+        return out.loss, self.report(shares[0], shares[1], self.drift(log_clamp, drift))
+
+    def share(self, out: LossOutput, limits: Sequence[str]) -> Tensor:
+        """The share of tokens that these limits of the trust region ("upper", "dual") bind; of no
+        limit, 0. 0-dim.
+        """
+        records = [out.metrics[f"clip_fraction_{limit}"] for limit in limits]
+        if not records:
+            return self.log_prob.new_zeros(())
+        return mean(union_share(*records), self.response_mask)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """`log_prob - old_log_prob`, 0 at masked positions, without gradient."""
+        new, old = self.log_prob.detach(), self.old_log_prob.detach()
+        return difference(new, old, as_mask(self.response_mask, new), compute_dtype(new, old))
+
+    def drift(self, log_clamp: Any = None, estimator: str = "k1") -> Tensor:
+        """verl's `ppo_kl`: the mean over valid tokens of an estimate from the (clamped) log-ratio,
+        0-dim.
+        """
+        valid = as_mask(self.response_mask, self.log_prob)
+        estimates = estimate(bound(self.log_ratio, log_clamp), estimator)
+        return masked_mean(estimates, valid, guard(self.response_mask))
+
+    def report(self, clipped: Tensor | None, lower: Tensor | None, kl: Tensor) -> dict[str, Any]:
+        """verl's metrics under its names, as Python floats; those that are None are left out."""
+        metrics = {
+            "actor/pg_clipfrac": clipped,
+            "actor/ppo_kl": kl,
+            "actor/pg_clipfrac_lower": lower,
+        }
+        return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 @drop_in

@@ -9,7 +9,6 @@ as E[x²] − E[x]² depends on every rounding, and these numbers are compared w
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,16 +154,6 @@ def policy_gap(
 
 def _perplexity(whose: str, mean_logp: Tensor) -> Statistics:
     return {f"{whose}_ppl": (-mean_logp).exp().mean(), f"{whose}_log_ppl": (-mean_logp).mean()}
-
-
-def reciprocal_band(high: float, low: float | None = None) -> tuple[float, float]:
-    """(low, high); without `low` the band is 1/high … high, symmetric in the logarithm."""
-    return (1.0 / high if low is None else low), high
-
-
-def in_nats(low: float, high: float) -> tuple[float, float]:
-    """The bounds of a ratio as bounds of its logarithm."""
-    return math.log(low), math.log(high)
 
 
 def bounded_weight(weight: Tensor, low: float | None, high: float) -> Tensor:

@@ -10,11 +10,10 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from policyloss.arguments import check_number, check_scalar
 from policyloss.catalogue import PRESETS
-from policyloss.compat.notices import check_advantages, default_of, warn_once
-from policyloss.compat.patching import swap
-from policyloss.compat.verl.calls import read
-from policyloss.errors import SpecError
+from policyloss.compat.hooks import check_advantages, default_of, swap, warn_once
+from policyloss.errors import InputError, SpecError
 from policyloss.parts.aggregate import (
     SeqMeanTokenMean,
     SeqMeanTokenSum,
@@ -60,6 +59,65 @@ _ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+_MISSING = object()
+
+
+def read(config: Any, name: str, default: Any = None) -> Any:
+    """A field of a verl config, which is a dataclass, an OmegaConf node or a mapping; `default` if
+    it is missing.
+    """
+    if config is None:
+        raise InputError(
+            "config was not given; pass verl's ActorConfig (for advantages, its AlgoConfig), or an "
+            "object with its attributes."
+        )
+    value = getattr(config, name, _MISSING)
+    if value is _MISSING and hasattr(config, "get"):
+        value = config.get(name, _MISSING)
+    return default if value is _MISSING else value
+
+
+def number_of(config: Any, name: str, called: str = "config", default: Any = None) -> float:
+    """A field of a verl config that must be a number. called: what the config is called."""
+    value = read(config, name, default)
+    if value is None:
+        raise InputError(f"{called}.{name} is missing; it must be a number.")
+    check_scalar(f"{called}.{name}", value)
+    return float(value)
+
+
+def either(value: Any, default: Any) -> Any:
+    """`value`, or `default` where it is None."""
+    return default if value is None else value
+
+
+def policy_options(config: Any) -> Any:
+    """`config.policy_loss`, which holds the options that only one loss reads."""
+    options = read(config, "policy_loss")
+    if options is None:
+        raise InputError("config.policy_loss is missing; this loss reads its settings from there.")
+    return options
+
+
+def clip_range(config: Any) -> tuple[float, float]:
+    """`clip_ratio_low` and `clip_ratio_high`, each falling back to `clip_ratio`."""
+    both = read(config, "clip_ratio")
+    low = either(read(config, "clip_ratio_low"), both)
+    high = either(read(config, "clip_ratio_high"), both)
+    if low is None or high is None:
+        raise InputError(
+            "config.clip_ratio is missing; give it, or both clip_ratio_low and clip_ratio_high."
+        )
+    check_scalar("config.clip_ratio_low", low)
+    check_scalar("config.clip_ratio_high", high)
+    return float(low), float(high)
+
+
+def check_dual(clip_ratio_c: float) -> float:
+    """verl's dual clip is always on, and must lie above 1."""
+    check_scalar("clip_ratio_c", clip_ratio_c)
+    hint = "It is the largest ratio where A < 0."
+    return check_number("clip_ratio_c", float(clip_ratio_c), above=1, error=SpecError, hint=hint)
 
 
 def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: str) -> None:
