@@ -429,7 +429,7 @@ TRAIN = (
     (
         "a_page_shows_the_first_groups",
         "policyloss_lab/report/rollouts.py",
-        "order: Order = telling",
+        "order: Order = by_information",
         "order: Order = as_stored",
         "test_report.py::test_too_many_completions_are_thinned_by_whole_groups",
     ),

@@ -74,8 +74,8 @@ WHATIF = (
     (
         "whatif_invisible_text",
         "policyloss_lab/whatif/page.py",
-        '"texts": [visible(text) for text in texts[starts[i] : starts[i] + n]],',
-        '"texts": list(texts[starts[i] : starts[i] + n]),',
+        '"texts": [visible(text) for text in islice(texts, length)],',
+        '"texts": list(islice(texts, length)),',
         _FILES + "test_a_hostile_run_is_read_as_data",
     ),
     (

@@ -10,23 +10,26 @@ from statistics import median
 from typing import Any
 
 Curve = list[tuple[int, float]]
-NEIGHBOURS = 8  # values before and after one that say what is usual there
+NEIGHBOURS = 8  # values before and after one that define the usual value there
 
 
 @dataclass(frozen=True)
 class LogThresholds:
-    """When a curve is a symptom; docs/doctor.md says where each number comes from.
+    """The numbers at which a curve is a symptom; docs/doctor.md gives the source of each.
 
-    least_steps: with fewer, only numbers that are not finite are a verdict. trend_sigma,
-    trend_least: a curve rose or fell if its end differs from its start by this many standard
-    errors, and by this share. solved: a score from which on calm curves are no symptom.
-    entropy_share: of the entropy at the start. dead_groups: share of groups with equal rewards;
-    dead_unsolved: the part of it that right answers do not explain. clip_side: share of the tokens
-    that is clipped on one side; clip_ratio: how many times as many as on the other. kl_high: nats a
-    token. spike: times what is usual around a step; spike_sigma: the same in deviations of its
-    logarithm. truncated: share of completions. length_growth: times the length at the start.
-    step_kl_high, step_kl_low: nats a token that one step moves the policy by. mismatch: KL(rollout,
-    old) in nats a token.
+    least_steps: with fewer steps, only nonfinite numbers are a symptom.
+    trend_sigma, trend_least: a curve rose or fell if its end differs from its start by this many
+    standard errors, and by this share.
+    solved: smallest score at which flat curves are no symptom.
+    entropy_share: share of the entropy at the start.
+    dead_groups: share of groups with equal rewards; dead_unsolved: the part of that share that
+    right answers do not explain.
+    clip_side: share of the tokens clipped on one side; clip_ratio: multiple of the other side.
+    kl_high: nats per token.
+    spike: multiple of the usual value around a step; spike_sigma: deviations of its logarithm.
+    truncated: share of completions. length_growth: multiple of the length at the start.
+    step_kl_high, step_kl_low: change of the policy by one step, in nats per token.
+    mismatch: KL(rollout, old) in nats per token.
     """
 
     least_steps: int = 8
@@ -50,7 +53,7 @@ class LogThresholds:
 
 @dataclass(frozen=True)
 class Log:
-    """The curves of a run by their names here. raw: by the names in the log. rollouts: stored
+    """The curves of a run under our names. raw: under the names of the log. rollouts: stored
     completions, if any.
     """
 
@@ -60,7 +63,7 @@ class Log:
     limits: LogThresholds = LogThresholds()
 
     def finite(self, name: str) -> Curve:
-        """A curve without what is not finite."""
+        """The finite points of a curve."""
         return [(step, y) for step, y in self.curves.get(name, []) if math.isfinite(y)]
 
     def values(self, name: str) -> list[float]:
@@ -80,8 +83,8 @@ class Log:
     def trend(self, name: str) -> int:
         """1 if a curve rose, -1 if it fell, 0 if its noise explains the difference.
 
-        The noise is the median jump between neighbours, which a slow trend does not enlarge and
-        an outlier does not either. Of normal noise with deviation σ it is 0.954 σ.
+        The noise is the median jump between neighbours, which neither a slow trend nor an outlier
+        enlarges. For normal noise with deviation σ it is 0.954 σ.
         """
         ys, start, end = self.values(name), self.start(name), self.end(name)
         if len(ys) < 3 or start is None or end is None:
@@ -94,7 +97,7 @@ class Log:
         return 0 if small else 1 if change > 0 else -1
 
     def since(self, name: str, test: Callable[[float], bool]) -> int:
-        """The first step from which on a curve passes a test nearly always (three in four)."""
+        """The first step after which a curve passes a test nearly always (three in four)."""
         begin = passed = 0
         for count, (step, y) in enumerate(reversed(self.curves.get(name, [])), 1):
             passed += test(y)
@@ -103,9 +106,9 @@ class Log:
         return begin
 
     def outliers(self, name: str) -> list[tuple[int, float, float]]:
-        """(step, value, times what is usual around it) of the values that stand out: in a ratio to
-        the medians of those before and after, and in units of how much the logarithm of that ratio
-        varies. Zeros are steps without a gradient, and are left out.
+        """(step, value, ratio) of the values with an unusual ratio to the medians of their
+        neighbours before and after, compared with the limits and with the usual variation of that
+        ratio's logarithm. Zeros are steps without a gradient, and are left out.
         """
         curve = [(step, y) for step, y in self.finite(name) if y > 0]
         if len(curve) < self.limits.least_steps:
@@ -113,7 +116,7 @@ class Log:
         ys, ratios = [y for _, y in curve], []
         for i, y in enumerate(ys):
             sides = ys[max(0, i - NEIGHBOURS) : i], ys[i + 1 : i + 1 + NEIGHBOURS]
-            # The larger of both, so that the last value before a fall is none.
+            # The larger of both, so that the last value before a fall is no outlier.
             ratios.append(y / max(median(side) for side in sides if side))
         deviation = 1.4826 * median(abs(math.log(ratio)) for ratio in ratios)
         bound = max(self.limits.spike, math.exp(min(self.limits.spike_sigma * deviation, 700)))
@@ -122,8 +125,8 @@ class Log:
         ]
 
     def busiest(self, name: str) -> tuple[float, int, int]:
-        """(median, first step, last step) of the quarter of a curve with the highest median, and of
-        several such with the highest mean.
+        """(median, first step, last step) of the quarter of a curve with the highest median; ties
+        are resolved by the mean.
         """
         curve = self.finite(name)
         width = math.ceil(len(curve) / 4)
@@ -136,13 +139,13 @@ class Log:
 
     @property
     def score(self) -> str:
-        """The curve that says best whether the task is learned: held-out prompts, else rewards."""
+        """The curve that shows best whether the task is learned: held-out prompts, else rewards."""
         return "held_out" if len(self.values("held_out")) >= 3 else "reward"
 
     @property
     def right(self) -> float:
-        """The share of right answers at the end, of held-out prompts if there are any: a broken
-        verifier calls all of its own right. 0 if the log has no such share.
+        """The share of right answers at the end, on held-out prompts if there are any, because a
+        broken verifier accepts all training answers. 0 if the log has no such share.
         """
         name = "held_out" if self.values("held_out") else "accuracy"
         ys = self.values(name)
@@ -150,7 +153,7 @@ class Log:
 
     @property
     def solved(self) -> bool:
-        """Whether the task is solved, so that calm curves are no symptom."""
+        """Whether the task is solved, so that flat curves are no symptom."""
         return self.right >= self.limits.solved
 
     @property

@@ -17,10 +17,10 @@ SHARDS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class SoftCap:
-    """One side caps its logits, `c·tanh(z/c)`, and the other does not, or one does it twice."""
+    """One side caps its logits, `c·tanh(z/c)`, and the other does not, or caps them twice."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The cap that leaves the least, and the model without its cap."""
+        """The best cap, and the model without its cap."""
         if case.scorer is None:
             return
         scorer, logits = case.scorer, case.scorer.logits.double()
@@ -68,8 +68,8 @@ class RoundedLogits:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The vocabulary is split over ranks, and one side treats a shard wrongly: it leaves it out of
-    the normaliser, has no logits for it, or normalises over the token's own shard alone.
+    """The vocabulary is split over ranks, and one side handles a shard wrongly: it leaves the shard
+    out of the normaliser, has no logits for it, or normalises over the token's shard alone.
     """
 
     def fit(self, case: Case) -> Iterator[Fit]:

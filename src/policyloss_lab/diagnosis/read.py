@@ -29,7 +29,7 @@ _TYPES = {
 
 
 def read_tokens(path: str | Path) -> dict[str, Any]:
-    """The arguments of `lab.doctor` that a file holds: padded tensors, and prompts as lists.
+    """The arguments of `lab.doctor` in a file: padded tensors, and prompts as lists.
 
     A line of a .jsonl file is a row: lists of one length under `rollout_logp`, `old_logp` or
     `logp`, and optionally `ids`, `mask`, `prompt_ids` (docs/doctor.md lists other names). A
@@ -64,11 +64,13 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
                 tensors[name] = flat.reshape(entry["shape"])
         return tensors
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise InputError(f"{file} is no safetensors file: {type(error).__name__}.") from error
+        raise InputError(
+            f"{file} is not a valid safetensors file: {type(error).__name__}."
+        ) from error
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, at least one."""
+    """The objects of a file of JSON lines; at least one."""
     rows: list[dict[str, Any]] = []
     with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
         for number, line in enumerate(handle, 1):
@@ -147,7 +149,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def columns_of(names: Any) -> dict[str, str]:
-    """Which of these names holds which argument; an `InputError` if a side is missing."""
+    """{argument of `doctor`: the name of its column}; an `InputError` if a side is missing."""
     known = list(names)
     columns = {
         argument: name

@@ -24,8 +24,8 @@ from policyloss_lab.reading import open_file, parse_object
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """findings: what is wrong, causes before what they may lead to. steps: how many were judged.
-    metrics: the curves that were recognised.
+    """The symptoms of a run. findings: causes before their possible effects. steps: the number of
+    judged steps. metrics: the recognised curves.
     """
 
     findings: tuple[Finding, ...]
@@ -34,11 +34,11 @@ class RunDiagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there is no symptom."""
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The diagnosis as plain data."""
         rows = [finding._asdict() for finding in self.findings]
         return {"findings": rows, "steps": self.steps, "metrics": list(self.metrics)}
 
@@ -71,7 +71,7 @@ def _count(findings: Sequence[object]) -> str:
 
 
 def doctor_run(path: str | Path, thresholds: LogThresholds | None = None) -> RunDiagnosis:
-    """What the logs in `path` say is wrong. docs/doctor.md lists the formats and the symptoms."""
+    """Diagnose the logs in `path`. docs/doctor.md lists the formats and the symptoms."""
     return diagnose_rows(read_log(path), thresholds, _rollouts(Path(path)))
 
 
@@ -80,7 +80,7 @@ def diagnose_rows(
     thresholds: LogThresholds | None = None,
     rollouts: Sequence[Mapping[str, Any]] = (),
 ) -> RunDiagnosis:
-    """The same from rows of numbers, each with its step."""
+    """Diagnose rows of numbers, each with its step."""
     limits = thresholds or LogThresholds()
     curves: dict[str, Curve] = {}
     raw: dict[str, Curve] = {}
@@ -111,7 +111,7 @@ def diagnose_rows(
 
 
 def _rollouts(path: Path) -> list[dict[str, Any]]:
-    """Stored completions beside the metrics of a run of ours; none if there is no such file."""
+    """The stored completions of a run directory of ours; [] if there are none."""
     path = (path if path.is_dir() else path.parent) / "rollouts.jsonl"
     try:
         with open_file(path, limits.ROLLOUT_BYTES) as file:
@@ -121,7 +121,9 @@ def _rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 class LogWatch:
-    """every: how many rows lie between two looks."""
+    """Diagnoses a log while it is written, and reports each symptom once. every: the number of rows
+    between two diagnoses.
+    """
 
     def __init__(self, every: int = 10) -> None:
         self.every = every
@@ -129,13 +131,13 @@ class LogWatch:
         self.named: set[str] = set()
 
     def read(self, step: int, row: Mapping[str, Any]) -> list[Finding]:
-        """Keep the numbers of a row, and look at all rows now and then: what was not named yet."""
+        """Add a row; returns new symptoms if a diagnosis is due."""
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.rows.append({**numbers, "step": step})
         return self.look() if len(self.rows) % self.every == 0 else []
 
     def look(self) -> list[Finding]:
-        """The symptoms of all rows that were not named before; none while rows are too few."""
+        """The symptoms that were not returned before; [] while there are too few rows."""
         try:
             verdict = diagnose_rows(self.rows)
         except InputError:
@@ -168,7 +170,7 @@ def read_log(path: str | Path) -> list[Row]:
 
 
 def _log_files(path: Path) -> list[Path]:
-    """The log of a directory: of TensorBoard there is one file for each time that the run began."""
+    """The log of a directory; TensorBoard writes one file for each start of a run."""
     if not path.is_dir():
         return [path]
     states = sorted(path.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)

@@ -30,7 +30,7 @@ def int8(w: Tensor, axis: int, steps: float = 127.0) -> Tensor:
 
 
 def int8_wide(w: Tensor, axis: int) -> Tensor:
-    """The same with all 256 values in use, as torchao has it."""
+    """`int8` with all 256 values in use, as in torchao."""
     return int8(w, axis, 127.5)
 
 
@@ -41,7 +41,7 @@ def fp8(w: Tensor, axis: int) -> Tensor:
 
 
 def fp8_tensor(w: Tensor, axis: int) -> Tensor:
-    """e4m3 with one scale for a whole matrix."""
+    """e4m3 with one scale for the matrix."""
     scale = w.abs().amax().clamp(min=1e-12) / FP8_MAX
     return (w / scale).to(torch.float8_e4m3fn).to(w.dtype) * scale
 
@@ -59,14 +59,14 @@ ROUNDINGS: dict[str, tuple[tuple[str, Callable[[Tensor, int], Tensor], bool], ..
 
 @dataclass(frozen=True)
 class RoundedWeights:
-    """The weights of one side are rounded: all to 16 bits, or those of the matrices to 8."""
+    """The weights of one side are rounded: all to 16 bits, or the matrices to 8."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """One fit for each rounding, with and without that of the head."""
+        """One fit for each rounding, with and without the head."""
         if case.scorer is None:
             return
         scorer, model = case.scorer, case.scorer.model
-        one_side = len(case.sides) == 1  # where both run in bf16, neither of them is the odd one
+        one_side = len(case.sides) == 1  # if both run in bf16, neither is wrong
         if one_side:
             yield from case.fit_sides(
                 "weights_bf16",
@@ -117,8 +117,8 @@ def _place(weight: Tensor | None) -> int | None:
 
 
 def matrices(model: nn.Module) -> dict[str, int]:
-    """The weights of linear layers by name, with the axis that a scale of an output channel runs
-    over: 1, or 0 where a layer keeps its weight transposed.
+    """The weights of linear layers by name, with the axis of their inputs: 1, or 0 where a layer
+    stores its weight transposed.
     """
     axes = {}
     for name, module in model.named_modules():
@@ -136,7 +136,7 @@ class Adapter:
     """The model has an adapter that one side leaves out, or merges into rounded weights."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Both, for a model with `disable_adapter` and `merge_and_unload`, as peft's have."""
+        """Both, for a model with `disable_adapter` and `merge_and_unload`, as in peft."""
         if case.scorer is None or not hasattr(case.scorer.model, "disable_adapter"):
             return
         scorer, model = case.scorer, case.scorer.model
@@ -159,7 +159,7 @@ class Adapter:
 
 
 def bos_of(scorer: Scorer) -> int | None:
-    """The token that every prompt begins with, or the one that the configuration names."""
+    """The first token of every prompt, or the one in the configuration."""
     firsts = {p[0] if p else None for p in scorer.prompts}
     (first,) = firsts if len(firsts) == 1 else (None,)
     named = getattr(scorer.config, "bos_token_id", None)
@@ -189,15 +189,15 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class OtherPrompt:
-    """One side saw another prompt: a part of it is missing, or it is that of another template.
+    """One side saw another prompt: part of it is missing, or it has another template.
 
-    others: the prompts of the rows in another template, as tokens.
+    others: the prompts in that template, as token ids.
     """
 
     others: Sequence[Sequence[int]] | None = None
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The last tokens missing, the whole prompt missing, and the other template."""
+        """The last tokens missing, the prompt missing, and the other template."""
         if case.scorer is None:
             return
         if self.others is not None:
@@ -230,7 +230,7 @@ class Padding:
     """Rows are padded on the left, and one side counts padding as positions or attends to it."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Both; nothing where all rows have one length."""
+        """Each, and both together."""
         if case.scorer is None:
             return
         scorer = case.scorer

@@ -10,16 +10,14 @@ from typing import NamedTuple
 from policyloss_lab.diagnosis.curves import Log
 from policyloss_lab.reading import finite
 
-# In the order of computation: the first of these that is not finite made the others so.
+# In the order of computation: a nonfinite number spreads to those after it.
 ORDER = ("rollout", "reward", "advantage", "old", "entropy", "kl", "ratio", "loss", "grad")
 
-ROUNDING = 1e-12  # of k3 between equal policies in float32
+ROUNDING = 1e-12  # k3 between equal policies in float32
 
 
 class Finding(NamedTuple):
-    """A symptom: its cause, where it begins (0: nowhere in particular), what shows it, and what to
-    do.
-    """
+    """A symptom: its cause, its first step (0: no particular step), the evidence and the remedy."""
 
     cause: str
     step: int
@@ -31,12 +29,12 @@ Detector = Callable[[Log], "Finding | None"]
 
 
 def not_finite(log: Log) -> Finding | None:
-    """The first step with a number that is none, and the metric that had it first."""
+    """The first step with a nonfinite number, and the first such metric."""
     bad = [
         (step, _rank(name), name)
         for name, curve in log.raw.items()
         for step, y in curve
-        # A reward function that did not apply is NaN by right in TRL's rewards/<name>/….
+        # In TRL's rewards/<name>/…, a reward function that did not apply is NaN legitimately.
         if not math.isfinite(y) and not ("rewards/" in name and name.count("/") > 1)
     ]
     skipped = [step for step, y in log.raw.get("skipped", []) if y > 0]
@@ -62,13 +60,13 @@ def not_finite(log: Log) -> Finding | None:
 
 
 def _rank(name: str) -> int:
-    """Its place in the order of computation: `policy/advantage_mean` is an advantage."""
+    """The place of a metric in `ORDER`: `policy/advantage_mean` is an advantage."""
     words = (place for place, word in enumerate(ORDER) if word in name)
     return next(words, len(ORDER))
 
 
 def gradient_spike(log: Log) -> Finding | None:
-    """A step whose gradient, or whose advantages, are far larger than those around it."""
+    """A step with a far larger gradient, or far larger advantages, than the steps around it."""
     for name, words in (("grad_norm", "gradient norm"), ("advantage_std", "spread of advantages")):
         for step, size, times in log.outliers(name):
             return Finding(
@@ -83,8 +81,8 @@ def gradient_spike(log: Log) -> Finding | None:
 
 
 def _tokens(log: Log, step: int) -> str:
-    """The tokens with the largest |advantage|·ratio, their weight in the gradient, among the
-    completions that were stored at a step.
+    """The tokens with the largest weight in the gradient, |advantage|·ratio, among the stored
+    completions of a step.
     """
     weights: list[tuple[float, str]] = []
     for row in log.rollouts:
@@ -102,7 +100,7 @@ def _tokens(log: Log, step: int) -> str:
 
 
 def entropy_collapse(log: Log) -> Finding | None:
-    """Entropy that fell to a small share of what it was, before the task was solved."""
+    """Entropy that fell to a small share of its start before the task was solved."""
     start, end = log.start("entropy"), log.end("entropy")
     if start is None or end is None or log.solved:
         return None
@@ -119,8 +117,8 @@ def entropy_collapse(log: Log) -> Finding | None:
 
 
 def dead_groups(log: Log) -> Finding | None:
-    """Groups whose rewards are all equal have no gradient. A group that is all right is one of
-    them, so only what the share of right answers leaves is a symptom.
+    """Groups with equal rewards have no gradient. A group with only right answers is one of them,
+    so the share of right answers is subtracted.
     """
     share = log.end("dead_groups")
     if share is None or share < log.limits.dead_groups:
@@ -138,7 +136,7 @@ def dead_groups(log: Log) -> Finding | None:
 
 
 def clip_saturation(log: Log) -> Finding | None:
-    """For a quarter of the run, many tokens are held by one side of the trust region."""
+    """For a quarter of the run, one side of the trust region clips many tokens."""
     sides = {"clip_high": "upper", "clip_low": "lower"}
     for name, other in (("clip_high", "clip_low"), ("clip_low", "clip_high")):
         if not log.values(name) or not log.values(other):
@@ -159,7 +157,7 @@ def clip_saturation(log: Log) -> Finding | None:
 
 
 def kl_drift(log: Log) -> Finding | None:
-    """A policy far from the reference that does not score better for it."""
+    """A policy far from the reference without a better score."""
     end = log.end("kl")
     if end is None or end < log.limits.kl_high or log.solved or log.trend(log.score) > 0:
         return None
@@ -173,8 +171,8 @@ def kl_drift(log: Log) -> Finding | None:
 
 
 def truncation(log: Log) -> Finding | None:
-    """Completions are cut at the end of the run; or they were at its start, and those that fit
-    into the limit afterwards are no better.
+    """Completions are cut at the end of the run; or they were cut at its start, and the shorter
+    ones afterwards are no better.
     """
     start, end = log.start("truncated"), log.end("truncated")
     if start is None or end is None:
@@ -229,9 +227,7 @@ def reward_hacking(log: Log) -> Finding | None:
 
 
 def learning_rate(log: Log) -> Finding | None:
-    """A learning rate that destroys the policy, or that does not move it, where nothing is
-    learned.
-    """
+    """A run without progress whose learning rate destroys the policy or does not move it."""
     moves = log.finite("step_kl")
     if not moves or log.learned or log.solved:
         return None
@@ -250,10 +246,10 @@ def learning_rate(log: Log) -> Finding | None:
             evidence,
             "Lower the learning rate (three times at a time), or clip the gradient norm.",
         )
-    # The ratio before the only update of a batch is 1 but for rounding, at any learning rate.
-    # verl's ppo_kl is the mean of -log(ratio), and has both signs.
+    # Before the only update of a batch, the ratio is 1 up to rounding at any learning rate.
+    # verl's ppo_kl is the mean of -log(ratio), which has both signs.
     sizes = [abs(y) for _, y in moves if abs(y) > ROUNDING]
-    # Equal rewards make no gradient, and thus no step, at any learning rate either.
+    # Equal rewards give no gradient, and thus no step, at any learning rate.
     idle = (log.end("dead_groups") or 0.0) >= log.limits.dead_groups
     if len(sizes) < log.limits.least_steps or idle:
         return None
@@ -270,7 +266,7 @@ def learning_rate(log: Log) -> Finding | None:
 
 def engine_mismatch(log: Log) -> Finding | None:
     """An engine that disagrees with the trainer at nearly every step. Completions of older weights
-    differ, too, but hardly at the first step, and little where the policy rests.
+    also differ, but hardly at the first step, and little while the policy hardly changes.
     """
     values = sorted(log.values("mismatch"))
     if not values or values[len(values) // 10] < log.limits.mismatch:
@@ -300,7 +296,7 @@ def no_learning(log: Log) -> Finding | None:
     )
 
 
-# Causes come before what they may lead to.
+# Causes come before their possible effects.
 DETECTORS: tuple[Detector, ...] = (
     not_finite,
     engine_mismatch,

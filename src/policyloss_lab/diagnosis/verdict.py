@@ -13,8 +13,8 @@ from policyloss.parts.correction import Band, Reject, SequenceMask, Truncate
 
 
 class Alternative(NamedTuple):
-    """A hypothesis that was tested. unexplained: the share of the scale of the differences that it
-    leaves, 1 for all of it.
+    """A tested hypothesis. unexplained: the share of the scale of the differences that it leaves, 1
+    for all of it.
     """
 
     cause: str
@@ -24,19 +24,19 @@ class Alternative(NamedTuple):
 
     @property
     def leaves(self) -> str:
-        """The share in words; a hypothesis that makes things worse leaves all."""
+        """`unexplained` in words; a hypothesis that makes things worse leaves all."""
         return f"{self.unexplained:.0%}" if self.unexplained < 0.995 else "all"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why the engine and the trainer disagree.
+    """The cause of a mismatch between engine and trainer.
 
-    cause: a name of `CAUSES`, "healthy" or "not_explained". causes: all that were found, the
-    largest first (two at most). confidence: from 0 to 1. evidence, remedy: sentences. correction:
-    parts for the slot of that name that would have bounded the damage; None where there is none.
-    floor: the noise that was measured, in nats of an unlikely token. details: the numbers that were
-    fitted. alternatives: what else was tested, best first.
+    cause: a name of `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the largest
+    first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for the slot of
+    that name that would have bounded the damage, or None. floor: the measured noise, in nats of an
+    unlikely token. details: the fitted numbers. alternatives: the other tested hypotheses, best
+    first.
     """
 
     cause: str
@@ -61,7 +61,7 @@ class Diagnosis:
         return " and ".join(CAUSES[cause].title for cause in self.causes)
 
     def because_of(self, cause: str, evidence: Sequence[str]) -> Diagnosis:
-        """The same with a cause that is known for certain in the first place."""
+        """The diagnosis with a certain cause in the first place."""
         return replace(
             self,
             cause=cause,
@@ -73,19 +73,23 @@ class Diagnosis:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; the correction as the parts' names and numbers."""
+        """The diagnosis as plain data; the correction as the repr of its parts."""
         return {
             "cause": self.cause,
             "causes": list(self.causes),
             "confidence": round(self.confidence, 4),
             "tokens": self.tokens,
-            "floor": _plain(self.floor),
+            "floor": _json_number(self.floor),
             "evidence": list(self.evidence),
             "remedy": self.remedy,
             "correction": None if self.correction is None else [repr(p) for p in self.correction],
-            "details": {name: _plain(value) for name, value in self.details.items()},
+            "details": {name: _json_number(value) for name, value in self.details.items()},
             "alternatives": [
-                {**a._asdict(), "unexplained": _plain(a.unexplained), "score": _plain(a.score)}
+                {
+                    **a._asdict(),
+                    "unexplained": _json_number(a.unexplained),
+                    "score": _json_number(a.score),
+                }
                 for a in self.alternatives
             ],
         }
@@ -101,7 +105,7 @@ class Diagnosis:
         if self.correction:
             lines.append(f"until then: correction={_parts(self.correction)}")
         if self.alternatives:
-            lines.append("also tested, with what each leaves unexplained:")
+            lines.append("also tested, with the share that each leaves unexplained:")
             lines += [
                 f"  {a.leaves:>5}  {CAUSES[a.cause].title}: {a.sentence}"
                 for a in self.alternatives[:5]
@@ -129,8 +133,8 @@ def _parts(correction: tuple[Correction, ...]) -> str:
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
 
 
-def _plain(value: Any) -> Any:
-    """A number that strict JSON can hold."""
+def _json_number(value: Any) -> Any:
+    """A number that strict JSON can hold, with six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value
@@ -140,7 +144,7 @@ Correction = Truncate | Band | SequenceMask | Reject
 
 
 class Cause(NamedTuple):
-    """title: a few words. remedy: what to do. correction: parts that bound the damage until then;
+    """title: a few words. remedy: instructions. correction: parts that bound the damage until then;
     None where a weight would only hide a bug.
     """
 

@@ -17,7 +17,7 @@ from policyloss.errors import PolicyLossError
 from policyloss.functional.ratio import LogClamp
 from policyloss.parts.data import VARIANTS, has_fields
 
-# The numbers to begin with where neither a preset nor a default has one, the first that fits.
+# Initial numbers where neither a preset nor a default has one; the first that fits is used.
 _GUESSES = (0.1, 2.0)
 
 
@@ -39,8 +39,8 @@ class Field(NamedTuple):
 class Limits(NamedTuple):
     """The legal values of a number; None is no limit.
 
-    It is at least `least`, above `above` and below `below`. not_below: the field that it is not
-    smaller than. infinite: infinity is legal.
+    least, most: inclusive; above, below: exclusive. not_below: the field that is its lower limit.
+    infinite: whether infinity is legal.
     """
 
     least: float | None = None
@@ -99,7 +99,7 @@ def slot_of(part: type) -> str:
 
 @cache
 def start(part: type) -> Any:
-    """A part to begin with: that of the first preset that has one, or the defaults."""
+    """The initial part: from the first preset that has one, or the defaults."""
     used = next(_in_presets(part), None)
     if used is not None:
         return used
@@ -137,7 +137,7 @@ def _instance(part: type, values: dict[str, Any]) -> Any:
 
 @cache
 def start_number(part: type, field: Field) -> float:
-    """A finite number to begin with, also where the field is None or infinite at first."""
+    """A finite initial number, also for a field that is None or infinite at first."""
     values = [getattr(each, field.name) for each in (*_in_presets(part), start(part))]
     values += [f.default for f in dataclasses.fields(part) if f.name == field.name]
     finite = [v for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
@@ -155,7 +155,7 @@ def _accepts(part: type, changed: dict[str, Any]) -> bool:
 
 
 def distinct_numbers(part: type) -> dict[str, float]:
-    """A number for each number field, near the one to begin with, that no formula has by itself."""
+    """For each number field, a number near the initial one that occurs in no formula."""
     return {
         field.name: 1_000_003 + i
         if field.integer

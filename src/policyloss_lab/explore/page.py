@@ -28,9 +28,9 @@ _SCRIPTS = (
 
 
 def explorer_page(losses: Sequence[LossSpec | str] = FIRST) -> str:
-    """The page. losses: one to three that it shows at first, presets by name or specs.
+    """The page of the explorer. losses: one to three to show first, presets by name or specs.
 
-    It makes no request; a content policy in its head forbids all of them, and every other script.
+    The page makes no request; a content policy forbids requests and other scripts.
     """
     package = "policyloss_lab.explore"
     style = asset("policyloss_lab.report", "page.css") + asset(package, "explorer.css")
@@ -52,7 +52,7 @@ def explorer_page(losses: Sequence[LossSpec | str] = FIRST) -> str:
 
 
 def explore_command(arguments: Sequence[str]) -> int:
-    """Write the page that `arguments` ask for; returns the exit code."""
+    """Write the page, and open it in a browser; returns the exit code."""
     options = read_options("explore", Explore, arguments)
     check_output(options.out, "--out")
     page = explorer_page([read_loss(loss) for loss in options.losses])
@@ -67,6 +67,6 @@ def _address(path: Path) -> str:
 
 
 def _has_browser() -> bool:
-    """Whether there is a screen: without one, `webbrowser` would start a browser for terminals."""
+    """Whether there is a screen; without one, `webbrowser` would start a text browser."""
     screens = ("DISPLAY", "WAYLAND_DISPLAY")
     return sys.platform in ("darwin", "win32") or any(map(os.environ.get, screens))

@@ -18,10 +18,9 @@ from policyloss_lab import limits
 from policyloss_lab.logs.trackers import trackio_rows
 from policyloss_lab.reading import Lines, number_of, parse_object
 
-Rows = Iterator[dict[str, Any]]
 PARQUET = b"PAR1"
 NEEDS_PYARROW = "needs pyarrow: pip install 'policyloss-lab[parquet]'"
-# Our field → the names of the same in a stored completion; the first that is there counts.
+# Our field → its names in stored completions; the first that exists counts.
 FIELDS = {
     "prompt": ("prompt", "input", "question", "query"),
     "completion": ("completion", "output", "response", "generation"),
@@ -59,8 +58,8 @@ def holds_completions(head: bytes) -> bool:
 
 
 def step_in_name(path: Path) -> int:
-    """The step that a file or its folder is named for, or 0: `completions_00010.parquet`,
-    `10.jsonl`, `step_10/rank_0.jsonl`, `completions_10_<digest>.table.json`.
+    """The step in the name of a file or its folder, or 0: `completions_00010.parquet`, `10.jsonl`,
+    `step_10/rank_0.jsonl`, `completions_10_<digest>.table.json`.
     """
     name = path.parent.name if path.stem.startswith("rank_") else path.name.partition(".")[0]
     match = _STEP_OF_TABLE.search(path.name) or _STEP_IN_NAME.search(name)
@@ -69,11 +68,11 @@ def step_in_name(path: Path) -> int:
 
 def stored_completions(
     file: BinaryIO, path: Path, budget: int, rewards: Iterable[str] = ()
-) -> tuple[Rows, bool]:
+) -> tuple[Iterator[dict[str, Any]], bool]:
     """(rows of `rollouts.jsonl`, whether some were left out) of an open file.
 
-    budget: bytes that are read. rewards: the names of TRL's reward functions, whose columns are
-    added up; if none is known, every column of numbers is one.
+    budget: the number of bytes to read. rewards: the names of TRL's reward functions; their columns
+    are summed. Without names, every column of numbers is a reward.
     """
     head = file.read(4096)
     file.seek(0)
@@ -86,8 +85,10 @@ def stored_completions(
     return _ours((row for row in parsed if row is not None), path, ()), lines.sampled
 
 
-def trackio_tables(path: Path, run: str, budget: int, rewards: Iterable[str]) -> Rows:
-    """The same of the tables with completions that were logged to trackio."""
+def trackio_tables(
+    path: Path, run: str, budget: int, rewards: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """The rows of `rollouts.jsonl` of the tables with completions in a trackio project."""
     for entry in trackio_rows(path, run, budget):
         for table in entry.values():
             rows = table.get("_value") if isinstance(table, dict) else None
@@ -96,7 +97,7 @@ def trackio_tables(path: Path, run: str, budget: int, rewards: Iterable[str]) ->
                 yield from _ours(inside, path, tuple(rewards))
 
 
-def _parquet(file: BinaryIO, path: Path) -> Rows:
+def _parquet(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
     try:
         parquet: Any = import_module("pyarrow.parquet")
     except ModuleNotFoundError:
@@ -112,7 +113,7 @@ def _parquet(file: BinaryIO, path: Path) -> Rows:
         raise InputError(f"{path.name} cannot be read: {type(error).__name__}.") from error
 
 
-def _table(file: BinaryIO) -> Rows:
+def _table(file: BinaryIO) -> Iterator[dict[str, Any]]:
     """The rows of a table that W&B stored: {"columns": […], "data": [[…], …]}."""
     table = parse_object(file.read(limits.TABLE_BYTES)) or {}
     columns, data = table.get("columns"), table.get("data")
@@ -121,8 +122,10 @@ def _table(file: BinaryIO) -> Rows:
             yield dict(zip((str(column) for column in columns), row, strict=False))
 
 
-def _ours(rows: Rows, path: Path, rewards: tuple[str, ...]) -> Rows:
-    """The rows of a file in our form. Rows with the same prompt are a group, unless they say."""
+def _ours(
+    rows: Iterator[dict[str, Any]], path: Path, rewards: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file in our form. Without groups, rows with the same prompt are a group."""
     groups: dict[tuple[int, str], int] = {}
     for row in rows:
         step = row.get("step")
@@ -151,15 +154,15 @@ def _sum_of_rewards(row: Mapping[str, Any], rewards: tuple[str, ...]) -> float |
 
 
 def _text(value: Any) -> str | None:
-    """A text, or the messages of a conversation one below the other."""
+    """A text, or the messages of a conversation, one per line."""
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         return "\n".join(f"{item.get('role', '')}: {item.get('content', '')}" for item in value)
     return value if isinstance(value, str) or value is None else str(value)
 
 
 def _prime_rl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sequence of prime-rl's export: token numbers without texts. What comes before the first
-    trained token is the prompt.
+    """A sequence of prime-rl's export: token ids without texts. The tokens before the first trained
+    one are the prompt.
     """
     ids, mask = row["token_ids"], row["loss_mask"]
     if not isinstance(ids, list) or not isinstance(mask, list):

@@ -28,8 +28,8 @@ _CONSOLE = re.compile(r"step:(\d+) - (\S+:\S+)")
 def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tuple[int, Row]]:
     """(step, numbers by name) of each row, in the order of the file; the same step may come again.
 
-    file: open, at its beginning. name: of the file, for errors. Of more than about `budget` bytes,
-    rows are chosen that are evenly spaced.
+    file: open, at its beginning. name: of the file, for errors. A file of more than about `budget`
+    bytes is sampled evenly.
     """
     head = file.read(4096)
     file.seek(0)
@@ -53,12 +53,12 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
 
 
 def _is_document(head: bytes) -> bool:
-    """Whether a file that begins with this is one JSON object over many lines, or has a history."""
+    """Whether a file that begins with `head` is one JSON object over many lines."""
     return b'"log_history"' in head or head.lstrip().partition(b"\n")[0].rstrip() == b"{"
 
 
 def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
-    """(step, numbers) of each entry that has a step; what is no number is left out."""
+    """(step, numbers) of each entry that has a step; other values are left out."""
     for entry in entries:
         inner = entry.get("data")  # verl writes {"step": …, "data": {…}}
         flat = {**entry, **inner} if isinstance(inner, dict) else entry

@@ -36,8 +36,8 @@ def is_tensorboard(head: bytes) -> bool:
 
 
 def events(file: BinaryIO, share: float = 1.0) -> Iterator[tuple[int, Row]]:
-    """The scalars of an events file, by step. share: of the records that are looked at."""
-    for body in chosen(_event_records(file), share):
+    """The scalars of an events file by step. share: the share of the records to read."""
+    for body in sample(_event_records(file), share):
         step = 0
         row: Row = {}
         for number, value in fields(body):
@@ -49,9 +49,9 @@ def events(file: BinaryIO, share: float = 1.0) -> Iterator[tuple[int, Row]]:
             yield step, row
 
 
-def chosen(records: Iterator[Item], share: float) -> Iterator[Item]:
-    """About `share` of the records. The golden ratio is never in step with a log that repeats the
-    same metrics in the same order, as every k-th record would be.
+def sample(records: Iterator[Item], share: float) -> Iterator[Item]:
+    """About `share` of the records. Logs repeat the same metrics in the same order: every k-th
+    record could always be the same metric, while the golden ratio hits all of them.
     """
     for place, record in enumerate(records):
         if share >= 1 or place * _GOLDEN % 1.0 < share:
@@ -101,17 +101,15 @@ def _tensor(message: bytes) -> float | None:
 
 
 def wandb_history(file: BinaryIO, share: float = 1.0) -> Iterator[dict[str, object]]:
-    """The rows of the `.wandb` file that W&B writes beside a run, also offline, with what JSON
-    makes of each value. share: as for `events`.
-    """
-    for body in chosen(_wandb_records(file), share):
+    """The rows of a `.wandb` file, with each value parsed as JSON. share: as for `events`."""
+    for body in sample(_wandb_records(file), share):
         for number, history in fields(body):
             if number == 2 and isinstance(history, bytes):
                 yield _without_media(dict(_wandb_items(history)))
 
 
 def wandb_config(file: BinaryIO) -> dict[str, object]:
-    """The settings of the run in a `.wandb` file: those of the first record that has any."""
+    """The settings of a run from the first record of a `.wandb` file that has any."""
     for body in _wandb_records(file):
         for number, run in fields(body):
             if number != 17 or not isinstance(run, bytes):
@@ -127,7 +125,7 @@ def wandb_config(file: BinaryIO) -> dict[str, object]:
 
 
 def _without_media(row: dict[str, object]) -> dict[str, object]:
-    """A row without what describes the files of tables and pictures (`completions.nrows`)."""
+    """A row without the descriptions of tables and pictures (`completions.nrows`)."""
     media = {name.removesuffix("._type") for name in row if name.endswith("._type")}
     return {name: value for name, value in row.items() if name.rpartition(".")[0] not in media}
 
@@ -179,7 +177,7 @@ def _wandb_records(file: BinaryIO) -> Iterator[bytes]:
 
 
 def fields(message: bytes) -> Iterator[Field]:
-    """The fields of a protobuf message; it ends where something cannot be read."""
+    """The fields of a protobuf message, up to the first unreadable one."""
     place = 0
     while place < len(message):
         key, place = _varint(message, place)
@@ -224,14 +222,14 @@ def run_names(path: Path) -> list[str]:
 
 
 def trackio_rows(path: Path, run: str, budget: int) -> Iterator[dict[str, Any]]:
-    """The rows of a run, each with its "step". Of more than about `budget` bytes of JSON, rows are
-    chosen that are evenly spread.
+    """The rows of a run, each with its "step". More than about `budget` bytes of JSON are sampled
+    evenly.
     """
     where = "FROM metrics WHERE run_name = ? AND length(metrics) < ?"
     (size,) = next(_rows(path, f"SELECT sum(length(metrics)) {where}", (run, limits.LINE_BYTES)))
     share = budget / max(1, size or 0)
     order = f"SELECT step, metrics {where} ORDER BY id"
-    for step, text in chosen(_rows(path, order, (run, limits.LINE_BYTES)), share):
+    for step, text in sample(_rows(path, order, (run, limits.LINE_BYTES)), share):
         if (row := parse_object(text)) is not None:
             yield {**row, "step": step}
 
@@ -259,6 +257,4 @@ def _rows(path: Path, query: str, values: tuple[Any, ...]) -> Iterator[tuple[Any
             base.set_progress_handler(stop, 1_000_000)
             yield from base.execute(query, values)
     except sqlite3.Error as error:
-        raise InputError(
-            f"{path.name} is no project of trackio that can be read: {error}."
-        ) from None
+        raise InputError(f"{path.name} is not a readable project of trackio: {error}.") from None

@@ -30,7 +30,7 @@ from policyloss_lab.runs.lock import is_held
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Write the report that `arguments` ask for; returns the exit code."""
+    """Write or serve a report; returns the exit code."""
     options = read_options("report", Report, arguments)
     if options.serve:
         if options.out != Report.out or options.json is not None:
@@ -52,16 +52,14 @@ def report_command(arguments: Sequence[str]) -> int:
 
 ADDRESS = "127.0.0.1"
 PORT = Report.port
-EVERY = 2000  # milliseconds between two questions of a page
+EVERY = 2000  # milliseconds between two requests of a page
 _HOSTS = {"127.0.0.1", "localhost"}
-_PATIENCE = 10  # seconds for a client to send its request and to take the answer
-_SHARE = (
-    4  # the page is made anew after this many times as long as it took to make, at the earliest
-)
+_PATIENCE = 10  # seconds for a client to send a request and to receive the answer
+_SHARE = 4  # a page is rendered again after this many times its rendering time, at the earliest
 
 
 class LivePage:
-    """The page of `paths`, made anew when a file of them has changed. One page is kept."""
+    """The page of `paths`, rendered again when one of their files has changed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -70,10 +68,10 @@ class LivePage:
         self._next = 0.0
         self.page = b""
         self.tag = ""
-        self.refresh()  # what is wrong with the paths is said before anybody asks for the page
+        self.refresh()  # wrong paths raise an error before the first request
 
     def refresh(self) -> tuple[bytes, str]:
-        """(the page, its tag) of now."""
+        """(the current page, its tag)."""
         with self._lock:
             began = time.monotonic()
             state = _state_of([split_run(path)[0] for path in self._paths])
@@ -87,7 +85,7 @@ class LivePage:
 
 
 def _state_of(paths: Sequence[Path]) -> object:
-    """The size and time of every file of the runs, and whether somebody still writes them."""
+    """The size and time of every file of the runs, and whether a process holds their locks."""
     running = [is_held(path) for path in paths]
     files = ((name, *_size(name)) for path in paths for name in _files(path))
     return running, [entry for entry, _ in zip(files, range(limits.WATCHED), strict=False)]
@@ -114,9 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "policyloss", ""
 
     def parse_request(self) -> bool:
-        """Whether there is anything to answer. What does not read, and what is meant for another
-        machine, is refused before anything else is looked at.
-        """
+        """Whether the request is valid. Other methods, hosts and paths are refused first."""
         if not super().parse_request():
             return False
         if self.command not in ("GET", "HEAD"):
@@ -130,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
-        """The page, or 304 if the client has it."""
+        """Send the page, or 304 if the client has it."""
         try:
             page, tag = self.server.live.refresh()
         except PolicyLossError as error:
@@ -141,11 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(HTTPStatus.OK, page, {**kind, "ETag": tag})
 
     def do_HEAD(self) -> None:
-        """The same without the page."""
+        """Send the headers of the page."""
         self.do_GET()
 
     def _is_for_here(self) -> bool:
-        """Whether the request names this machine; its port may be that of a tunnel."""
+        """Whether the request names this machine; a tunnel may change the port."""
         hosts = self.headers.get_all("Host", [])
         return len(hosts) == 1 and hosts[0].strip().lower().rsplit(":", 1)[0] in _HOSTS
 
@@ -169,11 +165,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: a page that asks every two seconds would fill the terminal."""
+        """Log nothing: a request every two seconds would fill the terminal."""
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the page of `paths` on this machine. port: 0 takes any that is free."""
+    """Serves the page of `paths` on this machine. port: 0 takes any free port."""
 
     daemon_threads = True
     allow_reuse_address = os.name == "posix"  # elsewhere, two servers could share a port
@@ -185,16 +181,16 @@ class LiveServer(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             raise InputError(
                 f"port={port} cannot be used: {str(error).rstrip('.')}. Give another; 0 takes any "
-                "that is free."
+                "free port."
             ) from error
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that went away before its answer was complete."""
+        """Ignore a client that closed the connection early."""
 
 
 def serve(paths: Sequence[str | Path], port: int = PORT) -> None:

@@ -21,13 +21,13 @@ from policyloss_lab.report.compare import (
 )
 from policyloss_lab.report.rollouts import with_branches
 from policyloss_lab.report.stored import (
-    Place,
+    RunPlace,
     StoredRun,
     labels_of,
     places_of,
     read_foreign,
     read_our_run,
-    renamed,
+    rename_metrics,
 )
 from policyloss_lab.report.verdict import courses_of, verdict_of
 from policyloss_lab.runs.lock import is_held
@@ -36,14 +36,14 @@ SCHEMA = 1
 
 
 def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
-    """Everything a report shows of the runs in `paths`, as JSON-able data without NaN. A path is a
-    run directory of ours, or a folder or a file of another trainer (docs/report.md lists them). A
-    table of several runs is read as several.
+    """All data of a report on the runs in `paths`, JSON-ready and without NaN. A path is a run
+    directory of ours, or a folder or file of another trainer (docs/report.md lists them). A table
+    of several runs counts as several runs.
 
     {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
-    […]}, "groups": [{"label", "runs", "end"}], "identical": [[index of a run, …]]}. A file that is
-    missing or half-written gives a note in the run's "notes". A folder that is no run is an
-    `InputError`.
+    […]}, "groups": [{"label", "runs", "end"}], "identical": [[index of a run, …]]}. A
+    missing or half-written file gives a note in the run's "notes". A folder without a run raises
+    an `InputError`.
     """
     if isinstance(paths, (str, Path)):
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
@@ -64,15 +64,15 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     }
 
 
-def _run(place: Place, label: str, runs: int) -> dict[str, Any]:
-    """What the page shows of one of `runs`, which share the bounds on what is read and drawn."""
+def _run(place: RunPlace, label: str, runs: int) -> dict[str, Any]:
+    """The data of one of `runs`, which share the limits."""
     path, notes = place.path, place.notes
     if place.files is None:
         stored = read_our_run(path, notes, runs)
     else:
         stored = read_foreign(path, place.files, place.columns, notes, runs)
     file = "metrics.jsonl" if place.files is None else path.name
-    names = renamed(stored.table, stored.times)
+    names = rename_metrics(stored.table, stored.times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
     table, times = stored.table, stored.times
     run: dict[str, Any] = {
@@ -131,7 +131,7 @@ def _summary(path: Path, stored: StoredRun) -> dict[str, Any]:
 
 
 def _named(value: Any) -> str | None:
-    """The name of a model or task, which a config holds as text or in an object."""
+    """The name of a model or task in a config, where it is a text or an object."""
     if isinstance(value, Mapping):
         value = value.get("name") or value.get("path")
     return value if isinstance(value, str) and value else None
@@ -151,8 +151,8 @@ def _state(folder: Path, trained: int, planned: int | None) -> str:
 def health_of(
     metrics: Mapping[str, Mapping[str, Sequence[Any]]], rollouts: Sequence[Mapping[str, Any]]
 ) -> tuple[int, list[dict[str, Any]]]:
-    """(how many steps were judged, 0 if too few to tell; [{"cause", "step", "evidence",
-    "remedy"}]) of series as `Table.series` gives them.
+    """(the number of judged steps, 0 if there are too few; [{"cause", "step", "evidence",
+    "remedy"}]) of series as returned by `Table.series`.
     """
     rows: dict[int, dict[str, float]] = {}
     for name, curve in metrics.items():

@@ -16,12 +16,12 @@ from policyloss.errors import visible
 
 
 def escaped(value: Any) -> str:
-    """`value` as HTML text, also for a quoted attribute; the invisible is shown by number."""
+    """`value` as HTML text, also for a quoted attribute; invisible characters become numbers."""
     return html.escape(visible(str(value)), quote=True)
 
 
 def island(data: Any) -> str:
-    """JSON for a `<script>` element, which no character in it can end."""
+    """JSON for a `<script>` element, escaped so that it cannot end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII only
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -50,7 +50,7 @@ def duration(seconds: float | int | None) -> str:
 
 
 def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Names as a part of a sentence: "a, b and c", or the first few and how many more."""
+    """Names in a sentence: "a, b and c", or the first few and the number of others."""
     if len(names) > shown + 1:
         return f"{', '.join(names[:shown])} and {number(len(names) - shown)} more"
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -62,8 +62,8 @@ def asset(package: str, name: str) -> str:
 
 
 def content_policy(style: str, script: str, live: int = 0) -> str:
-    """A content policy that allows this style, this script, the page's pictures, and no request but
-    that of a live page to its own server.
+    """A content policy that allows this style, this script and embedded pictures. Only a live page
+    may send requests, to its own server.
     """
     allowed = {
         "script-src": f"'{_digest(script)}'",

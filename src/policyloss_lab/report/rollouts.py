@@ -33,9 +33,9 @@ FLAGS = ("mask", "clipped")
 TEXTS = ("prompt", "completion", "answer")
 
 
-class Place(NamedTuple):
-    """A row that was not kept in memory: its byte offset, how much of the budget it takes, and its
-    reward, 0 if it has none.
+class StoredRow(NamedTuple):
+    """A row outside of memory: its byte offset, its share of the budget in tokens, and its reward,
+    0 if it has none.
     """
 
     offset: int
@@ -44,18 +44,18 @@ class Place(NamedTuple):
 
 
 # step → group → its rows, because a file may be larger than memory
-Index = dict[int, dict[Any, list[Place]]]
+Index = dict[int, dict[Any, list[StoredRow]]]
 # the groups of a step → their order, the most important one first
-Order = Callable[[list[list[Place]]], list[int]]
+Order = Callable[[list[list[StoredRow]]], list[int]]
 
 
-def telling(groups: list[list[Place]]) -> list[int]:
-    """The groups of a step by what their rewards say of it."""
+def by_information(groups: list[list[StoredRow]]) -> list[int]:
+    """The groups of a step, the most informative first."""
     return choose_groups([[row.reward for row in group] for group in groups], len(groups))
 
 
-def as_stored(groups: list[list[Place]]) -> list[int]:
-    """The groups of a step as they come, so that the same prompts are chosen at every step."""
+def as_stored(groups: list[list[StoredRow]]) -> list[int]:
+    """The groups of a step in the stored order, so that every step shows the same prompts."""
     return list(range(len(groups)))
 
 
@@ -63,11 +63,11 @@ def read_rollouts(
     path: Path,
     notes: Notes,
     budget: int = limits.TOKEN_BUDGET,
-    order: Order = telling,
+    order: Order = by_information,
     size: int = limits.ROLLOUT_BYTES,
 ) -> list[dict[str, Any]]:
-    """The rows of a file of completions, cleaned, by step; at most about `budget` tokens. Of more
-    than `size` bytes, parts are read that are evenly spaced.
+    """The cleaned rows of a file of completions by step, about `budget` tokens at most. A file of
+    more than `size` bytes is read in evenly spaced parts.
     """
     index: Index = {}
     total = without = 0
@@ -87,7 +87,7 @@ def read_rollouts(
                 )
                 break
             total += 1
-            place = Place(offset, _size(row), finite(row.get("reward")) or 0)
+            place = StoredRow(offset, _size(row), finite(row.get("reward")) or 0)
             index.setdefault(step, {}).setdefault(group_of(row), []).append(place)
         chosen = _choose(index, budget, order)
         shorter = Shortened()
@@ -109,14 +109,14 @@ def read_rollouts(
 
 
 def group_of(row: dict[str, Any]) -> Any:
-    """What the rows of one group of a step share: its number, or the example, or the prompt."""
+    """The key of a row's group within a step: its number, the example, or the prompt."""
     names = (_label(row.get("group")), _label(row.get("example")))
     known = [name for name in names if name is not None]
     return known[0] if known else ("prompt", hash(_text(row.get("prompt"))))
 
 
 def _size(row: dict[str, Any]) -> int:
-    """How much of the budget a row takes, in tokens; its texts count, too."""
+    """The size of a row in tokens of the budget, texts included."""
     characters = sum(min(len(_text(row.get(name))), limits.TEXT_LENGTH) for name in TEXTS)
     return (
         min(len(_list(row.get("tokens"))), limits.TOKEN_BUDGET)
@@ -124,10 +124,10 @@ def _size(row: dict[str, Any]) -> int:
     )
 
 
-def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
+def _choose(index: Index, budget: int, order: Order) -> dict[int, list[StoredRow]]:
     """Every k-th step, counted back from the last, with the smallest k for which the first group of
-    each, in that order, fits; then the second of each, and so on, while they fit. If a single group
-    is too long, its first rows are chosen.
+    each step fits; then the second group of each, and so on, while they fit. If a single group is
+    too long, its first rows are chosen.
     """
     groups = {
         step: [list(of_step.values())[i] for i in order(list(of_step.values()))]
@@ -143,7 +143,7 @@ def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
         for kind, limit in enumerate((budget, limits.ROWS))
     ):
         stride += 1
-    chosen: dict[int, list[Place]] = {}
+    chosen: dict[int, list[StoredRow]] = {}
     left, rows = budget, limits.ROWS
     for rank in range(max(map(len, groups.values()), default=0)):
         for step in steps[::-stride]:
@@ -154,7 +154,7 @@ def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
     return chosen or {step: _first(groups[step][0], budget) for step in steps[-1:]}
 
 
-def _first(group: list[Place], budget: int) -> list[Place]:
+def _first(group: list[StoredRow], budget: int) -> list[StoredRow]:
     """The first rows of a group that fit, at least one."""
     taken = 1
     while taken < min(len(group), limits.ROWS) and (
@@ -165,13 +165,13 @@ def _first(group: list[Place], budget: int) -> list[Place]:
 
 
 class Shortened:
-    """Counts the texts that were cut to a maximal length."""
+    """Counts the shortened texts."""
 
     def __init__(self) -> None:
         self.texts = self.tokens = self.rows = 0
 
     def notes(self) -> Notes:
-        """What was left out, in sentences."""
+        """Sentences about the shortened texts."""
         counts = {
             f"text(s) longer than {limits.TEXT_LENGTH:,} characters": self.texts,
             f"token(s) longer than {limits.TOKEN_LENGTH} characters": self.tokens,
@@ -220,7 +220,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is, a number in digits, of a list or an object only its kind."""
+    """A text unchanged, a number in digits, and only the type of a list or an object."""
     if isinstance(value, (dict, list)):
         return f"({type(value).__name__})"
     return value if isinstance(value, str) else "" if value is None else str(value)
@@ -239,10 +239,10 @@ _NAMES = tuple(BRANCHES)
 
 
 def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows with a branch for every token, where the loss can tell it from the row alone.
+    """The rows with a branch for every token, where it follows from the row alone.
 
-    loss: the card of the run's loss. What was stored stays. A trust region that ranks the tokens of
-    a whole step, and a row that lacks a number, leave the branch unknown.
+    loss: the card of the run's loss. Stored branches stay. If the trust region ranks all tokens of
+    a step, or a row lacks a number, the branch remains unknown.
     """
     spec = LossSpec.from_dict(loss["spec"]) if loss["explain"] is not None else None
     if spec is None or any(getattr(spec.trust, "statistics_names", ())):
@@ -266,7 +266,7 @@ def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> li
             **tensors,
             cu_seqlens=lengths.cumsum(0),
         )
-    except PolicyLossError:  # it reads something that no file of completions holds
+    except PolicyLossError:  # it reads a tensor that no file of completions holds
         return list(rows)
     out = list(rows)
     for i, part in zip(open_rows, torch.split(codes, lengths[1:].tolist()), strict=True):
@@ -275,7 +275,7 @@ def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> li
 
 
 def _lacks_branches(row: Mapping[str, Any], names: set[str]) -> bool:
-    """Whether the row has tokens and no branch, but every number of a trained token."""
+    """Whether a row has tokens without branches, and all numbers of its trained tokens."""
     if not row["tokens"] or any(branch is not None for branch in row["branch"]):
         return False
     return all(
@@ -286,6 +286,6 @@ def _lacks_branches(row: Mapping[str, Any], names: set[str]) -> bool:
 
 
 def _joined(rows: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
-    """The numbers of all rows end to end, 0 where a token that is not trained on has none."""
+    """The numbers of all rows, concatenated; missing numbers of masked tokens are 0."""
     values = [0.0 if value is None else value for row in rows for value in row[name]]
     return torch.tensor(values, dtype=torch.float64)

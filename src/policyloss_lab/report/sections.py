@@ -37,14 +37,14 @@ def swatch(index: int) -> str:
 
 _UNKNOWN = ("–", "<b>unknown</b>")
 _VERDICTS = 8  # sentences that are visible at once
-_TALL = 12  # rows, from which on the table scrolls by itself
+_TALL = 12  # the table scrolls if it has more rows
 _HEALTHY = 3  # runs without a symptom that have a line each
 _SWATCHES = 6  # colours of runs that share a note
 _MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unclear": "?"}
 
 
 def verdict(data: Mapping[str, Any]) -> str:
-    """Whether the runs learn: in one sentence, and, of several runs, one for each setting."""
+    """Whether the runs learn: one sentence, and one for each setting if there are several runs."""
     runs, groups = data["runs"], data["groups"]
     if len(runs) == 1:
         title = _judged(runs[0]["verdict"]["state"], runs[0]["verdict"]["sentence"])
@@ -78,7 +78,7 @@ def _judged(state: str, text: str) -> str:
 
 
 def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> str:
-    """The verdict on a run, or on the seeds of one setting together."""
+    """The verdict on a run, or on all seeds of one setting."""
     name = f"{swatch(group['runs'][0])}<b><bdi>{escaped(group['label'])}</bdi></b>"
     inside = [runs[i]["verdict"] for i in group["runs"]]
     if len(inside) == 1:
@@ -98,8 +98,8 @@ def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) 
 
 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
-    """One row for each run: what it trained, with what, how far, and how well it ended. What is
-    known of no run has no column.
+    """A table with one row per run: verdict, loss, model, progress and results. Columns without
+    data are left out.
     """
     table = [_overview_cells(run) for run in runs]
     known = [c for i, c in enumerate(_COLUMNS) if any(cells[i] not in _UNKNOWN for cells in table)]
@@ -129,7 +129,7 @@ def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
     )
     state = _STATES[s["state"]]
     verdict = run["verdict"]["state"]
-    shown = {**s, **run["levels"]}  # the numbers of the verdict, where one step is noise
+    shown = {**s, **run["levels"]}  # smoothed numbers, because one step is noisy
     return (
         f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
         f"{WORDS[verdict].lower()}</span>",
@@ -163,7 +163,7 @@ def _amount(value: float | int, *, share: bool) -> str:
 
 
 def notes(runs: Sequence[Mapping[str, Any]]) -> str:
-    """What was missing or odd in a run; "" if nothing was."""
+    """The notes about missing or odd data; "" if there are none."""
     items = shared_notes(runs)
     if not items:
         return ""
@@ -179,7 +179,7 @@ def notes(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shared_notes(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list[int]]]:
-    """Each note once, with the names and the places of the runs that have it."""
+    """Each note once, with the names and the indices of its runs."""
     places: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         for note in dict.fromkeys(run["notes"]):
@@ -188,7 +188,7 @@ def shared_notes(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list
 
 
 def health(runs: Sequence[Mapping[str, Any]]) -> str:
-    """What the doctor says of each run that has enough steps; "" if none has."""
+    """The symptoms of each run that has enough steps; "" if none has."""
     lines, count, healthy = [], 0, []
     for i, run in enumerate(runs):
         name = f"<li>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>: "
@@ -216,7 +216,7 @@ def health(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def losses(data: Mapping[str, Any]) -> str:
-    """A card for each different loss, and how the others differ from the first."""
+    """A card for each different loss, and the differences from the first."""
     cards: list[tuple[Any, list[int]]] = []
     for i, run in enumerate(data["runs"]):
         same = next(
@@ -321,8 +321,8 @@ def _folded(title: str, body: str) -> str:
 
 
 def settings(data: Mapping[str, Any], name: str) -> str:
-    """The settings of all runs side by side: those that differ first, then those that were
-    changed, and the complete list folded. A value that is the default is marked.
+    """The settings of all runs side by side: differing settings first, then changed ones, then the
+    complete list, folded. Defaults are marked.
     """
     runs = data["runs"]
     tables = [flat(run[name]) for run in runs]
@@ -380,7 +380,7 @@ def _cell(value: str | None, is_default: bool) -> str:
 
 
 def origins(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A table: each metric that has another name in the files of some run; "" if there is none."""
+    """A table of the metrics with another name in the files of a run; "" if there are none."""
     places = [i for i, run in enumerate(runs) if run["names"]]
     names = sorted({name for i in places for name in runs[i]["names"]})
     if not names:

@@ -39,8 +39,8 @@ from policyloss_lab.report.sources import KINDS, Files, files_of, is_our_run, sp
 
 @dataclass
 class StoredRun:
-    """source: who wrote it, or in which form. spec: of its loss, as JSON; None if it is not known.
-    planned: how many steps the run was meant to take, if that is known.
+    """The contents of a run's files. source: the trainer or the format. spec: the loss as JSON, or
+    None. planned: the planned number of steps, or None.
     """
 
     source: str
@@ -57,7 +57,7 @@ class StoredRun:
 
 
 def read_our_run(folder: Path, notes: Notes, runs: int) -> StoredRun:
-    """The run directory `folder`. runs: how many share the bounds on what is read."""
+    """Read the run directory `folder`. runs: the number of runs that share the limits."""
     contents = json_object(folder / "config.json", notes)
     config, version = contents.get("config"), contents.get("policyloss")
     config, defaults = (
@@ -66,7 +66,7 @@ def read_our_run(folder: Path, notes: Notes, runs: int) -> StoredRun:
     size = limits.bytes_of(limits.METRIC_BYTES, runs)
     tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
     rows = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
-    answers = folder / "answers.jsonl"  # that a run has stored none needs no note
+    answers = folder / "answers.jsonl"  # optional, so its absence needs no note
     return StoredRun(
         "policyloss",
         version if isinstance(version, str) else "",
@@ -88,7 +88,7 @@ _RANGE = ("__MIN", "__MAX")
 
 
 class Columns:
-    """Numbers by metric and step, compactly; a later number of the same step replaces it."""
+    """Numbers by metric and step, stored compactly; the last number of a step counts."""
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
@@ -105,7 +105,7 @@ class Columns:
             column[1].append(value)
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, numbers), by step. Metrics with a name of ours come first."""
+        """(step, numbers) in the order of steps. Metrics that have one of our names come first."""
         known = our_names(self._columns)
         names = sorted(self._columns, key=lambda name: name not in known)
         merged = heapq.merge(*(self._points(name, rank) for rank, name in enumerate(names)))
@@ -128,8 +128,8 @@ class Columns:
 
 
 def read_tables(paths: Sequence[Path], notes: Notes, budget: int) -> dict[str, Columns]:
-    """The numbers of each run in some tables, by its name; a name that several tables have is one
-    run, and "" is a run without a name. About `budget` bytes are read.
+    """{name of a run: its numbers} of some tables; a name in several tables is one run, and "" is a
+    run without a name. About `budget` bytes are read.
     """
     runs: dict[str, Columns] = {}
     for path in paths:
@@ -159,7 +159,7 @@ def read_tables(paths: Sequence[Path], notes: Notes, budget: int) -> dict[str, C
 
 
 def _without_ranges(row: Row) -> Row:
-    """A row without the lowest and the highest of the points that W&B made one of."""
+    """A row without the extremes of the points that W&B has averaged."""
     return {
         name: value
         for name, value in row.items()
@@ -168,11 +168,11 @@ def _without_ranges(row: Row) -> Row:
 
 
 @dataclass
-class Place:
-    """path: as it was passed, with `#` and the name of the run behind it if it holds several.
-    files: of another trainer's run; None for one of ours. run: the name of a run in a table of
-    several. columns: the numbers of a run in a table, which is read once for all its runs. notes:
-    on what was left out so far.
+class RunPlace:
+    """Where a run is stored. path: the argument, plus `#` and the name of the run if it holds
+    several. files: the files of another trainer's run; None for ours. run: its name in a table of
+    several runs. columns: its numbers in a table, which is read once for all runs. notes: about
+    omitted data.
     """
 
     path: Path
@@ -182,16 +182,16 @@ class Place:
     columns: Columns | None = None
 
 
-def places_of(path: Path, paths: int) -> list[Place]:
-    """The runs that `path` names: several if it is a table of several, else one. paths: how many
-    share the bounds.
+def places_of(path: Path, paths: int) -> list[RunPlace]:
+    """The runs in `path`: one, or all runs of a table. paths: the number of paths that share the
+    limits.
     """
     notes: Notes = []
     if is_our_run(path):
-        return [Place(path, notes)]
+        return [RunPlace(path, notes)]
     files = files_of(path, notes)
     if files.kind != "table":
-        return [Place(path, notes, files)]
+        return [RunPlace(path, notes, files)]
     # A number takes a third of its bytes in JSON lines.
     runs = read_tables(files.numbers, notes, limits.bytes_of(limits.METRIC_BYTES, paths) // 3)
     if files.run and files.run not in runs:
@@ -199,19 +199,19 @@ def places_of(path: Path, paths: int) -> list[Place]:
         raise InputError(f"{split_run(path)[0]} holds no run {files.run!r}; it holds {names}.")
     if files.run or len(runs) < 2:
         columns = runs[files.run] if files.run else next(iter(runs.values()), Columns())
-        return [Place(path, notes, files, files.run, columns)]
+        return [RunPlace(path, notes, files, files.run, columns)]
     if files.completions:
         notes.append("Files of completions beside a table of several runs were not read.")
     files = replace(files, completions=[])
     return [
-        Place(Path(f"{path}#{run}"), notes if not i else [], files, run, columns)
+        RunPlace(Path(f"{path}#{run}"), notes if not i else [], files, run, columns)
         for i, (run, columns) in enumerate(runs.items())
     ]
 
 
-def labels_of(places: Sequence[Place]) -> list[str]:
-    """A short, unique name for each run: that of its folder or in its table, with what it is in if
-    two are equal, and with a number if that does not help.
+def labels_of(places: Sequence[RunPlace]) -> list[str]:
+    """A short, unique name for each run: the name of its folder or in its table; the parent is
+    added on a clash, and then a number.
     """
     names, longer = [], []
     for place in places:
@@ -231,8 +231,8 @@ def labels_of(places: Sequence[Place]) -> list[str]:
 def read_foreign(
     path: Path, files: Files, columns: Columns | None, notes: Notes, runs: int
 ) -> StoredRun:
-    """The run in `path`, a folder or a file, in bounded time and memory. columns: its numbers, if
-    they have been read. runs: how many runs share the bounds.
+    """Read the run of another trainer in `path`, a folder or a file. columns: its numbers, if they
+    were read already. runs: the number of runs that share the limits.
     """
     source = KINDS.get(files.kind, "completions only")
     run = StoredRun(source if files.kind else f"{source}: {files.completions[0].name}")
@@ -278,8 +278,8 @@ def _numbers(files: Files, notes: Notes, runs: int) -> Columns:
 
 
 def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[dict[str, Any]]:
-    """The completions of many files, or of one: first as lines of `rollouts.jsonl` in a temporary
-    file, of which those that the page shows are then chosen.
+    """The completions of one or many files. They are written to a temporary `rollouts.jsonl` first,
+    from which the page's selection is read.
     """
     paths = sorted(files.completions, key=lambda path: (step_in_name(path), path))
     budget = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
@@ -300,7 +300,7 @@ def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[di
                 out.writelines(_line(row) for row in tables)
             for path in chosen:
                 lines = _spooled(path, budget // max(1, len(chosen)), rewards, notes)
-                # TRL stores the completions of a batch again at each step that is made with it.
+                # TRL stores the completions of a batch again at each step of that batch.
                 texts = [line.partition(",")[2] for line in lines]
                 if texts != before or path.suffix == ".jsonl":
                     out.writelines(lines)
@@ -312,7 +312,7 @@ def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[di
 
 
 def _spooled(path: Path, budget: int, rewards: list[str], notes: Notes) -> list[str]:
-    """The rows of one file as lines, its step first; [] and a note if it cannot be read."""
+    """The rows of one file as JSON lines; [] and a note if it cannot be read."""
     file = open_noted(path, notes)
     if file is None:
         return []
@@ -329,7 +329,7 @@ def _spooled(path: Path, budget: int, rewards: list[str], notes: Notes) -> list[
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row as a line. Its texts are a little longer than what is shown, so that a note says so."""
+    """A row as a JSON line. Texts keep one character above the limit, so that a note reports it."""
     most = limits.TEXT_LENGTH + 1
     short = {name: x[:most] if isinstance(x, str) else x for name, x in row.items()}
     return json.dumps(short, default=str) + "\n"
@@ -345,7 +345,7 @@ def _evenly(paths: list[Path], budget: int) -> list[Path]:
 
 
 def _planned(path: Path) -> int | None:
-    """How many steps a trainer_state.json says that there are to be."""
+    """The planned number of steps in a trainer_state.json."""
     file = open_noted(path, [])
     if file is None:
         return None
@@ -357,7 +357,7 @@ def _planned(path: Path) -> int | None:
 
 
 def _settings(files: Files, notes: Notes) -> dict[str, Any]:
-    """The settings of a run that a tracker stored."""
+    """The settings that a tracker stored for a run."""
     path = files.numbers[0]
     stored = trackio_config(path, files.run) if files.kind == "trackio" else {}
     file = open_noted(path, notes) if files.kind == "wandb" else None
@@ -368,9 +368,9 @@ def _settings(files: Files, notes: Notes) -> dict[str, Any]:
     return settings
 
 
-def renamed(table: Table, times: Table) -> dict[str, str]:
-    """Give the metrics of a table our names, and move times to `times`; returns {our name: the name
-    that it had}.
+def rename_metrics(table: Table, times: Table) -> dict[str, str]:
+    """Rename the metrics of a table to our names, and move times to `times`; returns {our name: the
+    original name}.
     """
     ours = our_names(table.lines)
     table.lines = {ours.get(name, name): line for name, line in table.lines.items()}

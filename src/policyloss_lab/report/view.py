@@ -16,8 +16,8 @@ from policyloss_lab.report.compare import coinciding
 from policyloss_lab.report.panels import LABELS, panels_for
 from policyloss_lab.report.rollouts import FLAGS, NUMBERS, group_of
 
-# The colourings of tokens by a number, and the least size with the full colour, so that the
-# rounding of an on-policy run has no colour.
+# The colourings of tokens by a number, and the smallest size with the full colour, so that
+# rounding in an on-policy run stays uncoloured.
 _LEAST = {
     "ratio": 0.01,
     "advantage": 0.0,
@@ -54,7 +54,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     places: dict[tuple[int, ...], int] = {}
     series = {}
     for key, line in named.items():
-        # The script shows names as they are, and a lone surrogate in them would end a browser.
+        # The script shows names unchanged, and a lone surrogate would crash a browser.
         series[visible(key)] = [
             places.setdefault(tuple(line["step"]), len(places)),
             short(line["value"]),
@@ -93,7 +93,7 @@ def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _band(spec: Any) -> list[float] | None:
     """The ratios between which the trust region limits nothing; None if the loss has no such band,
-    or if its ratio is not that of tokens, as the histogram's is.
+    or if its ratio is not the token ratio of the histogram.
     """
     parts = spec if isinstance(spec, dict) else {}
     ratio, trust = parts.get("ratio"), parts.get("trust")
@@ -111,8 +111,8 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """For each colouring that has numbers, the size that gets the full colour. 98 % of the tokens
-    do not exceed it, and all runs share one scale.
+    """{colouring: the size with the full colour}. 98 % of the tokens do not exceed it, and all runs
+    share one scale.
     """
     values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
     for row in rows:
@@ -150,10 +150,10 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def groups_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a run by step: those it was trained on, and answers to held-out prompts.
+    """The groups of a run by step: training groups, and answers to held-out prompts.
 
-    Each has what its rows share, the mean reward, its spread, the mean length, how many were cut,
-    and the rows.
+    Each has the common fields of its rows, the mean reward, its spread, the mean length, the number
+    of cut completions, and the rows.
     """
     groups = [
         *_grouped(run["rollouts"], held_out=False),
@@ -189,7 +189,7 @@ def _group(rows: Sequence[dict[str, Any]], held_out: bool) -> dict[str, Any]:
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One completion. A column with the same value at every token is that value alone."""
+    """One completion. A column with the same value at every token is stored as that value."""
     named = ("completion", "reward", "advantage", "weights", "finished", "finish_reason")
     branch = [None if name is None else CODES[name] for name in row["branch"]]
     return {
@@ -212,7 +212,7 @@ def _column(values: list[Any]) -> Any:
 
 
 def short(values: Sequence[Any]) -> list[Any]:
-    """The values with six significant digits, more than a screen can show; tiny ones are 0."""
+    """The values with six significant digits; tiny ones are 0."""
     return [
         v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0
         for v in values

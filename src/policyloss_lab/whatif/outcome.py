@@ -33,13 +33,13 @@ LIMITED = ("upper", "lower", "dual", "dropped")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one loss does to N tokens.
+    """The effect of one loss on N tokens.
 
-    gradient: `∂loss/∂logp_t`, `[N]`; a step of gradient descent raises a token where it is below 0.
-    policy: the same without the pulls of the kl slot and without the entropy bonus. on_policy: the
-    same as `policy` where current, old and rollout policy are one (every ratio and every correction
-    weight 1), so that `importance` is what ratio, trust region and correction make of it. branch:
-    `[N]`, the places in `BRANCHES`. metrics: those of the call.
+    gradient: `∂loss/∂logp_t`, `[N]`; gradient descent raises a token where it is below 0. policy:
+    the gradient without the kl slot and without the entropy bonus. on_policy: `policy` if current,
+    old and rollout policy were equal (every ratio and correction weight 1), so that `importance` is
+    the effect of ratio, trust region and correction. branch: `[N]`, places in `BRANCHES`. metrics:
+    of the call.
     """
 
     name: str
@@ -52,15 +52,14 @@ class Outcome:
 
     @property
     def importance(self) -> Tensor:
-        """`policy / on_policy` of the tokens that have a gradient on policy, `[M]`."""
+        """`policy / on_policy` of the tokens with an on-policy gradient, `[M]`."""
         moved = self.on_policy != 0
         return self.policy[moved] / self.on_policy[moved]
 
     @property
     def lost(self) -> float | None:
-        """The share of the on-policy gradient, `Σ|on_policy|`, at tokens that now get exactly none.
-
-        None where the policy term has no gradient at all.
+        """The share of the on-policy gradient, `Σ|on_policy|`, at tokens that now get exactly 0;
+        None if the policy term has no gradient.
         """
         mass = self.on_policy.abs()
         total = float(mass.sum())
@@ -68,8 +67,8 @@ class Outcome:
 
     @property
     def effective(self) -> float | None:
-        """The effective sample size, `(Σu)² / (M·Σu²)` with u the importance of M tokens: 1 where
-        every token counts as it would on policy, 1/M where one token is all that counts.
+        """The effective sample size, `(Σu)² / (M·Σu²)` with u the importance of M tokens: 1 if
+        every token counts as on policy, 1/M if only one token counts.
         """
         u = self.importance
         squares = float((u * u).sum())
@@ -87,9 +86,9 @@ class Outcome:
         return float(torch.isin(trained, codes).double().mean())
 
     def masses(self, tokens: StoredTokens) -> dict[str, dict[str, float]]:
-        """Where the gradient is: shares of `Σ|gradient|` by sign of the advantage, by ratio to the
-        old policy and by place in the sequence; and shares of `Σ|on_policy|` by branch, which say
-        how much a bound or a rejection met.
+        """The distribution of the gradient: shares of `Σ|gradient|` by sign of the advantage, by
+        ratio to the old policy and by place in the sequence; and shares of `Σ|on_policy|` by
+        branch, which show the effect of bounds and rejections.
         """
         out = {}
         for kind, (names, places) in buckets(tokens, self.branch).items():
@@ -102,8 +101,8 @@ class Outcome:
 
 
 def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, ...], Tensor]]:
-    """Ways to sort tokens: the names of the buckets, and the bucket of each token, `[N]`, -1 where
-    it is not trained on.
+    """Ways to sort tokens: the names of the buckets, and the bucket of each token, `[N]`, -1 for
+    masked tokens.
     """
     t, mask = tokens.inputs, tokens.inputs.mask
     out: dict[str, tuple[tuple[str, ...], Tensor]] = {}
@@ -128,7 +127,9 @@ def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, 
 
 
 def outcome_of(name: str, spec: LossSpec, tokens: StoredTokens) -> Outcome:
-    """The loss on these tokens; an `InputError` says what it reads that was not stored."""
+    """Try a loss on these tokens; an `InputError` names the tensors that it needs and that were not
+    stored.
+    """
     t = tokens.inputs
     missing = [argument for argument in spec.reads if getattr(t, argument) is None]
     if missing:
@@ -162,7 +163,7 @@ def _gradient(spec: LossSpec, t: Inputs) -> tuple[Tensor, dict[str, float]]:
 
 
 FACTORS = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0)
-# Parts that take the place of a spec's, with the preset that they are taken from.
+# The presets whose parts may replace a part of the spec, by slot.
 PARTS = {
     "correction": ("tis", "icepop", "seq_mask_tis"),
     "trust": ("dapo", "cispo", "up_grpo", "ppo_dual_clip"),
@@ -171,8 +172,8 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """From where on something counts as wrong. lost: the share of the on-policy gradient that no
-    longer arrives. effective: the smallest effective sample size. mismatch: the KL (k3) from the
+    """The limits of a healthy loss. lost: the largest share of the on-policy gradient that is cut
+    off. effective: the smallest effective sample size. mismatch: the largest KL (k3) from the
     trainer's policy to the engine's, in nats per token, that a loss may leave uncorrected.
     """
 
@@ -182,14 +183,14 @@ class Limits:
 
 
 class Problem(NamedTuple):
-    """name: "lost", "effective", "mismatch" or "advantages". sentence: what was measured."""
+    """name: "lost", "effective", "mismatch" or "advantages". sentence: the measurement in words."""
 
     name: str
     sentence: str
 
 
 class Remedy(NamedTuple):
-    """The loss with one change. change: what was changed, in words. sentence: what it does."""
+    """The loss with one change. change: in words. sentence: the effect of the change."""
 
     problem: Problem
     spec: LossSpec | None
@@ -198,7 +199,7 @@ class Remedy(NamedTuple):
 
 
 def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
-    """What is wrong, each with its measure; nothing if all is well."""
+    """The problems of a loss on its tokens, each with its measurement."""
     out = []
     lost, effective = outcome.lost, outcome.effective
     if lost is not None and lost > limits.lost:
@@ -230,7 +231,7 @@ def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
 
 
 def remedies(outcome: Outcome, tokens: StoredTokens, limits: Limits) -> tuple[Remedy, ...]:
-    """The smallest change against each problem, which brings no other with it."""
+    """The smallest change that cures each problem and causes no other."""
     known = problems(outcome, limits)
     names = {problem.name for problem in known}
 
@@ -308,8 +309,8 @@ def _part_words(spec: LossSpec, changed: LossSpec, name: str) -> str:
 
 
 def _numbers(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, float]]:
-    """Where a spec as plain data holds numbers, and which. Averages and pulls change nothing that
-    is measured here, and a clamp against overflow is no way to limit a step.
+    """(path, number) of each number in a spec as plain data. Averages and pulls are left out,
+    because they change no measurement; so is the clamp against overflow.
     """
     if isinstance(data, (int, float)) and not isinstance(data, bool):
         if data != 0 and path[0] in ("ratio", "trust", "correction") and path[-1] != "log_clamp":
@@ -332,7 +333,7 @@ def _with_number(data: Any, path: tuple[Any, ...], number: float) -> LossSpec | 
 
 
 def _with_part(spec: LossSpec, slot: str, name: str) -> LossSpec | None:
-    """The spec with the part of a preset; None if it has it already, or if that does not fit."""
+    """The spec with a part of a preset; None if it is the same part or does not fit."""
     try:
         changed = spec.replace(**{slot: getattr(PRESETS[name].spec, slot)})
     except PolicyLossError:

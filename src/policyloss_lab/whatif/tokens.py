@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from policyloss.advantage import grpo
+from policyloss.arguments import is_number
 from policyloss.errors import InputError
 from policyloss.inputs import OPTIONAL, TOKEN_SHAPED, Inputs
 from policyloss_lab.diagnosis.read import COLUMNS, read_rows, read_safetensors
@@ -20,19 +21,19 @@ from policyloss_lab.limits import TOKEN_LENGTH, cut
 from policyloss_lab.reading import finite, integer, json_object
 from policyloss_lab.report.rollouts import read_rollouts
 
-# Beside the tensors of a loss: what the page shows, and what a model is run on.
-BESIDE = ("rewards", "ids", "prompts")
+# Further tensors: the input of a model, and rewards for the page.
+EXTRA = ("rewards", "ids", "prompts")
 NEEDED = ("logp", "advantages", "mask")
 
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """Tokens of S sequences, N in all.
+    """N tokens of S sequences.
 
-    inputs: the tensors of a loss, packed `[N]` in float64, advantages one per token, 0 where the
-    mask is False. rewards: `[S]`. ids: `[N]`. prompts: the token ids before each sequence;
-    prompt_texts: the same as texts. texts: one for each token. loss: of the run that stored them,
-    as its config.json has it. horizon: its longest completion. notes: what was left out.
+    inputs: the tensors of a loss, packed `[N]` in float64, with one advantage per token, and 0
+    where the mask is False. rewards: `[S]`. ids: `[N]`. prompts: the token ids before each
+    sequence; prompt_texts: the same as texts. texts: one for each token. loss: of the run, as in
+    its config.json. horizon: the longest completion of the run. notes: about omitted data.
     """
 
     inputs: Inputs
@@ -47,7 +48,7 @@ class StoredTokens:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> StoredTokens:
-        """From the arguments of `policy_loss` by name, padded or packed, and those of `BESIDE`."""
+        """From the arguments of `policy_loss` by name, padded or packed, and those of `EXTRA`."""
         missing = [name for name in NEEDED if tensors.get(name) is None]
         if missing:
             there = ", ".join(sorted(map(str, tensors))) or "nothing"
@@ -56,11 +57,11 @@ class StoredTokens:
                 f"{there}."
             )
         others = {name: x for name, x in tensors.items() if name in OPTIONAL}
-        unknown = set(tensors) - {*OPTIONAL, *NEEDED, *BESIDE, "old_logp"}
+        unknown = set(tensors) - {*OPTIONAL, *NEEDED, *EXTRA, "old_logp"}
         if unknown:
             raise InputError(
                 f"unknown tensors {', '.join(sorted(map(str, unknown)))}; the names are those of "
-                f"policy_loss and {', '.join(BESIDE)}."
+                f"policy_loss and {', '.join(EXTRA)}."
             )
         logp, advantages, mask = (tensors[name] for name in NEEDED)
         inputs = Inputs.of(logp, tensors.get("old_logp"), advantages, mask, others)
@@ -84,17 +85,17 @@ class StoredTokens:
         )
 
     def replace(self, **changes: Any) -> StoredTokens:
-        """The same tokens with other values in some fields."""
+        """The tokens with some fields replaced."""
         return replace(self, **changes)
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sequence, `[S]`, those included that are not trained on."""
+        """The number of tokens of each sequence, `[S]`, masked tokens included."""
         return _lengths(self.inputs)
 
     @property
     def sequence(self) -> Tensor:
-        """Which sequence each token belongs to, `[N]`."""
+        """The sequence of each token, `[N]`."""
         return torch.repeat_interleave(self.lengths)
 
     def sums(self, x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def _lengths(inputs: Inputs) -> Tensor:
 
 
 def _packed(inputs: Inputs) -> Inputs:
-    """The same call end to end, in float64, on the CPU; an error names what is not finite."""
+    """The packed inputs in float64 on the CPU; an error names a nonfinite tensor."""
     t = inputs.tokens()  # checks every shape
     offsets = inputs.cu_seqlens
     if offsets is None:
@@ -150,10 +151,10 @@ def _packed(inputs: Inputs) -> Inputs:
     )
 
 
-TOKEN_BUDGET = 2_000_000  # tokens that are read of a run
+TOKEN_BUDGET = 2_000_000  # tokens read from a run
 # One number per token.
 PER_TOKEN = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
-# The names that trainers give to what is stored, ours first.
+# The names of stored columns in different trainers, ours first.
 NAMES: dict[str, tuple[str, ...]] = {
     **{name: COLUMNS[name] for name in ("logp", "old_logp", "rollout_logp", "entropy")},
     **{name: COLUMNS[name] for name in ("ids", "mask", "prompts")},
@@ -167,11 +168,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "step": ("step",),
 }
 _NO_LOGP = "There is no logp; the policy is taken to be the old one, so that every ratio is 1."
-_LARGEST = 1e6  # a log-probability or an advantage beyond it is none
+_LARGEST = 1e6  # larger log-probabilities and advantages are invalid
 
 
 def read(path: Path, step: int | str | None = None) -> StoredTokens:
-    """The tokens that a run directory or a file holds. step: as in `tokens_of`."""
+    """The tokens of a run directory or a file. step: as in `tokens_of`."""
     if path.is_dir():
         return _of_run(path, step)
     if path.suffix == ".safetensors":
@@ -189,7 +190,7 @@ def read(path: Path, step: int | str | None = None) -> StoredTokens:
 
 
 def _columns(names: Any) -> dict[str, str]:
-    """Which of the names holds what."""
+    """{our name: the name in the file}."""
     return {
         ours: name
         for ours, others in NAMES.items()
@@ -214,7 +215,7 @@ def _of_run(folder: Path, step: int | str | None) -> StoredTokens:
 
 
 def _of_tensors(tensors: dict[str, Tensor]) -> StoredTokens:
-    """A file of `[B, T]` tensors, numbers of sequences `[B]`."""
+    """The tokens of `[B, T]` tensors, with `[B]` numbers of sequences."""
     renamed = {"token_advantage": "advantages", "reward": "rewards", "group": "group_ids"}
     named = {renamed.get(name, name): x for name, x in tensors.items()}
     for name in ("tokens", "prompt", "prompts", "step"):
@@ -231,8 +232,8 @@ def _of_tensors(tensors: dict[str, Tensor]) -> StoredTokens:
 
 
 def tokens_of(rows: Sequence[Mapping[str, Any]], step: int | str | None = None) -> StoredTokens:
-    """The completions of one step, or of "all", end to end. rows: under the names of `NAMES`. step:
-    by default the last one in which some advantage is not 0, or the last one if there is none.
+    """The completions of one step, or of "all", concatenated. rows: with the keys of `NAMES`. step:
+    by default the last one with a nonzero advantage, or the last one if there is none.
     """
     steps = sorted({row["step"] for row in rows if integer(row.get("step")) is not None})
     if not steps or step == "all":
@@ -307,8 +308,8 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
 
 
 def _length(row: Mapping[str, Any], place: int | None = None) -> int:
-    """Tokens of a completion, 0 where it has no log-probabilities. place: of the row in the file,
-    to have its lists compared.
+    """The number of tokens of a completion, 0 without log-probabilities. place: the index of the
+    row; if passed, lists of different lengths raise an error.
     """
     lists = {name: row[name] for name in (*PER_TOKEN, "mask") if isinstance(row.get(name), list)}
     lengths = {name: len(values) for name, values in lists.items()}
@@ -320,7 +321,7 @@ def _length(row: Mapping[str, Any], place: int | None = None) -> int:
 
 
 def _mask(row: Mapping[str, Any]) -> list[bool]:
-    """Which tokens are trained on: all, where nothing is stored."""
+    """A flag for each token; all True if no mask is stored."""
     values = row.get("mask")
     if isinstance(values, list):
         return [value is None or bool(value) for value in values]
@@ -329,24 +330,20 @@ def _mask(row: Mapping[str, Any]) -> list[bool]:
 
 
 def _numbers(row: Mapping[str, Any], name: str) -> list[float] | None:
-    """A finite number for each token, 0 where one is not trained on; None if there are fewer."""
+    """A finite number for each token, 0 for masked ones; None if a number is missing."""
     values, used = row.get(name), _mask(row)
-    values = [values] * len(used) if _is_number(values) else values
+    values = [values] * len(used) if is_number(values) else values
     if not isinstance(values, list) or len(values) != len(used):
         return None
     floor = -math.inf if name == "rollout_logp" else -_LARGEST
-    good = [_is_number(x) and floor <= x <= _LARGEST for x in values]
+    good = [is_number(x) and floor <= x <= _LARGEST for x in values]
     if not all(fine or not trained for fine, trained in zip(good, used, strict=True)):
         return None
     return [float(x) if fine else 0.0 for x, fine in zip(values, good, strict=True)]
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor | None:
-    """One number per token (of a reward: per completion) of all rows; None if one lacks it."""
+    """One number per token (a reward: per completion) of all rows; None if one is missing."""
     if name == "reward":
         rewards = [finite(row.get(name)) for row in rows]
         complete = all(x is not None for x in rewards)
@@ -358,7 +355,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor | None:
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """A number for each prompt of each step; None if a completion says nothing of its prompt."""
+    """A number for each prompt of each step; None if a completion has neither group nor prompt."""
     keys = [
         (
             row.get("step"),

@@ -98,7 +98,7 @@ class Parameters:
         return out.double().cpu()
 
     def logp(self, tokens: StoredTokens) -> Tensor:
-        """The log-probabilities that the model gives to the trained tokens, `[N]`, 0 elsewhere."""
+        """The model's log-probabilities of the trained tokens, `[N]`, 0 elsewhere."""
         out = torch.zeros_like(tokens.inputs.logp)
         with torch.no_grad():
             for place, logp in self._chunks(tokens):
@@ -169,7 +169,7 @@ class HeadWeight:
 
 
 class _Caught(NamedTuple):
-    """What a model gives its head, and what the head is."""
+    """The hidden states before the head, and the head."""
 
     hidden: Tensor
     matrices: Matrices
@@ -179,7 +179,7 @@ class _Caught(NamedTuple):
 def _logit_products(
     hidden: Tensor, target: Tensor, matrices: Matrices, known: Transformation, temperature: float
 ) -> Tensor:
-    """`⟨e, e'⟩` of every two tokens, `[M, M]` float32; a part of the vocabulary at a time."""
+    """`⟨e, e'⟩` of every two tokens, `[M, M]` float32, by parts of the vocabulary."""
     rows = torch.arange(target.shape[0], device=target.device)
     weights = torch.split(matrices.weight, _VOCABULARY)
     biases = (
@@ -216,7 +216,7 @@ class _ModelBatch(NamedTuple):
 
 
 def model_batches(tokens: StoredTokens, model: Any, at_once: int = _ROWS) -> Iterator[_ModelBatch]:
-    """The sequences that have a trained token, prompt and completion, some at a time."""
+    """Batches of the sequences that have a trained token, prompt and completion."""
     if tokens.ids is None or tokens.prompts is None:
         raise InputError(
             "a model needs the ids of the tokens and prompts, the token ids before each sequence."

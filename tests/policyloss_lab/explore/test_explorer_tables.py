@@ -209,5 +209,5 @@ def test_the_command_says_what_it_cannot_show(
     assert "shows one to 3 losses, got 4" in capsys.readouterr().err
     assert not file.exists()
     unknown = pl.LossSpec(trust=lambda t: -t.advantages * t.ratio)
-    with pytest.raises(PolicyLossError, match=r"the 'trust' slot holds function, of which"):
+    with pytest.raises(PolicyLossError, match=r"the 'trust' slot holds function\. Use"):
         explorer_page([unknown])

@@ -16,8 +16,7 @@ from torch import Tensor
 from policyloss.functional import trust
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.stats import beyond
-from policyloss.parts.correction import Corrected
-from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.correction import Corrected, GivenWeight
 from policyloss.parts.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
 
