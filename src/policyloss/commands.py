@@ -64,8 +64,8 @@ NotNegative = Annotated[float, Within(least=0)]
 Positive = Annotated[float, Within(above=0)]
 
 
-class Place(NamedTuple):
-    """The name in the help of an argument without a flag: `Annotated[Path, Place("RUN")]`."""
+class Positional(NamedTuple):
+    """The name in the help of an argument without a flag: `Annotated[Path, Positional("RUN")]`."""
 
     name: str
 
@@ -175,7 +175,7 @@ def arguments_of(options: type) -> list[Argument]:
     for field in dataclasses.fields(options):
         hint = hints[field.name]
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        place = "".join(mark.name for mark in marks if isinstance(mark, Place))
+        place = "".join(mark.name for mark in marks if isinstance(mark, Positional))
         title, meaning = meanings[field.name]
         arguments.append(Argument(field.name, kind, field.default, meaning, title, place))
     return arguments

@@ -9,7 +9,7 @@ from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
 from policyloss.explanations.difference import plain, shown
 from policyloss.explanations.formula import Formula, formula
-from policyloss.explanations.framework_names import Elsewhere
+from policyloss.explanations.framework_names import FrameworkNames
 from policyloss.explanations.sources import Sourced, sources
 from policyloss.explanations.traits import describe, elsewhere
 from policyloss.explanations.traps import Trap, traps
@@ -46,7 +46,7 @@ class Explanation:
     numbers: tuple[Sourced, ...]
     reads: tuple[str, ...]
     zero: ZeroGradient
-    elsewhere: tuple[Elsewhere, ...]
+    elsewhere: tuple[FrameworkNames, ...]
     traps: tuple[Trap, ...]
 
     @property

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from policyloss.explanations.formula import callable_name, rejects
-from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
+from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
 from policyloss.parts.data import is_part
 from policyloss.parts.wording import spoken
 from policyloss.spec import SLOTS, LossSpec
@@ -87,7 +87,7 @@ def fits(needs: str, words: frozenset[str]) -> bool:
     return all((word in words) is wanted for word, wanted in needed)
 
 
-def elsewhere(spec: LossSpec) -> tuple[Elsewhere, ...]:
+def elsewhere(spec: LossSpec) -> tuple[FrameworkNames, ...]:
     """The entries of `ELSEWHERE` that apply to `spec`."""
     words = traits(spec)
     return tuple(entry for entry in ELSEWHERE if fits(entry.needs, words))
