@@ -1,8 +1,7 @@
-"""`choose`: which loss fits a run, by what its owner knows about it, with the reasons and sources.
+"""`choose`: the loss that fits a run, from answers to a few questions, with reasons and sources.
 
-The rules are data. Of those that name a preset, the first that fits decides; every other rule that
-fits changes a slot, or only says something. `policyloss choose` and the page of the documentation
-that asks the same questions read them from here.
+The rules are data. The first rule that fits and names a preset decides; every other rule that fits
+changes a slot or adds a remark. `policyloss choose` and a page of the documentation read them.
 
 `losses.json` holds every preset, and every loss that is chosen, as data: the command answers from
 it without torch. `make docs` writes it.
@@ -34,7 +33,7 @@ def losses() -> dict[str, Any]:
 
 
 class Question(NamedTuple):
-    """What is asked, and the answers by their short names; the first one is the default."""
+    """A question, and its answers by their short names; the first one is the default."""
 
     name: str
     text: str
@@ -83,7 +82,7 @@ QUESTIONS = (
 class Rule:
     """Holds where every question of `when` has one of its answers.
 
-    why: one or two sentences. source: who says so; empty for the source of the preset. preset: the
+    why: one or two sentences. source: of the rule; empty for the source of the preset. preset: the
     loss to begin with. slots: the parts that go into its slots, as code.
     """
 
@@ -99,7 +98,7 @@ class Rule:
 
     @property
     def cited(self) -> str:
-        """Who says so."""
+        """The source of the rule."""
         return self.source or str(losses()["presets"][self.preset]["paper"])
 
 
@@ -201,7 +200,7 @@ RULES = (
 
 
 class Reason(NamedTuple):
-    """A sentence, and who says so."""
+    """A sentence and its source."""
 
     text: str
     source: str
@@ -330,7 +329,7 @@ ARGUMENTS = [*map(_argument, QUESTIONS), JSON]
 
 
 def choose_command(words: Sequence[str]) -> int:
-    """`policyloss choose`: the loss for what is known about a run, with the reasons."""
+    """`policyloss choose`: the loss that fits a run, with the reasons."""
     answers = read_words("choose", ARGUMENTS, words)
     as_json = answers.pop(JSON.name, JSON.default)
     choice = choose(**answers)

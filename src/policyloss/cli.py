@@ -241,7 +241,7 @@ def _failure(sentence: str) -> int:
 
 
 def _close_output() -> None:
-    """Let Python flush into a sink when it ends: it would fail again, and say so."""
+    """Redirect the output, so that Python's flush at exit does not fail and print an error."""
     with suppress(OSError):  # no file can be opened any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -109,7 +109,7 @@ class Argument(NamedTuple):
 
     @property
     def shown_default(self) -> str:
-        """The default as it would be typed; empty if there is none."""
+        """The default as a user would type it; empty without a default."""
         value = self.default
         if value is dataclasses.MISSING or value is None or value == () or value is False:
             return ""
@@ -157,7 +157,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag(name: str) -> str:
-    """The option of a field as it is typed."""
+    """The option of a field, as a user types it."""
     return "--" + name.replace("_", "-")
 
 
