@@ -21,7 +21,7 @@ from docs.names.homonyms import HOMONYMS, SAME
 from docs.names.meanings import BATCH, REWARDS, Homonym, Meaning, Same
 from docs.names.options import OPTIONS
 from policyloss.explanations.formula import VOCABULARY, formula, names_in
-from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
+from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
 
 
 def names_page() -> str:
@@ -109,7 +109,7 @@ def elsewhere_section() -> str:
     return join("## What each framework calls it", about, *tables)
 
 
-def _by_framework(entry: Elsewhere) -> list[str]:
+def _by_framework(entry: FrameworkNames) -> list[str]:
     """The entry's names: a cell for each framework with a drop-in, and one for all others."""
     cells, others = dict.fromkeys(FRAMEWORKS, ""), []
     for who, said in entry.names.items():

@@ -1,8 +1,7 @@
-"""`choose`: selects the loss for a run from a few answers, with reasons and sources.
+"""`choose`: the loss that fits a run, from answers to a few questions, with reasons and sources.
 
-The rules are data. The first fitting rule with a preset chooses the preset; every other fitting
-rule changes a slot or adds a remark. `policyloss choose` and the page of the documentation with the
-same questions read the rules from this module.
+The rules are data. The first rule that fits and names a preset decides; every other rule that fits
+changes a slot or adds a remark. `policyloss choose` and a page of the documentation read them.
 
 `losses.json` holds every preset and every loss that can be chosen as data, so the command works
 without torch. `make docs` writes it.
@@ -34,7 +33,7 @@ def losses() -> dict[str, Any]:
 
 
 class Question(NamedTuple):
-    """What is asked, and the answers by their short names; the first one is the default."""
+    """A question, and its answers by their short names; the first one is the default."""
 
     name: str
     text: str
@@ -83,8 +82,8 @@ QUESTIONS = (
 class Rule:
     """Fits if every question in `when` has one of its answers.
 
-    why: one or two sentences. source: a citation; empty for the source of the preset. preset: the
-    loss to begin with. slots: the parts for its slots, as code.
+    why: one or two sentences. source: of the rule; empty for the source of the preset. preset: the
+    loss to begin with. slots: the parts that go into its slots, as code.
     """
 
     when: dict[str, str]
@@ -99,7 +98,7 @@ class Rule:
 
     @property
     def cited(self) -> str:
-        """The citation, or the paper of the preset."""
+        """The source of the rule."""
         return self.source or str(losses()["presets"][self.preset]["paper"])
 
 
@@ -201,7 +200,7 @@ RULES = (
 
 
 class Reason(NamedTuple):
-    """A sentence and its citation."""
+    """A sentence and its source."""
 
     text: str
     source: str
@@ -330,7 +329,7 @@ ARGUMENTS = [*map(_argument, QUESTIONS), JSON]
 
 
 def choose_command(words: Sequence[str]) -> int:
-    """`policyloss choose`: the loss for what is known about a run, with the reasons."""
+    """`policyloss choose`: the loss that fits a run, with the reasons."""
     answers = read_words("choose", ARGUMENTS, words)
     as_json = answers.pop(JSON.name, JSON.default)
     choice = choose(**answers)

@@ -25,7 +25,7 @@ from policyloss.commands import (
     OPTIONS,
     Command,
     Parser,
-    Place,
+    Positional,
     parser_of,
     read_options,
     read_words,
@@ -37,7 +37,7 @@ from policyloss.errors import InputError, PolicyLossError, unknown_name, visible
 class Explain:
     """Arguments of `policyloss explain`."""
 
-    loss: Annotated[str, Place("LOSS")]
+    loss: Annotated[str, Positional("LOSS")]
     """The name of a preset, or the path of a JSON file that holds LossSpec.to_dict()."""
     json: bool = False
     """Print JSON instead of text."""
@@ -47,7 +47,7 @@ class Explain:
 class ExplainTrl:
     """Arguments of `policyloss explain-trl`."""
 
-    config: Annotated[str, Place("FILE")]
+    config: Annotated[str, Positional("FILE")]
     """The path of a JSON file with options. An option that it leaves out has TRL's default."""
     json: bool = False
     """Print JSON instead of text."""
@@ -57,9 +57,9 @@ class ExplainTrl:
 class Diff:
     """Arguments of `policyloss diff`."""
 
-    a: Annotated[str, Place("LOSS")]
+    a: Annotated[str, Positional("LOSS")]
     """The name of a preset, or the path of a JSON file that holds LossSpec.to_dict()."""
-    b: Annotated[str, Place("OTHER")]
+    b: Annotated[str, Positional("OTHER")]
     """The loss to compare it with."""
     json: bool = False
     """Print JSON instead of text."""
@@ -241,7 +241,7 @@ def _failure(sentence: str) -> int:
 
 
 def _close_output() -> None:
-    """Let Python flush into a sink when it ends: it would fail again, and say so."""
+    """Redirect the output, so that Python's flush at exit does not fail and print an error."""
     with suppress(OSError):  # no file can be opened any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -64,8 +64,8 @@ NotNegative = Annotated[float, Within(least=0)]
 Positive = Annotated[float, Within(above=0)]
 
 
-class Place(NamedTuple):
-    """The name in the help of an argument without a flag: `Annotated[Path, Place("RUN")]`."""
+class Positional(NamedTuple):
+    """The name in the help of an argument without a flag: `Annotated[Path, Positional("RUN")]`."""
 
     name: str
 
@@ -109,7 +109,7 @@ class Argument(NamedTuple):
 
     @property
     def shown_default(self) -> str:
-        """The default as it would be typed; empty if there is none."""
+        """The default as a user would type it; empty without a default."""
         value = self.default
         if value is dataclasses.MISSING or value is None or value == () or value is False:
             return ""
@@ -157,7 +157,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag(name: str) -> str:
-    """The option of a field as it is typed."""
+    """The option of a field, as a user types it."""
     return "--" + name.replace("_", "-")
 
 
@@ -175,7 +175,7 @@ def arguments_of(options: type) -> list[Argument]:
     for field in dataclasses.fields(options):
         hint = hints[field.name]
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        place = "".join(mark.name for mark in marks if isinstance(mark, Place))
+        place = "".join(mark.name for mark in marks if isinstance(mark, Positional))
         title, meaning = meanings[field.name]
         arguments.append(Argument(field.name, kind, field.default, meaning, title, place))
     return arguments

@@ -43,7 +43,7 @@ class InputTypeError(InputError, TypeError):
     """A value of a type that means nothing here; a `TypeError` too, for callers that expect one."""
 
 
-# What other libraries call the fields and arguments of this one.
+# The names of our fields and arguments in other libraries.
 _BOTH_CLIPS = ("clip_ratio", "clip_range", "cliprange", "clip_eps", "eps_clip", "clip", "epsilon")
 OTHER_WORDS = {
     "eps_low": (
@@ -71,7 +71,7 @@ OTHER_WORDS = {
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
     """The sentence for a name that is not one of `valid`, with the valid names it may mean.
 
-    These are the names for the same thing elsewhere, or else the one that is spelled most alike.
+    These are the names for the same thing elsewhere, or else the most similar name.
     """
     names = sorted(valid)
     suggestions: list[str] = []

@@ -22,7 +22,7 @@ from policyloss.functional.exact import as_limbs, folded, is_exact
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.records import KINDS, Invalid, Record
 
-# What `Metrics.compute` says of each count that is not 0, where n stands for the count.
+# The errors of `Metrics.compute` for counts that are not 0; n is the count.
 REFUSED = {
     "invalid_mask_values": (
         "mask held {n} values that are neither 0 nor 1 (1 = train on this token), and each of "
@@ -51,7 +51,7 @@ ZERO_LOGP = (
     "the metric zero_logp_tokens."
 )
 BEYOND_TOTALS = (
-    "a call held more than its totals say the whole step has (metric beyond_totals): the average "
+    "a call has more than its totals count for the whole step (metric beyond_totals): the average "
     "divided by too small a count. Count all micro-batches of the step, "
     "policyloss.Totals.count(mask_of_the_whole_step); for a plain sum use TokenSum."
 )
@@ -120,7 +120,7 @@ class Metrics(Mapping[str, Record]):
 
     @classmethod
     def when_read(cls, make: Callable[[], dict[str, Record]]) -> Metrics:
-        """The metrics that `make` makes, of sums that are taken already, when one is read."""
+        """The metrics that `make` returns; it is called when one is first read."""
         metrics = cls()
         metrics._unpacked, metrics._make = None, make
         return metrics
@@ -137,7 +137,7 @@ class Metrics(Mapping[str, Record]):
         return self._unpacked
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or another process gets: the records, whether they were read or not."""
+        """The state of a copy or pickle: the records, computed if they were not yet."""
         return {"_unpacked": self._records, "_packed": None, "_make": None}
 
     def __getitem__(self, name: str) -> Record:
@@ -232,7 +232,7 @@ class Metrics(Mapping[str, Record]):
             n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()
         }
         flat = [(part, record.op) for record in records.values() for part in record.parts]
-        # Limbs for all: of ranks in the exact mode, one that counted nothing has plain numbers.
+        # All as limbs: in the exact mode a rank without metrics has plain numbers.
         numbers = torch.stack([as_limbs(p.to(wide)) for p, _ in flat])
         is_sum = torch.tensor([op == "sum" for _, op in flat], device=numbers.device)
         # A minimum is a maximum with the sign turned, so extremes need one collective, not two.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from policyloss.errors import InputError
 
-# Windows knows the last alone. Without O_NONBLOCK, to open a pipe would wait for a writer.
+# Windows has only the last one. Without O_NONBLOCK, opening a pipe would wait for a writer.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 WIDTH = 100  # of text
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """What a file is, by the mode that `stat` gives; None if it is a regular file."""
+    """The kind of a file in words, from its `stat` mode; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "special file")
 
 

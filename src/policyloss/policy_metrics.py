@@ -108,7 +108,7 @@ def check_level(metrics: Any) -> None:
 
 
 class MeasuredCall(NamedTuple):
-    """What the metrics of one call are computed from.
+    """One call of a loss, as its metrics are computed from it.
 
     before: the tokens before rejection. t: the tokens after it; the same unless rejected tokens
     leave the mask. share: the part of the step's loss that this call adds.

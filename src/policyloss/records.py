@@ -1,5 +1,5 @@
-"""A metric as a record of sums, or of extremes, that merges with those of other micro-batches and
-ranks; nothing is divided before its value is read.
+"""A metric as a record of sums or extremes, which merges over micro-batches and ranks; nothing is
+divided before its value is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Record:
     op: ClassVar[str] = "sum"
 
     def __post_init__(self) -> None:
-        if is_compiling():  # a compiler traces what the loss itself makes
+        if is_compiling():  # a compiler traces only records of the loss
             return
         device = None
         for name, part in self.__dict__.items():

@@ -1,4 +1,4 @@
-"""Teachers: what the head compares a student's distributions with."""
+"""Teachers: the distributions that the head compares a student's with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policyloss.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A teacher known by its head: `softmax((hidden @ weight.T + bias) / temperature)` per token.
+    """A teacher given by its head: `softmax((hidden @ weight.T + bias) / temperature)` per token.
 
     hidden: `[..., D]`, the teacher's last hidden states at the student's tokens; D may differ from
     the student's. weight: `[V, D]`, over the student's vocabulary (over this rank's entries of it,
@@ -45,7 +45,7 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """A teacher known by its log-probabilities of some entries per token, usually the k largest.
+    """A teacher given by log-probabilities of some entries per token, usually the k largest.
 
     ids: `[..., K]` integers, rising within a token; −1, at the front, stands for no entry. logp:
     `[..., K]`, normalised over the whole vocabulary. Where the entries were chosen by the student,

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from policyloss.commands import Command, Place
+from policyloss.commands import Command, Positional
 
 
 @dataclass(frozen=True)
 class Report:
     """Arguments of `policyloss report`."""
 
-    runs: Annotated[tuple[Path, ...], Place("RUN")]
+    runs: Annotated[tuple[Path, ...], Positional("RUN")]
     """A run directory of policyloss train or policyloss_lab.Recorder, or files of TRL, verl,
     OpenRLHF, prime-rl, TensorBoard, W&B or trackio (docs/report.md)."""
     out: Path = Path("report.html")
@@ -30,7 +30,7 @@ class Report:
 class Doctor:
     """Arguments of `policyloss doctor`."""
 
-    path: Annotated[Path, Place("PATH")]
+    path: Annotated[Path, Positional("PATH")]
     """A .jsonl or .safetensors file of tokens (rollout_logp, old_logp, …), a run directory,
     trainer_state.json, TensorBoard events, verl's metrics, or a CSV export."""
     model: str | None = None
@@ -45,7 +45,7 @@ class Doctor:
 class Explore:
     """Arguments of `policyloss explore`."""
 
-    losses: Annotated[tuple[str, ...], Place("LOSS")] = ("ppo", "gspo")
+    losses: Annotated[tuple[str, ...], Positional("LOSS")] = ("ppo", "gspo")
     """One to three losses to show first: names of presets, or JSON files with
     LossSpec.to_dict()."""
     out: Path = Path("explorer.html")
@@ -58,7 +58,7 @@ class Explore:
 class WhatIfTokens:
     """Arguments of `policyloss what-if`."""
 
-    path: Annotated[Path, Place("PATH")]
+    path: Annotated[Path, Positional("PATH")]
     """A run directory with rollouts.jsonl, or a .jsonl or .safetensors file of tokens."""
     presets: tuple[str, ...] = ()
     """Losses to try; by default, every preset."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from policyloss.commands import Command, Count, Place, Whole
+from policyloss.commands import Command, Count, Positional, Whole
 from policyloss_train.config import TrainConfig
 
 
@@ -14,7 +14,7 @@ from policyloss_train.config import TrainConfig
 class FromRun:
     """A run, one of its checkpoints, and replacements for names in its config.json."""
 
-    run: Annotated[Path, Place("RUN")]
+    run: Annotated[Path, Positional("RUN")]
     """The run directory. It is only data: code and models that it names are run or downloaded only
     if you name them here."""
     checkpoint: Path | None = None
@@ -54,7 +54,7 @@ class Eval(FromRun):
 class Sample(FromRun):
     """Arguments of `policyloss sample`."""
 
-    prompts: Annotated[tuple[str, ...], Place("PROMPT")] = ()
+    prompts: Annotated[tuple[str, ...], Positional("PROMPT")] = ()
     """Prompts; the default is the first held-out ones."""
     number: Count = 4
     """Completions per prompt."""
@@ -68,7 +68,7 @@ class Sample(FromRun):
 class Export(FromRun):
     """Arguments of `policyloss export`."""
 
-    folder: Annotated[Path, Place("FOLDER")]
+    folder: Annotated[Path, Positional("FOLDER")]
     """The folder to write, which must not exist."""
     adapter: bool = False
     """Write only the adapter of a run with --lora-rank, for peft. Without this option it is merged

@@ -298,7 +298,7 @@ def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:
         and cp_group is not None
         and dist.get_world_size(cp_group) == dist.get_world_size()
     ):
-        group = "local"  # there are no ranks outside of cp_group
+        group = "local"  # all ranks belong to cp_group
     return statistics_group(group), cp_group
 
 

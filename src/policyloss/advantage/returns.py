@@ -181,7 +181,7 @@ def _scanned(
     layout: Sequences,
     last_values: Tensor | None,
 ) -> Tensor:
-    """`_lambda_returns` of the tokens as they lie."""
+    """`_lambda_returns` in the layout of the call."""
     n = reward.numel()
     if n == 0:
         return reward
@@ -213,7 +213,7 @@ def _ends(layout: Sequences, device: torch.device) -> Tensor:
 
 
 def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
-    """n zeros, with `s[i]` at `index[i]`; values at index n are dropped."""
+    """n zeros, with `s[i]` at `index[i]`; index n is dropped."""
     return s.new_zeros(n + 1).index_copy_(0, index, s)[:n]
 
 
@@ -244,7 +244,7 @@ def _gae_by_kernel(
 ) -> GAE:
     """`gae` in one launch.
 
-    It makes the checks of the other path without their computations, because microseconds count.
+    It makes the checks of the other path without their tensor operations: microseconds count.
     """
     if cu_seqlens is None:
         layout = Sequences.of(values, called="values")

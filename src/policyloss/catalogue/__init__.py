@@ -1,7 +1,7 @@
-"""The named losses as data, by family, with the source of each number.
+"""The named losses: data, by family, with a source for every number.
 
 A preset is a `LossSpec` with a title, a paper, and a source for every number that is not a library
-default. There is no function per algorithm; `explain` describes each one.
+default. There is no function per algorithm; `explain` describes each loss.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
 
 
 def read_loss(name: str) -> LossSpec | str:
-    """The name of a preset, unchanged, or the `LossSpec` in the JSON file at this path."""
+    """`name` itself if it is a preset's, or the `LossSpec` in the JSON file of that path."""
     if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
         return name
     data = read_json(name)
@@ -142,7 +142,7 @@ def read_loss(name: str) -> LossSpec | str:
 
 
 def read_json(name: str) -> Any:
-    """What the JSON file of that path holds; an error names the file."""
+    """The contents of a JSON file; an error names the file."""
     data = _contents(name)
     try:
         return json.loads(data)

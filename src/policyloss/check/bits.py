@@ -1,4 +1,4 @@
-"""`bits_check`: whether a log-probability depends on what lies beside it, down to the last bit.
+"""`bits_check`: whether a log-probability depends on its neighbours, down to the last bit.
 
 A function is batch-invariant if a sequence gets the same bits alone, in any batch and at any place
 of it. Only then can the log-probabilities of a trainer and of an engine be equal, and only then is
@@ -80,12 +80,12 @@ class BitsReport:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether the bits of a sequence never depended on what lay beside it."""
+        """Whether the bits of a sequence never depended on its neighbours."""
         return not any(result.different for result in self.arrangements)
 
     @property
     def is_equal(self) -> bool:
-        """Whether the bits are those of the other function, too; True if there is none."""
+        """Whether the other function returned the same bits; True without another function."""
         return self.against is None or not self.against.different
 
     def raise_if_different(self) -> None:
@@ -140,7 +140,7 @@ class BitsReport:
         return [*differences, *nan, *self._advice()]
 
     def _advice(self) -> list[str]:
-        """What to do about the most basic difference; nothing if there is none."""
+        """A remedy for the most basic difference; empty without a difference."""
         if self.arrangements[0].different:
             return [
                 "Find what changes from call to call before anything else: dropout (call "

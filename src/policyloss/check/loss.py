@@ -31,7 +31,7 @@ from policyloss.totals import Totals
 
 @dataclass(frozen=True)
 class Result:
-    """One property: whether it holds, and what was seen if it does not."""
+    """One property: whether it holds, and the evidence if it does not."""
 
     name: str
     passed: bool
@@ -108,7 +108,7 @@ def check_loss(
     base: LossSpec | str | None = None,
     seed: int = 0,
 ) -> CheckReport:
-    """Test a loss of your own for what the library promises of every loss.
+    """Test your own loss for the properties that every loss of the library has.
 
     loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by
     default), a whole `LossSpec` with callables in any slot, or a preset's name. Checked, in float64

@@ -56,9 +56,9 @@ class CutResult:
 class PartitionReport:
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
-    moved: the gradient depends on what it must not: the cut, the ranks, or tokens outside the mask.
-    diagnosis: what explains it, one paragraph each. notes: what this batch could not show.
-    gradient: that of the uncut batch, `[P]` float64; pass it as `reference=` to a run on several
+    moved: whether the gradient depends on the cut, the ranks, or tokens outside the mask.
+    diagnosis: the explanations, one paragraph each. notes: limits of this batch.
+    gradient: of the uncut batch, `[P]` float64; pass it as `reference=` to a run on several
     ranks.
     """
 
@@ -72,7 +72,7 @@ class PartitionReport:
 
     @property
     def moved(self) -> bool:
-        """Whether the gradient depends on what it must not."""
+        """Whether the gradient depends on the cut, the ranks, or tokens outside the mask."""
         return bool(self.diagnosis)
 
     def raise_if_moved(self) -> None:
@@ -160,7 +160,7 @@ def partition_check(
     ranks.check_same(
         data.lengths.tolist(),
         0.0,
-        "the ranks were given different batches: give partition_check the same on each.",
+        "the ranks got different batches: pass the same batch to partition_check on each.",
     )
     if int((data.lengths > 0).sum()) < 2:
         raise InputError(
@@ -172,7 +172,7 @@ def partition_check(
 
 
 class _Check:
-    """One check: what was run, what moved, and what explains it."""
+    """One check: its runs, their gradients, and the diagnosis."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps, self.data, self.ranks = steps, steps.batch, steps.ranks

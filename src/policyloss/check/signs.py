@@ -1,6 +1,6 @@
 """The checks of `check_loss` that find a sign, a side or a stop-gradient that is wrong.
 
-Each looks at tokens that are sequences of their own, at chosen log-ratios, and returns a problem in
+Each computes the loss of single-token sequences at chosen log-ratios, and returns a problem in
 words, or "".
 """
 

@@ -1,4 +1,4 @@
-"""`diff`: how two losses differ, slot by slot and number by number, and what the change means."""
+"""`diff` compares two losses, slot by slot and number by number, with the meaning of a change."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class FieldChange(NamedTuple):
 
 
 class SlotChange(NamedTuple):
-    """One slot that differs: the part on either side, and what the change means.
+    """One slot that differs: the part on either side, and the meaning of the change.
 
-    fields: those that differ, if both are the same part.
+    fields: the fields that differ, if both are the same part.
     """
 
     slot: str
@@ -83,7 +83,7 @@ class Difference:
 
 
 def diff(a: AnyLoss, b: AnyLoss) -> Difference:
-    """How `a` and `b` differ, and what it means; each is a `LossSpec` or the name of a preset."""
+    """Compare two losses; each is a `LossSpec` or the name of a preset."""
     first, second = as_spec(a, "a"), as_spec(b, "b")
     changes = tuple(
         _slot_change(slot, first, second)
@@ -109,7 +109,7 @@ def shown(value: Any, where: str = "") -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON knows it: tuples as lists, infinities as words."""
+    """A value in JSON's types: tuples as lists, infinities as words."""
     if isinstance(value, tuple):
         return [plain(v) for v in value]
     return number(value) if isinstance(value, float) and math.isinf(value) else value

@@ -1,4 +1,4 @@
-"""`explain`: what a loss is, in words a person can check, and the page it is printed as."""
+"""`explain` describes a loss in words a person can check, and prints them as a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
 from policyloss.explanations.difference import plain, shown
 from policyloss.explanations.formula import Formula, formula
-from policyloss.explanations.framework_names import Elsewhere
+from policyloss.explanations.framework_names import FrameworkNames
 from policyloss.explanations.sources import Sourced, sources
 from policyloss.explanations.traits import describe, elsewhere
 from policyloss.explanations.traps import Trap, traps
@@ -21,15 +21,15 @@ from policyloss.spec import LossSpec
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a loss is. `str()` gives a page of plain text, `to_dict()` the same as JSON-ready data.
+    """A loss in words. `str()` returns a page of plain text, `to_dict()` JSON-ready data.
 
-    preset: the preset it is (None if it is none), also: other presets that are the same loss, near:
-    the preset it is a small change of. advantage: the estimator of `policyloss.advantage` that this
-    preset, or the one it is a change of, is defined with (None: any); advantage_source: who says
-    so. formula: lines in the argument names of `policy_loss`. words: what each slot does. numbers:
-    every choice and number with its source. reads: the tensors it needs. zero: which tokens get
-    exactly no gradient from the policy term. elsewhere: what frameworks call its parts. traps: what
-    surprises people about it.
+    preset: the name of this preset, or None. also: other presets with the same loss. near: the
+    preset of which it is a small change. advantage: the estimator of `policyloss.advantage` with
+    which the preset (or the nearest one) is defined, None for any; advantage_source: its source.
+    formula: lines in the argument names of `policy_loss`. words: a sentence per slot. numbers:
+    every choice and number with its source. reads: the tensors it needs. zero: the tokens that get
+    exactly no gradient from the policy term. elsewhere: the names of its parts in frameworks.
+    traps: common surprises.
     """
 
     spec: LossSpec
@@ -46,12 +46,12 @@ class Explanation:
     numbers: tuple[Sourced, ...]
     reads: tuple[str, ...]
     zero: ZeroGradient
-    elsewhere: tuple[Elsewhere, ...]
+    elsewhere: tuple[FrameworkNames, ...]
     traps: tuple[Trap, ...]
 
     @property
     def still_moved_by(self) -> str:
-        """What still moves a token without gradient from the policy term, as a sentence or ""."""
+        """The other terms that move a token without policy gradient, as a sentence or ""."""
         pulls, of_teacher = self.spec.kl_parts, self.spec.divergence is not None
         terms = ["the KL term"] if len(pulls) > of_teacher else []
         terms += ["the divergence from the teacher"] if of_teacher else []
@@ -136,10 +136,10 @@ class Explanation:
 
 
 def explain(spec: AnyLoss) -> Explanation:
-    """What `spec` (a `LossSpec`, the name of a preset, or a function of `Tokens`) is.
+    """Explain `spec`: a `LossSpec`, the name of a preset, or a function of `Tokens`.
 
-    That is: formula, numbers and sources, zero gradients, names, traps. For a TRL `GRPOConfig`, see
-    `policyloss.compat.trl.explain_config`.
+    The explanation has formula, numbers and sources, zero gradients, names and traps. For a TRL
+    `GRPOConfig`, see `policyloss.compat.trl.explain_config`.
     """
     spec = as_spec(spec)
     base, is_preset = nearest_preset(spec)

@@ -100,7 +100,7 @@ class CallableInSlot(NamedTuple):
 class Formula:
     """The lines of a loss in the order they are computed; the last one is `loss`.
 
-    callables: those that could not be derived.
+    callables: functions whose formula could not be derived.
     """
 
     lines: tuple[Line, ...]
@@ -140,7 +140,7 @@ def formula(spec: LossSpec) -> Formula:
 def lines_by_slot(spec: LossSpec) -> dict[str, _Slot]:
     """All lines of the formula in the order of their computation, and each slot's callables.
 
-    Those of "loss" join what the slots returned, and average it.
+    The lines of "loss" join the results of the slots, and average them.
     """
     anchor = getattr(spec.ratio, "anchor", "old")
     return {

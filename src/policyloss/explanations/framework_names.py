@@ -1,4 +1,4 @@
-"""What each framework calls the parts of a loss, as data.
+"""The names of the parts of a loss in each framework, as data.
 
 An entry applies to a spec if its traits fit (see `traits`).
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Elsewhere(NamedTuple):
-    """A part of a loss, what it is, and what frameworks call it.
+class FrameworkNames(NamedTuple):
+    """The names of a part of a loss in frameworks.
 
-    needs: traits that must hold; one with a leading "-" must not.
+    what: a description of the part. needs: traits that must hold; one with a leading "-" must not.
     """
 
     part: str
@@ -26,7 +26,7 @@ class Elsewhere(NamedTuple):
 
 _FOUR = "TRL, Liger, Unsloth, Axolotl"
 
-# Part of a loss → (what it is, the traits it needs) → what each framework calls it.
+# Part of a loss → (its description, the traits it needs) → its name in each framework.
 _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
     "surrogate": {
         ("PPO's clip on the token's ratio", "Clip token_ratio -aipo"): {
@@ -377,7 +377,7 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
 }
 
 ELSEWHERE = tuple(
-    Elsewhere(part, what, needs, names)
+    FrameworkNames(part, what, needs, names)
     for part, entries in _NAMES.items()
     for (what, needs), names in entries.items()
 )

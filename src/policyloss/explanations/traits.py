@@ -1,5 +1,5 @@
-"""What a spec is made of: a sentence for every slot, short words for what it is (`traits`), and so
-what each framework calls its parts.
+"""A description of a spec: a sentence for every slot, its traits as short words, and the names of
+its parts in frameworks, which the traits select.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from policyloss.explanations.formula import callable_name, rejects
-from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
+from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
 from policyloss.parts.data import is_part
 from policyloss.parts.wording import spoken
 from policyloss.spec import SLOTS, LossSpec
@@ -23,7 +23,7 @@ _REJECTED = {
 
 
 def describe(spec: LossSpec) -> dict[str, str]:
-    """What each slot of `spec` does, slot by slot; slots that do nothing are left out."""
+    """A sentence for each slot of `spec`; slots that do nothing are left out."""
     sentences = {slot: describe_slot(spec, slot) for slot in SLOTS}
     if not spec.reads_ratio:
         sentences["ratio"] = ""
@@ -31,7 +31,7 @@ def describe(spec: LossSpec) -> dict[str, str]:
 
 
 def describe_slot(spec: LossSpec, slot: str) -> str:
-    """What one slot of `spec` does; "" if nothing."""
+    """A sentence for one slot of `spec`; "" if it does nothing."""
     part = getattr(spec, slot)
     if isinstance(part, tuple):
         return "; and ".join(_sentence(one) for one in part)
@@ -49,7 +49,7 @@ def _sentence(part: Any) -> str:
 
 
 def traits(spec: LossSpec) -> frozenset[str]:
-    """Short words for what a spec is made of; names and traps are chosen by them."""
+    """The traits of a spec, short words by which names and traps are selected."""
     words = {
         f"anchor_{getattr(spec.ratio, 'anchor', 'old')}",
         *getattr(spec.ratio, "traits", ("other_ratio",)),
@@ -73,7 +73,7 @@ def traits(spec: LossSpec) -> frozenset[str]:
 
 
 def _trust_traits(part: Any) -> set[str]:
-    """The name of the part, its choices as `field_choice`, and what it says of itself."""
+    """The name of the part, its choices as `field_choice`, and its attribute `traits`."""
     if not is_part("trust", part):
         return {"own_trust"}
     choices = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
@@ -87,7 +87,7 @@ def fits(needs: str, words: frozenset[str]) -> bool:
     return all((word in words) is wanted for word, wanted in needed)
 
 
-def elsewhere(spec: LossSpec) -> tuple[Elsewhere, ...]:
+def elsewhere(spec: LossSpec) -> tuple[FrameworkNames, ...]:
     """The entries of `ELSEWHERE` that apply to `spec`."""
     words = traits(spec)
     return tuple(entry for entry in ELSEWHERE if fits(entry.needs, words))

@@ -2,8 +2,8 @@
 
 A condition is an expression over the names of the printed formula, so a test can evaluate it: the
 gradient is zero where it holds, and nowhere else (save for numbers that cancel by chance, or a
-weight so small that it underflows). The trust part says where its own slopes are zero; what the
-ratio and the corrections do to them is put together here.
+weight so small that it underflows). The trust part states where its own slopes are zero; this
+module adds the effects of the ratio and the corrections.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Turns
 
 
 def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> Tensor:
-    """`positions`, or an error unless they are one integer per token. reader: what needs them."""
+    """`positions`, or an error unless they are one integer per token. reader: who needs them."""
     if positions is None:
         raise InputError(
             f"{reader} depends on the order of tokens, and with cp_group they lie on several "

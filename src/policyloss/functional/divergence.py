@@ -52,7 +52,7 @@ class Measure(NamedTuple):
 
 
 def terms(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
-    """What each entry adds to the divergence. `[..., V]`, `[..., V]` → `[..., V]`."""
+    """The term of each entry in the divergence. `[..., V]`, `[..., V]` → `[..., V]`."""
     p_s, p_t, gap = student.exp(), teacher.exp(), _gap(student, teacher)
     if measure.form == "forward":
         return _times(p_t, gap)

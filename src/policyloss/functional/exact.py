@@ -313,8 +313,7 @@ def exact(on: bool = True) -> _Block:
 
     The log-probability, entropy and gradient of a token do not depend on the other tokens, and the
     loss and metrics of a step do not depend on how it was cut into calls, padded or packed, or
-    spread over processes. `docs/bits.md` lists what is guaranteed, what it costs, and what is not
-    covered.
+    spread over processes. `docs/bits.md` lists the guarantees, the cost, and the exceptions.
     The mode belongs to the process, like torch's deterministic algorithms; of the blocks that are
     open, in any thread, the one that began last decides. A backward keeps the mode of its forward.
     `@policyloss.exact()` above a function runs its calls in such a block.

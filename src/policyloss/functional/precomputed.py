@@ -1,4 +1,4 @@
-"""Values whose gradients were computed beforehand, and are handed to autograd."""
+"""Values with gradients that were computed beforehand and are passed to autograd."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Tokens lie either in padded rows `[B, T]` (a row is a sequence) or in a pack `[N]` cut by
 `cu_seqlens` `[S+1]`. With a context-parallel group, each rank holds some tokens of each of the same
-S sequences, and sums cross ranks by an all-reduce. Teach this object a layout, and every loss knows
-it.
+S sequences, and sums cross ranks by an all-reduce. A layout added here works in every loss.
 
 Legend: S sequences, `x` token-shaped (`[B, T]` or `[N]`), `s` one number per sequence (`[S]`).
 """
@@ -98,7 +97,7 @@ def _segment_ids(offsets: Tensor, n: int) -> Tensor:
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
     """Raise unless `tokens` are packed `[N]` and `cu_seqlens` `[S+1]` rises from 0 to N.
 
-    Values are read only on a CPU (no sync). called: what the caller calls the tokens.
+    Values are read only on a CPU (no sync). called: the name of the tokens in errors.
     """
     check_tensor("cu_seqlens", cu_seqlens, "any")
     if tokens.dim() != 1:
@@ -184,7 +183,7 @@ class Sequences:
         return self.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
     def with_clear_shape(self, x: Tensor, called: str) -> Tensor:
-        """`x`, one number per token or per sequence, in a shape that says which of the two it is.
+        """`x`, one number per token or per sequence, in a shape that is not ambiguous.
 
         Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if
         every sequence has one token. Then `x` becomes `[1, N]`; otherwise, and where lengths cannot

@@ -2,7 +2,7 @@
 
 There is a module for each slot; the trust regions fill three. Averages need the `Layout` of the
 tokens only. Beside `__call__`, parts have these methods, which `explain` reads:
-sentence: what the part does, in words.
+sentence: a description of the part in words.
 slopes: of a trust region, where its gradient is zero (see `wording.Slopes`).
 averaged: of an average, the average of `x` as a formula.
 formula: the lines of a formula that symbols cannot derive from the code.

@@ -3,7 +3,7 @@
 Each part is called with a `Layout` and returns the weight of each token.
 `loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step,
 so the loss is additive over any partition of the batch. The two `Local…` ones break that on
-purpose, because published runs used them; their names say so.
+purpose, because published runs used them.
 divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and
 `Totals.sequences`.
 
@@ -32,7 +32,7 @@ Horizon: TypeAlias = Annotated[float, within(above=0, finite=True, hint=_HINT)]
 
 
 def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
-    """The constant that sums are divided by, or an error that says how to set it."""
+    """The constant that sums are divided by; raise if it is not set."""
     if part.horizon is None:
         name = type(part).__name__
         raise InputError(
@@ -175,7 +175,7 @@ class PromptMean:
         totals = t.totals
         if t.group_ids is None:
             raise InputError(
-                "PromptMean reads group_ids, which was not given; pass group_ids= (one integer per "
+                "PromptMean reads group_ids, which is missing; pass group_ids= (one integer per "
                 "sequence)."
             )
         groups = totals.groups
@@ -226,7 +226,7 @@ class LengthWeighted:
         return "every sequence as its mean times its length, mean over sequences"
 
     def note_beside(self, other: object) -> str:
-        """What to know of this and another average, "" if nothing."""
+        """A remark on this average compared with another, or ""."""
         same = (
             "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its "
             "length is a sum."
@@ -286,7 +286,7 @@ VARIANTS = (
 
 
 def weight_factors(part: Any, t: Layout) -> tuple[Tensor, Tensor | None]:
-    """The weights of an aggregation, apart from a factor that all tokens share, if it knows one.
+    """The weights of an aggregation, and the factor that all tokens share, or None.
 
     A sum over tokens need not wait for such a factor, which a count of this call may enter.
     """

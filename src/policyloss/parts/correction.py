@@ -35,7 +35,7 @@ from policyloss.parts.wording import bounds_in_words, interval_in_words, number,
 from policyloss.tokens import Tokens
 
 Level = Literal["token", "geomean", "product"]
-# What each level is called in a sentence.
+# The name of each level in a sentence.
 LEVELS = {
     "token": "token's",
     "geomean": "sequence's geometric-mean",
@@ -44,7 +44,7 @@ LEVELS = {
 
 
 class Corrected(NamedTuple):
-    """What a correction says of each token.
+    """The result of a correction for each token.
 
     weight: of the policy term (None: 1). keep: whether the token is kept (None: all are).
     """
@@ -296,7 +296,7 @@ class OPSM(Part):
     """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 of drifted sequences.
 
     A sequence has drifted if `mean(source_logp - logp) > delta`.
-    source: whose log-probabilities the drift is measured from, "old" or "rollout".
+    source: the policy from which the drift is measured, "old" or "rollout".
     """
 
     reads_logp: ClassVar[bool] = True
@@ -399,7 +399,7 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
 
 
 def correction_name(part: Any) -> str:
-    """What metrics call a correction."""
+    """The name of a correction in the metrics."""
     return (
         type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
     )
@@ -408,7 +408,7 @@ def correction_name(part: Any) -> str:
 def self_normalised(
     corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None
 ) -> Combined:
-    """Divide the weight by its mean over `t` (the tokens that still count), if a part says so."""
+    """Divide the weight by its mean over the tokens of `t`, if a `SelfNormalise` is there."""
     weight = corrected.weight
     for part in corrections:
         if isinstance(part, SelfNormalise) and weight is not None:

@@ -86,7 +86,7 @@ class Divergence(Part):
 
     @property
     def measure(self) -> Measure:
-        """What the head computes."""
+        """The divergence that the head computes."""
         return Measure(self.kind, self.beta, self.tail, self.top, self.k)
 
     @property
@@ -109,7 +109,7 @@ class Divergence(Part):
         return value * bound(weight, (None, self.weight_max))
 
     def sentence(self) -> str:
-        """What it adds, in words."""
+        """The added term in words."""
         of = _IN_WORDS.get(self.kind, f"the JSD of student and teacher at beta {self.beta:.10g}")
         limit = self.clamp
         low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit or (None, None)

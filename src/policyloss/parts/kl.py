@@ -80,14 +80,14 @@ class KL(Part):
         return None if self.weight is None else t.ratio
 
     def weight_sentence(self) -> str | None:
-        """What multiplies the penalty, in words; None without a weight."""
+        """The factor of the penalty in words; None without a weight."""
         if self.weight == "detached_ratio":
             most = "" if self.weight_max is None else f", at most {spoken(self.weight_max)}"
             return f"the ratio{most}, without its gradient"
         return None if self.weight is None else "the ratio"
 
     def sentence(self) -> str:
-        """What it adds, in words."""
+        """The added term in words."""
         gradient = {
             "value": "",
             "k2": ", with the gradient of k2",

@@ -72,7 +72,7 @@ class SequenceRatio(Part):
 
     @property
     def shared_over(self) -> str | None:
-        """What a token's gradient is shared over: its sequence, or nothing."""
+        """The tokens that share a gradient: "sequence", or None."""
         return "sequence" if self.grad == "sequence" else None
 
     @property
@@ -115,7 +115,7 @@ class SequenceProduct(Part):
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
 
     def no_slope(self) -> tuple[Condition, ...]:
-        """Where a token does not move the ratio, beside the clamp of the ratio itself."""
+        """Where a token does not move the ratio, apart from the clamp of the ratio."""
         if self.token_clamp is None or math.isinf(self.token_clamp) or self.anchor == "current":
             return ()
         beyond = f"abs(logp - {ANCHORS[self.anchor]}) > {number(self.token_clamp)}"

@@ -205,7 +205,7 @@ class TwoSidedClip(Part):
         )
 
     def note_beside(self, other: object) -> str:
-        """What to know of this and another trust region, "" if nothing."""
+        """A remark on this trust region compared with another, or ""."""
         dual = Clip(self.eps_low, self.eps_high, dual=self.delta)
         if other != dual or self.delta < 1 + self.eps_high:
             return ""

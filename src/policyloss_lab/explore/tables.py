@@ -18,7 +18,7 @@ from policyloss.explanations import explain
 from policyloss.explanations.algebra.derive import Lines
 from policyloss.explanations.algebra.expression import Expression
 from policyloss.explanations.formula import VOCABULARY
-from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
+from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
 from policyloss.parts.data import VARIANTS, encoded
 from policyloss.spec import LossSpec
 from policyloss_lab.commands import Explore
@@ -185,7 +185,7 @@ def _preset(name: str) -> dict[str, Any]:
     }
 
 
-def _named(entry: Elsewhere) -> dict[str, Any]:
+def _named(entry: FrameworkNames) -> dict[str, Any]:
     names = {who: called for whose, called in entry.names.items() for who in whose.split(", ")}
     return {"part": entry.part, "what": entry.what, "needs": entry.needs.split(), "names": names}
 

@@ -235,4 +235,4 @@ def test_without_a_reference_it_says_what_it_cannot_see(said: list[dict[str, Any
 def test_ranks_that_do_not_belong_together(said: list[dict[str, Any]]) -> None:
     for rank in said:
         assert "step_fn gave other gradients on other ranks" in rank["not reduced"]["error"]
-        assert "the ranks were given different batches" in rank["other batches"]["error"]
+        assert "the ranks got different batches" in rank["other batches"]["error"]

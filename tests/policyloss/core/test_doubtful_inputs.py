@@ -289,7 +289,7 @@ def test_totals_below_what_a_call_holds_are_told(aggregate, totals, beyond):
         assert metrics.compute().get("beyond_totals") == beyond
         return
     assert metrics["beyond_totals"].item() == beyond
-    with pytest.warns(UserWarning, match="more than its totals say"):
+    with pytest.warns(UserWarning, match="more than its totals count"):
         metrics.compute()
 
 

@@ -1,1 +1,1 @@
-"""The symbolic algebra behind the printed formulas; README.md beside this file describes it."""
+"""The symbolic algebra behind the printed formulas; README.md in this folder describes it."""

@@ -1,8 +1,8 @@
-"""From a part to the lines of its formula: run it on symbols, and name what is used twice.
+"""From a part to the lines of its formula: run it on symbols, and name subexpressions used twice.
 
-The names are those of local variables in the part's code: where it says `tau = …` and τ is used
-twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or that
-symbols cannot follow, states its formula in a method `formula`.
+The names come from local variables of the part's code: if it has a line `tau = …` and uses τ twice,
+so has the formula. A part states its formula in a method `formula` if the derived one would be hard
+to read, or if symbols cannot follow its code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KNOWN = {
 
 @torch.enable_grad()
 def symbolic_tokens(anchor: str) -> Tokens:
-    """`Tokens` made of symbols. The mask is True: a formula speaks of valid tokens only."""
+    """`Tokens` made of symbols. The mask is True: a formula is about valid tokens only."""
     arguments = ("logp", *DIFFERENTIATED, *LOGP_ARGUMENTS.values())
     tokens: Any = {
         "mask": Symbol(TRUE),
@@ -58,7 +58,7 @@ def symbolic_tokens(anchor: str) -> Tokens:
 
 
 class _SymbolicExtras(dict[str, Any]):
-    """Arguments by name. A tensor of `extras`, which may have any name, is made when asked for."""
+    """Arguments by name. A tensor of `extras`, which may have any name, is made when it is read."""
 
     def get(self, key: str, default: Any = None) -> Any:
         if key.startswith("extras."):
@@ -174,7 +174,7 @@ def _known(x: Expression) -> Expression:
 
 
 def _runnable(part: Any, recorder: _Recorder) -> Any:
-    """`part` with numbers that remember how they are written, or what it states as its formula."""
+    """`part` with numbers that remember how they are written, or a function of its stated lines."""
     if hasattr(part, "formula"):
         return partial(recorder.state, part)
     if not has_fields(part):

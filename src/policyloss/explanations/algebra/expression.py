@@ -1,8 +1,8 @@
 """The expressions of a printed formula: a small tree that can be built, printed, parsed and walked.
 
 The functions that join expressions (`function`, `where`, `binary`, …) return a node, or something
-simpler that is equal to it in value and gradient. They leave out what a reader does not need: a
-bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
+simpler that is equal to it in value and gradient. They leave out details that a reader
+does not need: a bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
 
 The operators are all there is; a printer of another notation needs a case for each of these:
 
@@ -91,7 +91,7 @@ class Expression:
     def replaced(self, change: Callable[[Expression], Expression | None]) -> Expression:
         """A copy with subexpressions replaced, from the top.
 
-        change: returns what to put in the place of a subexpression, or None to go on below it.
+        change: returns the replacement of a subexpression, or None to descend into it.
         """
         other = change(self)
         if other is not None:
@@ -191,7 +191,7 @@ def _parsed(node: ast.expr) -> Expression:
 TRUE, FALSE, ZERO, ONE = boolean(True), boolean(False), constant(0), constant(1)
 # How many tokens a sequence and a run of the mask have; both are at least 1 where a token is.
 LENGTHS = {"seq": name("L"), "run": name("run_length")}
-# What changes nothing on the right of each operator.
+# The neutral element on the right of each operator.
 _NEUTRAL = {"+": ZERO, "-": ZERO, "*": ONE, "/": ONE, "**": ONE}
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 

@@ -1,4 +1,4 @@
-"""Symbols that stand for tensors, so that a part can be run to see what it computes.
+"""Symbols that stand for tensors: run on them, a part records its computation.
 
 `Symbol` takes part in arithmetic and in torch's functions (through `__torch_function__`) and
 records an `Expression`. `Written` is a number that remembers how it was computed, so that `1 -
@@ -76,7 +76,7 @@ class Symbol:
     __hash__ = None  # type: ignore[assignment]  # `==` compares token by token
 
     def __init__(self, expression: Expression) -> None:
-        # What is computed under `torch.no_grad()` has no gradient.
+        # Results under `torch.no_grad()` have no gradient.
         self.expression = expression if torch.is_grad_enabled() else algebra.stop(expression)
 
     @classmethod
