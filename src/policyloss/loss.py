@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -39,15 +38,6 @@ class LossOutput:
 
     loss: Tensor
     metrics: Metrics
-
-
-# Faster ways to the same output; each answers None where it cannot serve a call. They are made of
-# the pipeline below, so that they stand above this module and put themselves here.
-Shortcut = Callable[[LossSpec, Inputs, Totals | None, MetricsLevel], LossOutput | None]
-SHORTCUTS: list[Shortcut] = []
-# The same inside somebody's torch.compile, of the arguments as they are: what is looked at here, a
-# compiler looks at again before every call.
-IN_GRAPH: list[Callable[..., LossOutput | None]] = []
 
 
 @takes_tensors
@@ -96,10 +86,12 @@ def policy_loss(
       clip_fraction_dual and kl_old_k1; or "none". Loss and gradient do not depend on it.
     """
     if torch.compiler.is_compiling():
-        for in_graph in IN_GRAPH:
-            out = in_graph(spec, logp, old_logp, advantages, mask, totals, metrics, tensors)
-            if out is not None:
-                return out
+        # One node of the graph. The module imports the compiler and this module.
+        from policyloss.compiled.in_graph import loss_in_graph
+
+        out = loss_in_graph(spec, logp, old_logp, advantages, mask, totals, metrics, tensors)
+        if out is not None:
+            return out
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
     return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
@@ -108,11 +100,14 @@ def policy_loss(
 def loss_of(
     spec: LossSpec, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
 ) -> LossOutput:
-    """`policy_loss` of checked arguments. step: the totals; None if this call is the step."""
+    """`policy_loss` of collected arguments. step: the totals, None if local."""
     check_level(metrics)
     check_gradients(spec, inputs)
-    for shortcut in () if torch.compiler.is_compiling() else SHORTCUTS:
-        out = shortcut(spec, inputs, step, metrics)
+    if not torch.compiler.is_compiling():
+        # Two kernels on a GPU. The module imports this one.
+        from policyloss.compiled.fused import fused_loss
+
+        out = fused_loss(spec, inputs, step, metrics)
         if out is not None:
             return out
     parts = pipeline(spec, inputs.tokens(), step, metrics)

@@ -22,15 +22,15 @@ from policyloss.totals import GroupTokens, Totals
 
 
 class Call(NamedTuple):
-    """One call: its tensors, those that carry a gradient, and what is a constant of its graph."""
+    """One call: its tensors, the constant `dp_size`, and the names of the tensors with gradient."""
 
     tensors: dict[str, Tensor]
     dp_size: int | None
     leaves: tuple[str, ...]
 
 
-class _Known(torch.autograd.Function):
-    """`value`, which depends on each of `leaves` with a known gradient (see `scaled`)."""
+class _WithGradients(torch.autograd.Function):
+    """Gives `value` a backward that returns the known gradients of `leaves` (see `scaled`)."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ class _Known(torch.autograd.Function):
 
 def with_gradients(value: Tensor, known: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
     """`value` as a function of `leaves`, whose gradients are `known` (see `scaled`)."""
-    out: Tensor = _Known.apply(value, known, *leaves)  # type: ignore[no-untyped-call]
+    out: Tensor = _WithGradients.apply(value, known, *leaves)  # type: ignore[no-untyped-call]
     return out
 
 
 def scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
-    """The first `count` of `known` times the scale behind them (if there is one) times `grad`: one
-    product over the tokens each.
+    """The first `count` tensors of `known`, multiplied by `grad` and by the scale that may follow
+    them in `known`: one product over the tokens for each.
     """
     factors = [x for x in (grad, *known[count:]) if x is not None]
     if not factors:
@@ -62,7 +62,7 @@ def scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Ten
 
 
 def requiring_grad(inputs: Inputs) -> tuple[str, ...]:
-    """Which tensors carry a gradient in this call."""
+    """The names of the tensors that carry a gradient in this call."""
     if not torch.is_grad_enabled():
         return ()
     tensors = {name: getattr(inputs, name) for name in ("logp", *DIFFERENTIATED)}
@@ -70,7 +70,7 @@ def requiring_grad(inputs: Inputs) -> tuple[str, ...]:
 
 
 def numbers_of(totals: Totals, device: torch.device) -> dict[str, Tensor]:
-    """The totals as tensors: their values change from step to step, so they are data."""
+    """The totals as tensors, because their values change from step to step."""
     numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
         numbers.update({"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens})
@@ -128,17 +128,17 @@ def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
         parts = pipeline(spec, tokens, totals, level)
         known = list(_gradients(parts.total, list(leaves.values())))
     if parts.scale is not None and totals is not None:
-        # The scale is known before the first token is read: the gradient is written once, as it is.
+        # The totals fix the scale, so the gradient is written once, scaled.
         known = [gradient * parts.scale for gradient in known]
     elif parts.scale is not None:
-        # The scale divides by a count of this very batch, for which the loop over the tokens need
-        # not wait.
+        # The scale divides by a count of this batch: the backward applies it, so that the loop over
+        # the tokens does not wait for the count.
         known.append(parts.scale)
     return Results(parts.loss.detach(), parts.metrics, known)
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
-    """Of a total that some of the leaves, or all, may not enter."""
+    """d total / d leaves, 0 for leaves that the total does not depend on."""
     if not leaves or not total.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
     return torch.autograd.grad(total, leaves, materialize_grads=True)

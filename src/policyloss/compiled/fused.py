@@ -1,9 +1,8 @@
-"""The way that `policy_loss` takes by itself on a GPU: loss, metrics and gradient in two kernels.
+"""On a GPU `policy_loss` computes loss, metrics and gradient in two Triton kernels.
 
-It serves padded tokens and losses made of the library's parts, in float32 or narrower, where Triton
-is installed. The first call of a kind makes the kernels, in seconds; they serve every shape. What
-they cannot serve runs operation by operation, with the same result; `explain_path` says which way a
-call takes.
+They support padded tokens and losses built from the library's parts, in float32 or narrower, if
+Triton is installed. The first call of a kind creates the kernels in seconds, for every shape. Other
+calls run operation by operation, with the same result; `explain_path` returns the path of a call.
 """
 
 from __future__ import annotations
@@ -44,27 +43,28 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_NOT_SERVED = ("cu_seqlens", "group_ids", "cp_group", "positions")
+_UNSUPPORTED = ("cu_seqlens", "group_ids", "cp_group", "positions")
 # Past this many specs the table of kernels is emptied.
 MOST_SPECS = 256
 _one_at_a_time = threading.Lock()
 _switched = threading.local()
 
 
-class _Ready(NamedTuple):
-    """The kernels of one kind of call, and where its metrics lie in what they write."""
+class _Kernels(NamedTuple):
+    """The kernels of one kind of call, and the places of its metrics in their output."""
 
     run: TokenKernels
     places: RecordPlaces
 
 
-# By the identity of a spec: the spec, and what serves each kind of call or why nothing does.
-_known: dict[int, tuple[LossSpec, dict[tuple[Any, ...], _Ready | str]]] = {}
+# By the identity of a spec: the spec, and for each kind of call its kernels or the reason why it
+# has none.
+_cache: dict[int, tuple[LossSpec, dict[tuple[Any, ...], _Kernels | str]]] = {}
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """A context in which `policy_loss` runs operation by operation on a GPU, too."""
+    """A context in which `policy_loss` runs operation by operation, even on a GPU."""
     before = getattr(_switched, "off", False)
     _switched.off = True
     try:
@@ -85,13 +85,13 @@ def explain_path(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[CallTensors],
 ) -> str:
-    """Which way `policy_loss` takes with these very arguments, and why, in a sentence."""
+    """The path of `policy_loss` with these arguments, and the reason for it, in a sentence."""
     check_level(metrics)
     spec, inputs = ready_spec(spec), Inputs.of(logp, old_logp, advantages, mask, tensors)
     check_gradients(spec, inputs)
     inputs.tokens()  # raises where the loss itself would
     tensors_here = inputs.tensors()
-    reason = _elsewhere(inputs) or _refusal(spec, inputs, tensors_here)
+    reason = _reason_to_skip(inputs) or _refusal(spec, inputs, tensors_here)
     if not reason:
         ready = _kernels(spec, metrics, _call(spec, inputs, tensors_here, resolve(totals)))
         reason = ready if isinstance(ready, str) else ""
@@ -100,15 +100,15 @@ def explain_path(
     return "Two Triton kernels for loss, metrics and gradient, made from the eager source."
 
 
-def _elsewhere(inputs: Inputs) -> str:
-    """Why nobody asks for the kernels; "" if they are asked for."""
+def _reason_to_skip(inputs: Inputs) -> str:
+    """The reason not to use the kernels, or ""."""
     if not inputs.logp.is_cuda:
         return f"logp is on {inputs.logp.device.type}, and the kernels are for a GPU"
     return "the call is made under policyloss.unfused()" if getattr(_switched, "off", False) else ""
 
 
 def _refusal(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor]) -> str:
-    """Why the kernels cannot serve a call, as far as that shows before one is made; "" if not."""
+    """Why the kernels do not support a call, without tracing it; "" if they may."""
     logp = inputs.logp
     if not spec.is_data:
         return "a slot of the spec holds a callable, which may do anything"
@@ -116,16 +116,16 @@ def _refusal(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor]) -> str:
         return "the exact mode is on"
     if is_compiling():
         return "a compiler traces the call"
-    for name in _NOT_SERVED:
+    for name in _UNSUPPORTED:
         if getattr(inputs, name) is not None:
             return f"the call has {name}"
     if logp.dim() != 2 or logp.numel() == 0:
         return "there are no padded tokens [B, T]"
     for name, x in tensors.items():
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-            return f"{name} is no plain tensor"
+            return f"{name} is not a plain tensor"
         if x.device != logp.device or x.layout != torch.strided:
-            return f"{name} lies elsewhere than logp"
+            return f"{name} is on another device than logp, or sparse"
         if x.is_floating_point() and x.dtype not in _FLOATS:
             return f"{name} is {x.dtype}"
     return "" if kernels("triton") is not None else "Triton is not installed"
@@ -134,11 +134,11 @@ def _refusal(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor]) -> str:
 def fused_loss(
     spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
 ) -> LossOutput | None:
-    """`loss_of` by the kernels; None where they cannot serve the call."""
-    return None if _elsewhere(inputs) else served(spec, inputs, step, level)
+    """`loss_of` by the kernels; None if they do not support the call."""
+    return None if _reason_to_skip(inputs) else run_kernels(spec, inputs, step, level)
 
 
-def served(
+def run_kernels(
     spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
 ) -> LossOutput | None:
     """`fused_loss` on any device: Triton's interpreter runs on a CPU."""
@@ -152,7 +152,7 @@ def served(
     tensors = [x.detach() if x.requires_grad else x for x in call.tensors.values()]
     try:
         loss, packed, *known = ready.run(tensors, inputs.logp.shape)
-    except Exception as error:  # whatever Triton's compiler raises when it is first asked
+    except Exception as error:  # Triton's compiler may raise anything in the first call
         if ready.run.has_run:
             raise
         _of_spec(spec)[_key(level, call)] = _gave_up(error)
@@ -184,25 +184,25 @@ def _call(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor], step: Tota
     return Call(tensors, None if step is None else step.dp_size, requiring_grad(inputs))
 
 
-def _of_spec(spec: LossSpec) -> dict[tuple[Any, ...], _Ready | str]:
-    """What is known of the calls of this very spec."""
-    known = _known.get(id(spec))
-    if known is None:
-        if len(_known) >= MOST_SPECS:
-            _known.clear()
-        known = _known.setdefault(id(spec), (spec, {}))
-    return known[1]
+def _of_spec(spec: LossSpec) -> dict[tuple[Any, ...], _Kernels | str]:
+    """The kernels of this spec, or the reason why it has none, by the kind of call."""
+    entry = _cache.get(id(spec))
+    if entry is None:
+        if len(_cache) >= MOST_SPECS:
+            _cache.clear()
+        entry = _cache.setdefault(id(spec), (spec, {}))
+    return entry[1]
 
 
 def _key(level: MetricsLevel, call: Call) -> tuple[Any, ...]:
-    """Equal for calls that the same kernels serve."""
+    """Equal for calls that share kernels."""
     shape = call.tensors["logp"].shape
     kinds = tuple([(name, x.dtype, _outline(x, shape)) for name, x in call.tensors.items()])
     return level, call.dp_size, call.leaves, kinds
 
 
-def _kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | str:
-    """What serves the call, or why nothing does."""
+def _kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Kernels | str:
+    """The kernels of the call, or the reason why it has none."""
     known, key = _of_spec(spec), _key(level, call)
     ready = known.get(key)
     if ready is None:
@@ -223,7 +223,7 @@ def _outline(x: Tensor, tokens: torch.Size) -> tuple[int, ...]:
     return shapes.get(tuple(x.shape), (0,))
 
 
-def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | str:
+def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Kernels | str:
     """Trace the call and write its kernels."""
     shape, places = call.tensors["logp"].shape, list[RecordPlaces]()
     outlines = {name: _outline(x, shape) for name, x in call.tensors.items()}
@@ -239,8 +239,8 @@ def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | st
 
     try:
         run = TokenKernels(source_of(traced(function, list(tensors.values()))))
-    except (UnfitGraphError, PolicyLossError) as error:  # a wrong call is refused the other way
+    except (UnfitGraphError, PolicyLossError) as error:  # the eager path refuses a wrong call
         return str(error)
-    except Exception as error:  # whatever torch raises while it traces
+    except Exception as error:  # torch may raise anything while it traces
         return _gave_up(error)
-    return _Ready(run, places[0])
+    return _Kernels(run, places[0])

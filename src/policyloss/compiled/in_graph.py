@@ -1,9 +1,9 @@
-"""The way that `policy_loss` takes inside somebody's own `torch.compile`: one node of their graph.
+"""Inside a user's `torch.compile`, `policy_loss` is one node of their graph.
 
-Dynamo, which reads Python, would walk through all of the pipeline, and guard on hundreds of values
-that are looked at again before every call. It sees one function of tensors and constants here. The
-compiler behind it traces that function by running it: loss, metrics and gradient become operations
-of the user's graph, fused with what stands around them. There is no graph break.
+Dynamo would trace the pipeline line by line and add hundreds of guards, which are checked before
+every call. Here it sees one function of tensors and constants. The compiler behind it traces that
+function by running it: loss, metrics and gradient become operations of the user's graph, fused with
+their neighbours. There is no graph break.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from policyloss.spec import LossSpec
 from policyloss.totals import resolve
 
 _REQUIRED = ("logp", "old_logp", "advantages", "mask")
-# By the kind of a call: where its metrics lie in what the graph returns.
+# By the kind of a call: the places of its metrics in the packed tensor.
 _places: dict[str, RecordPlaces] = {}
 
 

@@ -1,4 +1,4 @@
-"""The operations of a traced loss, sorted by what they are about, and each as a line of Triton."""
+"""The operations of a traced loss, sorted by the axis they act on, and each as a line of Triton."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch.fx import GraphModule, Node
 
 from policyloss.arguments import tracing
 
-# The shape that graphs are traced with: sizes that no formula holds, so that a shape tells what a
-# tensor is.
+# The shape that graphs are traced with: distinct primes, so a shape identifies the axis.
 ROWS, WIDTH = 5, 7
 
 
 class UnfitGraphError(Exception):
-    """Why a graph cannot be such a pair of kernels."""
+    """The reason why a graph cannot become two kernels."""
 
 
 def traced(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> GraphModule:
@@ -35,7 +34,7 @@ def traced(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) ->
 
 
 def _kind(x: Any) -> str:
-    """What a traced tensor is: "tokens", "rows" or a "number"."""
+    """The axis of a traced tensor: "tokens", "rows" or, without one, "number"."""
     shapes = {(ROWS, WIDTH): "tokens", (ROWS,): "rows", (ROWS, 1): "rows", (): "number"}
     kind = shapes.get(tuple(x.shape)) if isinstance(x, Tensor) else None
     if kind is None:
@@ -111,7 +110,7 @@ def name_of(node: Node) -> str:
 class Writer:
     """Writes the lines of one kernel.
 
-    names: the variables of nodes that are there already.
+    names: the variables of nodes that are written already.
     """
 
     def __init__(self, graph: TokenGraph) -> None:
@@ -120,7 +119,7 @@ class Writer:
         self.lines: list[str] = []
 
     def write(self, nodes: Iterable[Node], indent: str) -> None:
-        """The lines of `nodes`, which are in order, that are not there yet."""
+        """Write the lines of `nodes`, which are in order, unless they are written already."""
         for node in nodes:
             if node in self.names or node.op == "placeholder":
                 continue
@@ -183,7 +182,7 @@ class Writer:
 
 
 class TokenGraph:
-    """The nodes of a graph by what they are, and when each is known."""
+    """The nodes of a graph by axis, and whether they are inputs, sums of rows or totals."""
 
     def __init__(self, module: GraphModule) -> None:
         module.graph.eliminate_dead_code()
@@ -198,7 +197,7 @@ class TokenGraph:
             else:
                 self.outputs.append(node)
         self.constants = {node: x for node in self.nodes if (x := _constant(node)) is not None}
-        for node in self.nodes:  # in order, so that what a constant is made of is known
+        for node in self.nodes:  # in order: the source of a view comes before it
             source = node.args[0] if node.args else None
             if name_of(node) in _SAME and source in self.constants:
                 self.constants[node] = self.constants[source]
@@ -242,7 +241,7 @@ class TokenGraph:
         return next(kind for kind in order if kind in kinds)
 
     def needed(self, targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]:
-        """Everything that `targets` are made of, in order, but for what is `known`."""
+        """All nodes that `targets` depend on, in order, without those behind `known`."""
         stop, wanted = set(known), set()
         left = list(targets)
         while left:

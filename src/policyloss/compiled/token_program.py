@@ -1,14 +1,14 @@
 """A traced loss as two Triton kernels: one pass over the tokens, and one over its partial sums.
 
-The graph comes from the eager source (see `trace`), so that no formula is written down again: each
-of its operations becomes a line of Triton. That takes seconds where a general compiler may take a
-minute, because there is one shape of program only:
+The graph is traced from the eager source, so no formula is written twice: each of its operations
+becomes a line of Triton. That takes seconds, where a general compiler may take a minute, because
+all programs have one shape:
 
 1. a program per span of tokens (a row, if the graph sums over rows; else `SPAN` tokens) writes the
    gradient of its tokens and one partial result of every sum over all tokens;
-2. a single program adds these up and computes what follows from them: loss, scale and metrics.
+2. a single program adds these up and computes loss, scale and metrics from them.
 
-A graph that does not fit says why (`UnfitGraphError`): the numbers of a token may not depend on
+Other graphs raise an `UnfitGraphError` with the reason: the numbers of a token may not depend on
 sums over all tokens of the same call, nor on anything but elementwise operations and sums of rows.
 """
 
@@ -35,14 +35,13 @@ from policyloss.compiled.token_graph import (
 )
 from policyloss.functional.triton_modules import kernels, on_device_of
 
-# A thread holds BLOCK / (32·WARPS) partial results of every sum, for all of which there must be
-# registers.
+# A thread keeps BLOCK / (32·WARPS) partial results of every sum in registers.
 BLOCK, SPAN, LAST_BLOCK, WARPS = 512, 4096, 256, 4
 _NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
 
 
 class Source(NamedTuple):
-    """The text of both kernels, and what they take.
+    """The text of both kernels, and the sizes of their arguments.
 
     inputs: which arguments of the graph the first and the second kernel read. by_rows: a span is a
     row. gradients: how many outputs are tokens. numbers: how many others, and packed ones.
@@ -59,7 +58,7 @@ class Source(NamedTuple):
 
 
 def source_of(module: GraphModule) -> Source:
-    """Both kernels of a graph, or an `UnfitGraphError`."""
+    """The source of both kernels of a graph; raises an `UnfitGraphError` if there is none."""
     graph = TokenGraph(module)
     gradients = [n for n in graph.outputs if graph.kinds[n] == "tokens"]
     numbers = [n for n in graph.outputs if graph.kinds[n] != "tokens"]
@@ -173,7 +172,7 @@ def _loaded(graph: TokenGraph, node: Node, where: str, masked: bool = False) -> 
 
 
 def _sum_type(graph: TokenGraph, node: Node) -> str:
-    """The type in which partial results of a sum are held."""
+    """The type of the partial results of a sum."""
     return "tl.float32" if graph.type_of(node) in FLOATS else "tl.int32"
 
 
@@ -187,7 +186,7 @@ def _start(node: Node) -> str:
 
 
 def _gather(writer: Writer, node: Node, into: str, indent: str) -> None:
-    """Add the tokens of a block to what a sum holds."""
+    """Add the tokens of a block to the partial results of a sum."""
     kind = _sum_type(writer.graph, node)
     value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"
     if name_of(node) == "sum":
@@ -198,7 +197,7 @@ def _gather(writer: Writer, node: Node, into: str, indent: str) -> None:
 
 
 def _reduced(node: Node, block: str) -> str:
-    """One number of what a block holds. (Triton's maximum of a block passes NaN over.)"""
+    """The reduction of a block to one number. (Triton's maximum of a block ignores NaN.)"""
     if name_of(node) == "sum":
         return f"tl.sum({block})"
     bad = f"tl.sum(({block} != {block}).to(tl.int32))"
@@ -206,7 +205,7 @@ def _reduced(node: Node, block: str) -> str:
 
 
 def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
-    """What follows from the partial results."""
+    """The pass over the partial results."""
     writer = Writer(graph)
     targets = graph.needed([*numbers, *graph.packed], graph.totals)
     inputs = [n for n in targets if n.op == "placeholder"]
@@ -249,7 +248,7 @@ class TokenKernels:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        # Triton reads the text of a kernel again, so that it must be found under a name.
+        # Triton reads the source of a kernel by its file name.
         name = f"<policyloss kernels {abs(hash(source.text)):x}>"
         lines = source.text.splitlines(True)
         linecache.cache[name] = (len(source.text), None, lines, name)

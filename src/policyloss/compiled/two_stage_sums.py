@@ -1,9 +1,9 @@
 """Sums over all tokens, written so that a GPU needs two kernels for all of them together.
 
-Left alone, the compiler cuts each sum over n tokens in two by itself and fuses the first halves,
-which read the same tokens. The second halves read nothing in common, so that each becomes a kernel
-of its own, which takes longer to launch than to run. Here the cut is made while the loss is traced,
-at the same place for all, and the second halves are given something to share.
+The compiler splits each sum over n tokens in two and fuses the first halves, which read the same
+tokens. The second halves share no input, so each becomes a separate kernel, which takes longer to
+launch than to run. Here all sums are split at the same place while the loss is traced, and the
+second halves share an input.
 """
 
 from __future__ import annotations

@@ -7,12 +7,11 @@
     )
     out.loss.backward()
 
-The model runs as it is, in whatever wraps it; only its output head is replaced while it runs, by
-`linear_policy_loss` or `linear_logprobs`. This package needs no transformers: it asks the model.
+The model runs unchanged, inside its wrappers; only its output head is replaced while it runs, by
+`linear_policy_loss` or `linear_logprobs`. This package does not import transformers.
 
-output_head  where the head is, what it multiplies with, and what the model does to its logits
+output_head  the module of the head, its matrices, and the transformation of its logits
 adapters     a head that PEFT adapts, as one product
-replaced     modules with another forward, or without dropout, for a moment
 forward      the model's forward with another head
 layouts      whether the model keeps sequences apart in padded rows and in packs
 one_call     the arguments of a call, aligned with the predicted tokens

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policyloss.hf.output_head import Matrices, UnknownHeadError, plain_matrices
-from policyloss.hf.replaced import as_forward_of
+from policyloss.hf.output_head import Matrices, UnknownHeadError, as_forward_of, plain_matrices
 
 Product = Callable[[Tensor, Matrices], Tensor]
 

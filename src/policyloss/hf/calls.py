@@ -18,7 +18,7 @@ from policyloss.head.linear import linear_logprobs
 from policyloss.head.logits import logprobs as logprobs_of_logits
 from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.head.plans import Plan
-from policyloss.hf.one_call import Call, check_choice
+from policyloss.hf.one_call import ModelCall, check_choice
 from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError
 from policyloss.inputs import SharedTensors, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
@@ -73,7 +73,7 @@ def policy_loss(
     where the head cannot be replaced, which is an error with "fused".
     Other arguments as in `linear_policy_loss`. An MoE model's router loss is not part of it.
     """
-    call = Call.of(
+    call = ModelCall.of(
         model,
         input_ids,
         attention_mask,
@@ -140,7 +140,7 @@ def logprobs(
     → `LogProbs(logp, entropy)`, `[B, T-1]` or `[B, n]` each, float32; entropy is None without
     `entropy=True`.
     """
-    call = Call.of(
+    call = ModelCall.of(
         model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
     live = call.aligned({"mask": call.default_mask() if mask is None else mask})
@@ -173,15 +173,15 @@ def explain_plan(
     head: HeadName = "auto",
     **arguments: Any,
 ) -> Plan:
-    """What `policy_loss` of this module does with these very arguments, and why; with spec None,
-    what `logprobs` does.
+    """The plan of `policy_loss` of this module for these arguments, and its reason; with spec None,
+    the plan of `logprobs`.
 
-    The model's body runs, and what the model does to its logits is looked at again. Where its head
-    cannot be replaced, the plan is named "logits", and its reason says what was looked for.
+    The model's body runs, and the transformation of its logits is observed again. If its head
+    cannot be replaced, the plan is named "logits", and its reason is the error.
     """
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}
-    call = Call.of(
+    call = ModelCall.of(
         model,
         input_ids,
         attention_mask,

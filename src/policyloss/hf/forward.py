@@ -1,5 +1,5 @@
-"""A model's forward with another output head: what the head is given is caught, and no logits are
-made.
+"""A model's forward with another output head, which receives the hidden states; there are no
+logits.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from policyloss.hf.output_head import (
     Matrices,
     Transformation,
     UnknownHeadError,
+    as_forward_of,
     language_model,
+    measuring,
     output_head,
     probe_logits,
 )
-from policyloss.hf.replaced import as_forward_of, measuring
 
-# What the model of each head does to its logits, as its first forward showed.
+# The transformation of the logits by the model of each head, observed in its first forward.
 _known: WeakKeyDictionary[nn.Module, Transformation] = WeakKeyDictionary()
 
 
 class Scored(NamedTuple):
-    """result: what the function in the head's place returned. output: the model's own output,
+    """result: the return value of the function in place of the head. output: the model's output,
     whose logits mean nothing.
     """
 
@@ -42,11 +43,11 @@ Scores = Callable[[Tensor, Matrices, Transformation], Any]
 def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = False) -> Scored:
     """`model(**inputs)`, with `scores(hidden, matrices, transformation)` in the place of its head.
 
-    hidden: what the model gives its head, `[B, T, D]`, with more columns if the head has an adapter
-    (`adapters`). The head's own module is called, so that whatever gathers its weight (FSDP,
-    ZeRO-3) does. The tensors of the result that carry a gradient hang on the model's output too,
-    because wrappers (DDP, FSDP) look for it there.
-    check: look again what the model does to its logits; otherwise that is done for the first call.
+    hidden: the input of the head, `[B, T, D]`, with more columns if the head has an adapter
+    (`adapters`). The module of the head is called, so that FSDP and ZeRO-3 gather its weight. The
+    tensors of the result that carry a gradient are attached to the model's output too, because
+    wrappers (DDP, FSDP) look for it there.
+    check: observe the transformation of the logits again; otherwise only the first call does.
     """
     return run_with(model, output_head(model), lambda: model(**inputs), scores, check=check)
 
@@ -59,7 +60,7 @@ def run_with(
     *,
     check: bool = False,
 ) -> Scored:
-    """`run`, for a forward that calls the model in a way of its own."""
+    """`run`, for a forward that calls the model with other arguments."""
     if check or head not in _known:
         _known[head] = _observed(model, head, forward)
     known = _known[head]
@@ -79,15 +80,15 @@ def run_with(
 
 @torch.no_grad()
 def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transformation:
-    """What the model does to its logits, from a forward in which its head says known ones.
+    """The transformation of the logits, by running the model with a head that returns known logits.
 
-    The random state is left as it was. That its head multiplies as `matrices` says is compared too,
-    with a row of hidden states.
+    The random state is restored. A row of hidden states also checks that the head computes
+    `hidden @ weight.T + bias`.
     """
     probes: list[Tensor] = []
     own_head = head.forward
 
-    def say(hidden: Tensor) -> Tensor:
+    def probe(hidden: Tensor) -> Tensor:
         row = hidden.reshape(-1, hidden.shape[-1])[-1:]
         with measuring(head):
             theirs = own_head(row).double()
@@ -107,7 +108,7 @@ def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transf
 
     devices = [row.device for row in head.parameters() if row.is_cuda][:1]
     with torch.random.fork_rng(devices):
-        output = _forward(model, head, forward, say)
+        output = _forward(model, head, forward, probe)
     return Transformation.seen_in(model, probes[0], _logits(output))
 
 
@@ -127,7 +128,7 @@ def _forward(
         if calls > 1 or args or kwargs or hidden.dim() != 3:
             raise UnknownHeadError(
                 f"{name} gives its output head {tuple(hidden.shape)} in call {calls} of a forward; "
-                "one call with hidden states [B, T, D] was looked for. head='logits' uses the "
+                "one call with hidden states [B, T, D] was expected. head='logits' uses the "
                 "logits that the model makes itself."
             )
         return in_its_place(hidden)
@@ -158,7 +159,7 @@ def _logits(output: Any) -> Any:
 
 
 class _HungOn(torch.autograd.Function):
-    """A value that hangs on other tensors in the graph, and gives them gradients of 0."""
+    """Attaches a value to other tensors in the graph, whose gradients from it are 0."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ def _differentiable(result: Any) -> list[Tensor]:
 
 
 def _anchored(result: Any, logits: Any) -> Any:
-    """The result, each of its tensors that carry a gradient hung on the model's output."""
+    """The result, with its tensors that carry a gradient attached to the model's output."""
     if not (isinstance(logits, Tensor) and logits.requires_grad):
         return result
 

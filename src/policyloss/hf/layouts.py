@@ -1,7 +1,7 @@
 """Whether a model keeps sequences apart: from padding on either side, and from others in a pack.
 
-A model that does not would be trained on other numbers than it samples with, and nothing would
-show. So it is tried once, on four tokens, in a few small forwards.
+A model that mixes them would be trained on other numbers than it samples with, without any sign. So
+each model is tested once, on four tokens, in a few small forwards.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError
 from policyloss.hf.forward import run
-from policyloss.hf.output_head import language_model, output_head
-from policyloss.hf.replaced import measuring
+from policyloss.hf.output_head import language_model, measuring, output_head
 
 TRIED = 4  # tokens
 ADVICE = {

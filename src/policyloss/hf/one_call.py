@@ -23,10 +23,10 @@ HEADS = ("fused", "auto", "logits")
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call. inputs: what the model is called with. ids: the predicted tokens, `[B, n]`, or
-    `[N-1]` of a pack, whose sequences begin at `cu_seqlens`. counts_positions: whether the layout
-    is ours to check, and whether positions are passed; None if the caller lays out.
+class ModelCall:
+    """One call of a model. inputs: the arguments of the model. ids: the predicted tokens, `[B, n]`,
+    or `[N-1]` of a pack, whose sequences begin at `cu_seqlens`. counts_positions: whether the model
+    takes positions; None if the caller passes the layout, which is then not checked.
     """
 
     model: Any
@@ -46,7 +46,7 @@ class Call:
         position_ids: Tensor | None,
         model_inputs: Mapping[str, Any] | None,
         cu_seqlens: Tensor | None,
-    ) -> Call:
+    ) -> ModelCall:
         """The arguments, checked, as the model takes them."""
         tokens, count = _checked_ids(input_ids, logits_to_keep, cu_seqlens)
         _check_like("attention_mask", attention_mask, tokens)
@@ -71,13 +71,13 @@ class Call:
         return cls(model, inputs, ids.reshape(-1) if packed else ids, row, cu_seqlens, tried)
 
     def predicting(self, x: Tensor) -> Tensor:
-        """What predicts `ids`, out of one row per token of input_ids: `[B, T, X]` → `[B, n, X]`."""
+        """The rows that predict `ids`, of one row per input token: `[B, T, X]` → `[B, n, X]`."""
         count = self.row[1]
         if x.shape[:2] != self.inputs["input_ids"].shape:
             raise InputError(
                 f"{type(language_model(self.model)).__name__} has {tuple(x.shape)} before its head "
                 f"or as logits; [B, T, …] with [B, T] = {tuple(self.inputs['input_ids'].shape)}, "
-                "the shape of input_ids, was looked for."
+                "the shape of input_ids, was expected."
             )
         kept = x[:, x.shape[1] - count - 1 : -1]
         return kept if self.cu_seqlens is None else kept.reshape(-1, x.shape[-1])
@@ -139,7 +139,7 @@ class Call:
         return {words: x[:, x.shape[1] - self.row[1] :] for words, x in places.items()}
 
     def _new_beginnings(self) -> Tensor:
-        """How many times `position_ids` begin again within a row that is called one sequence."""
+        """How often `position_ids` begin again within a row without cu_seqlens."""
         positions, live = self.inputs.get("position_ids"), self.inputs.get("attention_mask")
         if self.cu_seqlens is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
             return self.ids.new_zeros(())  # more dimensions are those of images
@@ -151,7 +151,7 @@ class Call:
     def _refusal(self, mask: Tensor) -> Callable[[], None]:
         """A function that raises if `mask` holds a token that no token of its sequence predicts.
 
-        It waits for numbers that are sent to the host now, so that the device has work meanwhile.
+        The counts are sent to the host now and read later, while the device works.
         """
         check_tensor("mask", mask)
         trained, places = mask.reshape(self.row).bool(), self._unpredicted()
@@ -188,7 +188,7 @@ class Call:
         return run(self.model, self.inputs, scores, check=check).result
 
     def result(self, head: str, mask: Tensor, scores: Scores, from_logits: Any) -> Any:
-        """By the head that was asked for, of the tokens in `mask`."""
+        """The result of the chosen head for the tokens in `mask`."""
         check_choice(head)
         refuse = self._refusal(mask)
         out = self._result(head, scores, from_logits)
@@ -207,7 +207,7 @@ class Call:
 
 
 def check_choice(head: str) -> None:
-    """Raise if there is no such head."""
+    """Raise unless `head` is one of `HEADS`."""
     if head not in HEADS:
         raise InputError(unknown_name("head", head, HEADS))
 

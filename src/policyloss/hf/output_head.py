@@ -1,8 +1,9 @@
-"""The output head of a model: where it is, what it multiplies with, what happens to its logits."""
+"""The output head of a model: its module, its matrices, and the transformation of its logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class Matrices(NamedTuple):
 
 
 def plain_matrices(head: Any) -> Matrices:
-    """What a head without adapters multiplies with."""
+    """The matrices of a head without adapters."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         described = (
@@ -79,7 +80,7 @@ def plain_matrices(head: Any) -> Matrices:
 
 
 class Transformation(NamedTuple):
-    """What a model does to the logits of its head: `cap·tanh(scale·logits / cap)`, without a cap
+    """How a model transforms the logits of its head: `cap·tanh(scale·logits / cap)`, without a cap
     `scale·logits`.
     """
 
@@ -100,8 +101,8 @@ class Transformation(NamedTuple):
 
     @classmethod
     def seen_in(cls, model: Any, before: Tensor, after: Any) -> Transformation:
-        """The one that turns the logits `before` into the model's `after`, out of those that its
-        configuration may mean.
+        """The transformation of the logits `before` into the model's `after`, out of those that its
+        configuration allows.
         """
         inside = language_model(model)
         right_shape = isinstance(after, Tensor) and after.shape == before.shape
@@ -116,7 +117,7 @@ class Transformation(NamedTuple):
                 return best
         difference = f"{gap:.2g} of their size apart at best" if right_shape else "of another shape"
         raise UnknownHeadError(
-            f"{type(inside).__name__} does more with the logits of its head than was looked for: "
+            f"{type(inside).__name__} transforms the logits of its head in an unknown way: "
             f"a factor named {', '.join(SCALES)} and a cap named {', '.join(CAPS)} in its "
             f"configuration leave them {difference}. head='logits' uses the logits that the model "
             "makes itself."
@@ -151,3 +152,29 @@ def _candidates(model: Any) -> Iterator[Transformation]:
 def _numbers(configs: list[Any], names: tuple[str, ...]) -> list[float]:
     values: list[Any] = [getattr(config, name, None) for config in configs for name in names]
     return [float(x) for x in values if is_number(x)]
+
+
+@contextmanager
+def as_forward_of(module: nn.Module, function: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `function` be the forward of this one module, inside its hooks."""
+    before = vars(module).get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+@contextmanager
+def measuring(module: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; every part is then in the mode that it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training

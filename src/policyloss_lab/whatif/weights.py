@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError
 from policyloss.hf.calls import logprobs
-from policyloss.hf.one_call import Call
+from policyloss.hf.one_call import ModelCall
 from policyloss.hf.output_head import Matrices, Transformation
 from policyloss_lab.whatif.tokens import StoredTokens
 
@@ -155,7 +155,7 @@ class HeadWeight:
             )
         places, states, ids = [], [], []
         for batch in model_batches(tokens, self.model):
-            call = Call.of(self.model, batch.ids, batch.attention_mask, None, None, None, None)
+            call = ModelCall.of(self.model, batch.ids, batch.attention_mask, None, None, None, None)
             caught: _Caught = call.fused(_Caught)
             states.append(call.predicting(caught.hidden)[batch.mask])
             ids.append(call.ids[batch.mask])

@@ -43,7 +43,7 @@ def run(
     leaves = {n: x.clone().requires_grad_() for n, x in arguments.items() if n in LEAVES}
     inputs = Inputs(**{**arguments, **leaves})
     if by_kernels:
-        out = fused.served(spec, inputs, totals, level)
+        out = fused.run_kernels(spec, inputs, totals, level)
         assert out is not None, fused._kernels(
             spec, level, fused._call(spec, inputs, inputs.tensors(), totals)
         )
@@ -114,7 +114,7 @@ def test_kernels_name_nothing_else(name: str) -> None:
 def test_a_loss_that_does_not_fit_says_why(name: str) -> None:
     spec = PRESETS[name]
     inputs = Inputs(**arguments_of(spec))
-    assert fused.served(spec, inputs, None, "all") is None
+    assert fused.run_kernels(spec, inputs, None, "all") is None
     call = fused._call(spec, inputs, inputs.tensors(), None)
     assert "neither tokens, nor rows, nor numbers" in str(fused._kernels(spec, "all", call))
 
@@ -179,7 +179,7 @@ def test_other_leaves_and_other_ranks_have_kernels_of_their_own() -> None:
             logp = arguments["logp"].clone().requires_grad_(leaf)
             inputs = Inputs(**{**arguments, "logp": logp})
             totals = pl.Totals(torch.tensor(50, device=DEVICE), 30, dp_size=dp_size)
-            out = fused.served(spec, inputs, totals, "basic")
+            out = fused.run_kernels(spec, inputs, totals, "basic")
             assert out is not None
             assert out.loss.requires_grad == leaf
             expected = run(spec, arguments, False, totals, "basic")
@@ -221,14 +221,14 @@ def test_masked_garbage_changes_nothing() -> None:
 def test_a_second_derivative_is_refused() -> None:
     arguments = arguments_of(SPEC)
     logp = arguments["logp"].clone().requires_grad_()
-    out = fused.served(SPEC, Inputs(**{**arguments, "logp": logp}), None, "all")
+    out = fused.run_kernels(SPEC, Inputs(**{**arguments, "logp": logp}), None, "all")
     assert out is not None
     (gradient,) = torch.autograd.grad(out.loss, logp, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
 
 
-def test_calls_that_are_not_served() -> None:
+def test_calls_that_the_kernels_do_not_support() -> None:
     arguments = arguments_of(SPEC)
 
     def path(spec: Any = SPEC, **changes: Any) -> str:
@@ -239,7 +239,7 @@ def test_calls_that_are_not_served() -> None:
     assert "callable" in path(SPEC.replace(trust=lambda t: -t.advantages * t.ratio))
     assert "group_ids" in path(group_ids=torch.arange(4))
     assert "float64" in path(old_logp=arguments["old_logp"].double())
-    assert "no plain tensor" in path(ref_logp=[1.0])
+    assert "not a plain tensor" in path(ref_logp=[1.0])
     empty = {name: x[:0] for name, x in arguments.items()}
     assert "no padded tokens" in path(**empty)
     flat = {name: x.reshape(-1) for name, x in arguments.items()}
@@ -249,11 +249,11 @@ def test_calls_that_are_not_served() -> None:
 def test_a_wrong_shape_is_refused_as_ever() -> None:
     arguments = arguments_of(SPEC)
     wrong = {**arguments, "old_logp": arguments["old_logp"][:, :3]}
-    assert fused.served(SPEC, Inputs(**wrong), None, "all") is None
+    assert fused.run_kernels(SPEC, Inputs(**wrong), None, "all") is None
     with pytest.raises(pl.InputError, match="old_logp has shape"):
         pl.policy_loss(SPEC, **wrong)
     row_mask = {**arguments, "mask": arguments["mask"][:, :1]}
-    assert fused.served(SPEC, Inputs(**row_mask), None, "all") is None
+    assert fused.run_kernels(SPEC, Inputs(**row_mask), None, "all") is None
     with pytest.raises(pl.InputError, match="mask has shape"):
         pl.policy_loss(SPEC, **row_mask)
 
@@ -279,8 +279,8 @@ def test_a_failing_compiler_leaves_the_eager_way(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fused, "TokenKernels", fails)
     inputs = Inputs(**arguments_of(spec))
     with pytest.warns(UserWarning, match=r"operation by operation.*OSError: no ptxas"):
-        assert fused.served(spec, inputs, None, "all") is None
-    assert fused.served(spec, inputs, None, "all") is None  # silent from then on
+        assert fused.run_kernels(spec, inputs, None, "all") is None
+    assert fused.run_kernels(spec, inputs, None, "all") is None  # silent from then on
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU nobody asks for the kernels")
@@ -299,7 +299,7 @@ def test_one_pair_of_kernels_serves_every_shape() -> None:
     for rows, width in ((3, 40), (1, 2)):
         batch = make_batch(seed=1, rows=rows, width=width).map(lambda x: x.to(torch.float32))
         assert_equal(spec, arguments_of(spec, batch))
-    _, kinds = fused._known[id(spec)]
+    _, kinds = fused._cache[id(spec)]
     assert len(kinds) == 1
 
 
