@@ -1,9 +1,9 @@
-"""`Inputs`: the tensors of one call of a policy loss, made at the door and passed inward.
+"""`Inputs`: the tensors of one call of a policy loss, collected and checked once.
 
-A new input is added here, in two places: `CallTensors`, which type checkers and editors see, and
-the field of `Inputs`. Every function that takes these tensors (`policy_loss`, `measure`,
-`compiled_loss`, `linear_policy_loss`, `accumulate`) knows it then, and so do packing, windows and
-context parallel.
+Add a new input here, in two places: to `CallTensors`, which type checkers and editors read, and to
+the fields of `Inputs`. Every function with these tensors (`policy_loss`, `measure`,
+`compiled_loss`, `linear_policy_loss`, `accumulate`) then takes it, and packing, windows and context
+parallel pass it on.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Inputs:
         return replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that was given, by name; one of `extras` as "extras.name"."""
+        """Every tensor of the call by name; those of `extras` as "extras.name"."""
         plain = {
             f.name: getattr(self, f.name)
             for f in fields(self)
@@ -107,9 +107,9 @@ class Inputs:
         return {name: x for name, x in {**plain, **extras}.items() if x is not None}
 
     def tokens(self, logp: Tensor | None = None) -> Tokens:
-        """Check the tensors against each other and lay them out for the parts.
+        """Check the tensors against each other, and return them as the parts read them.
 
-        logp: other numbers in its place.
+        logp: replaces that of the call.
         """
         logp = self.logp if logp is None else logp
         check_tensor("logp", logp, "float")
@@ -142,7 +142,7 @@ class Inputs:
         return Tokens(**layout, dtype=dtype, zero=zero, advantages=advantages, raw=raw)
 
 
-# What carries a gradient beside logp.
+# The tensors that carry a gradient, as logp does.
 DIFFERENTIATED = ("entropy", "divergence")
 TOKEN_SHAPED = tuple(
     f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name in DIFFERENTIATED

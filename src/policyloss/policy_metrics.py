@@ -22,7 +22,7 @@ from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
 from policyloss.metrics import Metrics
-from policyloss.parts.combined import Combined
+from policyloss.parts.correction import Combined
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import VARIANTS, Surrogate
 from policyloss.records import EffectiveSampleSize, Invalid, Max, Min, Record, Stat, Sum

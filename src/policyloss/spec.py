@@ -42,17 +42,17 @@ _TOKEN_MEAN = aggregate.TokenMean()
 
 @dataclass(frozen=True)
 class LossSpec(Part):
-    """What fills each slot of the pipeline.
+    """A policy loss: a part for each slot of the pipeline.
 
     Frozen and hashable; change a slot with `spec.replace(trust=…)`.
 
-    ratio: which probability ratio. trust: how a step is limited. correction: what is done about
-    rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
-    denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
-    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
-    a teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate:
-    how tokens are averaged. Any slot but `rejected` and `entropy_coef` also takes a callable of
-    `Tokens` (see docs/custom.md).
+    ratio: the probability ratio. trust: the limit of a step. correction: one part or several that
+    correct for the difference between rollout engine and trainer. rejected: whether a rejected
+    token counts in the denominator — "keep": it counts, and its policy term is 0; "renormalise": as
+    if its mask were False; "drop_sequence": as if the mask of its sequence were False. kl: a
+    penalty on the distance from a reference or a teacher, several, or None. entropy_coef: the
+    weight of the entropy bonus. aggregate: the average over tokens. Every slot but `rejected` and
+    `entropy_coef` also takes a callable of `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO
@@ -130,8 +130,8 @@ class LossSpec(Part):
         custom = any(not isinstance(c, correction.VARIANTS) for c in self.correction)
         if normalising and (len(normalising) > 1 or not (weighing or custom)):
             raise SpecError(
-                "SelfNormalise normalises one importance weight: put it once, beside Truncate, "
-                "Band or SequenceMask."
+                "SelfNormalise normalises one importance weight: use it once, together with "
+                "Truncate, Band or SequenceMask."
             )
         if divergences > 1:
             raise SpecError(
@@ -160,7 +160,7 @@ class LossSpec(Part):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The arguments of `policy_loss` that this loss reads beside logp, advantages and mask."""
+        """The arguments of `policy_loss` that this loss reads in addition to the required ones."""
         names = set()
         anchor = getattr(self.ratio, "anchor", "old")
         if self.reads_ratio and anchor != "current":
@@ -189,11 +189,12 @@ class LossSpec(Part):
 
     @property
     def reach(self) -> Literal["token", "sequence", "batch"]:
-        """Whose log-probabilities the gradient of a token depends on, beside batch-wide numbers.
+        """The tokens whose log-probabilities enter the gradient of a token.
 
-        "token": its own. "sequence": those of its sequence (GSPO). "batch": anyone's, as must be
-        assumed of a user's callable that has no attribute `reach` (of an aggregation: that has no
-        `reads_logp = False`), and of a rejection by `logp` that changes denominators.
+        "token": the token alone. "sequence": the tokens of its sequence (GSPO). "batch": any token.
+        A user's callable without an attribute `reach` counts as "batch" (an aggregation: without
+        `reads_logp = False`), and so does a rejection by `logp` that changes denominators.
+        Batch-wide numbers (`needs_statistics`) are left out.
         """
         by_logp = self.corrections_by_logp
         parts = [self.ratio, self.trust, *by_logp, *self.kl_parts]
@@ -207,9 +208,9 @@ class LossSpec(Part):
 
     @property
     def follows_advantage(self) -> bool:
-        """Whether a token without advantage has no loss.
+        """Whether a token with advantage 0 has no loss.
 
-        That takes a trust region that is a multiple of A, no KL and no entropy bonus.
+        Then the trust region is a multiple of A, and there is neither KL nor entropy bonus.
         """
         return (
             self.kl is None
@@ -261,9 +262,9 @@ class LossSpec(Part):
         return self.replace(aggregate=dataclasses.replace(self.aggregate, horizon=tokens))
 
     def for_run(self, tokens: float) -> LossSpec:
-        """The same loss for a run whose completions have at most `tokens` tokens.
+        """The same loss for completions of at most `tokens` tokens.
 
-        They are its horizon, where it needs one that is not set.
+        If its horizon is not set yet, it becomes `tokens`.
         """
         return self.with_horizon(tokens) if self.needs_horizon else self
 
@@ -316,7 +317,7 @@ class LossSpec(Part):
 
 
 class Slots(TypedDict, total=False):
-    """What may fill each slot, as type checkers see it: every part is a callable of `Tokens`."""
+    """The types of the slots, for type checkers: every part is a callable of `Tokens`."""
 
     ratio: Callable[[Tokens], Tensor]
     trust: Callable[[Tokens], trust.Surrogate | Tensor]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from policyloss.totals import Totals
 
-# Which policy a log-probability comes from, and the argument that carries it.
+# The argument that holds the log-probabilities of each policy.
 LOGP_ARGUMENTS = {
     "old": "old_logp",
     "rollout": "rollout_logp",
@@ -51,7 +51,7 @@ def as_mask(
 def checked_mask(
     mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens"
 ) -> tuple[Tensor, Tensor | None]:
-    """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here."""
+    """`as_mask`, and the number of values other than 0 and 1 if the host cannot check them."""
     check_tensor(called, mask, like=(like_called, like))
     if mask.shape != like.shape:
         raise InputError(
@@ -110,10 +110,10 @@ def expand_advantages(
 
 @dataclass(kw_only=True)
 class Layout:
-    """Where the tokens of a call are: which of them count, and to which sequence each belongs.
+    """The layout of a call: which tokens count, and which sequence each belongs to.
 
-    Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: what is
-    computed in, float32 or float64. positions: each token's place in its whole sequence, for parts
+    Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: of the
+    computation, float32 or float64. positions: each token's place in its whole sequence, for parts
     that depend on the order of tokens where those lie on several ranks. zero: what `fill` writes
     where `mask` is False (see `shared_zero`). step: the counts of the whole optimizer step, or
     "local" if this call is the whole step; parts read them as `totals`. invalid: counts, by the
@@ -205,9 +205,9 @@ class Layout:
 
 @dataclass
 class LocalTotals:
-    """The counts of one call, which is the whole step: `Totals`, each counted when it is read.
+    """The counts of a call that is the whole step, each computed when it is read.
 
-    Most averages read one of them. They are tensors, counted without a host sync.
+    Most averages read one of them. They are tensors, and cost no host sync.
     """
 
     dp_size: ClassVar[int] = 1
@@ -273,13 +273,13 @@ def laid_out(
 
 @dataclass(kw_only=True)
 class Tokens(Layout):
-    """What a part may read: the tensors of one call, upcast, detached and masked.
+    """The tensors of one call as a part reads them: upcast, detached and masked.
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
-    and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) are the ratio
-    slot's, to the policy that `anchor` names. raw: the tensors as the caller gave them, by
-    argument. measured: numbers of the whole batch that were measured beforehand, or None. flags:
-    whether a trust part should flag the tokens that it limits, which only metrics read.
+    and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) come from the ratio
+    slot, and are relative to the policy that `anchor` names. raw: the caller's tensors by argument.
+    measured: batch-wide numbers from `measure`, or None. flags: whether a trust part should flag
+    the tokens that it limits, which only metrics read.
     """
 
     advantages: Tensor
@@ -292,7 +292,7 @@ class Tokens(Layout):
     flags: bool = True
 
     def with_mask(self, mask: Tensor) -> Tokens:
-        """The same call with fewer tokens: as if `mask` had been given."""
+        """The same call with another mask, of fewer tokens."""
         advantages = fill(self.advantages, mask, zero=self.zero)
         return self.replace(mask=mask, advantages=advantages, memo={})
 
@@ -304,32 +304,29 @@ class Tokens(Layout):
     def ratio(self) -> Tensor:
         """The ratio slot's ratio, token-shaped; carries the gradient."""
         if self.ratio_value is None:
-            raise InputError(
-                f"this loss reads the ratio to {self.anchor}_logp, which was not given."
-            )
+            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which is missing.")
         return self.ratio_value
 
     def extra(self, name: str) -> Tensor:
         """The tensor that the call carries as `extras[name]`, detached."""
         if not self.has(f"extras.{name}"):
             raise InputError(
-                f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: "
-                "…}."
+                f"this loss reads extras[{name!r}], which is missing; pass extras={{{name!r}: …}}."
             )
         return self.fill(self.read(f"extras.{name}"))
 
     def read(self, name: str) -> Tensor:
-        """The tensor argument `name`, or an error that says which argument is missing."""
+        """The tensor argument `name`; raise if it is missing."""
         x = self.raw.get(name)
         # The head alone leaves logp out, while the log-probabilities are not computed.
         if x is None and name == "logp":
             raise InputError(
-                "a part that says reads_logp = False read logp: leave that attribute out, so that "
-                "the head computes the log-probabilities before it asks that part."
+                "a part with reads_logp = False read logp: leave that attribute out, so that the "
+                "head computes the log-probabilities before it calls the part."
             )
         if x is None:
             raise InputError(
-                f"this loss reads {name}, which was not given; pass {name}= to policy_loss."
+                f"this loss reads {name}, which is missing; pass {name}= to policy_loss."
             )
         return x
 
@@ -342,9 +339,7 @@ class Tokens(Layout):
     def log_ratio(self) -> Tensor:
         """The ratio slot's log-ratio within its clamp."""
         if self.raw_log_ratio is None:
-            raise InputError(
-                f"this loss reads the ratio to {self.anchor}_logp, which was not given."
-            )
+            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which is missing.")
         return bound(self.raw_log_ratio, self.log_clamp)
 
     @property
@@ -385,7 +380,7 @@ class Tokens(Layout):
         return self.read(LOGP_ARGUMENTS[anchor])
 
     def batch_statistics(self, part: Any) -> dict[str, Tensor]:
-        """The batch-wide numbers `part` needs: measured for the step, else this call's own."""
+        """The batch-wide numbers `part` needs: of the step if measured, else of this call."""
         if self.measured is not None:
             return self.measured
         numbers: dict[str, Tensor] = part.statistics(self)

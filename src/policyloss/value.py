@@ -51,13 +51,14 @@ def value_loss(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> LossOutput:
-    """The clipped value loss: `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`, with `f(e) =
-    ½e²` or Huber's.
+    """The clipped value loss `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`.
+
+    f is `½e²` or Huber's.
 
     values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]`
     with `cu_seqlens`.
-    clip: how far a value may move from `old_values` before the move stops paying; None for no
-    clipping (`old_values` may then be None). boundary: the slope of the clamp exactly at its ends,
+    clip: the distance from `old_values` beyond which a move lowers the loss no further; None for
+    no clipping (`old_values` may then be None). boundary: the slope of the clamp at its ends,
     "pass" (1, `torch.clamp`) or "half" (`max(min(…))`, as in verl; half-precision values meet the
     ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
     the aggregations, `TokenMean()` by default. totals, cp_group, group_ids: as in `policy_loss`.
@@ -107,7 +108,7 @@ def _check_options(
     check_number("huber_delta", huber_delta, above=0)
     if clip is not None and old_values is None:
         raise InputError(
-            "clipping reads old_values, which was not given; pass old_values, or clip=None."
+            "clipping reads old_values, which is missing; pass old_values, or clip=None."
         )
 
 

@@ -1,4 +1,4 @@
-"""The commands of this package. This module imports no torch, so that a help is quick."""
+"""The commands of this package. This module does not import torch, so that help texts are fast."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from policyloss_train.config import TrainConfig
 
 @dataclass(frozen=True)
 class FromRun:
-    """A run, one of its checkpoints, and replacements for names that its config.json holds."""
+    """A run, one of its checkpoints, and replacements for names in its config.json."""
 
     run: Annotated[Path, Place("RUN")]
-    """The run directory. It is only data: code that it names is not run, and nothing is
-    downloaded, unless you name it here."""
+    """The run directory. It is only data: code and models that it names are run or downloaded only
+    if you name them here."""
     checkpoint: Path | None = None
-    """One of its checkpoints; the last one if not given."""
+    """One of its checkpoints; the default is the last one."""
     model: str | None = None
-    """The model that the run started from: a folder, or a name on the hub, which may then be
-    downloaded."""
+    """The model that the run started from: a folder, or a hub name, which is downloaded if
+    needed."""
     task: str | None = None
-    """Another task than that of the run, or where its file is now."""
+    """A task to use instead of the run's, or the new path of its file."""
     trust_remote_code: bool = False
     """Run the Python files that come with the model."""
     device: str = "auto"
@@ -35,19 +35,19 @@ class Eval(FromRun):
     """Arguments of `policyloss eval`."""
 
     prompts: Count = 1024
-    """How many held-out prompts."""
+    """Number of held-out prompts."""
     reward: str | None = None
-    """How answers are scored: exact, math, or module:function. A function that the run names is
-    used only if you name it here."""
+    """Reward: exact, math, or module:function. A function that the run names is used only if you
+    name it here."""
     success: float | None = None
-    """The smallest reward of a right answer; that of the run if not given, which is 1 unless it was
-    set. Accuracy is the share of right answers."""
+    """Smallest reward that counts as correct. Accuracy is the share of completions that reach it.
+    The default is that of the run."""
     reward_timeout: float = 60.0
-    """Seconds that one call of the reward may take; 0 is no limit."""
+    """Time limit for one call of the reward in seconds; 0 is no limit."""
     show: Whole = 5
-    """Wrong answers to show."""
+    """Number of wrong answers to show."""
     json: bool = False
-    """Print JSON, every prompt with its answer."""
+    """Print JSON with every prompt and its answer."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Sample(FromRun):
     """Arguments of `policyloss sample`."""
 
     prompts: Annotated[tuple[str, ...], Place("PROMPT")] = ()
-    """Prompts; the first held-out ones if none is given."""
+    """Prompts; the default is the first held-out ones."""
     number: Count = 4
-    """Completions of each."""
+    """Completions per prompt."""
     temperature: float = 1.0
-    """The temperature of the draws; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: Whole = 0
-    """The seed of the draws."""
+    """Sampling seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,10 @@ class Export(FromRun):
     """Arguments of `policyloss export`."""
 
     folder: Annotated[Path, Place("FOLDER")]
-    """The folder to write, which must not be there yet."""
+    """The folder to write, which must not exist."""
     adapter: bool = False
-    """Write the adapter of a run with --lora-rank alone, for peft. Otherwise it is added to the
-    weights, and nothing else is needed to load them."""
+    """Write only the adapter of a run with --lora-rank, for peft. Without this option it is merged
+    into the weights."""
 
 
 COMMANDS = {

@@ -53,112 +53,112 @@ else:
 class TrainConfig:
     """Train a language model by reinforcement learning with any policy loss."""
 
-    # What is trained, and where it is written
+    # Loss, task, model and run directory
     loss: str = "dapo"
-    """A preset's name, the path of a JSON file that holds a LossSpec, or code of your own,
-    module:name or path/to/file.py:name: a LossSpec, or a function of Tokens. Change a part with
-    --loss.SLOT.OPTION VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
+    """A preset's name, the path of a JSON file with a LossSpec, or your own code, module:name or
+    path/to/file.py:name: a LossSpec, or a function of Tokens. Change a part with --loss.SLOT.OPTION
+    VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
     task: str = "sort"
     """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" (or
     "messages") and "answer" in every line."""
     reward: str | None = None
-    """How a .jsonl task is scored: exact, math, or a function of your own, module:function or
+    """Reward of a .jsonl task: exact, math, or your own function, module:function or
     path/to/file.py:function."""
     success: float | None = None
-    """The smallest reward that counts as right: accuracy is the share of completions that reach
-    it. By default that of the task, which is 1."""
+    """Smallest reward that counts as correct. Accuracy is the share of completions that reach it.
+    The default is that of the task, which is 1."""
     reward_timeout: NotNegative = 60.0
-    """Seconds that one call of the reward may take; what takes longer has failed. 0 is no limit."""
+    """Time limit for one call of the reward in seconds; a slower call counts as failed. 0 is no
+    limit."""
     model: str = "tiny"
-    """"tiny" makes a small model for the task on the spot, and "tiny32" one that vLLM can run on a
-    CPU; else a local folder or a hub name of a causal language model."""
+    """Folder or hub name of a causal language model; or "tiny", a small new model for the task, or
+    "tiny32", one that vLLM can run on a CPU."""
     teacher: Path | None = None
-    """A teacher with the same tokenizer: the folder of a model, or a run directory. The loss reads
-    it (--loss gkd, opd_kl, …); if it does not, the teacher speaks through the advantages."""
+    """A teacher with the same tokenizer: the folder of a model, or a run directory. A loss that has
+    a teacher term reads it (--loss gkd, opd_kl, …); with any other loss the advantages read it."""
     teacher_coef: NotNegative = 1.0
-    """How much the teacher counts in the advantages; in a loss that reads it, --loss.kl.coef."""
+    """Weight of the teacher in the advantages. For a loss that reads the teacher, set
+    --loss.kl.coef instead."""
     reward_coef: Annotated[float | None, Within(least=0)] = None
-    """How much the advantages of the rewards count; by default 1, and 0 with a teacher."""
+    """Weight of the rewards in the advantages. The default is 1, and 0 with a teacher."""
     trust_remote_code: bool = False
-    """Run the Python files that come with the model. Never read from a run directory: name it again
-    to resume or evaluate."""
+    """Run the Python files that come with the model. This is never read from a run directory:
+    repeat it to resume or evaluate."""
     system_prompt: str | None = None
-    """The first message of every prompt that has none of its own. Plain prompts become the messages
-    of a user."""
+    """System message for every prompt that has none. Plain prompts become user messages."""
     chat_template: Path | None = None
-    """A file with the chat template that prompts are written with, in place of the tokenizer's own.
-    Plain prompts become the messages of a user."""
+    """File with a chat template that replaces the tokenizer's. Plain prompts become user
+    messages."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, beside the end token; it is cut before them."""
+    """Texts that end a completion, in addition to the end token. The completion is cut before
+    them."""
     unusable: Literal["refuse", "skip"] = "refuse"
-    """What to do about prompts that the model cannot continue, such as too long ones: refuse to
-    start and name them, or leave them out and name them."""
+    """Prompts that the model cannot continue, such as too long ones, are listed. refuse ends the
+    run; skip leaves them out."""
     config: Path | None = None
-    """A TOML file with options, such as lr = 1e-6; those on the command line win."""
+    """TOML file with options, such as lr = 1e-6. Options on the command line take precedence."""
     like: Path | None = None
-    """The directory of a run whose options are the starting point; those in --config and on the
-    command line win."""
+    """Start from the options of this run directory. Options in --config and on the command line
+    take precedence."""
     out: Path = Path("runs/latest")
-    """The run directory. One that holds a run is continued with --resume, and never overwritten;
-    without --out, a new run goes into a directory beside it."""
+    """The run directory. A directory with a run is never overwritten: continue it with --resume.
+    Without --out, a new run gets a new directory next to it."""
     resume: bool = False
-    """Continue the run in --out from its last checkpoint, with the options it was started with."""
+    """Continue the run in --out from its last checkpoint, with its options."""
     extend: int | None = None
-    """With --resume: train until this many steps are done,
-    if they are more than the run was started for."""
+    """With --resume: total number of steps, if that is more than the run was started with."""
     steps: Count = 60
-    """Training steps: each samples once and updates epochs × minibatches times."""
+    """Training steps. Each samples once and updates the weights epochs × minibatches times."""
     seed: Annotated[int, Within(least=0, below=2**32)] = 0
-    """Everything random follows from it."""
+    """Seed of everything random."""
 
     # Sampling
     prompts: Count = 16
     """Prompts per step."""
     group_size: Count = 8
-    """Completions of each prompt."""
+    """Completions per prompt."""
     max_new_tokens: Longest = FOLLOWS
-    """Longest completion; one that has not ended by then is cut. 16 for the built-in model; any
-    other needs it."""
+    """Longest completion in tokens; longer ones are cut. The default is 16 for the built-in models;
+    other models require this option."""
     temperature: Annotated[
         float, Within(above=0, why=": at 0, all completions of a prompt would be equal")
     ] = 1.0
-    """Of the sampler and of the policy that is trained."""
+    """Temperature of the sampler and of the trained policy."""
     top_p: Annotated[float, Within(above=0, most=1)] = 1.0
-    """Sample from the most likely tokens that hold this much probability; 1 is off."""
+    """Sample from the likeliest tokens that together have this probability; 1 is off."""
     top_k: Whole = 0
-    """Sample from this many most likely tokens; 0 is off."""
+    """Sample from this many of the likeliest tokens; 0 is off."""
     sampling_mask: bool = True
-    """With --top-p or --top-k: learn with the tokens that they kept. The log-probabilities of the
-    learner are then over the tokens that each was drawn from, and the ratio of an unchanged policy
-    is 1."""
+    """With --top-p or --top-k: compute the learner's log-probabilities over the tokens that they
+    kept, so that the ratio of an unchanged policy is 1."""
     rollout_logp: Literal["processed", "raw"] = "processed"
-    """With --top-p or --top-k: what the sampler's log-probabilities are over, the tokens that they
-    keep, or all tokens; raw goes with --no-sampling-mask, where the learner's are over all, too."""
+    """With --top-p or --top-k: compute the sampler's log-probabilities over the tokens that they
+    kept (processed) or over all tokens (raw). raw requires --no-sampling-mask."""
     sampling_tokens: Count = 16384
-    """Tokens of one batch of the sampler, prompts and completions together."""
+    """Tokens per batch of the sampler, prompts and completions together."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, and sample other prompts in their place."""
+    """Drop groups whose rewards are all equal, and sample other prompts instead."""
     dynamic_tries: Count = 4
-    """How often dynamic sampling draws before it is content with fewer groups."""
+    """Most draws per step of dynamic sampling; after that, the step has fewer groups."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
-    """Completions that were cut: train on them as they are, take them out of the loss,
-    or give them reward −1."""
+    """Completions that were cut: keep trains on them, mask takes them out of the loss, penalise
+    sets their reward to −1."""
     staleness: Whole = 0
-    """Train on completions that were sampled this many steps ago; from 1 on, sampling goes on while
-    the policy learns."""
+    """Train on completions that were sampled this many steps ago. From 1 on, sampling continues
+    while the policy learns."""
     rollout: str = "built-in"
-    """What samples: the built-in sampler; vllm, in this process; the addresses of running vLLM
-    servers, http://host:port[,…]; or an engine of your own, module:factory (docs/rollout.md)."""
+    """Sampling engine: built-in; vllm, in this process; the addresses of running vLLM servers,
+    http://host:port[,…]; or your own engine, module:factory (docs/rollout.md)."""
     rollout_timeout: Positive = 120.0
-    """The time-out of a server for one prompt in seconds, retries included."""
+    """Timeout of a server per prompt in seconds, retries included."""
     rollout_memory: Annotated[float, Within(above=0, below=1)] = 0.3
-    """Share of the GPU's memory that vllm in this process may take."""
+    """Share of the GPU's memory that vllm in this process may use."""
 
     # Advantages
     advantage: str | None = None
-    """How rewards become advantages: gae (with a critic), grpo, dr_grpo, rloo, …, or a function of
-    your own, module:function or path/to/file.py:function; by default those that the loss is defined
-    with, and grpo if it goes with any."""
+    """Advantage estimator: gae (with a critic), grpo, dr_grpo, rloo, …, or your own function,
+    module:function or path/to/file.py:function. The default is the one that the loss is defined
+    with, or grpo if it has none."""
     passk: Count = 4
     """k of the advantage passk_combinatorial."""
     gamma: Share = 1.0
@@ -166,106 +166,107 @@ class TrainConfig:
     lam: Share = 1.0
     """λ of gae."""
     old_logp: Literal["recompute", "rollout"] = "recompute"
-    """Where old_logp comes from: a forward of the policy before its first update (decoupled),
-    or the sampler (bypass)."""
+    """Source of old_logp: recompute runs the policy before its first update (decoupled), rollout
+    takes the sampler's numbers (bypass)."""
 
     # Learning
     epochs: Count = 1
-    """How often a step's completions are gone through."""
+    """Passes over the completions of a step."""
     minibatches: Count = 2
-    """Optimizer steps in each epoch."""
+    """Optimizer steps per epoch."""
     micro_tokens: Count = 4096
-    """Tokens of one forward and backward; smaller needs less memory,
-    and changes no number but rounding."""
+    """Tokens per forward and backward. Fewer need less memory and change numbers only by
+    rounding."""
     lr: Rate = FOLLOWS
-    """Learning rate of the policy; by default 1e-6, 1e-5 with --lora-rank, and 5e-4 for the
-    built-in model."""
+    """Learning rate of the policy. The default is 1e-6, 1e-5 with --lora-rank, and 5e-4 for the
+    built-in models."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What becomes of the learning rate over the steps of the run."""
+    """Schedule of the learning rate over the steps of the run."""
     lr_warmup: Whole = 0
-    """Steps over which it rises from 0."""
+    """Steps over which the learning rate rises from 0."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """AdamW of torch, or that of the package torchao with moments of 8 bits, which take a quarter
-    of the memory; its steps differ slightly, and it shards nothing (no --parallel fsdp)."""
+    """adamw is torch's AdamW. adamw8bit is that of the package torchao: its 8-bit moments take a
+    quarter of the memory, its steps differ slightly, and it does not work with --parallel fsdp."""
     weight_decay: NotNegative = 0.0
-    """The weight decay of AdamW."""
+    """AdamW weight decay."""
     betas: Annotated[tuple[float, float], Within(least=0, below=1)] = (0.9, 0.99)
-    """The betas of AdamW."""
+    """AdamW betas."""
     grad_clip: NotNegative = 1.0
     """Largest norm of a gradient; 0 is off."""
     nonfinite_limit: Count = 3
-    """An update whose loss or gradient is not finite is skipped; after this many in a row the run
-    stops."""
+    """Updates whose loss or gradient is not finite are skipped. The run stops after this many in a
+    row."""
     attention: Literal["auto", "varlen", "flash", "rows", "alone"] = "auto"
-    """How sequences of different lengths go through the model: in one row by an attention for
-    variable lengths (varlen, of torch 2.10 or later; or flash, of the package flash-attn; both on
-    CUDA and in half precision), in padded rows, or one at a time (alone), which is slow and right
-    for any model. By default the fastest of the first three that gives the model's own numbers; the
-    first lines of the run name it."""
+    """How sequences of different lengths go through the model: in one row with an attention for
+    variable lengths (varlen of torch 2.10 or later, flash of the package flash-attn; both need CUDA
+    and half precision), in padded rows (rows), or one at a time (alone), which is slow and works
+    with any model. auto takes the fastest of the first three that reproduces the model's numbers;
+    the run prints its name at the start."""
     gradient_checkpointing: bool = False
-    """Compute the activations of a layer again in the backward instead of keeping them: less
-    memory, more time, the same numbers."""
+    """Recompute the activations of a layer in the backward instead of storing them: less memory,
+    more time, the same numbers."""
     compile: bool = False
-    """Compile the model's blocks for learning (torch.compile). The first step takes longer, by up
-    to a minute; numbers change by rounding."""
+    """Compile the model's blocks for learning (torch.compile). The first step takes up to a minute
+    longer; numbers change by rounding."""
     lora_rank: Whole = 0
-    """Train adapters of this rank (LoRA, by the package peft) and nothing else; 0 trains all
-    weights. The model without adapters is the reference."""
+    """Train only adapters of this rank (LoRA, with the package peft); 0 trains all weights. The
+    reference is the model without adapters."""
     lora_alpha: Annotated[float | None, Within(above=0)] = None
-    """Adapters are multiplied by this over their rank; by default twice the rank."""
+    """Scale of the adapters: they are multiplied by this number over their rank. The default is
+    twice the rank."""
     lora_target: tuple[str, ...] = ()
-    """The names of the layers that get adapters, such as q_proj v_proj; by default every linear
-    layer but the head."""
+    """Names of the layers that get adapters, such as q_proj v_proj. The default is every linear
+    layer except the head."""
     head: Literal["fused", "logits"] = "fused"
-    """How the loss gets from hidden states to log-probabilities: window by window without keeping
-    logits, or by all logits."""
+    """How the loss computes log-probabilities from hidden states: fused works in windows and stores
+    no logits, logits stores all of them."""
 
-    # The critic, of losses with the advantage gae
+    # The critic of the advantage gae
     critic_lr: Rate = FOLLOWS
-    """Learning rate of the critic, which is trained whole; by default 1e-5, and 1e-3 for the
-    built-in model."""
+    """Learning rate of the critic, whose weights are all trained. The default is 1e-5, and 1e-3 for
+    the built-in models."""
     value_clip: NotNegative = 0.2
-    """How far a value may move from its old one before its loss is clipped; 0 is off."""
+    """Distance from the old value beyond which the value loss is clipped; 0 is off."""
     critic_steps: Whole = 0
     """First steps in which only the critic is trained."""
 
-    # The start, the weights and the machine
+    # Warm-up, weights and machine
     warmup_steps: int | None = None
-    """Supervised steps on the task's own answers before the first sample; by default some for the
-    model "tiny" on the built-in task, and none otherwise."""
+    """Supervised steps on the task's answers before the first sample. By default there are some for
+    the built-in models on the built-in task, and none otherwise."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the weights. In bfloat16 the optimizer keeps each weight in float32 as well, so that small
-    steps add up."""
+    """Dtype of the weights. With bfloat16 the optimizer also keeps each weight in float32, so that
+    small steps add up."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Under torchrun: every rank holds the model, or a part of it."""
+    """Under torchrun: ddp puts the complete model on every rank, fsdp a part of it."""
     rank_timeout: Positive = 600.0
-    """Under torchrun: seconds after which a rank that waits for another gives up and names it."""
+    """Under torchrun: seconds after which a rank stops waiting for another and reports it."""
     heartbeat: NotNegative = 60.0
-    """Seconds in one place after which the run says where it is and what it waits for;
-    0 is never."""
+    """Seconds without progress after which the run prints where it is and what it waits for; 0 is
+    never."""
 
     # Evaluations, checkpoints and logs
     eval_every: Whole = 20
-    """Steps between evaluations on held-out prompts; 0 evaluates at the end alone."""
+    """Steps between evaluations on held-out prompts; 0 evaluates only at the end."""
     eval_prompts: Count = 256
-    """Held-out prompts of an evaluation."""
+    """Held-out prompts per evaluation."""
     checkpoint_every: Whole = 20
-    """Steps between checkpoints; one is written at the end, and when the run is interrupted."""
+    """Steps between checkpoints. The run also writes one at its end and when it is interrupted."""
     keep: Count = 2
-    """Checkpoints that are kept."""
+    """Number of checkpoints to keep."""
     rollouts_every: Whole = 10
     """Steps between samples in rollouts.jsonl, token by token; 0 writes none. The groups of the
-    task's first prompts are stored whenever they are trained on, so that they can be followed."""
+    task's first prompts are stored whenever they are trained on, so that you can follow them."""
     rollouts_rows: Whole = 32
-    """Completions of such a sample: whole groups, at least one, chosen for the spread of their
-    rewards."""
+    """Completions per sample in rollouts.jsonl: complete groups, at least one, chosen for the
+    spread of their rewards."""
     rollouts_mib: Positive = 256.0
-    """Largest size of rollouts.jsonl, and of answers.jsonl, in MiB. Every sample may take its share
-    of what is left, so that they cover the whole run."""
+    """Largest size of rollouts.jsonl, and of answers.jsonl, in MiB. Each sample may use its share
+    of the remaining space, so that the samples cover the run."""
     track: Literal["wandb", "trackio"] | None = None
-    """Log to this tracker too, if it is installed."""
+    """Also log to this tracker, which must be installed."""
 
     def __post_init__(self) -> None:
         from policyloss_train.preflight import option_problems
@@ -283,8 +284,8 @@ class TrainConfig:
             raise InputError(problem)
 
     def with_loss(self, spec: LossSpec) -> TrainConfig:
-        """These options with the advantages that the preset nearest to the loss is defined with,
-        unless others are named; an error where options and loss contradict each other.
+        """These options with the advantage that the loss is defined with, unless another is named.
+        Raises if options and loss contradict each other.
         """
         from policyloss_train.preflight import loss_problems
 
@@ -309,7 +310,7 @@ class TrainConfig:
 
     @property
     def estimator(self) -> str:
-        """The name of the advantage estimator; `with_loss` sets that of the loss."""
+        """The name of the advantage estimator; `with_loss` sets the default."""
         return self.advantage or "grpo"
 
     @property
@@ -319,19 +320,19 @@ class TrainConfig:
 
     @property
     def reward_estimator(self) -> str:
-        """The estimator of the part of the advantages that comes from rewards."""
+        """The estimator for the advantages of the rewards."""
         return "grpo" if self.reads_teacher else self.estimator
 
     @property
     def reward_share(self) -> float:
-        """What the advantages of rewards are multiplied by."""
+        """The weight of the rewards in the advantages."""
         if self.reward_coef is not None:
             return self.reward_coef
         return 1.0 if self.teacher is None else 0.0
 
     @property
     def with_critic(self) -> bool:
-        """Whether values are learned."""
+        """Whether a critic learns values."""
         return self.estimator == "gae"
 
     @property
@@ -340,7 +341,7 @@ class TrainConfig:
         return self.sampling_mask and (self.top_p < 1 or self.top_k > 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The options as JSON values."""
         return {
             name: str(x) if isinstance(x, Path) else x
             for name, x in dataclasses.asdict(self).items()
@@ -348,7 +349,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainConfig:
-        """Back from `to_dict`; an unknown option is an error."""
+        """The inverse of `to_dict`; raises for an unknown option."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in data:
             if name not in known:
@@ -357,8 +358,8 @@ class TrainConfig:
 
 
 def by_model(config: TrainConfig) -> dict[str, Any]:
-    """The defaults that follow the model; None is an option that must be named. A pretrained model
-    learns in small steps, and the length of its completions depends on the task.
+    """The defaults that depend on the model; None means that the user must set the option. A
+    pretrained model learns in small steps, and the length of its completions depends on the task.
     """
     from policyloss_train.models import TINY
 
@@ -369,7 +370,7 @@ def by_model(config: TrainConfig) -> dict[str, Any]:
 
 
 def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
-    """The defaults that follow the model and the loss."""
+    """The defaults that depend on the model and the loss."""
     from policyloss.catalogue.nearest import nearest_preset
 
     preset, _ = nearest_preset(spec)
@@ -377,7 +378,7 @@ def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
     return {**by_model(config), "advantage": defined_with or "grpo"}
 
 
-# What a file must hold, by type.
+# The name of each type in an error.
 _WORDS = {
     int: "a whole number below 2⁶³",
     float: "a finite number",

@@ -201,7 +201,7 @@ PARTS = (
     ),
     (
         "covariance_of_rounding",
-        "policyloss/functional/covariances.py",
+        "policyloss/functional/trust.py",
         "return torch.where(at_mean & ~cov.isnan(), 0, cov)",
         "return cov",
         "test_covariance_ties.py::test_equal_advantages_have_no_covariance",

@@ -41,6 +41,11 @@ def seq_mean_token_mean(epsilon: float) -> SeqMeanTokenMean:
     return GuardedSeqMeanTokenMean(epsilon) if epsilon else SeqMeanTokenMean()
 
 
+def mask_or_all(mask: Tensor | None, like: Tensor) -> Tensor:
+    """`mask`, or a mask of all positions if it is None."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+
+
 def guard(mask: Tensor) -> float:
     """The number that `mask.sum() + 1e-8` adds to a count.
 

@@ -40,8 +40,8 @@ from policyloss.head.windows import (
 from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tensors
 from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
+from policyloss.parts.correction import GivenWeight
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.precomputed import GivenWeight
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK

@@ -26,8 +26,7 @@ from policyloss.head.plans import Work
 from policyloss.head.teacher.comparison import Comparison, asked, examined
 from policyloss.head.tiles import Tiles
 from policyloss.loss import corrected_tokens, token_losses, with_ratio
-from policyloss.parts.combined import correction_name
-from policyloss.parts.correction import Corrected, SelfNormalise
+from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals

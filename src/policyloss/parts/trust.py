@@ -21,7 +21,7 @@ from torch import Tensor
 from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import trust
 from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
-from policyloss.functional.covariances import step_covariance, step_means
+from policyloss.functional.trust import step_covariance, step_means
 from policyloss.parts.trust_clips import (
     Clip,
     DetachedClip,

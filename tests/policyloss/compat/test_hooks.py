@@ -112,7 +112,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
         ("dr_grpo", True, ["scale_rewards=True", "set scale_rewards='none'"]),
         ("gspo", "none", ["advantage.grpo", "set scale_rewards='group'"]),
         ("gspo", "batch", ["scale_rewards='batch'", "others", "set scale_rewards='group'"]),
-        ("rloo_loss", "group", ["advantage.rloo", "cannot make them"]),
+        ("rloo_loss", "group", ["advantage.rloo", "cannot compute them"]),
         ("DR-GRPO", "group", ["policy_loss='DR-GRPO' is defined with", "advantage.dr_grpo"]),
         (
             pl.preset("dr_grpo"),
@@ -130,7 +130,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
             "none",
             ["policy_loss, a change of the preset 'gspo',", "set scale_rewards='group'"],
         ),
-        (pl.preset("ppo"), "group", ["the preset 'ppo'", "advantage.gae", "cannot make them"]),
+        (pl.preset("ppo"), "group", ["the preset 'ppo'", "advantage.gae", "cannot compute them"]),
     ],
 )
 def test_trl_says_that_the_advantages_are_others(

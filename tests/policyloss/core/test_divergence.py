@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from divergences import of_distributions, whole_gradient
 from torch import Tensor
 from walk import walked
 
@@ -14,12 +15,10 @@ from policyloss.functional.divergence import (
     KINDS,
     TOPS,
     Measure,
-    of_distributions,
     on_support,
     support_of,
     support_slopes,
     terms,
-    whole_gradient,
 )
 
 FORWARD, REVERSE, GENERALISED = Measure("forward"), Measure("reverse"), Measure("generalised")

@@ -26,7 +26,7 @@ from policyloss.compat.verl.parts import (
     outside_by_sign,
 )
 from policyloss.inputs import Inputs
-from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.correction import GivenWeight
 from policyloss.records import Stat
 
 BATCH = make_batch(seed=5, rows=6, width=9)

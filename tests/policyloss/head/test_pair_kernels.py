@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from divergences import of_distributions, whole_gradient
 from interpreted import DEVICE
 from test_kernels import FORWARD, ROWS, ids_of, logits, scaled, scalings
 from torch import Tensor
@@ -16,10 +17,8 @@ from walk import walked
 
 from policyloss.functional.divergence import (
     Measure,
-    of_distributions,
     slopes,
     terms,
-    whole_gradient,
 )
 from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_partials
 from policyloss.head.teacher import kernels as pair_kernels

@@ -26,7 +26,7 @@ from policyloss.compat.openrlhf.corrections import (
     rejected_share,
     release_of,
 )
-from policyloss.compat.parts import as_count, seq_mean_token_mean, union_share
+from policyloss.compat.parts import as_count, mask_or_all, seq_mean_token_mean, union_share
 from policyloss.errors import InputError, SpecError
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
@@ -58,16 +58,14 @@ class Average(NamedTuple):
         self, like: Tensor, mask: Tensor | None, called: str = "action_mask", needed: bool = False
     ) -> Tensor:
         """The mask, or all tokens where OpenRLHF accepts a missing one. called: its name."""
-        if mask is not None:
-            return mask
         rows_need_it = not self.token_level and at_least(self.release, "0.10.3")
         counted = self.token_level and self.batch_num_tokens is not None
-        if needed or rows_need_it or counted:
+        if mask is None and (needed or rows_need_it or counted):
             raise InputError(
                 f"{called} was not given; only a mean over the tokens of this call works without "
                 "it."
             )
-        return torch.ones_like(like, dtype=torch.bool)
+        return mask_or_all(mask, like)
 
     def part(self, mask_dtype: torch.dtype) -> TokenMean | SeqMeanTokenMean:
         """The aggregation. OpenRLHF adds epsilon to a count in the mask's precision, where only
@@ -339,7 +337,7 @@ def compute_approx_kl(
     if isinstance(log_probs_old, str):
         kl_estimator, called = log_probs_old, "log_probs_old, or kl_estimator,"
     check_choice(called, kl_estimator, ("k1", "k2", "k3"), SpecError)
-    everywhere = torch.ones_like(log_probs, dtype=torch.bool)
+    everywhere = mask_or_all(None, log_probs)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
     clamped = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
     raw = estimate(clamped, kl_estimator, as_written="exp(d) - 1 - d")

@@ -45,7 +45,7 @@ from policyloss.functional import bound, compute_dtype, difference, estimate
 from policyloss.loss import LossOutput, policy_loss
 from policyloss.parts import trust
 from policyloss.parts.aggregate import SeqMeanTokenMean
-from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.correction import GivenWeight
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask

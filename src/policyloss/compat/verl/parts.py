@@ -1,4 +1,9 @@
-"""x"""
+"""verl's variants of the library's parts, with statistics of one call and 1e-8 added to a count,
+and the means and shares of its report.
+
+Statistics of one call depend on how the batch is cut. `CovClip` and `CovKL` are the same losses
+with statistics of the optimizer step; use them unless you must reproduce a run.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,14 @@ from torch import Tensor
 from policyloss.functional import trust
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.stats import beyond
-from policyloss.parts.correction import Corrected
-from policyloss.parts.precomputed import GivenWeight
+from policyloss.parts.correction import Corrected, GivenWeight
 from policyloss.parts.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
 
 
 def masked_mean(x: Tensor, mask: Tensor, epsilon: float = 0.0) -> Tensor:
-    """`Σ x / (n + epsilon)` over the n valid tokens, in x's dtype (flags count as 0 and 1, in the
-    widest). 0-dim.
+    """`Σ x / (n + epsilon)` over the n valid tokens, 0-dim, in the dtype of x (for flags, in the
+    accumulator's).
     """
     x = x.to(accumulator_dtype(x.device)) if x.dtype == torch.bool else x
     return torch.where(mask, x, 0).sum() / (mask.sum().to(x.dtype) + epsilon)
@@ -37,9 +41,8 @@ def outside_by_sign(
     as in `masked_mean`.
     """
     outside = beyond(log_ratio, (-eps_low, eps_high))
-    return masked_mean(outside & (advantages > 0), mask, epsilon), masked_mean(
-        outside & (advantages < 0), mask, epsilon
-    )
+    positive, negative = outside & (advantages > 0), outside & (advantages < 0)
+    return masked_mean(positive, mask, epsilon), masked_mean(negative, mask, epsilon)
 
 
 class _Share(torch.autograd.Function):
@@ -54,8 +57,8 @@ class _Share(torch.autograd.Function):
 
 
 def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
-    """`x`, whose gradient is divided by the number of ranks: where each rank computes the complete
-    gradient and the framework adds them up.
+    """`x`, with its gradient divided by the number of ranks, because each rank computes the
+    complete gradient and verl adds them up.
     """
     share: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]
     return share
@@ -63,7 +66,7 @@ def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OfThisCall:
-    """A part that needs batch-wide statistics and gets those of this call alone."""
+    """A part that needs statistics of the step, with those of this call instead."""
 
     part: CovClip | CovKL
 
@@ -73,10 +76,8 @@ class OfThisCall:
 
 @dataclass(frozen=True)
 class LocalCovClip:
-    """Clip-Cov over one call. As in verl, torch's random generator draws the tokens to drop
-    (`torch.randperm`).
-
-    epsilon: added to the number of tokens in the two means (verl: 1e-8).
+    """Clip-Cov over one call. As in verl, `torch.randperm` draws the tokens to drop. epsilon: added
+    to the number of tokens in the two means (verl: 1e-8).
     """
 
     part: CovClip
@@ -97,12 +98,12 @@ class LocalCovClip:
 
 @dataclass(frozen=True)
 class MeanAdvantageGeometricClip:
-    """GMPO with one advantage per sequence, the mean of its tokens':
-    `-(Σ A / (L + epsilon))·ratio`, as verl computes it.
+    """GMPO with one advantage per sequence, the mean of its tokens:
+    `-(Σ A / (L + epsilon))·ratio`, as in verl. epsilon is also added to the length in the geometric
+    mean of the ratio.
 
-    Averaged over a sequence it is `GeometricClip`; where a sequence's advantages nearly cancel, its
-    rounding is verl's.
-    epsilon: also added to the length in the ratio's geometric mean.
+    Averaged over a sequence it is `GeometricClip`, with verl's rounding where the advantages of a
+    sequence nearly cancel.
     """
 
     part: GeometricClip

@@ -34,9 +34,8 @@ from policyloss.compat.verl.settings import (
 )
 from policyloss.errors import SpecError
 from policyloss.metrics import Metrics
-from policyloss.parts.correction import OPSM
+from policyloss.parts.correction import OPSM, GivenWeight
 from policyloss.parts.kl import KL
-from policyloss.parts.precomputed import GivenWeight
 from policyloss.parts.trust import CovClip, CovKL
 from policyloss.records import Stat
 from policyloss.spec import LossSpec

@@ -8,6 +8,7 @@ where verl silently drops the token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -57,7 +58,7 @@ Metrics = dict[str, float]
 LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 
-def report(prefix: str, statistics: dict[str, Tensor]) -> Metrics:
+def report(prefix: str, statistics: Mapping[str, Tensor | float]) -> Metrics:
     """Statistics as Python floats, under verl's names."""
     return {f"{prefix}{name}": float(value) for name, value in statistics.items()}
 
@@ -225,15 +226,14 @@ def _rejection_by_weight(
 
 def _apply(rule: RejectionRule, log_weight: Tensor, means: Means) -> tuple[Tensor, Metrics]:
     """The tokens that one rule keeps, and its metrics."""
-    stat = means.reduced(
-        estimate(log_weight, rule.estimator, as_written="exp(d) - 1 - d"), rule.reduce
-    )
+    estimates = estimate(log_weight, rule.estimator, as_written="exp(d) - 1 - d")
+    stat, dtype = means.reduced(estimates, rule.reduce), log_weight.dtype
     keep = within(stat, rule.low, rule.high)
-    by_token = rule.option in TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
-    of_sequence, dtype = None if by_token else stat[:, 0], log_weight.dtype
+    by_sequence = rule.option not in TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
+    of_sequence, nonempty = stat[:, 0] if by_sequence else None, means.nonempty
     statistics = {
         **measures.rejection_statistics(
-            stat, of_sequence, means.nonempty, means, rule.low, rule.high, by_sequence=not by_token
+            stat, of_sequence, nonempty, means, rule.low, rule.high, by_sequence=by_sequence
         ),
         "masked_fraction": measures.rejected_tokens(keep, means, dtype),
         "seq_masked_fraction": measures.rejected_sequences(keep, means, "nonempty", dtype),
@@ -344,13 +344,9 @@ def compute_rollout_correction_and_rejection_mask(
     log_ratio = difference(old_log_prob, rollout_log_prob, means.valid, dtype)
     weights, metrics, mask = None, Metrics(), response_mask.clone()
     if rollout_is is not None and rollout_is_threshold is not None:
+        options = (rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
         weights, new_metrics = compute_rollout_correction_weights(
-            log_ratio,
-            response_mask,
-            rollout_is,
-            rollout_is_threshold,
-            rollout_is_batch_normalize,
-            release=release,
+            log_ratio, response_mask, *options, release=release
         )
         metrics |= new_metrics
     if rollout_rs is not None:
@@ -370,7 +366,7 @@ def compute_rollout_correction_and_rejection_mask(
         metrics |= new_metrics
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     proto = None if weights is None else _data_proto({"rollout_is_weights": weights})
-    return proto, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return proto, mask, report("rollout_corr/", metrics)
 
 
 @drop_in
@@ -379,9 +375,8 @@ def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, Any]:
     """Perplexities and divergences of trainer and rollout engine (`rollout_metrics.policy_gap`)."""
-    return report(
-        "", policy_gap(old_log_prob, rollout_log_prob, means_of(response_mask), SAFETY_BOUND)
-    )
+    means = means_of(response_mask)
+    return report("", policy_gap(old_log_prob, rollout_log_prob, means, SAFETY_BOUND))
 
 
 @drop_in
@@ -390,7 +385,7 @@ def compute_rollout_corr_metrics_from_logprobs(
 ) -> Metrics:
     """`compute_offpolicy_metrics` of the current policy, with the prefix "rollout_corr/"."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
-    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return report("rollout_corr/", metrics)
 
 
 def correction_options(config: Any, release: str | None) -> dict[str, Any]:

@@ -34,20 +34,13 @@ def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | N
     """`rollout_is_threshold` as (low, high): a number or "2.0" has no lower bound (truncation),
     "0.5_2.0" has one (IcePop, since 0.8.0).
     """
-    if not isinstance(threshold, str) and not is_number(threshold):
-        not_this = ", not a boolean" if isinstance(threshold, bool) else ""
-        raise ThresholdTypeError(
-            "rollout_is_threshold must be a number or a string such as '2.0' or "
-            f"'0.5_2.0'{not_this}; got {safe_repr(threshold)}."
-        )
+    _check_type("rollout_is_threshold", threshold, "such as '2.0' or '0.5_2.0'")
     if isinstance(threshold, str) and not at_least(release, "0.8.0"):
         raise ThresholdTypeError(
             f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with "
             f"release={release!r}."
         )
-    low, high = _bounds(
-        "rollout_is_threshold", threshold.strip() if isinstance(threshold, str) else threshold
-    )
+    low, high = _bounds("rollout_is_threshold", str(threshold).strip())
     if low is not None and low > high:
         raise SpecError(f"rollout_is_threshold must have lower <= upper, got {threshold!r}.")
     return low, high
@@ -77,18 +70,14 @@ def rejection_rules(
     for option in options:
         if option not in SUPPORTED_ROLLOUT_RS_OPTIONS:
             raise SpecError(unknown_name("rollout_rs option", option, SUPPORTED_ROLLOUT_RS_OPTIONS))
-    if not isinstance(rollout_rs_threshold, str) and not is_number(rollout_rs_threshold):
-        raise ThresholdTypeError(
-            "rollout_rs_threshold must be a number or a string of one bound per option, got "
-            f"{safe_repr(rollout_rs_threshold)}."
-        )
+    _check_type("rollout_rs_threshold", rollout_rs_threshold, "of one bound per option")
     thresholds = _parts(str(rollout_rs_threshold))
     if len(thresholds) not in (1, len(options)):
         raise SpecError(
             f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} bounds for the "
             f"{len(options)} options of rollout_rs={rollout_rs!r}; pass one for all, or one each."
         )
-    each = thresholds if len(thresholds) == len(options) else [thresholds[0] for _ in options]
+    each = thresholds if len(thresholds) == len(options) else thresholds * len(options)
     return [_rule(option, text, release) for option, text in zip(options, each, strict=True)]
 
 
@@ -125,11 +114,18 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _bounds(called: str, threshold: float | str) -> tuple[float | None, float]:
-    """(low, high) of a number, "high" or "low_high". called: the argument that an error names."""
-    words = threshold.split("_", 1) if isinstance(threshold, str) else [str(threshold)]
+def _check_type(called: str, threshold: Any, form: str) -> None:
+    if not isinstance(threshold, str) and not is_number(threshold):
+        not_this = ", not a boolean" if isinstance(threshold, bool) else ""
+        raise ThresholdTypeError(
+            f"{called} must be a number or a string {form}{not_this}; got {safe_repr(threshold)}."
+        )
+
+
+def _bounds(called: str, threshold: str) -> tuple[float | None, float]:
+    """(low, high) of "high" or "low_high". called: the argument that an error names."""
     try:
-        numbers = [float(word) for word in words]
+        numbers = [float(word) for word in threshold.split("_", 1)]
     except ValueError as error:
         raise SpecError(
             f"{called} must be a number or two joined by '_', such as '0.5_2.0', got {threshold!r}."
