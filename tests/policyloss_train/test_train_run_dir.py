@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(
-        StorageError, match=r"metrics\.jsonl: No space left.*What was in it before is kept"
+        StorageError, match=r"metrics\.jsonl: No space left.*Its old contents are kept"
     ):
         lines.append([{"step": 2, "x": 1.5}])
     monkeypatch.undo()

@@ -243,8 +243,8 @@ def _best_law(laws: Sequence[Fitted], case: Case, thresholds: Thresholds) -> Fit
 
 
 def _unexplained(case: Case) -> Misfit:
-    """What is there before a hypothesis: the scale of noise, and the better score of noise of its
-    own shape and of noise that is the same everywhere.
+    """The misfit without a hypothesis: the scale of noise, and the better score of noise of shape
+    `1 - p` and of uniform noise.
     """
     d, shape = case.pairs.difference, case.pairs.shape
     noise, flat = misfit(d, shape, 0), misfit(d, torch.ones_like(shape), 0)

@@ -1,4 +1,4 @@
-"""Runs the trainer's model on some sequences, as it is or with one thing changed."""
+"""Runs the trainer's model on some sequences, unchanged or with one change."""
 
 from __future__ import annotations
 

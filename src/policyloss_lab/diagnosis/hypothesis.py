@@ -110,7 +110,7 @@ _CONSTANT = (
 
 
 class Misfit(NamedTuple):
-    """What is left. scale: σ of the residual. score: the penalised criterion."""
+    """The rest of the differences. scale: σ of the residual. score: the penalised criterion."""
 
     scale: float
     score: float
@@ -119,7 +119,7 @@ class Misfit(NamedTuple):
 def misfit(residual: Tensor, shape: Tensor, freedom: int) -> Misfit:
     """The fitted scale and the score of residuals `[n]` under noise of this shape `[n]`.
 
-    Tokens of which the hypothesis says nothing (NaN) count like the average of the others.
+    Tokens without a prediction (NaN) count like the average of the others.
     """
     known = ~residual.isnan()
     n = residual.numel()

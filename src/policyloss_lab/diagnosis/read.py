@@ -160,7 +160,7 @@ def columns_of(names: Any) -> dict[str, str]:
         if not any(argument in columns for argument in needed):
             wanted = [name for argument in needed for name in COLUMNS[argument]]
             raise InputError(
-                f"the {side}'s log-probabilities are missing: there is none of "
+                f"the {side}'s log-probabilities are missing: none of "
                 f"{', '.join(wanted)} among {', '.join(map(str, known[:20])) or 'no columns'}."
             )
     return columns

@@ -166,7 +166,7 @@ def kl_drift(log: Log) -> Finding | None:
         "kl_drift",
         log.since("kl", lambda y: y >= log.limits.kl_high),
         f"the KL to the reference is {end:.3g} nats a token, and the {words} did not rise",
-        "Raise the KL coefficient, lower the learning rate, or check what the reward pays for.",
+        "Raise the KL coefficient, lower the learning rate, or check the reward.",
     )
 
 
@@ -188,8 +188,8 @@ def truncation(log: Log) -> Finding | None:
         "truncation",
         log.since("truncated", lambda y: y >= limit),
         f"{share:.0%} of the completions are cut at the length limit{when}",
-        "Raise the limit, mask or penalise what is cut (overlong filtering), and check that the "
-        "end token is sampled and trained on.",
+        "Raise the limit, mask or penalise cut completions (overlong filtering), and check that "
+        "the end token is sampled and trained on.",
     )
 
 

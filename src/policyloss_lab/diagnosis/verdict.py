@@ -220,7 +220,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "copy": Cause(
         "rollout_logp is a copy of old_logp",
-        "Pass what the engine reported as rollout_logp. If the engine's numbers are meant to serve "
+        "Pass the engine's numbers as rollout_logp. If the engine's numbers are meant to serve "
         "as old_logp, no correction can see a mismatch.",
     ),
     "bos": Cause(

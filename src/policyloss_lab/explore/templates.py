@@ -3,7 +3,7 @@
 A part is made with numbers that occur in no formula, its lines are derived as `explain` derives
 them, and each such number is replaced by a parameter: a name that begins with "$". A part has
 different lines for different choices, so there is a variant for each combination of its choices,
-and of numbers that are there or None. What the class refuses is a variant with its error.
+and of numbers or None. A combination that the class refuses is a variant with its error.
 The lines that join the slots (`weight * surrogate + …`) are taken from `explain` in the same way.
 """
 
@@ -205,9 +205,9 @@ def _words(slot: str, part: Any) -> tuple[str, ...]:
 class Joints(NamedTuple):
     """The lines that join the slots.
 
-    weight, keep: a second correction's, of the names `weight_2` and `keep_2`. rejected: what each
-    way with rejected tokens adds. normalised: what `SelfNormalise` adds, by what it counts and
-    whether tokens can be rejected. token_loss: by the presence of a weight, of a rejection whose
+    weight, keep: of a second correction with the names `weight_2` and `keep_2`. rejected: added by
+    each treatment of rejected tokens. normalised: added by `SelfNormalise`, by its unit and whether
+    tokens can be rejected. token_loss: by the presence of a weight, of a rejection whose
     tokens keep their place, the number of pulls, and the presence of an entropy bonus; None if the
     surrogate is all there is.
     """

@@ -129,5 +129,7 @@ def canonical(row: Mapping[str, float]) -> dict[str, float]:
         out["dead_groups"] = min(1.0, dead / max(groups, dead))
     updates = row.get("updates")
     if updates is not None and (updates <= 1 or row.get("skipped", 0.0) >= updates):
-        out.pop("step_kl", None)  # of no update: a skipped one, or what comes before the only one
+        out.pop(
+            "step_kl", None
+        )  # no update: it was skipped, or the number is from before the only update
     return out

@@ -1,8 +1,8 @@
 """Reads the numbers of a run, step by step: from JSON lines, `trainer_state.json`, verl's console
 output, TensorBoard events, the `.wandb` file of W&B, or a CSV export.
 
-A log may come from anybody. Nothing in it is executed, and what is kept in memory is bounded. The
-format is told by what a file begins with, not by its name.
+A log may come from anybody. Nothing in it is executed, and memory is bounded. The format
+follows from the first bytes of a file, not from its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which metric is drawn in which chart; what no panel names is under "More metrics"."""
+"""The charts and their metrics; metrics of no chart are under "More metrics"."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ PANELS = (
         "reward",
         "Learning",
         "Reward",
-        "What the task gave the completions of a step: their mean and their spread (standard "
-        "deviation).",
+        "Rewards of the completions of a step: their mean and their spread (standard deviation).",
         "Good: the mean rises. Bad: it falls, or the spread is 0, which teaches nothing.",
         ("reward/mean", "reward/std", "eval/reward"),
     ),
@@ -148,7 +147,7 @@ PANELS = (
         "values",
         "Critic",
         "Values and returns",
-        "Means over tokens of what the critic expects and of what came.",
+        "Means over tokens of the critic's prediction and of the return.",
         "Good: they lie close together. Bad: a gap that stays.",
         ("value/value_mean", "value/return_mean"),
     ),
@@ -171,7 +170,7 @@ PANELS = (
 )
 
 
-# What a line is called in its chart, where the name of the metric says little; a pointer on it
+# The name of a line in its chart, where the name of the metric is unclear; a pointer on it
 # shows that name.
 LABELS = {
     "eval/accuracy": "held-out",

@@ -82,7 +82,7 @@ def read_rollouts(
                 continue
             if total == limits.INDEXED:
                 notes.append(
-                    f"{path.name} has more than {limits.INDEXED:,} rows; what comes after them was "
+                    f"{path.name} has more than {limits.INDEXED:,} rows; the rows after them were "
                     "left out."
                 )
                 break

@@ -259,7 +259,7 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     explanation = loss["explain"]
     if explanation is None:
         why = (
-            "The files of the run do not say which loss it was trained with."
+            "The files of the run do not name its loss."
             if loss["spec"] is None
             else "This loss cannot be explained; see the notes on the data."
         )
@@ -287,7 +287,7 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
 
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
-    """The conditions of `explain`: those of a single token, and those of its group."""
+    """The conditions of `explain`: of a single token, and of its group."""
     parts = []
     if zero["alone"]:
         parts += [

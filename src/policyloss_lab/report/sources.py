@@ -1,4 +1,4 @@
-"""Which files of a path hold a run, whoever wrote them: told by what they begin with."""
+"""Finds the files of a run of any trainer; the format follows from their first bytes."""
 
 from __future__ import annotations
 

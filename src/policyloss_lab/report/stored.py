@@ -201,7 +201,7 @@ def places_of(path: Path, paths: int) -> list[RunPlace]:
         columns = runs[files.run] if files.run else next(iter(runs.values()), Columns())
         return [RunPlace(path, notes, files, files.run, columns)]
     if files.completions:
-        notes.append("Files of completions beside a table of several runs were not read.")
+        notes.append("Files of completions next to a table of several runs were not read.")
     files = replace(files, completions=[])
     return [
         RunPlace(Path(f"{path}#{run}"), notes if not i else [], files, run, columns)

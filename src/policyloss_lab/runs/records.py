@@ -54,7 +54,7 @@ class JsonLines:
         except BaseException as error:
             os.ftruncate(self._handle, before)  # no half line
             if isinstance(error, OSError):
-                raise write_error(self.path, error, "What was in it before is kept.") from error
+                raise write_error(self.path, error, "Its old contents are kept.") from error
             raise
         self.last = last
 
@@ -109,7 +109,7 @@ class JsonLines:
             os.replace(temporary, self.path)
             self._handle = open_plain(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as error:
-            raise write_error(self.path, error, "What was in it before is kept.") from error
+            raise write_error(self.path, error, "Its old contents are kept.") from error
         return dropped
 
     def sync(self) -> None:

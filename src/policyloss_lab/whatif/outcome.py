@@ -3,7 +3,7 @@ the problems of the loss on these tokens, and the smallest change that cures eac
 
 To find that change, one number of the spec is multiplied or divided by a factor, from small factors
 to large ones; the first factor that cures is the smallest relative change. If no number cures,
-parts of presets replace those of the spec.
+parts of presets replace parts of the spec.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, 
         names = tuple(f"{a:g}–{b:g}" for a, b in zip(low, high, strict=True))
         names = (f"< {RATIO_EDGES[0]:g}", *names[1:-1], f"> {RATIO_EDGES[-1]:g}")
         out["ratio"] = (names, torch.bucketize((t.logp - t.old_logp).exp(), edges))
-    # The rank of each trained token among those of its sequence.
+    # The rank of each trained token in its sequence.
     assert t.cu_seqlens is not None
     row, counted = tokens.sequence, mask.double().cumsum(0) - mask.double()
     before = counted[t.cu_seqlens[:-1][row]]

@@ -60,7 +60,7 @@ class StoredTokens:
         unknown = set(tensors) - {*OPTIONAL, *NEEDED, *EXTRA, "old_logp"}
         if unknown:
             raise InputError(
-                f"unknown tensors {', '.join(sorted(map(str, unknown)))}; the names are those of "
+                f"unknown tensors {', '.join(sorted(map(str, unknown)))}; known are the names of "
                 f"policy_loss and {', '.join(EXTRA)}."
             )
         logp, advantages, mask = (tensors[name] for name in NEEDED)
@@ -287,7 +287,7 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
                 "they cannot be computed from the rewards; store one of these."
             )
         advantages = grpo(rewards, groups).repeat_interleave(lengths)
-        notes.append("There are no advantages; those of GRPO were computed from the rewards.")
+        notes.append("There are no advantages; GRPO's advantages were computed from the rewards.")
     tensors |= {
         "advantages": advantages,
         "rewards": rewards,

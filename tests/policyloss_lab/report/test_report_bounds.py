@@ -126,7 +126,7 @@ def test_steps_and_rows_beyond_the_index_are_not_read(
         "out." in found["notes"]
     )
     assert (
-        "rollouts.jsonl has more than 3 rows; what comes after them was left out." in found["notes"]
+        "rollouts.jsonl has more than 3 rows; the rows after them were left out." in found["notes"]
     )
     assert (
         "metrics.jsonl has 1 line(s) that are no JSON object, left out; the first is line 1."

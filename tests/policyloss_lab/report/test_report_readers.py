@@ -342,7 +342,7 @@ def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
         assert re.findall("<th scope=col>([^<]+)", table) == names
         for row in table.split("<tr>")[2:]:
             assert re.findall('<td data-name="([^"]+)">', row) == names[1:]
-    assert "The files of the run do not say which loss it was trained with." in page
+    assert "The files of the run do not name its loss." in page
 
 
 def test_what_is_no_run_is_told_what_was_looked_for(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_completions_beside_several_runs_are_not_given_to_one_of_them(tmp_path: 
     runs = collect([tmp_path])["runs"]
     assert [run["rollouts"] for run in runs] == [[], []]
     assert [run["notes"] for run in runs] == [
-        ["Files of completions beside a table of several runs were not read."],
+        ["Files of completions next to a table of several runs were not read."],
         [],
     ]
     (alone,) = collect([f"{tmp_path}#b"])["runs"]
