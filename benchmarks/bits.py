@@ -50,7 +50,9 @@ Work = Callable[[Rows, Tensor, str | pl.Plan], tuple[Tensor, ...]]
 def forward(rows: Rows, weight: Tensor, plan: str | pl.Plan) -> tuple[Tensor, ...]:
     """Log-probabilities and entropies, without a gradient."""
     with torch.no_grad():
-        return pl.linear_logprobs(rows.hidden, weight, rows.ids, entropy=True, plan=plan)
+        out = pl.linear_logprobs(rows.hidden, weight, rows.ids, entropy=True, plan=plan)
+    assert out.entropy is not None
+    return out.logp, out.entropy
 
 
 def loss(rows: Rows, weight: Tensor, plan: str | pl.Plan) -> tuple[Tensor, ...]:

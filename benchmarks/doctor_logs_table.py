@@ -21,8 +21,7 @@ from typing import Any
 from benchmarks.doctor_logs_plan import HEALTHY
 from benchmarks.harness import write_json
 from policyloss.errors import InputError
-from policyloss_lab.diagnosis.logs.read import read_log
-from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
+from policyloss_lab.diagnosis.run_doctor import diagnose_rows, read_log
 from policyloss_lab.logs.names import canonical
 from policyloss_train.config import TrainConfig
 

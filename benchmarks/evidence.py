@@ -39,7 +39,7 @@ from benchmarks.evidence_plan import (
 )
 from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
-from policyloss_lab.runs.environment import environment as made_with
+from policyloss_lab.runs.files import environment as made_with
 from policyloss_train.arguments import read_spec
 from policyloss_train.config import TrainConfig
 

@@ -179,7 +179,7 @@ def _plan(entry: Entry, case: Case) -> str:
         pl.explain_plan(
             SPECS[entry.loss],
             *tensors,
-            plan=entry.plan,
+            plan=entry.plan or "auto",
             skip_zero_advantage=entry.skips_zero_advantage,
         )
     )

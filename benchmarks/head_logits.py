@@ -63,6 +63,7 @@ class Rows:
         """Forward without gradient."""
         with torch.no_grad():
             out = pl.logprobs(self.logits, self.ids, entropy=True)
+        assert out.entropy is not None
         return out.logp, out.entropy
 
     def prepare_backward(self) -> None:

@@ -98,8 +98,7 @@ def ours(level: Any, by_operations: bool = False) -> Loss:
     return loss
 
 
-# On a GPU the kernels are recorded and replayed; elsewhere that option does nothing.
-_COMPILED = compiled_loss(SPEC, cuda_graph=True)
+_COMPILED = compiled_loss(SPEC)
 
 
 def ours_compiled(

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 import policyloss as pl
 import policyloss_lab as lab
 from benchmarks.harness import environment, table, write_json
-from policyloss_lab.whatif.reading import tokens_of
-from policyloss_lab.whatif.tangent import HeadWeight, Parameters, Products, model_batches
-from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.tokens import StoredTokens, tokens_of
+from policyloss_lab.whatif.weights import HeadWeight, Parameters, Products, model_batches
 from policyloss_train.models import load
 from policyloss_train.sampler import sample, uniforms
 from policyloss_train.setup import warm_up
@@ -105,7 +104,7 @@ def loss_of(model: Any, spec: pl.LossSpec, tokens: StoredTokens) -> Tensor:
     """The loss of the model on a batch of samples."""
     t, device = tokens.inputs, torch.device("cpu")
     (batch,) = model_batches(tokens, device, at_once=len(tokens.lengths))
-    now = pl.hf.logprobs(model, batch.ids, batch.attention_mask, mask=batch.mask)[batch.mask]
+    now = pl.hf.logprobs(model, batch.ids, batch.attention_mask, mask=batch.mask).logp[batch.mask]
     logp = torch.zeros_like(t.logp).index_put((batch.place,), now.double())
     arguments: dict[str, Any] = {**t.tensors(), "logp": logp}
     return pl.policy_loss(spec, **arguments, totals="local").loss

@@ -100,7 +100,7 @@ def field_problems(fields: dict[str, Any]) -> list[str]:
     """Fields of a GRPOConfig that nobody has looked at, fields of ours that it has not, and
     defaults that are not ours.
     """
-    ours = import_module("policyloss.compat.trl.options").DEFAULTS
+    ours = import_module("policyloss.compat.trl.config").DEFAULTS
     new = [
         f"GRPOConfig.{name} is new: does it make the loss?"
         for name in fields

@@ -174,8 +174,8 @@ def train(
 
 def _spec(options: dict[str, Any]) -> Any:
     trl = import_module("policyloss.compat.trl.config")
-    defaults = import_module("policyloss.compat.trl.options").DEFAULTS
-    return trl.spec_from_config(SimpleNamespace(**{**defaults, **options}), handled=trl.BESIDE)
+    config = SimpleNamespace(**{**trl.DEFAULTS, **options})
+    return trl.spec_from_config(config, handled=trl.EXTRA_OPTIONS)
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:

@@ -28,7 +28,7 @@ import torch
 
 from conformance import standins
 from conformance.environments import PEERS, Peer
-from policyloss.compat.patching import swap
+from policyloss.compat.hooks import swap
 
 NOT_DROP_INS = (
     *("check_config", "install", "register", "uninstall"),

@@ -66,7 +66,7 @@ LAYERS = (
     ),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
     Layer("What a loss is", ("parts", "spec", "catalogue")),
-    Layer("The loss", ("policy_metrics", "loss", "micro_batches", "value")),
+    Layer("The loss", ("policy_metrics", "loss", "value")),
     Layer("Around the loss", ("accumulation", "head", "compiled", "check", "explanations")),
     Layer("The edge", ("compat", "choose", "cli")),
     Layer("The files of a run", ("completions", "runs", "logs"), LAB),

@@ -106,8 +106,7 @@ def head_walk() -> Walk:
     from policyloss.head.matmul import rounded_product
     from policyloss.head.plans import loss_plan
     from policyloss.head.softmax_rows import row_gradient, row_partials
-    from policyloss.head.walk import run_windows
-    from policyloss.head.windows import Batch, batch_of, token_windows
+    from policyloss.head.windows import Batch, batch_of, run_windows, token_windows
     from policyloss.loss import loss_of, token_losses
 
     def call() -> None:

@@ -27,7 +27,7 @@ from docs.what_if_page import what_if_pages
 from policyloss.catalogue import PRESETS, Preset
 from policyloss.catalogue.nearest import distance
 from policyloss.explanations import Explanation, shortened
-from policyloss.explanations.diff import Difference, shown
+from policyloss.explanations.difference import Difference, shown
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
 from policyloss_train.policy import FORMULAS as ROUTER_FORMULAS

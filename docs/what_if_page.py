@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from docs.markdown import GENERATED, fenced, join, table
-from policyloss_lab.whatif.reading import NAMES
-from policyloss_lab.whatif.remedy import FACTORS, PARTS, Limits
+from policyloss_lab.whatif.outcome import FACTORS, PARTS, Limits
 from policyloss_lab.whatif.result import COLUMNS
-from policyloss_lab.whatif.tangent import GRADIENT_NUMBERS
+from policyloss_lab.whatif.tokens import NAMES
+from policyloss_lab.whatif.weights import GRADIENT_NUMBERS
 
 GOOD = 0.9
 COMMANDS = """policyloss what-if runs/mine                              # every preset, as a table

@@ -23,7 +23,7 @@ def step(
     """Log-probabilities of either kind, a spec changed in every way,
     and the loss with its metrics.
     """
-    old_logp: Tensor = pl.linear_logprobs(hidden, head.weight, ids, mask=mask)
+    old_logp: Tensor = pl.linear_logprobs(hidden, head.weight, ids, mask=mask).logp
     both: pl.LogProbs = pl.logprobs(head(hidden), ids, entropy=True, mask=mask)
     spec = pl.preset("dapo", eps_high=0.3).replace(
         correction=pl.Truncate(2.0), kl=None, entropy_coef=0.01

@@ -12,7 +12,7 @@ from conformance.inputs import Batch
 from conformance.release import current
 from conformance.suite import GRADIENT, Defect, Function, Inputs, Options, Outputs
 from policyloss.compat import openrlhf as ours
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least
 
 CURRENT = ("0.11.2",)
 # The older correction arguments, the counts of the step in forward().

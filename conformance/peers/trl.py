@@ -29,8 +29,7 @@ from conformance.compare import TOLERANCE
 from conformance.inputs import Batch
 from conformance.suite import GRADIENT, Defect, Function, Inputs, Options, Outputs
 from policyloss.compat.trl import batch_loss, spec_from_config, totals_for
-from policyloss.compat.trl.config import CLIPPED, LOSS_TYPES, MODES
-from policyloss.compat.trl.options import DEFAULTS
+from policyloss.compat.trl.config import CLIPPED, DEFAULTS, LOSS_TYPES, MODES
 from policyloss.loss import policy_loss
 from policyloss.records import Stat
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from conformance.inputs import Batch
 from conformance.release import current
 from conformance.suite import Defect, Function, Inputs, Options, Outputs
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least
 from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS
 
 # How rows are grouped. "mixed" has groups of one;

@@ -16,7 +16,7 @@ from conformance.inputs import Batch
 from conformance.release import current
 from conformance.suite import Defect, Function, Inputs, Options, Outputs
 from policyloss.compat import verl as ours
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least
 
 AGG_MODES = (
     "token-mean",

@@ -13,7 +13,7 @@ from torch import Tensor
 from conformance.inputs import Batch
 from conformance.release import current
 from conformance.suite import Defect, Function, Inputs, Options, Outputs
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least
 from policyloss.compat.verl import rollout_correction as ours
 
 # The releases whose `compute_rs_metrics` takes today's arguments,

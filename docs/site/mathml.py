@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from policyloss.explanations.expression import COMPARISONS, Expression
+from policyloss.explanations.algebra.expression import COMPARISONS, Expression
 from policyloss.explanations.formula import Line
 from policyloss.parts.wording import number as number_text
 

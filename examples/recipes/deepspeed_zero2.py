@@ -7,7 +7,7 @@ from task import STEPS, logp_of, make_model, make_optimizer, micro_batches, repo
 import policyloss as pl
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-    False  # on a CPU: gloo as it is, without compiling a collective first
+    False  # on a CPU: plain gloo, without compiling a collective first
 )
 deepspeed.init_distributed("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

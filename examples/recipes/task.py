@@ -96,7 +96,7 @@ def logp_of(model: Any, micro: Mapping[str, Any]) -> Tensor:
     logits = model(
         input_ids=micro["ids"], attention_mask=micro["attention"], use_cache=False
     ).logits
-    logp = pl.logprobs(logits[:, :-1], micro["ids"][:, 1:])
+    logp = pl.logprobs(logits[:, :-1], micro["ids"][:, 1:]).logp
     assert isinstance(logp, Tensor)  # with entropy=True it would be a pair
     return logp
 

@@ -15,24 +15,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from policyloss.arguments import check_group
+from policyloss.arguments import check_group, check_tensor
 from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, unknown_name
+from policyloss.functional.collectives import all_gather
 from policyloss.functional.segments import Sequences
 from policyloss.inputs import TOKEN_SHAPED
 from policyloss.loss import measure, policy_loss, ready_spec
 from policyloss.metrics import Metrics
-from policyloss.micro_batches import Pack, check_micro_batches, counted_step
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.records import Invalid
 from policyloss.spec import LossSpec
-from policyloss.tokens import expand_advantages
-from policyloss.totals import Totals, data_parallel_group
+from policyloss.tokens import as_mask, check_group_ids, expand_advantages
+from policyloss.totals import GroupTokens, Totals, data_parallel_group
 
-# What the step was counted with, which no call may change; and the tensors that a call may give,
-# token by token or as they are.
+# The step was counted with the first tensors, so no call may replace them. A call may replace the
+# others, which are per token or passed through.
 _COUNTED = ("mask", "cu_seqlens", "group_ids")
 _PER_TOKEN = (*TOKEN_SHAPED, "positions")
 _REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
@@ -48,7 +49,7 @@ def accumulate(
     logp: Callable[[MicroBatch], Tensor] | None = None,
     metrics: MetricsLevel = "all",
 ) -> Accumulation:
-    """Count one optimizer step, and give out its micro-batches with the right totals.
+    """Count one optimizer step, and return its micro-batches with the right totals.
 
         step = pl.accumulate(spec, micro_batches, group=data_parallel_group)
         for micro in step:
@@ -59,15 +60,15 @@ def accumulate(
     micro_batches: this rank's share of the step, a list of mappings. Each holds `mask` and what
     `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`, `rollout_logp`,
     `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`; other entries are
-    the trainer's own. Every rank of `group` yields equally often, because the forward of a sharded
+    ignored. Every rank of `group` yields equally often, because the forward of a sharded
     model is a collective: a rank with fewer micro-batches repeats its last one with an all-False
     mask, which adds nothing.
-    group, cp_group, dp_size: as in `Totals.count`. The collectives of the count are made here: one
-    over `cp_group`, one over `group`, and a second one over `group` if there are `group_ids`.
-    logp: needed if the loss depends on more of the step than its mask (`spec.needs_statistics`). It
-    gives the current log-probabilities of a micro-batch, in the shape of its mask; it is called
-    without gradient for all of them first, and they are given to `measure`.
-    metrics: how much `micro.loss` measures, as in `policy_loss`.
+    group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
+    one over `group`, and a second one over `group` if there are `group_ids`.
+    logp: a function of a micro-batch that returns its current log-probabilities, in the shape of
+    its mask. A loss that depends on more of the step than its mask (`spec.needs_statistics`) needs
+    it: it is called for every micro-batch first, without gradient, and `measure` gets the results.
+    metrics: the metrics of `micro.loss`, as in `policy_loss`.
     """
     spec = ready_spec(spec)
     check_level(metrics)
@@ -102,9 +103,9 @@ class Accumulation:
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    totals: what `policy_loss` divides by. counts: the plain counts of the masks, for `value_loss(…,
-    totals=step.counts)`; the same object unless the loss had to be measured. metrics: of this rank,
-    merged over the micro-batches whose loss was taken so far.
+    totals: for `policy_loss`. counts: the plain counts of the masks, for `value_loss(…,
+    totals=step.counts)`; the same object unless the loss had to be measured. metrics: this rank's,
+    merged over the losses computed so far.
     """
 
     spec: LossSpec
@@ -125,7 +126,7 @@ class Accumulation:
         if self._iterated:
             raise InputError(
                 "this step was iterated already, and a second time would add its gradients again; "
-                "call policyloss.accumulate anew for the next optimizer step, also on the same "
+                "call policyloss.accumulate again for the next optimizer step, even on the same "
                 "micro-batches."
             )
         self._iterated = True
@@ -160,7 +161,7 @@ class Accumulation:
 
 
 class MicroBatch(Mapping[str, Any]):
-    """A micro-batch as the trainer made it (`micro["ids"]`), which knows the step it belongs to.
+    """The trainer's micro-batch (`micro["ids"]`), with the totals of its step.
 
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
@@ -189,14 +190,14 @@ class MicroBatch(Mapping[str, Any]):
         return f"MicroBatch({', '.join(map(str, self._data))})"
 
     def arguments(self, **tensors: Tensor | None) -> dict[str, Any]:
-        """What a loss function takes after its leading tensors: those the micro-batch holds, the
-        step's totals and `cp_group`.
+        """The keyword arguments of a loss function: the micro-batch's tensors, the step's totals
+        and `cp_group`.
 
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
-        tensors: what is known only now, or replaces what the micro-batch holds (`entropy=…`).
-        Beside `mask`, `advantages` and `old_logp`, only those that exist are among the arguments.
+        tensors: more tensors, or replacements of the micro-batch's (`entropy=…`). Only `mask`,
+        `advantages` and `old_logp` may be None in the result.
         """
         for name in tensors:
             if name in _COUNTED:
@@ -225,7 +226,7 @@ class MicroBatch(Mapping[str, Any]):
             raise InputError(
                 "the loss of this micro-batch was taken already, and a second one would add its "
                 "gradient and metrics again; keep the first, or call policyloss.policy_loss(spec, "
-                "logp, **micro.arguments()) to look at it."
+                "logp, **micro.arguments()) to inspect it."
             )
         step, arguments = self._step, self.arguments(**tensors)
         out = policy_loss(step.spec, logp, **arguments, metrics=step.level)
@@ -276,3 +277,130 @@ def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
             f"got {actual}."
         )
     return x.reshape(-1)
+
+
+def check_micro_batches(micro_batches: Any) -> None:
+    """Raise unless `micro_batches` is a sequence of mappings that hold a mask."""
+    if not isinstance(micro_batches, Sequence):
+        raise InputError(
+            f"micro_batches must be a list of mappings, got {type(micro_batches).__name__}; the "
+            "step is counted before it begins: collect an iterator's by list(…), and put a "
+            "single micro-batch in a list."
+        )
+    for i, data in enumerate(micro_batches):
+        if not isinstance(data, Mapping):
+            raise InputError(
+                f"micro_batches[{i}] must be a mapping of names to tensors, got "
+                f"{type(data).__name__}."
+            )
+        if data.get("mask") is None:
+            names = ", ".join(map(str, data)) or "nothing"
+            raise InputError(f"micro_batches[{i}] has no mask (it has {names}); put it there.")
+    with_groups = [data.get("group_ids") is not None for data in micro_batches]
+    if any(with_groups) and not all(with_groups):
+        raise InputError(
+            f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give "
+            "all of them or none."
+        )
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Micro-batches end to end, `[N]`, `[S+1]` and `[S]`, and where each has its sequences."""
+
+    mask: Tensor
+    cu_seqlens: Tensor
+    group_ids: Tensor | None
+    layouts: list[Sequences]
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[Mapping[str, Any]]) -> Pack:
+        """Check and pack one micro-batch or more."""
+        layouts, masks, lengths, groups = [], [], [], []
+        for i, data in enumerate(micro_batches):
+            mask, group_ids = data["mask"], data.get("group_ids")
+            try:
+                check_tensor("mask", mask)
+                _check_values("mask", mask)
+                masks.append(as_mask(mask, mask).reshape(-1))
+                sequences = Sequences.of(mask, data.get("cu_seqlens"), called="mask")
+                if group_ids is not None:
+                    check_group_ids(group_ids, sequences)
+                    _check_values("group_ids", group_ids)
+                    groups.append(group_ids.to(mask.device))
+            except InputError as error:
+                raise InputError(f"micro_batches[{i}]: {error}") from None
+            layouts.append(sequences)
+            rows = torch.full(mask.shape[:1], mask.shape[-1], device=mask.device)
+            ends = sequences.offsets
+            lengths.append(rows if ends is None else ends.diff().to(torch.int64))
+        offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+        return cls(torch.cat(masks), offsets, torch.cat(groups) if groups else None, layouts)
+
+
+def _check_values(name: str, x: Tensor) -> None:
+    if x.is_meta:
+        where = "the device 'meta', which holds no values to count"
+        raise InputError(f"{name} is on {where}; move it to the loss's device.")
+
+
+def counted_step(
+    micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: Any, dp_size: int | None
+) -> tuple[Totals, int]:
+    """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
+    if group is None:
+        _check_numbers([len(micro_batches)])
+        pack = Pack.of(micro_batches)
+        layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": cp_group}
+        return Totals.count(pack.mask, **layout, dp_size=dp_size), len(micro_batches)
+    share, members = _share(micro_batches, cp_group)
+    tokens, sequences, numbers, with_ids = torch.stack(all_gather(share, group)).unbind(1)
+    number_of_each, members_of_each = numbers.tolist(), with_ids.tolist()
+    _check_numbers(number_of_each)
+    groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
+    ranks = len(number_of_each) * (1 if cp_group is None else dist.get_world_size(cp_group))
+    size = ranks if dp_size is None else dp_size
+    return Totals(tokens.sum(), sequences.sum(), groups, size), max(number_of_each)
+
+
+def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[Tensor, Tensor]:
+    """Count this rank's tokens, sequences, micro-batches and group ids (−1 without ids), `[4]`.
+
+    Also return its group ids and lengths as `[2, S]`, empty without ids.
+    """
+    if not micro_batches:
+        return torch.tensor([0, 0, 0, -1]), torch.zeros(2, 0, dtype=torch.int64)
+    pack = Pack.of(micro_batches)
+    lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask)
+    ids = pack.group_ids
+    members = -1 if ids is None else ids.shape[0]
+    numbers = torch.tensor([len(micro_batches), members], device=lengths.device)
+    counts = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
+    if ids is None:
+        return counts, lengths.new_zeros(2, 0)
+    return counts, torch.stack([ids.to(torch.int64), lengths])
+
+
+def _check_numbers(numbers: list[int]) -> None:
+    """Raise on every rank if one has no micro-batch to run a sharded model's forward on."""
+    if 0 in numbers:
+        raise InputError(
+            f"rank {numbers.index(0)} of {len(numbers)} has no micro-batch; every rank needs "
+            "one in micro_batches, to run its forward on: give it one with an all-False mask, "
+            "which adds nothing."
+        )
+
+
+def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
+    """The tokens of each group over all ranks. members: ids and lengths `[2, S]` of this one."""
+    if min(members_of_each) < 0:
+        raise InputError(
+            f"rank {members_of_each.index(-1)} of the group has no group_ids, but others have; "
+            "give them on all ranks or on none."
+        )
+    missing = (0, max(members_of_each) - members.shape[1])
+    shares = all_gather(torch.nn.functional.pad(members, missing), group)
+    there = [share[:, :n] for share, n in zip(shares, members_of_each, strict=True)]
+    ids, lengths = torch.cat(there, dim=1)
+    each, place = torch.unique(ids, return_inverse=True)
+    return GroupTokens(each, torch.zeros_like(each).index_add(0, place, lengths))

@@ -1,7 +1,7 @@
-"""The checks of arguments; each error names the argument, its value, and what would fit.
+"""The checks of arguments; each error names the argument, its value, and a value that fits.
 
-Checks here look at types, dtypes, shapes and devices, which the host knows; none reads a tensor's
-values.
+They check types, dtypes, shapes and devices, and never read a tensor's values, so they cost no host
+sync.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _traced = threading.local()
 
 
 def is_compiling() -> bool:
-    """Whether a compiler traces this call in this thread, so that there are no values to look at.
+    """Whether a compiler traces this call in this thread, so that tensors have no values.
 
-    Either `torch.compile` or `tracing`.
+    The compiler is `torch.compile` or `tracing`.
     """
     return torch.compiler.is_compiling() or getattr(_traced, "depth", 0) > 0
 
@@ -127,11 +127,12 @@ def check_number(
     above: float | None = None,
     least: float | None = None,
     most: float | None = None,
+    below: float | None = None,
     finite: bool = False,
     error: type[PolicyLossError] = InputError,
     hint: str = "",
 ) -> float:
-    """`value` if it is a number within the bounds, not NaN, and finite if that is asked for."""
+    """`value` if it is a number within the bounds, not NaN, and finite if `finite`."""
     tail = f" {hint}" if hint else ""
     if not is_number(value):
         raise error(f"{name} must be a number, got {description(value)}.{tail}")
@@ -144,6 +145,8 @@ def check_number(
         rule = f">= {least:g}"
     elif most is not None and not value <= most:
         rule = f"<= {most:g}"
+    elif below is not None and not value < below:
+        rule = f"< {below:g}"
     if rule:
         raise error(f"{name} must be {rule}, got {value!r}.{tail}")
     return cast(float, value)
@@ -174,7 +177,7 @@ def check_group(name: str, group: Any) -> None:
         return
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
-            f"{name} was given, but torch.distributed is not initialised: call init_process_group, "
+            f"{name} needs torch.distributed, which is not initialised: call init_process_group, "
             "or omit it."
         )
     if not isinstance(group, dist.ProcessGroup):
@@ -200,14 +203,14 @@ def by_annotation(
     floating: Container[str] = (),
     also: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[F], F]:
-    """A decorator that checks every argument by what its annotation says, before the function runs.
+    """A decorator that checks every argument by its annotation before the function runs.
 
     `Tensor`: real numbers, on the device of the first tensor. `float` and `int`: one number, of
     Python or of an array library. `bool`: True or False. A union allows any of its types. Arguments
     with another annotation (`str`, `Any`, a class) are left to the function. A compiler traces the
     function without the checks.
-    alike: names of arguments that must have one shape. floating: names of those that must be
-    floating-point. also: called with the arguments by name, for further checks.
+    alike: names of arguments that must have one shape. floating: names of arguments that must be
+    floating-point. also: a function of the arguments by name, for further checks.
     """
 
     def decorate(function: F) -> F:
@@ -252,8 +255,8 @@ def _check_call(
 def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
     """The types that each annotated argument may have.
 
-    An argument that may also have another type is left out. So is one that may be a word: the
-    function checks words itself, and raises its errors.
+    An argument that may also have another type is left out. So is a word, which the function
+    checks itself.
     """
     plain = {Tensor, float, int, bool, type(None)}
     hints = {
@@ -263,7 +266,7 @@ def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
 
 
 def _types(hint: Any) -> frozenset[type]:
-    """The types that a hint allows: of a union each of them, of a `Literal` those of its values."""
+    """The types that a hint allows: the members of a union, the types of a `Literal`'s values."""
     if get_origin(hint) is Literal:
         return frozenset(type(value) for value in get_args(hint))
     if isinstance(hint, UnionType) or get_origin(hint) is Union:

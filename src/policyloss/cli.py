@@ -133,8 +133,7 @@ def explain_trl_command(words: Sequence[str]) -> int:
     """The loss of a TRL GRPOConfig."""
     from policyloss.catalogue import read_json
     from policyloss.compat.trl import explain_config, spec_from_config
-    from policyloss.compat.trl.config import BESIDE
-    from policyloss.compat.trl.options import DEFAULTS
+    from policyloss.compat.trl.config import DEFAULTS, EXTRA_OPTIONS
 
     args = read_options("explain-trl", ExplainTrl, words)
     options = read_json(args.config)
@@ -150,7 +149,7 @@ def explain_trl_command(words: Sequence[str]) -> int:
             )
     config = SimpleNamespace(**{**DEFAULTS, **options})
     if args.json:
-        _print_json(spec_from_config(config, handled=BESIDE).to_dict())
+        _print_json(spec_from_config(config, handled=EXTRA_OPTIONS).to_dict())
     else:
         print(explain_config(config))
     return 0

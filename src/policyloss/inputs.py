@@ -1,9 +1,9 @@
-"""`Inputs`: the tensors of one call of a policy loss, made at the door and passed inward.
+"""`Inputs`: the tensors of one call of a policy loss, collected and checked once.
 
-A new input is added here, in two places: `CallTensors`, which type checkers and editors see, and
-the field of `Inputs`. Every function that takes these tensors (`policy_loss`, `measure`,
-`compiled_loss`, `linear_policy_loss`, `accumulate`) knows it then, and so do packing, windows and
-context parallel.
+Add a new input here, in two places: to `CallTensors`, which type checkers and editors read, and to
+the fields of `Inputs`. Every function with these tensors (`policy_loss`, `measure`,
+`compiled_loss`, `linear_policy_loss`, `accumulate`) then takes it, and packing, windows and context
+parallel pass it on.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
 
-import torch
 from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor, description, refuse_transforms
 from policyloss.errors import InputError, InputTypeError, unknown_name
-from policyloss.functional.masking import compute_dtype
+from policyloss.functional.masking import compute_dtype, fill, shared_zero
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
 
 if TYPE_CHECKING:
@@ -85,49 +84,35 @@ class Inputs:
                 raise InputError(unknown_name("old_logp", old_logp, (CURRENT,)))
             check_tensor("logp", logp, "float")
             old_logp = logp.detach()
+        extras = tensors.get("extras")
+        if extras is not None and not isinstance(extras, Mapping):
+            raise InputError(
+                "extras must be a mapping of names to token-shaped tensors, got "
+                f"{description(extras)}."
+            )
         return cls(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask, **tensors)
 
     def replace(self, **changes: Any) -> Self:
         """The same call with other tensors under some names."""
         return replace(self, **changes)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the loss is computed in: float64 if any log-probability is, else float32."""
-        return compute_dtype(self.logp, *[getattr(self, name) for name in LOGP_ARGUMENTS.values()])
-
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that was given, by name; one of `extras` as "extras.name"."""
+        """Every tensor of the call by name; those of `extras` as "extras.name"."""
         plain = {
             f.name: getattr(self, f.name)
             for f in fields(self)
             if f.name not in ("cp_group", "extras")
         }
-        extras = {f"extras.{name}": x for name, x in self.named_extras().items()}
+        extras = {f"extras.{name}": x for name, x in (self.extras or {}).items()}
         return {name: x for name, x in {**plain, **extras}.items() if x is not None}
 
-    def named_extras(self) -> dict[str, Tensor]:
-        """`extras` as a dictionary, checked to be one of names and tensors."""
-        if self.extras is None:
-            return {}
-        if not isinstance(self.extras, Mapping):
-            raise InputError(
-                "extras must be a mapping of names to token-shaped tensors, got "
-                f"{description(self.extras)}."
-            )
-        return dict(self.extras)
-
     def tokens(self, logp: Tensor | None = None) -> Tokens:
-        """Check the tensors against each other and lay them out for the parts.
+        """Check the tensors against each other, and return them as the parts read them.
 
-        logp: other numbers in its place.
+        logp: replaces that of the call.
         """
         logp = self.logp if logp is None else logp
         check_tensor("logp", logp, "float")
-        named = {
-            **{name: getattr(self, name) for name in TOKEN_SHAPED},
-            **{f"extras.{name}": x for name, x in self.named_extras().items()},
-        }
         layout = laid_out(
             logp,
             self.mask,
@@ -137,23 +122,27 @@ class Inputs:
             cp_group=self.cp_group,
             positions=self.positions,
         )
-        for name, x in named.items():
+        like = ("logp", logp)
+        raw: dict[str, Tensor | None] = {"logp": None}
+        for name in TOKEN_SHAPED:
+            raw[name] = getattr(self, name)
+        for name, extra in (self.extras or {}).items():
+            raw[f"extras.{name}"] = extra
+        for name, x in raw.items():
             if x is not None:
-                check_like(name, x, ("logp", logp))
-        dtype = self.dtype
+                check_like(name, x, like)
+                raw[name] = x if name in DIFFERENTIATED else x.detach()
+        dtype = compute_dtype(self.logp, *map(raw.get, LOGP_ARGUMENTS.values()))
         # Upcast once, here: several parts may read logp, and their gradients must add up before
         # they are rounded to half precision.
-        raw: dict[str, Tensor | None] = {"logp": logp.to(dtype)}
-        for name, x in named.items():
-            raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()
-        check_tensor("advantages", self.advantages, like=("logp", logp))
-        per_token = expand_advantages(self.advantages.detach(), layout["sequences"])
-        tokens = Tokens(**layout, dtype=dtype, advantages=per_token, raw=raw)
-        tokens.advantages = tokens.fill(per_token)
-        return tokens
+        raw["logp"] = logp.to(dtype)
+        advantages = expand_advantages(self.advantages, layout["sequences"], like=like)
+        zero = shared_zero(logp, dtype)
+        advantages = fill(advantages, layout["mask"], dtype, zero)
+        return Tokens(**layout, dtype=dtype, zero=zero, advantages=advantages, raw=raw)
 
 
-# What carries a gradient beside logp.
+# The tensors that carry a gradient, as logp does.
 DIFFERENTIATED = ("entropy", "divergence")
 TOKEN_SHAPED = tuple(
     f.name for f in fields(Inputs) if f.name.endswith("_logp") or f.name in DIFFERENTIATED

@@ -12,23 +12,22 @@ from torch import Tensor
 from policyloss.arguments import check_tensor
 from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import step_share, weighted_sum, weighted_total
+from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.exact import is_exact
+from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon, weight_factors
-from policyloss.parts.combined import Combined, combine, self_normalised
+from policyloss.parts.correction import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Surrogate
-from policyloss.policy_metrics import MetricsLevel, check_level, policy_metrics
+from policyloss.policy_metrics import MeasuredCall, MetricsLevel, check_level, policy_metrics
 from policyloss.spec import LossSpec
 from policyloss.tokens import Layout, Tokens
-from policyloss.totals import Totals, data_parallel_group, local_totals, resolve
+from policyloss.totals import Totals, data_parallel_group, resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: 0-dim, to call `backward()` on. `metrics`: what happened, as records that add up."""
+    """`loss`: 0-dim, to call `backward()` on. `metrics`: records that add up over calls."""
 
     loss: Tensor
     metrics: Metrics
@@ -73,28 +72,28 @@ def policy_loss(
 
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
-      the current policy's, for a `Divergence`) carry the gradient. `old_logp` is the trainer's own
-      policy when the batch was frozen, or "current" if that is the policy of now, as in the first
-      update after sampling: `logp`, detached. `rollout_logp` is what the inference engine
-      reported, `ref_logp` the reference model's, `teacher_logp` a teacher's. A tensor that no part
-      reads may be None (`spec.reads` lists those that are read); if it is there, it feeds the
-      metrics.
+      the current policy's, for a `Divergence`) carry the gradient. `old_logp` comes from the
+      trainer's policy when the batch was frozen; "current" means that this is still the current
+      policy, as in the first update after sampling (then `logp`, detached, is used).
+      `rollout_logp` comes from the inference engine, `ref_logp` from the reference model,
+      `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss reads; any other
+      may be None, and is used for metrics only.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       Where a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the
       longer ones. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.
     - `mask` is bool or 0/1; True means that the token is trained on.
-    - `group_ids` are `[S]` integers that say which prompt a sequence belongs to.
+    - `group_ids` are `[S]` integers: sequences of one prompt have the same id.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
-      that this call is the whole batch; with `cp_group`, that the calls of all its ranks together
-      are, whose losses and gradients then add up (an engine that averages over those ranks needs
-      `Totals.count(mask, cp_group=…)`).
+      that this call is the whole batch. With `cp_group` it means that the calls of all its ranks
+      together are; their losses and gradients add up (an engine that averages over those ranks
+      needs `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's place in its whole sequence;
       they are read only with `cp_group`, by parts that depend on the order of tokens
       (`SegmentRatio`), and only at valid tokens.
-    - `extras` maps names to token-shaped tensors for parts that read more: `t.extra(name)`.
-    - `metrics` says how much is measured: "all"; "basic", which is loss, tokens, clip_fraction,
-      clip_fraction_dual and kl_old_k1; or "none". The loss and its gradient are the same.
+    - `extras` maps names to token-shaped tensors that custom parts read by `t.extra(name)`.
+    - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
+      clip_fraction_dual and kl_old_k1; or "none". Loss and gradient do not depend on it.
     """
     if torch.compiler.is_compiling():
         for in_graph in IN_GRAPH:
@@ -105,15 +104,12 @@ def policy_loss(
     return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
 
+@stays_eager
 def loss_of(
     spec: LossSpec, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
 ) -> LossOutput:
-    """`policy_loss` of arguments that are put together. step: the totals, None if local."""
+    """`policy_loss` of checked arguments. step: the totals; None if this call is the step."""
     check_level(metrics)
-    if is_exact() and torch.compiler.is_compiling():
-        # A compiler chooses the order of operations by itself.
-        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
-        return eager
     check_gradients(spec, inputs)
     for shortcut in () if torch.compiler.is_compiling() else SHORTCUTS:
         out = shortcut(spec, inputs, step, metrics)
@@ -123,7 +119,7 @@ def loss_of(
     return LossOutput(parts.loss, parts.metrics)
 
 
-class _Parts(NamedTuple):
+class PipelineOutput(NamedTuple):
     """The loss as `total · scale`: a sum over tokens, and the 0-dim factor they share, if any."""
 
     total: Tensor
@@ -132,12 +128,8 @@ class _Parts(NamedTuple):
     metrics: Metrics
 
 
-def _scaled(total: Tensor, scale: Tensor | None) -> Tensor:
-    return total if scale is None else total * scale
-
-
 def check_gradients(spec: LossSpec, inputs: Inputs) -> None:
-    """Raise if a term trains nothing: `logp` has a gradient, its entropy or divergence none."""
+    """Raise if `logp` carries a gradient, but the entropy or divergence of a term does not."""
     logp: Any = inputs.logp
     check_tensor("logp", logp, "float")
     if not (torch.is_grad_enabled() and logp.requires_grad):
@@ -165,7 +157,7 @@ def _lacks_gradient(name: str, x: Any) -> bool:
 
 
 def ready_spec(spec: AnyLoss) -> LossSpec:
-    """The spec, or the preset of that name, if nothing is missing that it computes with."""
+    """The spec, or the preset of that name; raise if its horizon is not set."""
     spec = as_spec(spec)
     if spec.needs_horizon:
         known_horizon(spec.aggregate)  # raises, before a step is sampled, counted or compiled
@@ -174,31 +166,33 @@ def ready_spec(spec: AnyLoss) -> LossSpec:
 
 def pipeline(
     spec: LossSpec, tokens: Tokens, step: Totals | None, level: MetricsLevel = "all"
-) -> _Parts:
-    """The slots in order, on one call's tokens. step: the totals, None if this call is it. level:
-    how much is measured.
+) -> PipelineOutput:
+    """The slots in order, on one call's tokens.
+
+    step: the totals; None if this call is the whole step. level: which metrics are computed.
     """
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
-    t = t.replace(step=local_totals(t) if step is None else step, flags=level != "none")
+    t = t.replace(step="local" if step is None else step, flags=level != "none")
     surrogate, kl, token_loss = token_losses(spec, t, corrected.weight)
     weight, shared = weight_factors(spec.aggregate, t)
     total, scale = weighted_total(token_loss, weight, shared)
-    loss = _scaled(total, scale)
+    loss = total if scale is None else total * scale
     # Not needed any more, and large: the metrics read the log-ratio and the flags.
     _, *flags = surrogate
     t, surrogate = t.replace(ratio_value=None), Surrogate(total, *flags)
     with torch.no_grad():
-        share = step_share(token_loss, weight, loss, t.totals.dp_size)
-        metrics = policy_metrics(
-            spec, tokens, t, surrogate, corrected, token_loss, kl, share, step, level
-        )
-    return _Parts(total, scale, loss, metrics)
+        share = arithmetic().step_share(token_loss, weight, shared, loss, t.totals.dp_size)
+        call = MeasuredCall(tokens, t, corrected, surrogate, kl, token_loss, share)
+        metrics = policy_metrics(spec, call, level)
+    return PipelineOutput(total, scale, loss, metrics)
 
 
 class TokenLosses(NamedTuple):
-    """The trust region's verdict, the pull to the reference before its coefficient (None without
-    one; a divergence from a teacher is no part of it), and each token's loss, 0 if masked.
+    """The three terms of the loss of each token.
+
+    surrogate: of the trust part. kl: the KL terms before their coefficients, without a teacher's
+    divergence; None if there are none. loss: their sum, 0 where masked.
     """
 
     surrogate: Surrogate
@@ -218,26 +212,16 @@ def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosse
     if weight is not None:
         loss = loss * weight
     kl: Tensor | None = None
-    for part in spec.pulls:
-        pull = _per_token("kl", part(t), t)
-        loss = loss + (part.coef * pull if is_part("kl", part) else pull)
+    for part in spec.kl_parts:
+        term = _per_token("kl", part(t), t)
+        loss = loss + (part.coef * term if is_part("kl", part) else term)
         if not isinstance(part, Divergence):
-            kl = pull if kl is None else kl + pull
+            kl = term if kl is None else kl + term
     if spec.entropy_coef:
         loss = loss - spec.entropy_coef * t.entropy
-    if weight is None and _is_zero_where_masked(spec):
-        return TokenLosses(surrogate, kl, loss)
-    return TokenLosses(surrogate, kl, fill(loss, t.mask, zero=t.zero))
-
-
-def _is_zero_where_masked(spec: LossSpec) -> bool:
-    """Whether a masked token, which has no advantage and ratio 1, has no loss either.
-
-    (A ratio that tokens share may overflow, and 0·inf is NaN.)
-    """
-    if not spec.is_data or not isinstance(spec.ratio, TokenRatio):
-        return False
-    return spec.follows_advantage and getattr(spec.trust, "reach", None) == "token"
+    if weight is not None or not spec.is_zero_where_masked:
+        loss = fill(loss, t.mask, zero=t.zero)
+    return TokenLosses(surrogate, kl, loss)
 
 
 def aggregate_tokens(
@@ -253,7 +237,7 @@ def aggregate_tokens(
     """Average any number per token as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The gradient
     goes through `x`.
 
-    x, mask: token-shaped. aggregate: any of the aggregations. The other arguments are those of
+    x, mask: token-shaped. aggregate: any of the aggregations. Other arguments: as in
     `policy_loss`.
     """
     check_part("aggregate", aggregate)
@@ -262,7 +246,7 @@ def aggregate_tokens(
     layout = Layout.of(
         x, mask, called="x", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
     )
-    layout = layout.with_totals(local_totals(layout) if step is None else step)
+    layout = layout.with_totals(step)
     return weighted_sum(layout.fill(x), aggregate(layout))
 
 
@@ -280,7 +264,7 @@ def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
 def corrected_tokens(
     spec: LossSpec, t: Tokens, step: Totals | None, group: Any = None
 ) -> tuple[Tokens, Combined]:
-    """Apply the corrections, and take rejected tokens out of the mask if the spec says so."""
+    """Apply the corrections, and unless `spec.rejected` is "keep", mask the rejected tokens."""
     if step is not None and spec.needs_statistics:
         if step.statistics is None or any(
             name not in step.statistics for name in spec.statistics_names
@@ -292,6 +276,8 @@ def corrected_tokens(
                 'totals="local" if this call is the whole batch.'
             )
         t = t.replace(measured=step.statistics)
+    if not spec.correction:
+        return t, Combined(None, None, {}, {})
     corrected = combine(spec.correction, t)
     if spec.rejected != "keep" and corrected.keep is not None:
         keep = corrected.keep
@@ -302,7 +288,7 @@ def corrected_tokens(
 
 
 def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
-    """`t` with the ratio, unless nothing needs it and what it is made of was not given."""
+    """`t` with the ratio, unless no part reads it and one of its tensors is missing."""
     anchor = getattr(spec.ratio, "anchor", "old")
     made_of = [
         *([] if anchor == "current" else [f"{anchor}_logp"]),
@@ -327,10 +313,9 @@ def measure(
     dp_size: int | None = None,
     **tensors: Unpack[CallTensors],
 ) -> Totals:
-    """The totals of a whole step for a loss whose denominator or weights depend on more than the
-    mask.
+    """The totals of a whole step, for a loss that needs more than the counts of the mask.
 
-    Give it the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
+    Pass the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
     then pass the result as `totals=` to `policy_loss` on each micro-batch: any cut of the batch
     gives the same gradient. Needed for `rejected=` other than "keep" (it counts the survivors),
     `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as

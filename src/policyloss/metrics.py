@@ -204,7 +204,11 @@ class Metrics(Mapping[str, Record]):
 
     def refuse_invalid(self) -> None:
         """Raise if a count of certain mistakes (`Invalid`) is not 0. This waits for the device."""
-        invalid = {n: r.value for n, r in self._records.items() if isinstance(r, Invalid)}
+        if self._unpacked is None and self._packed is not None:
+            places, packed = self._packed
+            invalid = {n: packed[at[0]] for n, kind, at in places.records if kind is Invalid}
+        else:
+            invalid = {n: r.value for n, r in self._records.items() if isinstance(r, Invalid)}
         refuse_invalid(invalid)
 
     def all_reduce(self, group: Any = None) -> Metrics:

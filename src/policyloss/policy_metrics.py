@@ -10,25 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from policyloss.arguments import description, is_compiling
 from policyloss.errors import InputError
-from policyloss.functional.exact import total
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import k3
 from policyloss.functional.masking import fill
 from policyloss.functional.stats import beyond, count, extremes, nonfinite
 from policyloss.metrics import Metrics
-from policyloss.parts.combined import Combined
+from policyloss.parts.correction import Combined
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import VARIANTS, Surrogate
 from policyloss.records import EffectiveSampleSize, Invalid, Max, Min, Record, Stat, Sum
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
-from policyloss.totals import Totals
 
 # No log-probability lies above this. Half precision rounds those near 0 by less.
 POSITIVE = 0.1
@@ -97,7 +96,8 @@ FORMULAS = {
 
 MetricsLevel = Literal["all", "basic", "none"]
 LEVELS = get_args(MetricsLevel)
-# The kind of each record and its parts: a number, or what computes it from sums that are taken.
+_LOGPROBS = ("logp", *LOGP_ARGUMENTS.values())
+# The kind of each record and its parts: each a number, or a function that computes it from sums.
 _Records = dict[str, tuple[Any, ...]]
 
 
@@ -107,48 +107,53 @@ def check_level(metrics: Any) -> None:
         raise InputError(f'metrics must be "all", "basic" or "none", got {description(metrics)}.')
 
 
-def policy_metrics(
-    spec: LossSpec,
-    before: Tokens,
-    t: Tokens,
-    surrogate: Surrogate,
-    corrected: Combined,
-    token_loss: Tensor,
-    kl: Tensor | None,
-    share: Tensor,
-    step_totals: Totals | None,
-    level: MetricsLevel = "all",
-) -> Metrics:
+class MeasuredCall(NamedTuple):
+    """What the metrics of one call are computed from.
+
+    before: the tokens before rejection. t: the tokens after it; the same unless rejected tokens
+    leave the mask. share: the part of the step's loss that this call adds.
+    """
+
+    before: Tokens
+    t: Tokens
+    corrected: Combined
+    surrogate: Surrogate
+    kl: Tensor | None
+    token_loss: Tensor
+    share: Tensor
+
+
+def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "all") -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
-    `before` is the batch before rejection, `t` after it (the same unless rejected tokens leave the
-    mask). share: what the call adds to the loss of the step. step_totals: the caller's totals.
     level: "all"; "basic", which is loss, tokens, clip_fraction, clip_fraction_dual and kl_old_k1;
     or "none". Certain mistakes (`Invalid`) are counted at every level.
 
-    Sums over tokens are taken at once. What follows from them waits until a metric is read, unless
-    the call is compiled or recorded: then all of it belongs to the call.
+    Sums over tokens are taken at once. What follows from them is computed when a metric is read,
+    unless the call is compiled or recorded: then all of it belongs to the call.
     """
+    t, total, everything = call.t, arithmetic().total, level == "all"
     records: _Records = {}
-    everything = level == "all"
     if level != "none":
         n = t.count
-        records["loss"] = (Sum, share)
+        records["loss"] = (Sum, call.share)
         records["tokens"] = (Sum, n)
         if everything:
             records["advantage_mean"] = (Stat, total(t.advantages), n)
-            _of_logprobs(records, spec, before, t, token_loss)
-            records["beyond_totals"] = (Sum, _beyond_totals(spec, t, n, step_totals))
-    records.update({name: (Invalid, number) for name, number in t.invalid.items()})
+            _logprobs(records, spec, call)
+            records["beyond_totals"] = (Sum, _beyond_totals(spec, t))
+    for name, number in t.invalid.items():
+        records[name] = (Invalid, number)
     if level != "none":
-        _clipping(records, spec, surrogate, t.mask, n, everything)
-        _ratios(records, spec, t, n, everything)
+        _clipping(records, spec, call, everything)
+        _ratios(records, spec, t, everything)
     if everything:
         if t.has("old_logp") and t.has("rollout_logp"):
-            _mismatch(records, before)
-        _corrections(records, corrected, before)
-        if kl is not None:
-            records["kl_ref"] = (Stat, total(fill(kl, t.mask, zero=t.zero)), n)
+            _mismatch(records, call.before)
+        if spec.correction:
+            _corrections(records, call)
+        if call.kl is not None:
+            records["kl_ref"] = (Stat, total(fill(call.kl, t.mask, zero=t.zero)), n)
         if t.has("entropy"):
             records["entropy"] = (Stat, total(t.entropy), n)
         if t.has("divergence"):
@@ -164,42 +169,40 @@ def policy_metrics(
     return Metrics(all_records()) if at_once else Metrics.when_read(all_records)
 
 
-def _of_logprobs(
-    records: _Records, spec: LossSpec, before: Tokens, t: Tokens, token_loss: Tensor
-) -> None:
-    """Tokens whose numbers or log-probabilities are impossible, which a clamp may hide."""
-    logprobs = {
-        name: x for name in ("logp", *LOGP_ARGUMENTS.values()) if (x := t.raw.get(name)) is not None
-    }
+def _logprobs(records: _Records, spec: LossSpec, call: MeasuredCall) -> None:
+    """Count tokens with NaN, infinite or impossible inputs, even if a clamp hides them."""
+    t = call.t
+    logprobs = [x for name in _LOGPROBS if (x := t.raw.get(name)) is not None]
     # A sum is finite if and only if its terms are, for numbers of this size.
-    finite, rest = token_loss, logprobs
-    if t.raw_log_ratio is not None and _is_drift(spec, t) and t.mask is before.mask:
+    finite, rest = call.token_loss, logprobs
+    if t.raw_log_ratio is not None and _is_drift(spec) and t.mask is call.before.mask:
         finite = finite + t.raw_log_ratio
-        rest = {name: x for name, x in logprobs.items() if name not in ("logp", "old_logp")}
+        rest = logprobs[2:]  # it holds logp and old_logp
     if rest:
-        finite = fill(reduce(torch.add, rest.values(), finite), before.mask, zero=t.zero)
+        finite = fill(reduce(torch.add, rest, finite), call.before.mask, zero=t.zero)
     records["nonfinite_tokens"] = (Sum, nonfinite(finite))
     # A NaN is not the larger of two numbers here.
-    largest = fill(reduce(torch.fmax, logprobs.values()), t.mask, zero=t.zero)
+    largest = fill(reduce(torch.fmax, logprobs), t.mask, zero=t.zero)
     records["positive_logp_tokens"] = (Sum, count(largest > POSITIVE))
     not_zero = count(largest)
     records["zero_logp_tokens"] = (Sum, lambda: t.count - not_zero)
 
 
-def _is_drift(spec: LossSpec, t: Tokens) -> bool:
+def _is_drift(spec: LossSpec) -> bool:
     """Whether the ratio slot's log-ratio is `logp − old_logp` of each token."""
-    return isinstance(spec.ratio, TokenRatio) and t.anchor == "old"
+    return isinstance(spec.ratio, TokenRatio) and spec.ratio.anchor == "old"
 
 
-def _beyond_totals(
-    spec: LossSpec, t: Tokens, n: Tensor, step_totals: Totals | None
-) -> Callable[[], Tensor]:
-    """What this call has beyond the step's count; 0 where it is the step or one rank's share."""
-    divisor = getattr(spec.aggregate, "divides_by", None)
-    if step_totals is None or divisor is None or t.sequences.cp_group is not None:
+def _beyond_totals(spec: LossSpec, t: Tokens) -> Callable[[], Tensor]:
+    """How many tokens or sequences this call has beyond the step's count.
+
+    0 where the call is the whole step, or holds one rank's share of its sequences.
+    """
+    n, divisor = t.count, getattr(spec.aggregate, "divides_by", None)
+    if t.step == "local" or divisor is None or t.sequences.cp_group is not None:
         return lambda: torch.zeros_like(n)
     here = n if divisor == "tokens" else count(t.lengths > 0)
-    of_step = getattr(step_totals, divisor)
+    of_step = getattr(t.step, divisor)
 
     def excess() -> Tensor:
         most = of_step.to(here.device).reshape(()) if isinstance(of_step, Tensor) else of_step
@@ -208,27 +211,27 @@ def _beyond_totals(
     return excess
 
 
-def _clipping(
-    records: _Records, spec: LossSpec, s: Surrogate, mask: Tensor, n: Tensor, everything: bool
-) -> None:
-    named = {"upper": s.upper, "lower": s.lower, "dual": s.dual, "dropped": s.dropped}
-    flags = {name: flag for name, flag in named.items() if flag is not None}
-    # A part of ours flags a token once at most, and no masked one; a user's may do anything.
+def _clipping(records: _Records, spec: LossSpec, call: MeasuredCall, everything: bool) -> None:
+    n, (_, *flags) = call.t.count, call.surrogate
+    # A part of the library flags a token at most once, and no masked one; a user's may do anything.
     ours = type(spec.trust) in VARIANTS
-    if not ours:
-        flags = {name: flag & mask for name, flag in flags.items()}
-    counts = {name: count(flag) for name, flag in flags.items() if everything or name == "dual"}
-    for name, number in counts.items():
-        records[f"clip_fraction_{name}"] = (Stat, number, n)
-    if flags and ours and everything:
-        records["clip_fraction"] = (Stat, lambda: reduce(torch.add, counts.values()), n)
-    elif flags:
-        records["clip_fraction"] = (Stat, count(reduce(torch.bitwise_or, flags.values())), n)
+    taken, counts = [], []
+    for name, flag in zip(Surrogate._fields[1:], flags, strict=True):
+        if flag is None:
+            continue
+        taken.append(flag if ours else flag & call.t.mask)
+        if everything or name == "dual":
+            counts.append(count(taken[-1]))
+            records[f"clip_fraction_{name}"] = (Stat, counts[-1], n)
+    if taken and ours and everything:
+        records["clip_fraction"] = (Stat, lambda: reduce(torch.add, counts), n)
+    elif taken:
+        records["clip_fraction"] = (Stat, count(reduce(torch.bitwise_or, taken)), n)
 
 
-def _ratios(records: _Records, spec: LossSpec, t: Tokens, n: Tensor, everything: bool) -> None:
+def _ratios(records: _Records, spec: LossSpec, t: Tokens, everything: bool) -> None:
     """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
-    raw, growth, drifts = t.raw_log_ratio, None, _is_drift(spec, t)
+    total, n, raw, growth = arithmetic().total, t.count, t.raw_log_ratio, None
     if raw is not None and everything:
         # A token's is 0 where masked already.
         raw = raw if isinstance(spec.ratio, TokenRatio) else fill(raw, t.mask, zero=t.zero)
@@ -240,7 +243,7 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, n: Tensor, everything:
         if t.log_clamp is not None:
             records["clamped_tokens"] = (Sum, count(beyond(raw, t.log_clamp)))
     if t.has("old_logp"):
-        if raw is None or not drifts:
+        if raw is None or not _is_drift(spec):
             raw, growth = t.log_ratio_to("old"), None
         drift = total(raw)
         records["kl_old_k1"] = (Stat, lambda: -drift, n)
@@ -250,14 +253,15 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, n: Tensor, everything:
 
 
 def _mismatch(records: _Records, before: Tokens) -> None:
-    n, d = before.count, before.log_weight()
+    total, n, d = arithmetic().total, before.count, before.log_weight()
     drift = total(d)
     records["kl_rollout_k1"] = (Stat, lambda: -drift, n)
     records["kl_rollout_k3"] = (Stat, total(k3(d)), n)
     records["rollout_logp_difference_max"] = (Max, extremes(d.abs(), before.mask)[0])
 
 
-def _corrections(records: _Records, corrected: Combined, before: Tokens) -> None:
+def _corrections(records: _Records, call: MeasuredCall) -> None:
+    before, corrected, total = call.before, call.corrected, arithmetic().total
     n = before.count
     kept = before.mask if corrected.keep is None else before.mask & corrected.keep
     if corrected.weight is not None:

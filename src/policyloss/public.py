@@ -11,12 +11,12 @@ from policyloss.compiled import CompiledLoss, compiled_loss, explain_path, unfus
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explanations import diff, explain
 from policyloss.functional.exact import exact
-from policyloss.head.divergence import divergence, linear_divergence
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.logits import logprobs
 from policyloss.head.loss import HeadOutput, explain_plan, linear_policy_loss
 from policyloss.head.plans import Plan
+from policyloss.head.teacher.divergence import divergence, linear_divergence
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import (

@@ -42,17 +42,17 @@ _TOKEN_MEAN = aggregate.TokenMean()
 
 @dataclass(frozen=True)
 class LossSpec(Part):
-    """What fills each slot of the pipeline.
+    """A policy loss: a part for each slot of the pipeline.
 
     Frozen and hashable; change a slot with `spec.replace(trust=…)`.
 
-    ratio: which probability ratio. trust: how a step is limited. correction: what is done about
-    rollout engine ≠ trainer (one part or several). rejected: what a rejected token does to the
-    denominator — "keep": its policy term is 0, it still counts; "renormalise": as if the mask had
-    been False there; "drop_sequence": the same for its whole sequence. kl: a pull to a reference or
-    a teacher, several of them, or None. entropy_coef: the weight of the entropy bonus. aggregate:
-    how tokens are averaged. Any slot but `rejected` and `entropy_coef` also takes a callable of
-    `Tokens` (see docs/custom.md).
+    ratio: the probability ratio. trust: the limit of a step. correction: one part or several that
+    correct for the difference between rollout engine and trainer. rejected: whether a rejected
+    token counts in the denominator — "keep": it counts, and its policy term is 0; "renormalise": as
+    if its mask were False; "drop_sequence": as if the mask of its sequence were False. kl: a
+    penalty on the distance from a reference or a teacher, several, or None. entropy_coef: the
+    weight of the entropy bonus. aggregate: the average over tokens. Every slot but `rejected` and
+    `entropy_coef` also takes a callable of `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO
@@ -62,34 +62,62 @@ class LossSpec(Part):
     kl: Any = None
     entropy_coef: Finite = 0.0
     aggregate: Any = _TOKEN_MEAN
-    _is_data: ClassVar[bool]
-    as_json: ClassVar[str | None]
     # The preset that this loss was made from, by name; equal losses may differ in it.
     origin: ClassVar[str | None] = None
+    # Derived from the slots once, because the loss reads them in every call and older compilers
+    # cannot trace how they are computed.
+    kl_parts: ClassVar[tuple[Any, ...]]  # the parts of the slot `kl`: none, one or several
+    divergence: ClassVar[Divergence | None]  # the part that compares with a teacher's distribution
+    is_data: ClassVar[bool]  # all parts belong to the library or its drop-ins: no user's callable
+    as_json: ClassVar[str | None]
+    reads_ratio_value: ClassVar[bool]  # a part reads the ratio as the ratio slot computes it
+    statistics_names: ClassVar[tuple[str, ...]]  # the batch-wide numbers that the parts read
+    corrections_by_logp: ClassVar[tuple[Any, ...]]  # the corrections that read logp
+    # A masked token, which has no advantage and ratio 1, has no loss either. (A ratio that tokens
+    # share may overflow, and 0·inf is NaN.)
+    is_zero_where_masked: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        parts = self.correction
-        if parts is None:
-            parts = ()
-        if not isinstance(parts, (tuple, list)):
-            parts = (parts,)
-        object.__setattr__(self, "correction", tuple(parts))
-        if isinstance(self.kl, (tuple, list)):
-            pulls = tuple(self.kl)
-            object.__setattr__(self, "kl", pulls if pulls[1:] else pulls[0] if pulls else None)
+        parts = () if self.correction is None else self.correction
+        self._set(correction=tuple(parts) if isinstance(parts, (tuple, list)) else (parts,))
+        terms = () if self.kl is None else self.kl
+        terms = tuple(terms) if isinstance(terms, (tuple, list)) else (terms,)
+        self._set(kl=terms if terms[1:] else terms[0] if terms else None, kl_parts=terms)
         filled = [(slot, part) for slot in VARIANTS for part in self.parts_in(slot)]
         for slot, part in filled:
             check_part(slot, part)
-        # Known from now on: older compilers cannot look a class up in a table, and none can trace
-        # the writing of JSON.
-        is_data = all(type(part) in known_parts(slot).values() for slot, part in filled)
-        object.__setattr__(self, "_is_data", is_data)
+        divergences = [part for part in terms if isinstance(part, Divergence)]
+        self._set(
+            divergence=divergences[0] if divergences else None,
+            is_data=all(type(part) in known_parts(slot).values() for slot, part in filled),
+            # The KL of a framework may be weighted by another ratio.
+            reads_ratio_value=getattr(self.trust, "reads_ratio", True)
+            or any(getattr(part, "weight", None) in ("ratio", "detached_ratio") for part in terms),
+            statistics_names=tuple(
+                name
+                for part in (self.trust, *self.correction)
+                for name in getattr(part, "statistics_names", ())
+            ),
+            corrections_by_logp=tuple(
+                part for part in self.correction if getattr(part, "reads_logp", True)
+            ),
+        )
         super().__post_init__()
-        self._check_fit()
-        text = json.dumps(self.to_dict()) if is_data and not torch.compiler.is_compiling() else None
-        object.__setattr__(self, "as_json", text)
+        self._set(
+            is_zero_where_masked=self.is_data
+            and isinstance(self.ratio, ratio.TokenRatio)
+            and self.follows_advantage
+            and getattr(self.trust, "reach", None) == "token"
+        )
+        self._check_fit(len(divergences))
+        writable = self.is_data and not torch.compiler.is_compiling()
+        self._set(as_json=json.dumps(self.to_dict()) if writable else None)
 
-    def _check_fit(self) -> None:
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_fit(self, divergences: int) -> None:
         if hasattr(self.trust, "check_ratio"):
             self.trust.check_ratio(self.ratio)
         weighing = [type(c).__name__ for c in self.correction if getattr(c, "weighs", False)]
@@ -102,10 +130,10 @@ class LossSpec(Part):
         custom = any(not isinstance(c, correction.VARIANTS) for c in self.correction)
         if normalising and (len(normalising) > 1 or not (weighing or custom)):
             raise SpecError(
-                "SelfNormalise normalises one importance weight: put it once, beside Truncate, "
-                "Band or SequenceMask."
+                "SelfNormalise normalises one importance weight: use it once, together with "
+                "Truncate, Band or SequenceMask."
             )
-        if len([part for part in self.pulls if isinstance(part, Divergence)]) > 1:
+        if divergences > 1:
             raise SpecError(
                 "a loss has one Divergence at most, because a call carries one divergence per "
                 "token; add up the divergences of several teachers before the call."
@@ -116,49 +144,23 @@ class LossSpec(Part):
                 "one or use 'keep'."
             )
 
-    @property
-    def pulls(self) -> tuple[Any, ...]:
-        """The parts of the `kl` slot: none, one or several."""
-        if self.kl is None:
-            return ()
-        return self.kl if isinstance(self.kl, tuple) else (self.kl,)
-
-    @property
-    def divergence(self) -> Divergence | None:
-        """The pull to a teacher's whole distribution, if there is one."""
-        divergences = [part for part in self.pulls if isinstance(part, Divergence)]
-        return divergences[0] if divergences else None
-
-    @property
-    def is_data(self) -> bool:
-        """Whether all parts belong to the library or its drop-ins; a user's callable does not."""
-        return self._is_data
-
     def parts_in(self, slot: str) -> tuple[Any, ...]:
         """The parts that fill a slot: none, one, or several."""
         if slot == "kl":
-            return self.pulls
+            return self.kl_parts
         value = getattr(self, slot)
         return value if isinstance(value, tuple) else (value,)
 
     @property
     def reads_ratio(self) -> bool:
         """Whether anything uses the ratio (REINFORCE does not)."""
-        return self.reads_ratio_value or any(getattr(k, "reads_ratio", False) for k in self.pulls)
-
-    @property
-    def reads_ratio_value(self) -> bool:
-        """Whether anything uses the ratio as the ratio slot computes it.
-
-        (The KL of a framework may be weighted by another ratio.)
-        """
-        return getattr(self.trust, "reads_ratio", True) or any(
-            getattr(part, "weight", None) in ("ratio", "detached_ratio") for part in self.pulls
+        return self.reads_ratio_value or any(
+            getattr(part, "reads_ratio", False) for part in self.kl_parts
         )
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The arguments of `policy_loss` that this loss reads beside logp, advantages and mask."""
+        """The arguments of `policy_loss` that this loss reads in addition to the required ones."""
         names = set()
         anchor = getattr(self.ratio, "anchor", "old")
         if self.reads_ratio and anchor != "current":
@@ -170,7 +172,7 @@ class LossSpec(Part):
                 names.add(f"{part.source}_logp")
             elif not isinstance(part, correction.SelfNormalise):
                 names.update(("old_logp", "rollout_logp"))
-        for part in self.pulls:
+        for part in self.kl_parts:
             of = f"{getattr(part, 'anchor', 'ref')}_logp"
             names.add("divergence" if isinstance(part, Divergence) else of)
         if self.entropy_coef:
@@ -186,32 +188,16 @@ class LossSpec(Part):
         return bool(self.statistics_names) or self.rejected != "keep"
 
     @property
-    def statistics_names(self) -> tuple[str, ...]:
-        """The batch-wide numbers that the parts of this loss read."""
-        return tuple(
-            name
-            for part in (self.trust, *self.correction)
-            for name in getattr(part, "statistics_names", ())
-        )
-
-    @property
-    def corrections_by_logp(self) -> tuple[Any, ...]:
-        """The corrections that read the current log-probabilities.
-
-        A callable is assumed to do so unless its `reads_logp` is False.
-        """
-        return tuple(c for c in self.correction if getattr(c, "reads_logp", True))
-
-    @property
     def reach(self) -> Literal["token", "sequence", "batch"]:
-        """Whose log-probabilities the gradient of a token depends on, beside batch-wide numbers.
+        """The tokens whose log-probabilities enter the gradient of a token.
 
-        "token": its own. "sequence": those of its sequence (GSPO). "batch": anyone's, as must be
-        assumed of a user's callable that has no attribute `reach` (of an aggregation: that has no
-        `reads_logp = False`), and of a rejection by `logp` that changes denominators.
+        "token": the token alone. "sequence": the tokens of its sequence (GSPO). "batch": any token.
+        A user's callable without an attribute `reach` counts as "batch" (an aggregation: without
+        `reads_logp = False`), and so does a rejection by `logp` that changes denominators.
+        Batch-wide numbers (`needs_statistics`) are left out.
         """
         by_logp = self.corrections_by_logp
-        parts = [self.ratio, self.trust, *by_logp, *self.pulls]
+        parts = [self.ratio, self.trust, *by_logp, *self.kl_parts]
         reaches = {getattr(part, "reach", "batch") for part in parts}
         fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(
             self.aggregate, "reads_logp", True
@@ -222,9 +208,9 @@ class LossSpec(Part):
 
     @property
     def follows_advantage(self) -> bool:
-        """Whether a token without advantage has no loss.
+        """Whether a token with advantage 0 has no loss.
 
-        That takes a trust region that is a multiple of A, no KL and no entropy bonus.
+        Then the trust region is a multiple of A, and there is neither KL nor entropy bonus.
         """
         return (
             self.kl is None
@@ -276,9 +262,9 @@ class LossSpec(Part):
         return self.replace(aggregate=dataclasses.replace(self.aggregate, horizon=tokens))
 
     def for_run(self, tokens: float) -> LossSpec:
-        """The same loss for a run whose completions have at most `tokens` tokens.
+        """The same loss for completions of at most `tokens` tokens.
 
-        They are its horizon, where it needs one that is not set.
+        If its horizon is not set yet, it becomes `tokens`.
         """
         return self.with_horizon(tokens) if self.needs_horizon else self
 
@@ -298,9 +284,9 @@ class LossSpec(Part):
             "trust": encoded("trust", self.trust),
             "correction": [encoded("correction", c) for c in self.correction],
             "rejected": self.rejected,
-            "kl": [encoded("kl", part) for part in self.pulls]
+            "kl": [encoded("kl", part) for part in self.kl_parts]
             if isinstance(self.kl, tuple)
-            else next((encoded("kl", part) for part in self.pulls), None),
+            else next((encoded("kl", part) for part in self.kl_parts), None),
             "entropy_coef": self.entropy_coef,
             "aggregate": encoded("aggregate", self.aggregate),
         }
@@ -331,7 +317,7 @@ class LossSpec(Part):
 
 
 class Slots(TypedDict, total=False):
-    """What may fill each slot, as type checkers see it: every part is a callable of `Tokens`."""
+    """The types of the slots, for type checkers: every part is a callable of `Tokens`."""
 
     ratio: Callable[[Tokens], Tensor]
     trust: Callable[[Tokens], trust.Surrogate | Tensor]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from policyloss.functional.masking import (
     shared_zero,
 )
 from policyloss.functional.ratio import LogClamp
-from policyloss.functional.segments import Sequences
+from policyloss.functional.segments import Sequences, group_index
 from policyloss.functional.stats import count, neither_0_nor_1
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from policyloss.totals import Totals
 
-# Which policy a log-probability comes from, and the argument that carries it.
+# The argument that holds the log-probabilities of each policy.
 LOGP_ARGUMENTS = {
     "old": "old_logp",
     "rollout": "rollout_logp",
@@ -51,7 +51,7 @@ def as_mask(
 def checked_mask(
     mask: Tensor, like: Tensor, called: str = "mask", like_called: str = "tokens"
 ) -> tuple[Tensor, Tensor | None]:
-    """`as_mask`, and how many values are neither 0 nor 1 if they may not be read here."""
+    """`as_mask`, and the number of values other than 0 and 1 if the host cannot check them."""
     check_tensor(called, mask, like=(like_called, like))
     if mask.shape != like.shape:
         raise InputError(
@@ -82,36 +82,43 @@ def check_group_ids(group_ids: Any, sequences: Sequences) -> None:
 
 
 def expand_advantages(
-    advantages: Tensor, sequences: Sequences, called: str = "advantages"
+    advantages: Any,
+    sequences: Sequences,
+    called: str = "advantages",
+    like: tuple[str, Tensor] | None = None,
 ) -> Tensor:
-    """Advantages per token, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S, 1]`."""
-    check_tensor(called, advantages)
-    advantages = sequences.with_clear_shape(advantages, called)
+    """Advantages per token, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S, 1]`.
+
+    They are detached. like: the name and tensor of an argument on whose device they must be.
+    """
+    check_tensor(called, advantages, like=like)
+    clear: Tensor = sequences.with_clear_shape(advantages.detach(), called)
     shape = sequences.shape
-    if tuple(advantages.shape) == shape or (
-        sequences.offsets is not None and tuple(advantages.shape) == (1, *shape)
+    if tuple(clear.shape) == shape or (
+        sequences.offsets is not None and tuple(clear.shape) == (1, *shape)
     ):
-        return advantages.reshape(shape)
+        return clear.reshape(shape)
     per_sequence = (sequences.count,)
-    if tuple(advantages.shape) in (per_sequence, (*per_sequence, 1)):
-        return sequences.expand(advantages.reshape(per_sequence))
+    if tuple(clear.shape) in (per_sequence, (*per_sequence, 1)):
+        return sequences.expand(clear.reshape(per_sequence))
     layout = "packed [N]" if sequences.offsets is not None else "padded [B, T]"
     raise InputError(
-        f"{called} has shape {tuple(advantages.shape)}; with {layout} tokens of shape {shape} give "
+        f"{called} has shape {tuple(clear.shape)}; with {layout} tokens of shape {shape} give "
         f"one per token {shape} or one per sequence {per_sequence}."
     )
 
 
 @dataclass(kw_only=True)
 class Layout:
-    """Where the tokens of a call are: which of them count, and to which sequence each belongs.
+    """The layout of a call: which tokens count, and which sequence each belongs to.
 
-    Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: what is
-    computed in, float32 or float64. positions: each token's place in its whole sequence, for parts
-    that depend on the order of tokens where those lie on several ranks. step: the counts of the
-    whole optimizer step, which parts read as `totals`. invalid: counts, by the name of the metric
-    that shows them, of values that are certainly wrong but could not be checked without waiting for
-    the device. memo: numbers that are computed when first asked for.
+    Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: of the
+    computation, float32 or float64. positions: each token's place in its whole sequence, for parts
+    that depend on the order of tokens where those lie on several ranks. zero: what `fill` writes
+    where `mask` is False (see `shared_zero`). step: the counts of the whole optimizer step, or
+    "local" if this call is the whole step; parts read them as `totals`. invalid: counts, by the
+    name of the metric that shows them, of values that are certainly wrong but could not be checked
+    without waiting for the device. memo: numbers that are computed once, when first read.
     """
 
     mask: Tensor
@@ -119,31 +126,32 @@ class Layout:
     dtype: torch.dtype
     group_ids: Tensor | None = None
     positions: Tensor | None = None
-    step: Totals | None = None
+    zero: Tensor | float = 0
+    step: Totals | Literal["local"] | None = None
     invalid: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[str, Tensor] = field(default_factory=dict)
     names: ClassVar[tuple[str, ...]]  # of the fields
 
     @classmethod
     def of(cls, tokens: Tensor, mask: Tensor, *, called: str, **where: Any) -> Layout:
-        """The layout of `tokens`, whose argument is `called` so. where: as in `laid_out`."""
-        return cls(**laid_out(tokens, mask, called=called, **where), dtype=compute_dtype(tokens))
+        """The layout of the tokens that the argument `called` holds. where: as in `laid_out`."""
+        layout, dtype = laid_out(tokens, mask, called=called, **where), compute_dtype(tokens)
+        return cls(**layout, dtype=dtype, zero=shared_zero(tokens, dtype))
 
     @property
-    def totals(self) -> Totals:
-        """The counts of the whole step; only an aggregation may ask for them."""
+    def totals(self) -> Totals | LocalTotals:
+        """The counts of the whole step; only an aggregation may read them."""
         if self.step is None:
             raise InputError(
-                "the totals of the step are known to the aggregation only; this part runs "
-                "before it."
+                "only the aggregation may read the totals of the step; this part runs before it."
             )
-        return self.step
+        return LocalTotals(self) if self.step == "local" else self.step
 
     def replace(self, **changes: Any) -> Self:
         """The same call with other values under some names.
 
-        (`dataclasses.replace` takes ten times as long, and of a compiler that traces it every call
-        looks at four properties of each field again.)
+        (`dataclasses.replace` takes ten times as long, and adds four guards per field under
+        torch.compile.)
         """
         if is_compiling():
             return self.__class__(**{**{n: getattr(self, n) for n in self.names}, **changes})
@@ -151,19 +159,9 @@ class Layout:
         changed.__dict__.update(self.__dict__, **changes)
         return changed
 
-    def with_totals(self, step: Totals) -> Self:
-        """The same layout with the counts of the whole step."""
-        return self.replace(step=step)
-
-    @property
-    def zero(self) -> Tensor | float:
-        """What stands where `mask` is False, made once for the call (see `shared_zero`)."""
-        if "zero" not in self.memo:
-            zero = shared_zero(self.mask, self.dtype)
-            if not isinstance(zero, Tensor):
-                return zero
-            self.memo["zero"] = zero
-        return self.memo["zero"]
+    def with_totals(self, step: Totals | None) -> Self:
+        """The same layout with the counts of the whole step; None: this call is the whole step."""
+        return self.replace(step="local" if step is None else step)
 
     def fill(self, x: Tensor) -> Tensor:
         """`x` as numbers to compute with: in `dtype`, and 0 where `mask` is False."""
@@ -205,6 +203,39 @@ class Layout:
         return total / self.lengths.clamp(min=1)
 
 
+@dataclass
+class LocalTotals:
+    """The counts of a call that is the whole step, each computed when it is read.
+
+    Most averages read one of them. They are tensors, and cost no host sync.
+    """
+
+    dp_size: ClassVar[int] = 1
+    layout: Layout
+
+    @property
+    def tokens(self) -> Tensor:
+        """Valid tokens."""
+        return (
+            self.layout.count
+            if self.layout.sequences.cp_group is None
+            else self.layout.counts.sum()
+        )
+
+    @property
+    def sequences(self) -> Tensor:
+        """Sequences with at least one valid token."""
+        return count(self.layout.counts > 0)
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Prompt groups with at least one valid token; None without group_ids."""
+        if self.layout.group_ids is None:
+            return None
+        order, members = group_index(self.layout.group_ids)
+        return count(members.sum((self.layout.counts > 0)[order]) > 0)
+
+
 def laid_out(
     tokens: Tensor,
     mask: Tensor,
@@ -215,7 +246,7 @@ def laid_out(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The fields of the `Layout` of `tokens` but for its dtype, checked against each other.
+    """The fields of the `Layout` of `tokens` but for dtype and zero, checked against each other.
 
     called: the name of `tokens` in errors.
     """
@@ -226,25 +257,29 @@ def laid_out(
         check_tensor("group_ids", group_ids, like=(called, tokens))
     if positions is not None:
         positions = checked_positions(positions, tokens, "this loss")
-    invalid = {"invalid_mask_values": invalid_mask, "invalid_cu_seqlens": sequences.invalid}
+    invalid = {}
+    if invalid_mask is not None:
+        invalid["invalid_mask_values"] = invalid_mask
+    if sequences.invalid is not None:
+        invalid["invalid_cu_seqlens"] = sequences.invalid
     return {
         "mask": mask,
         "sequences": sequences,
         "group_ids": group_ids,
         "positions": positions,
-        "invalid": {name: x for name, x in invalid.items() if x is not None},
+        "invalid": invalid,
     }
 
 
 @dataclass(kw_only=True)
 class Tokens(Layout):
-    """What a part may read: the tensors of one call, upcast, detached and masked.
+    """The tensors of one call as a part reads them: upcast, detached and masked.
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
-    and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) are the ratio
-    slot's, to the policy that `anchor` names. raw: the tensors as the caller gave them, by
-    argument. measured: numbers of the whole batch that were measured beforehand, or None. flags:
-    whether a trust part should flag the tokens that it limits, which only metrics read.
+    and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) come from the ratio
+    slot, and are relative to the policy that `anchor` names. raw: the caller's tensors by argument.
+    measured: batch-wide numbers from `measure`, or None. flags: whether a trust part should flag
+    the tokens that it limits, which only metrics read.
     """
 
     advantages: Tensor
@@ -257,7 +292,7 @@ class Tokens(Layout):
     flags: bool = True
 
     def with_mask(self, mask: Tensor) -> Tokens:
-        """The same call with fewer tokens: as if `mask` had been given."""
+        """The same call with another mask, of fewer tokens."""
         advantages = fill(self.advantages, mask, zero=self.zero)
         return self.replace(mask=mask, advantages=advantages, memo={})
 
@@ -269,32 +304,29 @@ class Tokens(Layout):
     def ratio(self) -> Tensor:
         """The ratio slot's ratio, token-shaped; carries the gradient."""
         if self.ratio_value is None:
-            raise InputError(
-                f"this loss reads the ratio to {self.anchor}_logp, which was not given."
-            )
+            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which is missing.")
         return self.ratio_value
 
     def extra(self, name: str) -> Tensor:
         """The tensor that the call carries as `extras[name]`, detached."""
         if not self.has(f"extras.{name}"):
             raise InputError(
-                f"this loss reads extras[{name!r}], which was not given; pass extras={{{name!r}: "
-                "…}."
+                f"this loss reads extras[{name!r}], which is missing; pass extras={{{name!r}: …}}."
             )
         return self.fill(self.read(f"extras.{name}"))
 
     def read(self, name: str) -> Tensor:
-        """The tensor argument `name`, or an error that says which argument is missing."""
+        """The tensor argument `name`; raise if it is missing."""
         x = self.raw.get(name)
         # The head alone leaves logp out, while the log-probabilities are not computed.
         if x is None and name == "logp":
             raise InputError(
-                "a part that says reads_logp = False read logp: leave that attribute out, so that "
-                "the head computes the log-probabilities before it asks that part."
+                "a part with reads_logp = False read logp: leave that attribute out, so that the "
+                "head computes the log-probabilities before it calls the part."
             )
         if x is None:
             raise InputError(
-                f"this loss reads {name}, which was not given; pass {name}= to policy_loss."
+                f"this loss reads {name}, which is missing; pass {name}= to policy_loss."
             )
         return x
 
@@ -307,9 +339,7 @@ class Tokens(Layout):
     def log_ratio(self) -> Tensor:
         """The ratio slot's log-ratio within its clamp."""
         if self.raw_log_ratio is None:
-            raise InputError(
-                f"this loss reads the ratio to {self.anchor}_logp, which was not given."
-            )
+            raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which is missing.")
         return bound(self.raw_log_ratio, self.log_clamp)
 
     @property
@@ -336,14 +366,13 @@ class Tokens(Layout):
 
     def log_ratio_to(self, anchor: str) -> Tensor:
         """`logp - anchor_logp`, upcast before subtraction, 0 at masked positions."""
-        return self._difference(self.read("logp"), self._anchor(anchor))
+        logp, anchor_logp = self.read("logp"), self._anchor(anchor)
+        return difference(logp, anchor_logp, self.mask, self.dtype, self.zero)
 
     def log_weight(self) -> Tensor:
         """`old_logp - rollout_logp`: trainer against inference engine, on the same weights."""
-        return self._difference(self.read("old_logp"), self.read("rollout_logp"))
-
-    def _difference(self, a: Tensor, b: Tensor) -> Tensor:
-        return difference(a, b, self.mask, self.dtype, self.zero)
+        old, rollout = self.read("old_logp"), self.read("rollout_logp")
+        return difference(old, rollout, self.mask, self.dtype, self.zero)
 
     def _anchor(self, anchor: str) -> Tensor:
         if anchor == "current":
@@ -351,7 +380,7 @@ class Tokens(Layout):
         return self.read(LOGP_ARGUMENTS[anchor])
 
     def batch_statistics(self, part: Any) -> dict[str, Tensor]:
-        """The batch-wide numbers `part` needs: measured for the step, else this call's own."""
+        """The batch-wide numbers `part` needs: of the step if measured, else of this call."""
         if self.measured is not None:
             return self.measured
         numbers: dict[str, Tensor] = part.statistics(self)

@@ -1,8 +1,7 @@
 """`Totals`: the counts of the whole optimizer step, which every average divides by.
 
-A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here the
-division is by a number that
-the caller counted over everything the step will see: all micro-batches, all ranks.
+A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here it
+divides by a number that the caller counted over the whole step: all micro-batches, all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from policyloss.functional.collectives import several_ranks
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.functional.stats import count
-from policyloss.tokens import Layout, as_mask, check_group_ids
+from policyloss.tokens import as_mask, check_group_ids
 
 Number = int | float | Tensor
 
@@ -46,13 +45,13 @@ class GroupTokens:
 class Totals:
     """Counts of the whole optimizer step.
 
-    tokens: valid tokens. sequences: sequences with at least one valid token. groups: what
-    `PromptMean` needs — the number of prompt groups (which promises that no group is split between
-    calls), or a `GroupTokens` (which allows it).
-    dp_size: the number of ranks whose gradients the framework *averages* (DDP, FSDP); the loss is
-    multiplied by it, so that the average is the gradient of the whole batch. 1 for engines that
+    tokens: valid tokens. sequences: sequences with at least one valid token. groups: for
+    `PromptMean`, the number of prompt groups (if no group is split between calls) or a
+    `GroupTokens`.
+    dp_size: the number of ranks over which the framework *averages* gradients (DDP, FSDP); the loss
+    is multiplied by it, so that the average is the gradient of the whole batch. 1 for engines that
     sum.
-    statistics: batch-wide numbers that some slots need (see `measure`), by name.
+    statistics: batch-wide numbers that some parts need (see `measure`), by name.
     """
 
     tokens: Number
@@ -93,11 +92,11 @@ class Totals:
         """Count a rank's whole share of the step, then all-reduce.
 
         mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank
-        (concatenate them, or add the
-        results of several calls: `a + b`). group: the process group of data-parallel ranks (each
-        holds other sequences); None is the default group if there is one. cp_group: ranks that hold
-        other tokens of the *same* sequences. dp_size: by default all ranks of both groups, as DDP
-        and FSDP average over them; pass 1 if your engine sums gradients.
+        (concatenate them, or add the results of several calls: `a + b`). group: the process group
+        of data-parallel ranks, each with other sequences; None is the default group if there is
+        one. cp_group: ranks that hold other tokens of the *same* sequences. dp_size: by default the
+        number of ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine
+        sums gradients.
         """
         check_tensor("mask", mask)
         sequences = Sequences.of(mask, cu_seqlens, cp_group, "mask")
@@ -112,7 +111,7 @@ class Totals:
 
     @classmethod
     def of_call(cls, mask: Tensor, dp_size: int = 1) -> Totals:
-        """The counts of one padded `[B, T]` mask alone: what `totals="local"` stands for."""
+        """The counts of one padded `[B, T]` mask alone, as with `totals="local"`."""
         check_tensor("mask", mask)
         valid = as_mask(mask, mask)
         return cls(
@@ -200,66 +199,16 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
     if dist.get_world_size(cp_group) == dist.get_world_size():
         return None
     raise InputError(
-        "with cp_group, say which ranks hold other sequences: pass the data-parallel group as "
+        "with cp_group, name the ranks that hold other sequences: pass the data-parallel group as "
         "group=."
     )
 
 
 def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
-    """Sum `tokens` by id. It reads shapes back to the host, which counting may do."""
+    """Sum `tokens` by id. This syncs with the host, which is fine while counting."""
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)
     return GroupTokens(ids, groups.sum(tokens[order])[: ids.shape[0]])
-
-
-def local_totals(t: Layout) -> Totals:
-    """The counts of this call alone, as tensors (no host sync)."""
-    if torch.compiler.is_compiling():
-        # A compiler drops the counts that nobody reads, and that of torch 2.11 cannot trace the
-        # making of a lazy one.
-        return Totals(_tokens(t), _sequences(t), _groups(t))
-    return _LocalTotals(t)
-
-
-class _LocalTotals(Totals):
-    """The counts of one call. Each is taken when it is first read: most averages read one."""
-
-    _layout: Layout
-
-    def __init__(self, t: Layout) -> None:
-        # Not the tokens themselves: these totals live on while the loss is measured, and would keep
-        # every tensor of the call alive.
-        layout = Layout(
-            mask=t.mask, sequences=t.sequences, dtype=t.dtype, group_ids=t.group_ids, memo=t.memo
-        )
-        object.__setattr__(self, "_layout", layout)
-
-    @property
-    def tokens(self) -> Tensor:
-        return _tokens(self._layout)
-
-    @property
-    def sequences(self) -> Tensor:
-        return _sequences(self._layout)
-
-    @property
-    def groups(self) -> Tensor | None:
-        return _groups(self._layout)
-
-
-def _tokens(t: Layout) -> Tensor:
-    return t.count if t.sequences.cp_group is None else t.counts.sum()
-
-
-def _sequences(t: Layout) -> Tensor:
-    return count(t.counts > 0)
-
-
-def _groups(t: Layout) -> Tensor | None:
-    if t.group_ids is None:
-        return None
-    order, members = group_index(t.group_ids)
-    return count(members.sum((t.counts > 0)[order]) > 0)
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
@@ -270,7 +219,7 @@ def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
         raise InputError(f'totals must be a Totals, "local" or None, got {description(totals)}.')
     if totals is None and several_ranks():
         raise InputError(
-            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call cannot know "
+            f"torch.distributed runs on {dist.get_world_size()} ranks, so this call does not see "
             "the denominator of the whole step. Count it once per step: totals = "
             "policyloss.Totals.count(mask_of_the_whole_step, group=data_parallel_group), and "
             'pass totals= to every call; or pass totals="local" if this call really is the whole '

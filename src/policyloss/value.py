@@ -9,8 +9,8 @@ from torch import Tensor
 
 from policyloss.arguments import check_choice, check_like, check_number, check_tensor
 from policyloss.errors import InputError
-from policyloss.functional.aggregate import step_share, weighted_sum
-from policyloss.functional.exact import stays_eager, total
+from policyloss.functional.aggregate import weighted_sum
+from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.functional.stats import count, nonfinite
 from policyloss.loss import LossOutput
@@ -19,7 +19,7 @@ from policyloss.parts.aggregate import TokenMean
 from policyloss.parts.data import check_part
 from policyloss.records import ExplainedVariance, Invalid, Record, Stat, Sum
 from policyloss.tokens import Layout, expand_advantages
-from policyloss.totals import Totals, local_totals, resolve
+from policyloss.totals import Totals, resolve
 
 
 def huber_error(error: Tensor, delta: float) -> Tensor:
@@ -51,13 +51,14 @@ def value_loss(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> LossOutput:
-    """The clipped value loss: `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`, with `f(e) =
-    ½e²` or Huber's.
+    """The clipped value loss `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`.
+
+    f is `½e²` or Huber's.
 
     values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]`
     with `cu_seqlens`.
-    clip: how far a value may move from `old_values` before the move stops paying; None for no
-    clipping (`old_values` may then be None). boundary: the slope of the clamp exactly at its ends,
+    clip: the distance from `old_values` beyond which a move lowers the loss no further; None for
+    no clipping (`old_values` may then be None). boundary: the slope of the clamp at its ends,
     "pass" (1, `torch.clamp`) or "half" (`max(min(…))`, as in verl; half-precision values meet the
     ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
     the aggregations, `TokenMean()` by default. totals, cp_group, group_ids: as in `policy_loss`.
@@ -73,10 +74,9 @@ def value_loss(
     t = Layout.of(
         values, mask, called="values", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
     )
-    t = t.with_totals(local_totals(t) if step is None else step)
-    check_tensor("returns", returns, like=("values", values))
+    t = t.with_totals(step)
     value = t.fill(values)
-    target = t.fill(expand_advantages(returns.detach(), t.sequences, "returns"))
+    target = t.fill(expand_advantages(returns, t.sequences, "returns", ("values", values)))
 
     def f(error: Tensor) -> Tensor:
         return 0.5 * error**2 if kind == "mse" else huber_error(error, huber_delta)
@@ -94,7 +94,7 @@ def value_loss(
     token_loss = fill(token_loss, t.mask)
     weight = aggregate(t)
     loss = weighted_sum(token_loss, weight)
-    share = step_share(token_loss, weight, loss, t.totals.dp_size)
+    share = arithmetic().step_share(token_loss, weight, None, loss, t.totals.dp_size)
     return LossOutput(loss, _metrics(t, value, target, token_loss, binds, share))
 
 
@@ -108,7 +108,7 @@ def _check_options(
     check_number("huber_delta", huber_delta, above=0)
     if clip is not None and old_values is None:
         raise InputError(
-            "clipping reads old_values, which was not given; pass old_values, or clip=None."
+            "clipping reads old_values, which is missing; pass old_values, or clip=None."
         )
 
 
@@ -121,7 +121,7 @@ def _metrics(
     binds: Tensor | None,
     share: Tensor,
 ) -> Metrics:
-    n = count(t.mask)
+    n, total = count(t.mask), arithmetic().total
     error, wide = (target - value).detach(), accumulator_dtype(value.device)
     moments = [error, error.to(wide) ** 2, target, target.to(wide) ** 2]
 

@@ -1,4 +1,4 @@
-"""The commands of this package. This module imports no torch, so that a help is quick."""
+"""The commands of this package. This module imports no torch, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Report:
     """Arguments of `policyloss report`."""
 
     runs: Annotated[tuple[Path, ...], Place("RUN")]
-    """A run directory, as policyloss train and policyloss_lab.Recorder write it, or files of
-    TRL, verl, OpenRLHF, prime-rl, TensorBoard, W&B or trackio (docs/report.md)."""
+    """A run directory of policyloss train or policyloss_lab.Recorder, or files of TRL, verl,
+    OpenRLHF, prime-rl, TensorBoard, W&B or trackio (docs/report.md)."""
     out: Path = Path("report.html")
-    """The page."""
+    """File for the page."""
     json: Path | None = None
-    """Write the same data as JSON, too."""
+    """File for the same data as JSON."""
     serve: bool = False
-    """Write nothing; show the page on this machine, and update it while the runs train."""
+    """Serve the page on this machine and update it while the runs train; write no file."""
     port: int = 8321
-    """The port of --serve; 0 takes any that is free."""
+    """Port of --serve; 0 takes any free port."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Doctor:
     """A .jsonl or .safetensors file of tokens (rollout_logp, old_logp, …), a run directory,
     trainer_state.json, TensorBoard events, verl's metrics, or a CSV export."""
     model: str | None = None
-    """The folder of the trainer's model, to simulate causes with; needs transformers."""
+    """Folder of the trainer's model, which simulates causes; needs transformers."""
     json: bool = False
     """Print JSON instead of text."""
     threshold: tuple[str, ...] = ()
-    """Change numbers of the verdict, each as NAME=NUMBER (docs/doctor.md lists them)."""
+    """Thresholds of the verdict to change, each as NAME=NUMBER (docs/doctor.md lists them)."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Explore:
     """Arguments of `policyloss explore`."""
 
     losses: Annotated[tuple[str, ...], Place("LOSS")] = ("ppo", "gspo")
-    """The losses that it shows at first, at most three: names of presets, or paths of JSON files
-    that hold LossSpec.to_dict()."""
+    """One to three losses to show first: names of presets, or JSON files with
+    LossSpec.to_dict()."""
     out: Path = Path("explorer.html")
-    """The page."""
+    """File for the page."""
     open: bool = True
     """Open the page in a browser."""
 
@@ -61,42 +61,42 @@ class WhatIfTokens:
     path: Annotated[Path, Place("PATH")]
     """A run directory with rollouts.jsonl, or a .jsonl or .safetensors file of tokens."""
     presets: tuple[str, ...] = ()
-    """The losses to try; every preset if not given."""
+    """Losses to try; by default, every preset."""
     loss: str | None = None
-    """Your loss: a preset, or a JSON file of a spec; that of the run if not given."""
+    """Your loss: a preset, or a JSON file of a spec; by default, the loss of the run."""
     step: str | None = None
-    """The stored step to take, or all; by default the last one with an advantage that is not 0."""
+    """Stored step to use, or all; by default, the last step with a nonzero advantage."""
     out: Path | None = None
-    """Write the page here, such as page.html."""
+    """File for the page, such as page.html."""
     json: bool = False
     """Print JSON instead of text."""
     model: str | None = None
-    """The folder of the model, for a file with ids and prompt_ids; needs transformers."""
+    """Folder of the model, for a file with ids and prompt_ids; needs transformers."""
     through: Literal["tokens", "head", "parameters"] | None = None
-    """Where gradients end: at each log-probability, without a model; at the weight of the model's
-    head; or at all parameters. By default the last of these that is there and fits into memory."""
+    """The weights of the gradients: each log-probability (no model), the weight of the model's
+    head, or all parameters. By default, the last of these that exists and fits into memory."""
 
 
 COMMANDS = {
     "explore": Command(
-        "Write a page to play with losses, which opens offline: curves, gradients, formulas.",
+        "Write an offline page to experiment with losses: curves, gradients, formulas.",
         Explore,
-        "policyloss_lab.explore.command",
+        "policyloss_lab.explore.page",
     ),
     "report": Command(
-        "Draw one or more runs as one HTML page, which opens offline.",
+        "Draw one or more runs on one HTML page that opens offline.",
         Report,
         "policyloss_lab.report.command",
     ),
     "doctor": Command(
-        "Find out why engine and trainer disagree, or what is wrong with a run. The exit code is 0 "
-        "for healthy, 1 for a cause, 2 for wrong input, 3 for a gap without a known cause.",
+        "Find out why engine and trainer disagree, or diagnose the logs of a run. Exit code: 0 "
+        "healthy, 1 a cause, 2 wrong input, 3 a gap without a known cause.",
         Doctor,
         "policyloss_lab.diagnosis.command",
     ),
     "what-if": Command(
-        "Try every loss on the tokens that a run stored, and find the smallest change of the loss "
-        "that cures what is wrong.",
+        "Try every loss on the stored tokens of a run, and find the smallest change of your loss "
+        "that cures its problems.",
         WhatIfTokens,
         "policyloss_lab.whatif.command",
     ),

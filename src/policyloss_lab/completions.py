@@ -1,5 +1,5 @@
-"""What is kept of sampled completions: which groups are worth looking at (`choose_groups`), and
-which branch of its loss each token took (`token_branches`).
+"""Data about sampled completions: the most informative groups (`choose_groups`), and the branch of
+the loss that each token took (`token_branches`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.inputs import Inputs
 from policyloss.loss import corrected_tokens, with_ratio
 from policyloss.parts.trust import Surrogate
-from policyloss.totals import local_totals
 
 # What became of a token, by the code that `token_branches` gives it: a short name, and a sentence
 # for a reader who does not know the loss.
@@ -66,7 +65,7 @@ def token_branches(
     before = Inputs.of(logp, old_logp, advantages, mask, rest).tokens()
     t, corrected = corrected_tokens(spec, before, None)
     t = with_ratio(spec, t)
-    surrogate = spec.trust(t.with_totals(local_totals(t)))
+    surrogate = spec.trust(t.with_totals(None))
     out = torch.full_like(before.mask, CODES["plain"], dtype=torch.int64)
     branches = {"no_advantage": before.advantages == 0}
     if isinstance(surrogate, Surrogate):
@@ -86,21 +85,21 @@ def spread(rewards: Sequence[float]) -> float:
 
 
 def choose_groups(rewards: Sequence[Sequence[float]], count: int) -> list[int]:
-    """Up to `count` groups that say most of a step, the most telling one first.
+    """Up to `count` groups of a step, the most informative first.
 
-    Those with the greatest spread of rewards come first, because a policy learns from them. The
+    Groups with the greatest spread of rewards come first, because a policy learns from them. The
     second place is for the worst group without spread (all wrong), the fourth for the best one (all
-    right), if there are such groups. rewards: those of each group.
+    right), if there are such groups. rewards: the rewards of each group.
     """
     spreads = [spread(group) for group in rewards]
     places = range(len(rewards))
-    telling = sorted((i for i in places if spreads[i] > 0), key=lambda i: (-spreads[i], i))
+    informative = sorted((i for i in places if spreads[i] > 0), key=lambda i: (-spreads[i], i))
     by_reward = sorted((i for i in places if not spreads[i] > 0), key=lambda i: (rewards[i][0], i))
     worst = by_reward[:1]
     best = [i for i in by_reward[-1:] if rewards[i][0] > rewards[worst[0]][0]]
     others = [i for i in sorted(by_reward) if i not in (*worst, *best)]
     order = []
-    for i, equal in zip(telling, [*worst, *best], strict=False):
+    for i, equal in zip(informative, [*worst, *best], strict=False):
         order += [i, equal]
-    order += [i for i in (*telling, *worst, *best, *others) if i not in order]
+    order += [i for i in (*informative, *worst, *best, *others) if i not in order]
     return order[:count]

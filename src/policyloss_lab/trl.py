@@ -1,4 +1,4 @@
-"""A callback that reads what a trainer logs, and says what is wrong with the run while it runs."""
+"""A callback that diagnoses the log of a trainer during the run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from policyloss_lab.diagnosis.logs.symptoms import Finding
-from policyloss_lab.diagnosis.logs.watch import LogWatch
+from policyloss_lab.diagnosis.run_doctor import LogWatch
+from policyloss_lab.diagnosis.symptoms import Finding
 
 
 @cache
@@ -18,17 +18,17 @@ def _callback_class() -> type:
     base: Any = import_module("transformers").TrainerCallback
 
     class DoctorCallback(base):  # type: ignore[misc]  # a class that is known at run time
-        """Warns once of each symptom. every: how many logged steps lie between two looks."""
+        """Warns once of each symptom. every: the number of logged steps between two diagnoses."""
 
         def __init__(self, every: int = 10) -> None:
             self.watch = LogWatch(every)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            """Keep the numbers, and look at all of them now and then."""
+            """Add the logged numbers, and diagnose them if it is time."""
             _warn(self.watch.read(state.global_step, logs or {}))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            """A last look."""
+            """Diagnose the complete log."""
             _warn(self.watch.look())
 
     return DoctorCallback

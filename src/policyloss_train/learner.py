@@ -229,7 +229,7 @@ class Learner:
     @property
     def advantages_by_teacher(self) -> bool:
         """Whether the teacher speaks through the advantages: it does where the loss reads none."""
-        taught = any(getattr(part, "teaches", False) for part in self.spec.pulls)
+        taught = any(getattr(part, "teaches", False) for part in self.spec.kl_parts)
         return self.teacher is not None and not taught
 
     @torch.no_grad()

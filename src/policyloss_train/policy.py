@@ -113,6 +113,7 @@ def loss_and_numbers(
                 hidden, weight, taught, **measure, mask=mask, bias=bias, **logits_of
             )
         loss = micro.loss(now.logp, entropy=now.entropy, **more)
+        assert now.entropy is not None
         return loss, now.logp.detach(), now.entropy.detach()
 
     loss, logp, entropy = policy(micro, head)

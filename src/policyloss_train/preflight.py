@@ -135,7 +135,7 @@ def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
             "--top-p or --top-k the learner's covers only the tokens that they kept; add "
             "--no-sampling-mask --rollout-logp raw, so that both cover all tokens."
         )
-    taught = any(getattr(part, "teaches", False) for part in spec.pulls)
+    taught = any(getattr(part, "teaches", False) for part in spec.kl_parts)
     if config.teacher is None and (taught or config.reads_teacher):
         yield (
             f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "

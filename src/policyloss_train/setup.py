@@ -257,6 +257,5 @@ def _loss(
     head = model.get_output_embeddings()
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[mask] * form.scale
     bias = getattr(head, "bias", None)
-    logp = pl.linear_logprobs(hidden, head.weight, targets[mask], bias, softcap=form.cap)
-    assert isinstance(logp, Tensor)
+    logp = pl.linear_logprobs(hidden, head.weight, targets[mask], bias, softcap=form.cap).logp
     return -logp.mean()

@@ -24,7 +24,7 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.cli import all_commands
-from policyloss.explanations.expression import parse
+from policyloss.explanations.algebra.expression import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,23 +14,23 @@ _CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _VERDICTS = (
 DOCTOR = (
     (
         "doctor_freedom_is_free",
-        "policyloss_lab/diagnosis/criterion.py",
+        "policyloss_lab/diagnosis/hypothesis.py",
         "(freedom + 1) * math.log(max(n, 2))",
         "math.log(max(n, 2))",
         _CRITERION + "test_every_free_number_costs_the_logarithm_of_the_tokens",
     ),
     (
         "doctor_noise_is_flat",
-        "policyloss_lab/diagnosis/criterion.py",
+        "policyloss_lab/diagnosis/pairs.py",
         "(-torch.expm1(logp)).clamp(min=QUIET)",
         "torch.ones_like(logp)",
         _CRITERION + "test_the_shape_of_noise_is_the_probability_of_the_other_tokens",
     ),
     (
         "doctor_copy_of_rounded_numbers",
-        "policyloss_lab/diagnosis/order.py",
-        "telling = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)",
-        "telling = pairs.trainer < 1.0",
+        "policyloss_lab/diagnosis/pairs.py",
+        "precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)",
+        "precise = pairs.trainer < 1.0",
         _INPUT + "test_two_sides_that_are_stored_in_bf16_are_no_copies",
     ),
     (
@@ -49,28 +49,28 @@ DOCTOR = (
     ),
     (
         "doctor_solved_is_sick",
-        "policyloss_lab/diagnosis/logs/curves.py",
+        "policyloss_lab/diagnosis/curves.py",
         "return self.right >= self.limits.solved",
         "return False",
         _LOGS + "test_a_solved_task_is_not_sick",
     ),
     (
         "doctor_nan_of_any_step",
-        "policyloss_lab/diagnosis/logs/symptoms.py",
+        "policyloss_lab/diagnosis/symptoms.py",
         "step = min([s for s, _, _ in bad] + skipped)",
         "step = max([s for s, _, _ in bad] + skipped)",
         _LOGS + "test_where_a_symptom_begins_is_said",
     ),
     (
         "doctor_verifier_solves_the_task",
-        "policyloss_lab/diagnosis/logs/curves.py",
+        "policyloss_lab/diagnosis/curves.py",
         'name = "held_out" if self.values("held_out") else "accuracy"',
         'name = "accuracy"',
         _LAWS + "test_held_out_prompts_and_not_the_verifier_say_whether_a_task_is_solved",
     ),
     (
         "doctor_spike_of_the_whole_run",
-        "policyloss_lab/diagnosis/logs/curves.py",
+        "policyloss_lab/diagnosis/curves.py",
         "sides = ys[max(0, i - NEIGHBOURS) : i], ys[i + 1 : i + 1 + NEIGHBOURS]",
         "sides = ys, ys",
         _LAWS + "test_a_spike_stands_out_of_its_neighbourhood",
@@ -91,7 +91,7 @@ DOCTOR = (
     ),
     (
         "doctor_kl_is_never_paid_for",
-        "policyloss_lab/diagnosis/logs/symptoms.py",
+        "policyloss_lab/diagnosis/symptoms.py",
         "end < log.limits.kl_high or log.solved or log.trend(log.score) > 0",
         "end < log.limits.kl_high or log.solved",
         _LAWS + "test_a_kl_that_a_better_score_pays_for_is_no_drift",
@@ -105,7 +105,7 @@ DOCTOR = (
     ),
     (
         "doctor_one_start_of_the_scale",
-        "policyloss_lab/diagnosis/criterion.py",
+        "policyloss_lab/diagnosis/hypothesis.py",
         "for start in (squares.median(), squares.mean())",
         "for start in (squares.median(),)",
         _CRITERION + "test_the_scale_is_the_one_of_most_likelihood_where_most_tokens_are_exact",
@@ -113,7 +113,7 @@ DOCTOR = (
     (
         "doctor_tails_are_sick",
         "policyloss_lab/diagnosis/diagnose.py",
-        "times = 4 if case.scorer is not None else 4 * thresholds.noise",
+        "times = FAR if case.scorer is not None else FAR * thresholds.noise",
         "times = 1",
         _PAIRS + "test_noise_of_half_precision_is_healthy",
     ),

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from divergences import of_distributions
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
 from cases import Batch, make_batch
-from policyloss.functional.divergence import of_distributions
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         "anchors_not_detached",
         "policyloss/inputs.py",
-        "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
+        "raw[name] = x if name in DIFFERENTIATED else x.detach()",
         "raw[name] = x",
         _CORRECTIONS + "test_frozen_policies_get_no_gradient",
     ),
@@ -299,15 +299,15 @@ MUTANTS = (
     Mutant(
         "mean_of_means",
         "policyloss/policy_metrics.py",
-        'records[f"clip_fraction_{name}"] = (Stat, number, n)',
-        'records[f"clip_fraction_{name}"] = (Stat, number / n, n / n)',
+        'records[f"clip_fraction_{name}"] = (Stat, counts[-1], n)',
+        'records[f"clip_fraction_{name}"] = (Stat, counts[-1] / n, n / n)',
         "test_metrics.py::test_uneven_micro_batches_merge_to_the_whole",
     ),
     Mutant(
         "basic_metrics_forget_the_lower_bound",
         "policyloss/policy_metrics.py",
-        "count(reduce(torch.bitwise_or, flags.values()))",
-        "count(flags['upper'])",
+        "count(reduce(torch.bitwise_or, taken))",
+        "count(taken[0])",
         "test_metric_levels.py::test_a_level_is_a_choice_of_the_same_numbers",
     ),
     Mutant(
@@ -368,7 +368,7 @@ MUTANTS = (
     ),
     Mutant(
         "verl_drift_not_clamped_as_the_ratio",
-        "policyloss/compat/verl/calls.py",
+        "policyloss/compat/verl/losses.py",
         "spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None",
         "None",
         "test_compat_verl_losses.py::test_the_drift_is_clamped_as_the_ratio_is",
@@ -382,7 +382,7 @@ MUTANTS = (
     ),
     Mutant(
         "verl_guard_lost",
-        "policyloss/compat/counts.py",
+        "policyloss/compat/parts.py",
         "return 1e-8 if",
         "return 1e-9 if",
         "test_compat_verl_losses.py::test_the_guard_of_a_float64_mask_is_kept",

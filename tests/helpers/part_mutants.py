@@ -41,8 +41,8 @@ PARTS = (
     (
         "divergence_without_its_coef",
         "policyloss/loss.py",
-        'part.coef * pull if is_part("kl", part) else pull',
-        "pull",
+        'part.coef * term if is_part("kl", part) else term',
+        "term",
         "test_divergence.py::test_together_with_a_kl",
     ),
     (
@@ -201,7 +201,7 @@ PARTS = (
     ),
     (
         "covariance_of_rounding",
-        "policyloss/functional/covariances.py",
+        "policyloss/functional/trust.py",
         "return torch.where(at_mean & ~cov.isnan(), 0, cov)",
         "return cov",
         "test_covariance_ties.py::test_equal_advantages_have_no_covariance",
@@ -419,15 +419,15 @@ PARTS = (
     (
         "old_logp_not_detached",
         "policyloss/inputs.py",
-        "raw[name] = x if x is None or name in DIFFERENTIATED else x.detach()",
-        'raw[name] = x if x is None or name in (*DIFFERENTIATED, "old_logp") else x.detach()',
+        "raw[name] = x if name in DIFFERENTIATED else x.detach()",
+        'raw[name] = x if name in (*DIFFERENTIATED, "old_logp") else x.detach()',
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (
         "advantages_not_detached",
-        "policyloss/inputs.py",
-        'expand_advantages(self.advantages.detach(), layout["sequences"])',
-        'expand_advantages(self.advantages, layout["sequences"])',
+        "policyloss/tokens.py",
+        "sequences.with_clear_shape(advantages.detach(), called)",
+        "sequences.with_clear_shape(advantages, called)",
         "test_frozen.py::test_only_logp_and_entropy_get_a_gradient",
     ),
     (

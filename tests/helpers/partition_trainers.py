@@ -65,7 +65,7 @@ def packed(batch: Batch) -> Batch:
 
 
 def log_probs(model: nn.Module, micro: Batch) -> Tensor:
-    logp = pl.logprobs(model(micro["inputs"]), micro["labels"])
+    logp = pl.logprobs(model(micro["inputs"]), micro["labels"]).logp
     assert isinstance(logp, Tensor)
     return logp
 

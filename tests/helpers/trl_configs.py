@@ -6,7 +6,7 @@ from dataclasses import field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from policyloss.compat.trl.options import DEFAULTS
+from policyloss.compat.trl.config import DEFAULTS
 
 
 def config(**options: Any) -> SimpleNamespace:

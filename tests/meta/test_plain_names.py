@@ -15,7 +15,6 @@ FOLDERS = ("functional", "parts", "advantage", "catalogue", "explanations")
 FILES = ("metrics.py", "records.py", "spec.py", "arguments.py", "errors.py")
 HEAD = (
     "backward",
-    "gradient_kernel",
     "head",
     "kernels",
     "linear",

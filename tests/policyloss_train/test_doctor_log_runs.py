@@ -46,7 +46,7 @@ def test_twenty_learn_and_forty_have_a_fault_of_eleven_kinds() -> None:
 
 
 def test_every_symptom_is_one_that_the_doctor_names() -> None:
-    source = Path(doctor_logs.__file__).parents[1] / "src/policyloss_lab/diagnosis/logs/symptoms.py"
+    source = Path(doctor_logs.__file__).parents[1] / "src/policyloss_lab/diagnosis/symptoms.py"
     text = source.read_text(encoding="utf-8")
     named = {name for kind in KINDS.values() for name in (*kind.symptoms, *kind.effects)}
     assert named

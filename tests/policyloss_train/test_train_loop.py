@@ -382,7 +382,7 @@ def assert_learned(out: Path, model: str) -> dict[str, Any]:
 
 def has_a_teacher(name: str) -> bool:
     """Whether a preset needs a teacher, as in `test_train_teacher.py`."""
-    pulls = any(getattr(part, "teaches", False) for part in pl.preset(name).pulls)
+    pulls = any(getattr(part, "teaches", False) for part in pl.preset(name).kl_parts)
     return pulls or PRESETS[name].advantage in BY_TEACHER
 
 

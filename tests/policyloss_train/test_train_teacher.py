@@ -130,10 +130,10 @@ def test_the_support_of_a_sampler_is_replayed() -> None:
     assert kept is not None
     assert kept.sum() < kept.numel() / 2
     pair = kept.nonzero()[:, 1], torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
-    logp = pl.logprobs(logits, ids, 0.8, support=pair)
+    logp = pl.logprobs(logits, ids, 0.8, support=pair).logp
     drawn = (p / (p * kept).sum(-1, keepdim=True)).gather(1, ids[:, None])[:, 0].log()
     torch.testing.assert_close(logp, drawn, rtol=0, atol=1e-5)
     # Over all entries, every ratio would be off by the logarithm of the kept mass.
     assert (logp - over_all).min() > 0.01
-    again = pl.logprobs(logits, ids, 0.8, support=pair)
+    again = pl.logprobs(logits, ids, 0.8, support=pair).logp
     assert torch.equal((again - logp).exp(), torch.ones(50))

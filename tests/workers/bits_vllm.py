@@ -107,7 +107,7 @@ def main(folder: str, size: str, out: str) -> None:
         """One sequence to a forward of the body, and all of them to one call of the head."""
         hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, :-1] for ids in batch]
         ids = torch.cat([torch.tensor(ids[1:]) for ids in batch])
-        logp = pl.linear_logprobs(torch.cat(hidden), model.lm_head.weight, ids)
+        logp = pl.linear_logprobs(torch.cat(hidden), model.lm_head.weight, ids).logp
         return list(logp.split([len(ids) - 1 for ids in batch]))
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -127,8 +127,10 @@ def main(folder: str, size: str, out: str) -> None:
             reported.append(of_vllm([ids])[0])
             hidden = next(h for h in reversed(captured) if h.shape[0] == len(ids) - 1)
             targets = torch.tensor(ids[1:])
-            from_hidden.append(pl.linear_logprobs(hidden, weight, targets))
-            theirs = pl.logprobs(compute_logits(hidden)[:, :VOCAB].float().contiguous(), targets)
+            from_hidden.append(pl.linear_logprobs(hidden, weight, targets).logp)
+            theirs = pl.logprobs(
+                compute_logits(hidden)[:, :VOCAB].float().contiguous(), targets
+            ).logp
             equal_logits += int((theirs == from_hidden[-1]).sum())
         engine.compute_logits = compute_logits
         plain = pl.bits_check(of_vllm, sequences)

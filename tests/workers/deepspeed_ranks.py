@@ -67,7 +67,7 @@ def loss_of(model: Any, way: str, rows: slice, totals: Any) -> Tensor:
     """The loss of some rows of the batch."""
     share = {name: x[rows] for name, x in BATCH.items()}
     if way == "logprobs":
-        logp = pl.hf.logprobs(model, IDS[rows], mask=share["mask"])
+        logp = pl.hf.logprobs(model, IDS[rows], mask=share["mask"]).logp
         return pl.policy_loss("dapo", logp, totals=totals, **share).loss
     return pl.hf.policy_loss(model, "dapo", IDS[rows], plan=way, totals=totals, **share).loss
 

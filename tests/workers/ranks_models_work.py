@@ -101,7 +101,7 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def logp_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return pl.logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+    return pl.logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:]).logp
 
 
 def rows_of(tensors: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:

@@ -204,5 +204,5 @@ class _Gap(NamedTuple):
         if base is None:
             return a
         check_tensor("base", base, like=("old_logp", a))
-        per_token = expand_advantages(base.detach(), self.sequences, "base").to(a.dtype)
+        per_token = expand_advantages(base, self.sequences, "base").to(a.dtype)
         return fill(per_token + a, self.valid)

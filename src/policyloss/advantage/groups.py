@@ -31,12 +31,11 @@ from policyloss.arguments import (
 from policyloss.errors import InputError
 from policyloss.functional.collectives import (
     Gathered,
-    all_sum,
     gather_rows,
     outside_level,
     statistics_group,
 )
-from policyloss.functional.exact import exact_sum, is_exact, stays_eager
+from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype, fill, holds
 from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
@@ -247,25 +246,12 @@ def moments(x: Tensor, weight: Tensor, ddof: int, *groups: Any) -> tuple[Tensor,
     """
     wide = accumulator_dtype(x.device)
     x, weight = x.to(wide), weight.to(wide)
-    n, total = _summed_over(groups, weight, x * weight)
+    n, total = arithmetic().scaled_totals_over(groups, weight, x * weight)
     mean = total / n.clamp(min=1)
-    (squares,) = _summed_over(groups, (x - mean) ** 2 * weight)
+    (squares,) = arithmetic().scaled_totals_over(groups, (x - mean) ** 2 * weight)
     # The mean of equal numbers may be off by a rounding error; that is no variance.
     rounding = n * (4 * torch.finfo(wide).eps * mean) ** 2
     return mean, torch.where(squares <= rounding, 0, squares) / (n - ddof).clamp(min=1)
-
-
-def _summed_over(groups: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-    """The sum of each of `xs` over this rank and those of every group, 0-dim.
-
-    In the exact mode it does not depend on the order of tokens or on the ranks they lie on.
-    """
-    if is_exact():
-        return tuple(exact_sum(x, *groups) for x in xs)
-    sums = torch.stack([x.sum() for x in xs])
-    for group in groups:
-        sums = all_sum(sums, group)
-    return sums.unbind()
 
 
 @stays_eager

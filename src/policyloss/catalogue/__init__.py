@@ -89,7 +89,7 @@ def find_preset(name: str) -> Preset:
     """The preset called `name` (in any letter case), or an error that suggests the nearest name."""
     if not isinstance(name, str):
         raise SpecError(f"name must be the name of a preset, a string, got {description(name)}.")
-    known = match_name(name, PRESETS)
+    known = name if name in PRESETS else match_name(name, PRESETS)
     if known is None:
         raise SpecError(unknown_name("preset", name, PRESETS))
     return PRESETS[known]

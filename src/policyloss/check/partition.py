@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from policyloss import notebook
-from policyloss.check import wording
-from policyloss.check.cutting import Cut, CuttableBatch
+from policyloss.check import diagnosis as words
+from policyloss.check.cutting import Cut, CuttableBatch, Ranks, StepFunction, Steps, flat_gradient
 from policyloss.check.diagnosis import (
+    LOOP,
+    RANKS,
     Counts,
     Experiment,
+    PieceNames,
     find_weighing,
     fitted_weights,
     fitting_power,
     is_a_weighted_sum,
 )
-from policyloss.check.running import Ranks, StepFunction, Steps, flat_gradient
-from policyloss.check.wording import LOOP, RANKS, Place
 from policyloss.errors import InputError
 
 
@@ -188,10 +189,10 @@ class _Check:
         if reference is not None:
             results.append(self._against(reference))
         elif self.ranks.size > 1:
-            self.notes.append(wording.NO_REFERENCE.format(ranks=self.ranks.size))
+            self.notes.append(words.NO_REFERENCE.format(ranks=self.ranks.size))
         lengths = self.data.lengths[self.data.lengths > 0]
         if lengths.min() == lengths.max():
-            self.notes.append(wording.EQUAL_LENGTHS.format(n=int(lengths[0])))
+            self.notes.append(words.EQUAL_LENGTHS.format(n=int(lengths[0])))
         tokens, gradient = int(lengths.sum()), self.steps.full_gradient
         return PartitionReport(
             results, self.diagnosis, self.notes, self.tolerance, lengths.numel(), tokens, gradient
@@ -213,9 +214,9 @@ class _Check:
                 "which hides any factor: leave clip_grad_norm_ out of it."
             )
         if torch.equal(half, alone):
-            self.notes.append(wording.MASK_UNREAD)
+            self.notes.append(words.MASK_UNREAD)
         elif self.steps.distance(half, alone * n / (n // 2)) <= self.tolerance:
-            self.diagnosis.append(wording.MASK)
+            self.diagnosis.append(words.MASK)
 
     def _over_ranks(self) -> list[CutResult]:
         """Compare two runs that contain the same sequences equally often: every rank with the
@@ -254,12 +255,12 @@ class _Check:
         if result.moved:
             straight = self.steps.distance(gradient, result.factor * expected) <= self.tolerance
             self.diagnosis.append(
-                wording.reference_words(result.factor if straight else None, ranks, self.tolerance)
+                words.reference_words(result.factor if straight else None, ranks, self.tolerance)
             )
         return result
 
     def _judge(
-        self, named: dict[str, Cut], gradients: dict[str, Tensor], place: Place
+        self, named: dict[str, Cut], gradients: dict[str, Tensor], names: PieceNames
     ) -> list[CutResult]:
         full_gradient = self.steps.full_gradient
         results = [
@@ -267,7 +268,7 @@ class _Check:
             for name, cut in named.items()
         ]
         if any(r.moved for r in results):
-            why = self._explain(named, gradients, results, place)
+            why = self._explain(named, gradients, results, names)
             self.diagnosis.append(why)
             results = [
                 CutResult(**{**vars(r), "explanation": why if r.moved else None}) for r in results
@@ -284,12 +285,12 @@ class _Check:
         named: dict[str, Cut],
         gradients: dict[str, Tensor],
         results: list[CutResult],
-        place: Place,
+        names: PieceNames,
     ) -> str:
         infinite = [r.name for r in results if math.isinf(r.relative_difference)]
         if infinite:
             return (
-                f"The gradient of {infinite[0]!r} is not finite: a {place.one} divides by a count "
+                f"The gradient of {infinite[0]!r} is not finite: a {names.one} divides by a count "
                 "that is 0 there."
             )
         straight = [
@@ -301,30 +302,30 @@ class _Check:
             factors = [(r.micro_batches, r.factor) for r in results]
             power = fitting_power(factors, self.tolerance)
             if power is not None:
-                return wording.factor_words(power, place)
+                return words.factor_words(power, names)
         experiments = [self._experiment(name, cut, gradients[name]) for name, cut in named.items()]
         if any(not e.alone.isfinite().all() for e in experiments):
-            return f"No cause can be named: the gradient of a {place.one} alone is not finite."
+            return f"No cause can be named: the gradient of a {names.one} alone is not finite."
         weighing = find_weighing(experiments, self.tolerance)
         if weighing is not None:
-            return wording.weighing_words(weighing, place, self.data.packed)
+            return words.weighing_words(weighing, names, self.data.packed)
         if all(straight):
-            return wording.unequal_factors_words(factors, place)
-        return self._unexplained(experiments, results, place)
+            return words.unequal_factors_words(factors, names)
+        return self._unexplained(experiments, results, names)
 
     def _unexplained(
-        self, experiments: list[Experiment], results: list[CutResult], place: Place
+        self, experiments: list[Experiment], results: list[CutResult], names: PieceNames
     ) -> str:
         if any(
             not is_a_weighted_sum(e.full_gradient, e.alone, self.tolerance) for e in experiments
         ):
-            return wording.COMPANIONS.format(one=place.one, many=place.many)
+            return words.COMPANIONS.format(one=names.one, many=names.many)
         worst = max(
             zip(experiments, results, strict=True), key=lambda pair: pair[1].relative_difference
         )[0]
         full_weights = fitted_weights(worst.full_gradient, worst.alone, self.tolerance)
         cut_weights = fitted_weights(worst.cut, worst.alone, self.tolerance)
-        return wording.unknown_words(worst, full_weights, cut_weights, place)
+        return words.unknown_words(worst, full_weights, cut_weights, names)
 
     def _experiment(self, name: str, cut: Cut, gradient: Tensor) -> Experiment:
         data, present = self.data, (self.data.lengths > 0).to(torch.float64)

@@ -15,7 +15,6 @@ from policyloss.loss import corrected_tokens, token_losses, with_ratio
 from policyloss.parts.aggregate import weight_factors
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
-from policyloss.totals import local_totals
 
 # Log-ratios at which a limit may bind. Along the advantage they go further, to find one that is
 # wide on that side.
@@ -101,7 +100,7 @@ def pessimism(spec: LossSpec, batch: Batch) -> str:
 def detach(spec: LossSpec, batch: Batch) -> str:
     """The weights of corrections and of the average are numbers, not functions of logp."""
     t, corrected = corrected_tokens(spec, _tokens(ADVANTAGES, 0.0), None)
-    t = with_ratio(spec, t).replace(step=local_totals(t))
+    t = with_ratio(spec, t).with_totals(None)
     weights = {"correction": corrected.weight, "aggregate": weight_factors(spec.aggregate, t)[0]}
     for slot, weight in weights.items():
         if weight is not None and weight.requires_grad:

@@ -1,23 +1,26 @@
-"""Parts that several frameworks' drop-ins share."""
+"""Parts, counts and shares that several frameworks' drop-ins compute alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from policyloss.parts import validate
 from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.parts.data import framework_part
 from policyloss.parts.wording import number
+from policyloss.records import Record, Stat
 from policyloss.tokens import Layout
 
 
 @framework_part("aggregate", "parts")
 @dataclass(frozen=True)
 class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
-    """`SeqMeanTokenMean` with `epsilon` added to every length: `1 / (B·(L_i + epsilon))`, as verl
-    and OpenRLHF divide.
+    """`SeqMeanTokenMean` with `epsilon` added to every length, `1 / (B·(L_i + epsilon))`, as in
+    verl, OpenRLHF and ColossalChat.
     """
 
     epsilon: float
@@ -36,3 +39,40 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
 def seq_mean_token_mean(epsilon: float) -> SeqMeanTokenMean:
     """The mean over sequences of their token means, guarded unless `epsilon` is 0."""
     return GuardedSeqMeanTokenMean(epsilon) if epsilon else SeqMeanTokenMean()
+
+
+def mask_or_all(mask: Tensor | None, like: Tensor) -> Tensor:
+    """`mask`, or a mask of all positions if it is None."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask
+
+
+def guard(mask: Tensor) -> float:
+    """The number that `mask.sum() + 1e-8` adds to a count.
+
+    For a float64 mask it is 1e-8. The count of any other mask (bool, integer, float32) is float32,
+    where n + 1e-8 is n: there the guard only keeps 0/0 from being NaN, as 1e-30 does.
+    """
+    return 1e-8 if mask.dtype == torch.float64 else 1e-30
+
+
+def share(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` in the dtype of a framework's share of tokens: float64 if the mask is, else float32."""
+    return x.to(torch.float64 if mask.dtype == torch.float64 else torch.float32)
+
+
+def as_count(x: Any) -> Any:
+    """A count as a Python number; a tensor is returned unchanged, so that it need not be read."""
+    return x if isinstance(x, Tensor) or not hasattr(x, "item") else x.item()
+
+
+def union_share(*shares: Record) -> Stat:
+    """The share of the union of disjoint sets, such as clipped above and clipped below."""
+    stats = [s for s in shares if isinstance(s, Stat)]
+    return Stat(sum((s.sum for s in stats), torch.zeros_like(stats[0].sum)), stats[0].count)
+
+
+def guarded_mean(record: Record, epsilon: float) -> Tensor:
+    """`sum / (count + epsilon)` of a mean, which is 0 instead of NaN if nothing counts. 0-dim."""
+    assert isinstance(record, Stat)
+    total, count = record.numbers
+    return total / (count + epsilon)

@@ -1,9 +1,12 @@
-"""A loss, its metrics and its gradient as one compiled function: `compiled_loss`.
+"""The ways to run a loss other than operation by operation.
 
-`loss` is the call, `call` its tensors as data, `trace` turns the eager pipeline into one graph,
-`two_stage_sums` cuts its sums for a GPU, and `cuda_graph` records and replays its kernels.
-`fused` is the way that `policy_loss` takes by itself on a GPU: `token_graph` and `token_program`
-write such a graph as two Triton kernels. `in_graph` is its way inside somebody's `torch.compile`.
+fused           on a GPU, two Triton kernels for loss, metrics and gradient
+token_graph     the operations of a traced loss, and each as a line of Triton
+token_program   those lines as the two kernels
+in_graph        one node inside a user's `torch.compile`
+two_stage_sums  the sums of that node, cut for a GPU
+loss            `compiled_loss`: `torch.compile` over that node
+call            the tensors of a call by name, and the results that graphs are traced from
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
-"""One call of a loss as data: its tensors by name, and the function of them that a graph is traced
+"""One call of a loss as data: its tensors by name, and the results that a graph of them is traced
 from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from policyloss.inputs import DIFFERENTIATED, Inputs
 from policyloss.loss import pipeline
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.policy_metrics import MetricsLevel
-from policyloss.records import Invalid
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 from policyloss.totals import GroupTokens, Totals
@@ -28,20 +27,6 @@ class Call(NamedTuple):
     tensors: dict[str, Tensor]
     dp_size: int | None
     leaves: tuple[str, ...]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for calls that one graph of fixed shapes can serve."""
-        exact = tuple(
-            [(name, x.dtype, x.device, x.shape, x.stride()) for name, x in self.tensors.items()]
-        )
-        return exact, self.dp_size, self.leaves
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Equal for calls that one graph of any shape may serve."""
-        kinds = tuple([(name, x.dtype, x.device, x.dim()) for name, x in self.tensors.items()])
-        return kinds, self.dp_size, self.leaves
 
 
 class _Known(torch.autograd.Function):
@@ -119,20 +104,21 @@ def rebuilt(call: Call) -> tuple[Tokens, Totals | None]:
 
 
 class Results(NamedTuple):
-    """What a call gives: its loss without a graph behind it, its metrics, and the gradients of its
-    leaves as `scaled` takes them.
+    """The loss of a call without a graph, its metrics, and the gradients of its leaves as `scaled`
+    takes them.
     """
 
     loss: Tensor
     metrics: Metrics
     known: list[Tensor]
-    invalid: Tensor | None
+
+    def packed(self) -> Tensor:
+        """The metrics as one tensor, and the loss, because there may be no metrics."""
+        return RecordPlaces.pack(self.metrics, self.loss)
 
 
 def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
-    """The eager pipeline, its metrics and its gradients. invalid: how many values of the mask are
-    wrong, None where they were checked.
-    """
+    """The eager pipeline, its metrics and its gradients."""
     x = call.tensors
     # Upcast first: a gradient is rounded to half precision after the backward has scaled it.
     wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
@@ -148,39 +134,7 @@ def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
         # The scale divides by a count of this very batch, for which the loop over the tokens need
         # not wait.
         known.append(parts.scale)
-    invalid = tokens.invalid.get("invalid_mask_values")
-    return Results(parts.loss.detach(), parts.metrics, known, invalid)
-
-
-def loss_function(
-    spec: LossSpec, level: MetricsLevel, call: Call, places: list[RecordPlaces], looks: bool
-) -> Callable[..., list[Tensor]]:
-    """`results_of` as a function of the call's tensors.
-
-    It gives [loss, packed metrics, gradient …, their scale if they are not scaled yet], and appends
-    to `places` where the metrics lie. looks: the caller looks at the count of wrong values in the
-    mask, the last of the packed numbers, and reports none.
-    """
-
-    def fused_call(*tensors: Tensor) -> list[Tensor]:
-        results = results_of(
-            spec, level, call._replace(tensors=dict(zip(call.tensors, tensors, strict=True)))
-        )
-        metrics = results.metrics
-        invalid = tensors[0].new_zeros((), dtype=torch.int32)
-        if looks:
-            invalid = invalid if results.invalid is None else results.invalid
-            metrics = Metrics(
-                {
-                    name: record
-                    for name, record in metrics.items()
-                    if not isinstance(record, Invalid)
-                }
-            )
-        places.append(RecordPlaces(metrics))
-        return [results.loss, RecordPlaces.pack(metrics, invalid), *results.known]
-
-    return fused_call
+    return Results(parts.loss.detach(), parts.metrics, known)
 
 
 def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:

@@ -21,14 +21,13 @@ from policyloss.arguments import is_compiling
 from policyloss.catalogue import AnyLoss
 from policyloss.compiled.call import (
     Call,
-    loss_function,
     numbers_of,
     requiring_grad,
+    results_of,
     with_gradients,
 )
-from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError
+from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError, traced
 from policyloss.compiled.token_program import TokenKernels, source_of
-from policyloss.compiled.trace import traced
 from policyloss.errors import PolicyLossError
 from policyloss.functional.collectives import outside_level
 from policyloss.functional.exact import is_exact
@@ -231,9 +230,14 @@ def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Ready | st
     if (0,) in outlines.values():
         return "a tensor has neither the shape of the tokens nor one number per sequence"
     tensors = {name: torch.zeros(outlines[name], dtype=x.dtype) for name, x in call.tensors.items()}
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        named = dict(zip(call.tensors, tensors, strict=True))
+        results = results_of(spec, level, call._replace(tensors=named))
+        places.append(RecordPlaces(results.metrics))
+        return [results.loss, results.packed(), *results.known]
+
     try:
-        example = call._replace(tensors=tensors)
-        function = loss_function(spec, level, example, places, looks=False)
         run = TokenKernels(source_of(traced(function, list(tensors.values()))))
     except (UnfitGraphError, PolicyLossError) as error:  # a wrong call is refused the other way
         return str(error)

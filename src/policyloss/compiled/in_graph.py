@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policyloss.arguments import tracing
 from policyloss.catalogue import as_spec
-from policyloss.compiled.call import Call, numbers_of, results_of, with_gradients
+from policyloss.compiled.call import Call, numbers_of, results_of, scaled, with_gradients
 from policyloss.compiled.two_stage_sums import InTwoStages
 from policyloss.errors import PolicyLossError
 from policyloss.functional.exact import is_exact
@@ -35,7 +35,22 @@ _REQUIRED = ("logp", "old_logp", "advantages", "mask")
 _places: dict[str, RecordPlaces] = {}
 
 
-def loss_in_graph(
+def loss_in_graph(*arguments: Any) -> LossOutput | None:
+    """`policy_loss` as one node, from the arguments of `_results`; None for a call that Dynamo must
+    trace line by line: with a callable of a user's, with collectives, with `extras`, or wrong (the
+    error is raised there, where Dynamo passes it on).
+    """
+    results = _results(True, *arguments)
+    return None if results is None else results[0]
+
+
+def gradients_in_graph(*arguments: Any) -> tuple[LossOutput, dict[str, Tensor]] | None:
+    """`loss_in_graph` without autograd, and the gradients of logp, entropy and divergence."""
+    return _results(False, *arguments)
+
+
+def _results(
+    differentiable: bool,
     spec: Any,
     logp: Any,
     old_logp: Any,
@@ -44,11 +59,8 @@ def loss_in_graph(
     totals: Any,
     level: MetricsLevel,
     optional: Mapping[str, Any],
-) -> LossOutput | None:
-    """`policy_loss` as one node; None for a call that is traced line by line: with a callable of a
-    user's, with collectives, with `extras`, or wrong (the error is raised there, where Dynamo hands
-    it on).
-    """
+) -> tuple[LossOutput, dict[str, Tensor]] | None:
+    """The output of the node, and the gradients unless the loss is differentiable."""
     text = as_spec(spec).as_json
     if text is None or is_exact():
         return None
@@ -63,6 +75,10 @@ def loss_in_graph(
     for x in tensors.values():
         if not isinstance(x, Tensor):
             return None
+    leaves = [name for name in ("logp", *DIFFERENTIATED) if name in tensors]
+    if differentiable:
+        enabled = torch.is_grad_enabled()
+        leaves = [name for name in leaves if enabled and tensors[name].requires_grad]
     dp_size = None
     if totals is not None:
         step = resolve(totals)
@@ -70,14 +86,14 @@ def loss_in_graph(
             dp_size = step.dp_size
             tensors = {**tensors, **numbers_of(step, logp.device)}
     names = tuple(tensors)
-    leaves = [n for n, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
     # All that the names of the metrics depend on.
     kind = f"{text} {level} {dp_size} {leaves} {names} {mask.dtype}"
-    results = _node(kind, text, level, dp_size, leaves, names, *tensors.values())
+    results = _node(kind, text, level, dp_size, leaves, differentiable, names, *tensors.values())
     if results is None:
         return None
-    loss, packed = results
-    return LossOutput(loss, Metrics.packed(_places_of(kind), packed))
+    loss, packed, *gradients = results
+    output = LossOutput(loss, Metrics.packed(_places_of(kind), packed))
+    return output, dict(zip(leaves, gradients, strict=False))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -97,18 +113,18 @@ def _node(
     level: MetricsLevel,
     dp_size: int | None,
     leaves: Sequence[str],
+    differentiable: bool,
     names: Sequence[str],
     *tensors: Tensor,
-) -> tuple[Tensor, Tensor] | None:
-    """The loss, which carries the gradients of `leaves`, and the packed metrics; None if the call
-    is wrong.
+) -> tuple[Tensor, ...] | None:
+    """The loss, the packed metrics, and unless the loss is differentiable, its gradients; None if
+    the call is wrong.
 
     It runs on stand-ins for tensors, once for Dynamo and once for the compiler behind it.
     """
     named = dict(zip(names, tensors, strict=True))
     logp = named["logp"]
-    carried = tuple(name for name in leaves if name in ("logp", *DIFFERENTIATED))
-    call = Call({name: x.detach() for name, x in named.items()}, dp_size, carried)
+    call = Call({name: x.detach() for name, x in named.items()}, dp_size, tuple(leaves))
     in_stages = InTwoStages(logp.numel()) if logp.is_cuda else nullcontext()
     try:
         check_level(level)
@@ -121,7 +137,9 @@ def _node(
     except PolicyLossError:
         return None
     _places[kind] = RecordPlaces(results.metrics)
-    loss = results.loss
-    if carried:
-        loss = with_gradients(loss, results.known, [named[name] for name in carried])
-    return loss, RecordPlaces.pack(results.metrics, results.loss)  # there may be no metrics
+    loss, of_leaves = results.loss, [named[name] for name in leaves]
+    packed = results.packed()
+    if not differentiable:
+        gradients = scaled(results.known, len(leaves), None)
+        return loss, packed, *(g.to(x.dtype) for g, x in zip(gradients, of_leaves, strict=True))
+    return with_gradients(loss, results.known, of_leaves) if leaves else loss, packed

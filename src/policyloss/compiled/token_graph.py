@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+
+from policyloss.arguments import tracing
 
 # The shape that graphs are traced with: sizes that no formula holds, so that a shape tells what a
 # tensor is.
@@ -17,6 +19,19 @@ ROWS, WIDTH = 5, 7
 
 class UnfitGraphError(Exception):
     """Why a graph cannot be such a pair of kernels."""
+
+
+def traced(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> GraphModule:
+    """The operations of `function(*examples)`.
+
+    The function runs once, on stand-ins that have shapes but no values, so it must not read a
+    value; it may use autograd.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad(), tracing():
+        graph: GraphModule = make_fx(function, tracing_mode="fake")(*examples)
+    return graph
 
 
 def _kind(x: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
-from policyloss.explanations.diff import plain, shown
+from policyloss.explanations.difference import plain, shown
 from policyloss.explanations.formula import Formula, formula
 from policyloss.explanations.framework_names import Elsewhere
 from policyloss.explanations.sources import Sourced, sources
@@ -52,7 +52,7 @@ class Explanation:
     @property
     def still_moved_by(self) -> str:
         """What still moves a token without gradient from the policy term, as a sentence or ""."""
-        pulls, of_teacher = self.spec.pulls, self.spec.divergence is not None
+        pulls, of_teacher = self.spec.kl_parts, self.spec.divergence is not None
         terms = ["the KL term"] if len(pulls) > of_teacher else []
         terms += ["the divergence from the teacher"] if of_teacher else []
         terms += ["the entropy bonus"] if self.spec.entropy_coef else []

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from policyloss.explanations.derive import Derived, Lines, derived, symbolic_tokens, with_names
-from policyloss.explanations.expression import Expression, bounded, constant, name, parse
+from policyloss.explanations.algebra.derive import (
+    Derived,
+    Lines,
+    derived,
+    symbolic_tokens,
+    with_names,
+)
+from policyloss.explanations.algebra.expression import Expression, bounded, constant, name, parse
 from policyloss.parts.data import is_part
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec
@@ -241,7 +247,7 @@ def _kl(spec: LossSpec) -> _Slot:
 
 def _pull_lines(spec: LossSpec) -> list[tuple[Any, str]]:
     """The parts of the `kl` slot, each with the name of its line: kl, kl_2, …"""
-    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.pulls, 1)]
+    return [(part, f"kl_{i}" if i > 1 else "kl") for i, part in enumerate(spec.kl_parts, 1)]
 
 
 class _Verdict(NamedTuple):

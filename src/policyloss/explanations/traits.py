@@ -56,7 +56,7 @@ def traits(spec: LossSpec) -> frozenset[str]:
     }
     words |= _trust_traits(spec.trust) | {
         type(spec.aggregate).__name__,
-        *(word for part in spec.pulls for word in getattr(part, "traits", ())),
+        *(word for part in spec.kl_parts for word in getattr(part, "traits", ())),
     }
     for part in spec.correction:
         words |= {type(part).__name__, *getattr(part, "traits", ())}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.explanations.expression import FALSE, binary, constant, unstopped
+from policyloss.explanations.algebra.expression import FALSE, binary, constant, unstopped
 from policyloss.explanations.formula import clamp_bounds, formula, raw_log_ratio, rejects
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes
 from policyloss.spec import LossSpec

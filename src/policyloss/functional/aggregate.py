@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.exact import exact_total, is_exact, total
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.segments import Sequences
 
 
@@ -51,26 +51,10 @@ def weighted_total(
     and what they share (0-dim) is the scale.
     """
     check_alignment("an aggregation must return one weight, or one per token", weight, x)
-    if is_exact():
-        return exact_total(_products(x, weight)).to(x.dtype), None
-    return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), shared)
+    return arithmetic().weighted_total(x, weight, shared)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """`Σ weight·x`. `x` must be 0 at masked positions (see `fill`)."""
     sums, scale = weighted_total(x, weight)
     return sums if scale is None else sums * scale
-
-
-def step_share(x: Tensor, weight: Tensor, loss: Tensor, dp_size: float) -> Tensor:
-    """What `loss = Σ weight·x` adds to the loss of the step: `loss / dp_size`, a sum to be merged.
-
-    0-dim; in the exact mode limbs `[3]`.
-    """
-    if is_exact():
-        return total(_products(x, weight) / dp_size)
-    return loss.detach() if isinstance(dp_size, int) and dp_size == 1 else loss.detach() / dp_size
-
-
-def _products(x: Tensor, weight: Tensor) -> Tensor:
-    return x.to(torch.float64) * weight.to(torch.float64)

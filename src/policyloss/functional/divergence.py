@@ -78,26 +78,6 @@ def slopes(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
     return -_times(student.exp(), gap)
 
 
-def slope_total(slopes_of_rows: Tensor, measure: Measure) -> Tensor:
-    """The sum of a whole row's `slopes`, exact where it is known: −1 for the forward KL."""
-    if measure.form == "forward":
-        return torch.full_like(slopes_of_rows[..., 0], -1)
-    return slopes_of_rows.sum(-1)
-
-
-def of_distributions(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
-    """The divergence of rows that hold every entry. `[..., V]`, `[..., V]` → `[...]`."""
-    if measure.form == "generalised":  # the probabilities of either row sum to 1
-        measure = measure._replace(kind="reverse")
-    return terms(student, teacher, measure).sum(-1)
-
-
-def whole_gradient(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
-    """Its gradient by the student's logits, `slopes − p_s·Σ slopes`. → `[..., V]`."""
-    each = slopes(student, teacher, measure)
-    return each - student.exp() * slope_total(each, measure).unsqueeze(-1)
-
-
 def on_support(
     student: Tensor, teacher: Tensor, measure: Measure, keep: Tensor | None = None
 ) -> Tensor:

@@ -2,89 +2,39 @@
 
 Floating-point addition depends on its order, so a sum over tokens depends on the layout. Here each
 number is split into three multiples of fixed powers of two, its limbs. Sums of limbs are exact in
-float64, whatever their order, so they are the same for every cut of a step; what is rounded is
-their result.
+float64, whatever their order, so they are the same for every cut of a step; only their result is
+rounded.
+
+`arithmetic()` returns the sums of the current mode: `Arithmetic` takes them in torch's order,
+`_ExactArithmetic` by limbs.
 
 Legend: `[..., 3]` limbs, float64: multiples of 1, 2⁻³⁰ and 2⁻⁶⁰.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
+from dataclasses import replace
 from functools import wraps
 from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from policyloss.arguments import check_flag
 from policyloss.functional.collectives import all_max, all_sum
+from policyloss.functional.masking import accumulator_dtype
 
-# The limbs of one number but the first are at most half of the quantum before, 2²⁹ of their own.
-# Sums of 2²⁴ of them fit into the 53 bits of a float64; so do those of the first up to 9e15.
+if TYPE_CHECKING:
+    from policyloss.functional.segments import Sequences
+
+# Every limb of a number but the first is at most half of the quantum before it, so at most 2²⁹
+# quanta. Sums of 2²⁴ of them fit into the 53 bits of a float64; so do sums of the first limbs up to
+# 9e15.
 QUANTA = (1.0, 2.0**-30, 2.0**-60)
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _Mode:
-    exact = False
-    open_blocks: list[_Block] = []  # noqa: RUF012, of the process
-    lock = Lock()
-
-
-class _Block(ContextDecorator):
-    """The block that began last decides; threads may leave theirs in any order."""
-
-    def __init__(self, on: bool) -> None:
-        self.on = on
-
-    def __enter__(self) -> None:
-        with _Mode.lock:
-            _Mode.open_blocks.append(self)
-            _Mode.exact = self.on
-
-    def __exit__(self, *error: object) -> None:
-        with _Mode.lock:
-            blocks = _Mode.open_blocks
-            del blocks[max(i for i, block in enumerate(blocks) if block is self)]
-            _Mode.exact = blocks[-1].on if blocks else False
-
-
-def exact(on: bool = True) -> _Block:
-    """Within this context equal inputs give equal bits: `with policyloss.exact(): …`.
-
-    The log-probability, entropy and gradient of a token do not depend on the tokens beside it, and
-    the loss and metrics of a step do not depend on how it was cut into calls, padded or packed, or
-    spread over processes. `docs/bits.md` says what is promised, what it costs, and what is not.
-    The mode belongs to the process, like torch's deterministic algorithms; of the blocks that are
-    open, in any thread, the one that began last decides. A backward keeps the mode of its forward.
-    `@policyloss.exact()` above a function puts its calls into such a block.
-    """
-    check_flag("on", on)
-    return _Block(on)
-
-
-def is_exact() -> bool:
-    """Whether the mode is on."""
-    return _Mode.exact
-
-
-def stays_eager(function: F) -> F:
-    """`function`, which in the exact mode no compiler traces.
-
-    A compiler chooses kernels and the order of sums by itself, and the bits would follow from the
-    shape.
-    """
-
-    @wraps(function)
-    def eager(*args: Any, **kwargs: Any) -> Any:
-        if is_exact() and torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return function(*args, **kwargs)
-
-    return cast(F, eager)
 
 
 def limbs(x: Tensor) -> Tensor:
@@ -107,7 +57,7 @@ def folded(x: Tensor) -> Tensor:
 
 
 def as_limbs(x: Tensor) -> Tensor:
-    """A 0-dim number as limbs `[3]` without splitting it; limbs as they are."""
+    """A 0-dim number as limbs `[3]`, without splitting it. Limbs are returned unchanged."""
     return x if x.dim() else torch.stack([x, torch.zeros_like(x), torch.zeros_like(x)])
 
 
@@ -116,27 +66,18 @@ def added(a: Tensor, b: Tensor) -> Tensor:
     return a + b if a.dim() == b.dim() else as_limbs(a) + as_limbs(b)
 
 
-def total(x: Tensor, start: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """`start + Σ x`, in `dtype`: 0-dim, but limbs `[3]` in the exact mode."""
-    if not is_exact():
-        sums = x.sum(dtype=dtype)
-        return sums if start is None else sums + start
-    sums = limbs(x.detach().reshape(-1)).sum(0)
-    return sums if start is None else sums + as_limbs(start.to(torch.float64))
-
-
 def unit_of(top: Tensor) -> Tensor:
     """The power of two by which numbers of at most this size become smaller than 2²⁸.
 
-    Measured in it, a sum over numbers that are all there keeps its digits, however small or large
-    they are, and stays exact: 2²⁴ numbers sum up to less than 2⁵³. It is 1 where `top` is 0 or not
-    finite. `[...]` → `[...]`, float64.
+    Measured in it, a sum keeps its digits however small or large its numbers are, and stays exact:
+    2²⁴ numbers sum up to less than 2⁵³. It is 1 where `top` is 0 or not finite.
+    `[...]` → `[...]`, float64.
     """
     wide = top.to(torch.float64)
     has_size = wide.isfinite() & (wide != 0)
     exponent = torch.frexp(torch.where(has_size, wide, 1)).exponent
     one = torch.ones_like(wide)
-    # Within what a float64 can hold, and its inverse, too.
+    # A float64 must hold the unit and its inverse.
     unit = torch.ldexp(one, (exponent - 28).clamp(-1000, 1000))
     return torch.where(has_size, unit, one)
 
@@ -175,6 +116,229 @@ def exact_total(x: Tensor) -> Tensor:
     return out
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """`1 / (1 + e⁻ˣ)`. torch's own has other bits at the end of a tensor, on a CPU."""
-    return 1 / (1 + torch.exp(-x)) if is_exact() else torch.sigmoid(x)
+def _exact_sequence_sum(x: Tensor, sequences: Sequences, group: Any) -> Tensor:
+    """The sum of each sequence `[S]`, over the ranks of `group`, rounded once."""
+    unit = unit_of(replace(sequences, cp_group=group).max(x.abs()))
+    parts = limbs(x.to(torch.float64) / sequences.spread(unit))
+    if sequences.offsets is None:
+        sums = parts.sum(-2)
+    else:
+        sums = torch.segment_reduce(
+            parts.reshape(-1, parts.shape[-1]),
+            "sum",
+            offsets=sequences.offsets,
+            axis=0,
+            unsafe=True,
+            initial=0,
+        )
+    return (folded(all_sum(sums, group)) * unit).to(x.dtype)
+
+
+class _ExactSequenceSum(torch.autograd.Function):
+    """Its adjoint gives each token the gradient of its sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequences: Sequences) -> Tensor:
+        ctx.sequences = sequences
+        return _exact_sequence_sum(x, sequences, sequences.cp_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        sequences = ctx.sequences
+        # Every rank's loss reads the sum, so gradients are summed over ranks, too.
+        return sequences.spread(all_sum(grads[0], sequences.cp_group)), None
+
+
+class _ExactSpread(torch.autograd.Function):
+    """Its adjoint is an exact sum on this rank."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, sequences: Sequences) -> Tensor:
+        ctx.sequences = sequences
+        return sequences.spread(s)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _exact_sequence_sum(grads[0], ctx.sequences, None), None
+
+
+class Arithmetic:
+    """Sums in the order that torch chooses."""
+
+    is_exact: ClassVar[bool] = False
+
+    def total(
+        self, x: Tensor, start: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """`start + Σ x`, in `dtype`: 0-dim, or limbs `[3]`, which records merge."""
+        sums = x.sum(dtype=dtype)
+        return sums if start is None else sums + start
+
+    def totals_over(
+        self, groups: Sequence[Any], *xs: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        """The sum of each of `xs` over this rank and those of every group, 0-dim, in `dtype`."""
+        sums = torch.stack([self.total(x, dtype=dtype) for x in xs])
+        for group in groups:
+            sums = all_sum(sums, group)
+        return sums.unbind()
+
+    def scaled_totals_over(self, groups: Sequence[Any], *xs: Tensor) -> tuple[Tensor, ...]:
+        """`totals_over` of numbers of any size; may take a collective more for each of `xs`."""
+        return self.totals_over(groups, *xs)
+
+    def weighted_total(
+        self, x: Tensor, weight: Tensor, shared: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `functional.aggregate.weighted_total`."""
+        return (x.sum(), weight) if weight.dim() == 0 else ((x * weight).sum(), shared)
+
+    def step_share(
+        self, x: Tensor, weight: Tensor, shared: Tensor | None, loss: Tensor, dp_size: float
+    ) -> Tensor:
+        """The part of the step's loss that `loss = Σ weight·x·shared` is: `loss / dp_size`.
+
+        0-dim, or limbs `[3]`, which records merge.
+        """
+        loss = loss.detach()
+        return loss if isinstance(dp_size, int) and dp_size == 1 else loss / dp_size
+
+    def sequence_sum(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """See `Sequences.sum`."""
+        return sequences.across(sequences.sum_here(x))
+
+    def sequence_sums(self, xs: Sequence[Tensor], sequences: Sequences) -> tuple[Tensor, ...]:
+        """See `Sequences.sums`."""
+        here = [sequences.sum_here(x) for x in xs]
+        if sequences.cp_group is None:
+            return tuple(here)
+        together = sequences.across(torch.stack([s.to(accumulator_dtype(s.device)) for s in here]))
+        return tuple(total.to(s.dtype) for total, s in zip(together.unbind(), here, strict=True))
+
+    def expand(self, s: Tensor, sequences: Sequences) -> Tensor:
+        """`Sequences.expand` of numbers that carry a gradient."""
+        return sequences.spread(s)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """`1 / (1 + e⁻ˣ)`."""
+        return torch.sigmoid(x)
+
+
+class _ExactArithmetic(Arithmetic):
+    """Sums by limbs: the same bits for every layout of the same numbers."""
+
+    is_exact: ClassVar[bool] = True
+
+    def total(
+        self, x: Tensor, start: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        sums = limbs(x.detach().reshape(-1)).sum(0)
+        return sums if start is None else sums + as_limbs(start.to(torch.float64))
+
+    def totals_over(
+        self, groups: Sequence[Any], *xs: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return tuple(map(folded, super().totals_over(groups, *xs)))
+
+    def scaled_totals_over(self, groups: Sequence[Any], *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(exact_sum(x, *groups) for x in xs)
+
+    def weighted_total(
+        self, x: Tensor, weight: Tensor, shared: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return exact_total(_products(x, weight, shared)).to(x.dtype), None
+
+    def step_share(
+        self, x: Tensor, weight: Tensor, shared: Tensor | None, loss: Tensor, dp_size: float
+    ) -> Tensor:
+        return self.total(_products(x, weight, shared) / dp_size)
+
+    def sequence_sum(self, x: Tensor, sequences: Sequences) -> Tensor:
+        if not x.is_floating_point():
+            return super().sequence_sum(x, sequences)
+        sums: Tensor = _ExactSequenceSum.apply(x, sequences)  # type: ignore[no-untyped-call]
+        return sums
+
+    def sequence_sums(self, xs: Sequence[Tensor], sequences: Sequences) -> tuple[Tensor, ...]:
+        return tuple(self.sequence_sum(x, sequences) for x in xs)
+
+    def expand(self, s: Tensor, sequences: Sequences) -> Tensor:
+        spread: Tensor = _ExactSpread.apply(s, sequences)  # type: ignore[no-untyped-call]
+        return spread
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        # torch.sigmoid has other bits at the end of a tensor, on a CPU.
+        return 1 / (1 + torch.exp(-x))
+
+
+def _products(x: Tensor, weight: Tensor, shared: Tensor | None) -> Tensor:
+    weight = weight if shared is None else weight * shared
+    return x.to(torch.float64) * weight.to(torch.float64)
+
+
+_ORDINARY, _EXACT = Arithmetic(), _ExactArithmetic()
+
+
+class _Mode:
+    arithmetic: Arithmetic = _ORDINARY
+    open_blocks: list[_Block] = []  # noqa: RUF012, of the process
+    lock = Lock()
+
+
+def arithmetic() -> Arithmetic:
+    """The sums of the current mode."""
+    return _Mode.arithmetic
+
+
+class _Block(ContextDecorator):
+    """The block that began last decides; threads may leave theirs in any order."""
+
+    def __init__(self, on: bool) -> None:
+        self.arithmetic = _EXACT if on else _ORDINARY
+
+    def __enter__(self) -> None:
+        with _Mode.lock:
+            _Mode.open_blocks.append(self)
+            _Mode.arithmetic = self.arithmetic
+
+    def __exit__(self, *error: object) -> None:
+        with _Mode.lock:
+            blocks = _Mode.open_blocks
+            del blocks[max(i for i, block in enumerate(blocks) if block is self)]
+            _Mode.arithmetic = blocks[-1].arithmetic if blocks else _ORDINARY
+
+
+def exact(on: bool = True) -> _Block:
+    """Within this context equal inputs give equal bits: `with policyloss.exact(): …`.
+
+    The log-probability, entropy and gradient of a token do not depend on the other tokens, and the
+    loss and metrics of a step do not depend on how it was cut into calls, padded or packed, or
+    spread over processes. `docs/bits.md` lists what is guaranteed, what it costs, and what is not
+    covered.
+    The mode belongs to the process, like torch's deterministic algorithms; of the blocks that are
+    open, in any thread, the one that began last decides. A backward keeps the mode of its forward.
+    `@policyloss.exact()` above a function runs its calls in such a block.
+    """
+    check_flag("on", on)
+    return _Block(on)
+
+
+def is_exact() -> bool:
+    """Whether the mode is on."""
+    return _Mode.arithmetic.is_exact
+
+
+def stays_eager(function: F) -> F:
+    """`function`, which no compiler traces in the exact mode.
+
+    A compiler chooses kernels and the order of sums by itself, so the bits would depend on the
+    shape.
+    """
+
+    @wraps(function)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and is_exact():
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return function(*args, **kwargs)
+
+    return cast(F, eager)

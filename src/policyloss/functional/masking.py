@@ -14,8 +14,10 @@ from policyloss.arguments import is_compiling
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any of `tensors` is float64, else float32: half precision is never subtracted."""
-    dtypes = [x.dtype for x in tensors if x is not None]
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+    for x in tensors:
+        if x is not None and x.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ Legend: S sequences, `x` token-shaped (`[B, T]` or `[N]`), `s` one number per se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from policyloss.arguments import check_group, check_like, check_tensor, description
 from policyloss.errors import InputError
-from policyloss.functional.collectives import all_max, all_sum
-from policyloss.functional.exact import folded, is_exact, limbs, unit_of
+from policyloss.functional.collectives import all_max
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
 from policyloss.functional.stats import count
 
@@ -88,37 +88,6 @@ class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _AllReduceSum.apply(grads[0].contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
-
-
-class _ExactSum(torch.autograd.Function):
-    """`Sequences.sum` in the exact mode, the same bits for padded rows and packs.
-
-    Its adjoint gives each token the gradient of its sequence.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sequences: Sequences) -> Tensor:
-        ctx.sequences = sequences
-        return sequences._exact_sum(x, sequences.cp_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        sequences = ctx.sequences
-        # Every rank's loss reads the sum, so gradients are summed over ranks, too.
-        return sequences._spread(all_sum(grads[0], sequences.cp_group)), None
-
-
-class _ExactSpread(torch.autograd.Function):
-    """`Sequences.expand` in the exact mode; its adjoint is an exact sum on this rank."""
-
-    @staticmethod
-    def forward(ctx: Any, s: Tensor, sequences: Sequences) -> Tensor:
-        ctx.sequences = sequences
-        return sequences._spread(s)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.sequences._exact_sum(grads[0], None), None
 
 
 def _segment_ids(offsets: Tensor, n: int) -> Tensor:
@@ -254,50 +223,20 @@ class Sequences:
 
         Flags and integers give exact int64 counts.
         """
-        if x.is_floating_point() and is_exact():
-            exact_sum: Tensor = _ExactSum.apply(x, self)  # type: ignore[no-untyped-call]
-            return exact_sum
-        return self._across(self._sum_here(x))
+        return arithmetic().sequence_sum(x, self)
 
     def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """`sum` of each of `xs`; with a context-parallel group, in one all-reduce for all."""
-        if is_exact():
-            return tuple(self.sum(x) for x in xs)
-        here = [self._sum_here(x) for x in xs]
-        if self.cp_group is None:
-            return tuple(here)
-        together = self._across(torch.stack([s.to(accumulator_dtype(s.device)) for s in here]))
-        return tuple(total.to(s.dtype) for total, s in zip(together.unbind(), here, strict=True))
+        return arithmetic().sequence_sums(xs, self)
 
-    def _sum_here(self, x: Tensor) -> Tensor:
+    def sum_here(self, x: Tensor) -> Tensor:
+        """Per-sequence sums of this rank's tokens, in torch's order."""
         if self.offsets is None or self.ids is None:
             return x.sum(dim=-1, dtype=sum_dtype(x))
         return segment_sum(x.reshape(-1), self.offsets, self.ids)
 
-    def _exact_sum(self, x: Tensor, group: Any) -> Tensor:
-        """`[S]`, over the ranks of `group`, rounded once."""
-        unit = unit_of(replace(self, cp_group=group).max(x.abs()))
-        parts = limbs(x.to(torch.float64) / self._spread(unit))
-        if self.offsets is None:
-            sums = parts.sum(-2)
-        else:
-            sums = torch.segment_reduce(
-                parts.reshape(-1, parts.shape[-1]),
-                "sum",
-                offsets=self.offsets,
-                axis=0,
-                unsafe=True,
-                initial=0,
-            )
-        return (folded(all_sum(sums, group)) * unit).to(x.dtype)
-
-    def _spread(self, s: Tensor) -> Tensor:
-        """`expand` without a gradient."""
-        if self.ids is None:
-            return s.unsqueeze(-1).expand(self.shape)
-        return s[self.ids].view(self.shape)
-
-    def _across(self, s: Tensor) -> Tensor:
+    def across(self, s: Tensor) -> Tensor:
+        """`s` summed over the ranks of the context-parallel group, with its gradient."""
         if self.cp_group is None:
             return s
         total: Tensor = _AllReduceSum.apply(s, self.cp_group)  # type: ignore[no-untyped-call]
@@ -321,9 +260,10 @@ class Sequences:
 
     def expand(self, s: Tensor) -> Tensor:
         """Give each token its sequence's number. `[S]` → token-shaped."""
-        if s.requires_grad and is_exact():
-            exact_spread: Tensor = _ExactSpread.apply(s, self)  # type: ignore[no-untyped-call]
-            return exact_spread
+        return arithmetic().expand(s, self) if s.requires_grad else self.spread(s)
+
+    def spread(self, s: Tensor) -> Tensor:
+        """`expand`, whose adjoint sums in torch's order."""
         if self.offsets is None or self.ids is None:
             return s.unsqueeze(-1).expand(self.shape)
         spread: Tensor = _Spread.apply(s, self.offsets, self.ids)  # type: ignore[no-untyped-call]

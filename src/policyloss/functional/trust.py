@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.exact import sigmoid
+from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import binary_divergence
-from policyloss.functional.masking import where_equal
+from policyloss.functional.masking import accumulator_dtype, where_equal
 from policyloss.functional.precomputed import first_derivative_only
 from policyloss.functional.segments import Sequences
+
+# How many roundings a mean may be off by: some of its sum, and one of each number in it.
+ROUNDINGS = 16
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -138,7 +141,7 @@ def soft_gated(
     Slope −A at r = 1, fading on both sides.
     """
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
-    return -advantages * (4 / tau) * sigmoid(tau * (ratio - 1))
+    return -advantages * (4 / tau) * arithmetic().sigmoid(tau * (ratio - 1))
 
 
 def outside_band(
@@ -231,6 +234,40 @@ def covariance(
 ) -> Tensor:
     """Each token's share of the covariance, `(A - Ā)·(logp - mean logp)`. Detached."""
     return (advantages - advantage_mean) * (logp.detach() - logp_mean)
+
+
+def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> dict[str, Tensor]:
+    """The number of valid tokens, and the mean and rounding of advantages and logp. All 0-dim.
+
+    They are taken over the ranks of every group. A rounding is how far two equal numbers may lie
+    apart once a mean was subtracted: some units in the last place of the mean size. Both tensors
+    must be 0 where masked.
+    """
+    wide = accumulator_dtype(mask.device)
+    terms = (mask, advantages, logp, advantages.abs(), logp.abs())
+    tokens, *sums = arithmetic().totals_over(groups, *terms, dtype=wide)
+    means = (torch.stack(sums) / tokens.clamp(min=1)).to(logp.dtype)
+    roundings = means[2:] * (ROUNDINGS * torch.finfo(logp.dtype).eps)
+    return {
+        "tokens": tokens,
+        "advantage_mean": means[0],
+        "logp_mean": means[1],
+        "advantage_rounding": roundings[0],
+        "logp_rounding": roundings[1],
+    }
+
+
+def step_covariance(advantages: Tensor, logp: Tensor, means: dict[str, Tensor]) -> Tensor:
+    """Each token's `covariance`, detached; exactly 0 for a number that equals its mean.
+
+    Numbers that are equal up to rounding count as equal. A mean is rounded, differently for every
+    layout of a batch: where all advantages are equal, their distances from it are that rounding
+    alone, and an order by them would be an order by chance.
+    """
+    cov = covariance(logp, advantages, means["logp_mean"], means["advantage_mean"])
+    at_mean = (advantages - means["advantage_mean"]).abs() <= means["advantage_rounding"]
+    at_mean = at_mean | ((logp.detach() - means["logp_mean"]).abs() <= means["logp_rounding"])
+    return torch.where(at_mean & ~cov.isnan(), 0, cov)
 
 
 def draw(seed: int, *keys: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.head.comparison import Compared
 from policyloss.head.head import Head, Index, Rows, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
 from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradient
+from policyloss.head.teacher.comparison import Compared
 from policyloss.head.tiles import tree
 
 

@@ -29,16 +29,18 @@ from policyloss.head.tiles import Tiles
 from policyloss.head.vocab_parallel import Vocabulary
 
 if TYPE_CHECKING:
-    from policyloss.head.comparison import Compared
+    from policyloss.head.teacher.comparison import Compared
 
 Index = Tensor | slice
 
 
 class LogProbs(NamedTuple):
-    """The `logp` of each token's id, and the `entropy` of the distribution it was drawn from."""
+    """The `logp` of each token's id, and the `entropy` of the distribution it was drawn from; None
+    if it was not computed.
+    """
 
     logp: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from policyloss.head.backward import (
     gradients_in_parts,
     keep_probabilities,
 )
-from policyloss.head.comparison import Compared, Comparison, asked, examined
-from policyloss.head.entry_rows import Entries
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
-from policyloss.head.pair_rows import PairStatistics
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Partials, Statistics, finished
 from policyloss.head.support import Support, SupportArgument
+from policyloss.head.teacher.comparison import Compared, Comparison, asked, examined
+from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
     check_ids,
@@ -42,51 +41,6 @@ from policyloss.head.validate import (
 from policyloss.head.vocab_parallel import Vocabulary
 
 
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    entropy: Literal[False] = False,
-    mask: Tensor | None = None,
-    plan: str | Plan = "auto",
-    *,
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> Tensor: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    *,
-    entropy: Literal[True],
-    mask: Tensor | None = None,
-    plan: str | Plan = "auto",
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> LogProbs: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
-    mask: Tensor | None = None,
-    plan: str | Plan = "auto",
-    *,
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> Tensor | LogProbs: ...
 @stays_eager
 def linear_logprobs(
     hidden: Tensor,
@@ -101,8 +55,8 @@ def linear_logprobs(
     softcap: float | None = None,
     vocab_group: Any = None,
     support: SupportArgument | None = None,
-) -> Tensor | LogProbs:
-    """Log-probability of each token under `softmax(hidden @ weight.T)`, and its entropy if asked.
+) -> LogProbs:
+    """Log-probability of each token under `softmax(hidden @ weight.T)`, and the entropy.
 
     `log_softmax((hidden @ weight.T + bias).float() / temperature, -1).gather(-1, ids)`, computed
     window by window with float32 logits. The gradient reaches hidden, weight and bias, through the
@@ -119,12 +73,13 @@ def linear_logprobs(
     entries that the sampler of each token kept, those of token i (counted over all tokens, row by
     row) at `ids[offsets[i]:offsets[i+1]]`; the softmax, its entropy and its gradient are then over
     these alone.
-    → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
+    → `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
+    without `entropy=True`.
     """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
-    outputs = rows_with_gradient(hidden, weight, bias, head, mask, plan, Outputs(entropy=entropy))
-    logp: Tensor = outputs[0].view(ids.shape)
-    return LogProbs(logp, outputs[1].view(ids.shape)) if entropy else logp
+    sources = (hidden, weight, bias)
+    outputs = rows_with_gradient(sources, head, mask, plan, Outputs(entropy=entropy))
+    return LogProbs(outputs[0].view(ids.shape), outputs[1].view(ids.shape) if entropy else None)
 
 
 class Outputs(NamedTuple):
@@ -135,25 +90,22 @@ class Outputs(NamedTuple):
     comparison: Comparison | None = None
 
 
-def rows_with_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    head: Head,
-    mask: Tensor | None,
-    plan: str | Plan,
-    outputs: Outputs,
-) -> Any:
-    """logp, entropy and divergence of every row, flat, each with its gradient; None if not wanted.
+# Hidden states, weight and bias of the caller, to which the gradients go.
+Sources = tuple[Tensor, Tensor, Tensor | None]
 
-    head: that of hidden, weight and bias.
+
+def rows_with_gradient(
+    sources: Sources, head: Head, mask: Tensor | None, plan: str | Plan, outputs: Outputs
+) -> Any:
+    """logp, entropy and divergence of every row, flat, each with its gradient; None if unwanted.
+
+    head: the head of `sources`.
     """
-    valid = check_mask(mask, head.ids.view(hidden.shape[:-1]))
+    valid = check_mask(mask, head.ids.view(sources[0].shape[:-1]))
     index = live_rows(valid)
-    work = work_of(hidden, weight, bias, head, index, outputs)
-    chosen = logprob_plan(head, work, plan)
+    chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)
     ask = partial(asked, head, outputs.comparison, valid)
-    return _LinearLogprobs.apply(hidden, weight, bias, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
+    return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
 
 
 def head_of(
@@ -193,20 +145,18 @@ def live_rows(valid: Tensor | None) -> Tensor | None:
     return None if index.shape[0] == valid.shape[0] else index
 
 
-def work_of(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    head: Head,
-    index: Tensor | None,
-    outputs: Outputs = Outputs(),  # noqa: B008, a value
-) -> Work:
-    """The work of a call, as far as its arguments determine it."""
+def work_of(sources: Sources, head: Head, index: Tensor | None, outputs: Outputs) -> Work:
+    """The work of a call that computes the rows at `index`."""
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
-    wanted = torch.is_grad_enabled()
-    other = weight.requires_grad or (bias is not None and bias.requires_grad)
-    work = Work(n, computed, computed, wanted and hidden.requires_grad, wanted and other)
+    wanted = Wanted.of(*sources)
+    work = Work(
+        n,
+        computed,
+        computed,
+        hidden_gradient=wanted.hidden is not None,
+        weight_gradient=wanted.weight is not None or wanted.bias is not None,
+    )
     return work.beside(outputs.comparison)._replace(
         stashes=outputs.logp + (outputs.comparison is not None)
     )

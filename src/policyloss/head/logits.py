@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,42 +43,6 @@ from policyloss.head.vocab_parallel import Vocabulary
 COPY_BYTES = 256 << 20  # of logits that are restricted to a support at a time
 
 
-@overload
-def logprobs(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float | Tensor = 1.0,
-    entropy: Literal[False] = False,
-    *,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-    overwrite_logits: bool = False,
-    support: SupportArgument | None = None,
-) -> Tensor: ...
-@overload
-def logprobs(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float | Tensor = 1.0,
-    *,
-    entropy: Literal[True],
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-    overwrite_logits: bool = False,
-    support: SupportArgument | None = None,
-) -> LogProbs: ...
-@overload
-def logprobs(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
-    *,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-    overwrite_logits: bool = False,
-    support: SupportArgument | None = None,
-) -> Tensor | LogProbs: ...
 @stays_eager
 def logprobs(
     logits: Tensor,
@@ -90,8 +54,8 @@ def logprobs(
     softcap: float | None = None,
     overwrite_logits: bool = False,
     support: SupportArgument | None = None,
-) -> Tensor | LogProbs:
-    """Log-probability of each token under `softmax(logits / temperature)`, and entropy if asked.
+) -> LogProbs:
+    """Log-probability of each token under `softmax(logits / temperature)`, and the entropy.
 
     `log_softmax(logits.float() / temperature, -1).gather(-1, ids)` with float32 statistics, reading
     the logits once. The gradient reaches the logits, through the log-probabilities and through the
@@ -103,7 +67,8 @@ def logprobs(
     overwrite_logits: the backward writes the gradient into the memory of the logits; do not use
     them after it. support: `(ids, offsets)`, the entries that the sampler of each token kept, as in
     `linear_logprobs`.
-    → `[...]` float32 (float64 for float64); with `entropy=True`, `LogProbs(logp, entropy)`.
+    → `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
+    without `entropy=True`.
     """
     check_logits(logits)
     if hasattr(logits, "full_tensor"):
@@ -136,8 +101,7 @@ def logprobs(
     with beside(moment, logits.device):
         answer = later(strays(head, valid))
     refuse_strays(answer(), head, valid)
-    logp: Tensor = outputs[0].view(tokens)
-    return LogProbs(logp, outputs[1].view(tokens)) if entropy else logp
+    return LogProbs(outputs[0].view(tokens), outputs[1].view(tokens) if entropy else None)
 
 
 class _Logprobs(torch.autograd.Function):

@@ -16,25 +16,32 @@ from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
 from policyloss.head.backward import Gradients, Sums, Wanted
-from policyloss.head.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.head import Head
-from policyloss.head.linear import Outputs, head_of, live_rows, rows_with_gradient, work_of
+from policyloss.head.linear import (
+    Outputs,
+    Sources,
+    head_of,
+    live_rows,
+    rows_with_gradient,
+    work_of,
+)
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
 from policyloss.head.support import SupportArgument
+from policyloss.head.teacher.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.validate import check_mask
-from policyloss.head.walk import run_windows
 from policyloss.head.windows import (
     Batch,
     batch_of,
     entropy_has_slope,
+    run_windows,
     sequence_windows,
     token_windows,
 )
 from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tensors
 from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
+from policyloss.parts.correction import GivenWeight
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.precomputed import GivenWeight
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
@@ -97,26 +104,23 @@ def linear_policy_loss(
     states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
     takes four matmuls. The teacher gets no gradient.
     """
-    return _Call.of(
+    check_level(metrics)
+    spec = ready_spec(spec)
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
+    call = _HeadLoss(
         spec,
-        hidden,
-        weight,
-        ids,
-        old_logp,
-        advantages,
-        mask,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        totals=totals,
-        vocab_group=vocab_group,
-        plan=plan,
-        skip_zero_advantage=skip_zero_advantage,
-        support=support,
-        teacher=teacher,
-        metrics=metrics,
-        **tensors,
-    ).run()
+        (hidden, weight, bias),
+        head,
+        _inputs(hidden, head, old_logp, advantages, mask, tensors),
+        resolve(totals),
+        comparison_of_spec(spec, teacher, head, tuple(ids.shape)),
+        isinstance(old_logp, str),
+        skip_zero_advantage,
+    )
+    batch, work, chosen = call.decide(plan)
+    if batch is None or chosen.name in ("recompute", "stash"):
+        return call.compose(chosen, metrics)
+    return call.run_windows(batch, work, chosen, metrics)
 
 
 def explain_plan(
@@ -127,157 +131,102 @@ def explain_plan(
     old_logp: Tensor | Literal["current"] | None = None,
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
-    **arguments: Any,
-) -> Plan:
-    """The plan that `linear_policy_loss` takes with these very arguments, and why; no logits are
-    made.
-
-    With spec None, the plan that `linear_logprobs` takes, or `linear_divergence` if there is a
-    `teacher`; old_logp and advantages are then not needed. Counts are read back to the host, and
-    with `vocab_group` every rank must call it.
-    """
-    if spec is None:
-        return _plan_of_logprobs(hidden, weight, ids, mask=mask, **arguments)
-    if advantages is None or mask is None:
-        raise InputError(
-            "explain_plan of a loss needs advantages and mask, which say which rows matter."
-        )
-    return (
-        _Call.of(spec, hidden, weight, ids, old_logp, advantages, mask, **arguments).decide().plan
-    )
-
-
-def _plan_of_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
+    *,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    plan: str | Plan = "auto",
     softcap: float | None = None,
+    totals: Totals | Literal["local"] | None = None,
     vocab_group: Any = None,
-    entropy: bool = False,
+    plan: str | Plan = "auto",
+    skip_zero_advantage: bool = False,
     support: SupportArgument | None = None,
     teacher: Teacher | TopK | Tensor | None = None,
-    **measure: Any,
+    **arguments: Any,
 ) -> Plan:
-    """`entropy` changes no plan, but belongs to the arguments of `linear_logprobs`."""
+    """The plan that `linear_policy_loss` takes with the same arguments, and the reason for it.
+
+    No logits are computed. With spec None, it is the plan of `linear_logprobs`, or of
+    `linear_divergence` if there is a `teacher`; old_logp and advantages are then not needed. Counts
+    are read back to the host, and with `vocab_group` every rank must call it.
+    """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
-    outputs = Outputs()
-    if teacher is not None:
-        part = Divergence(measure.pop("kind", "reverse"), 1.0, **measure)
-        comparison = comparison_of(teacher, part.measure, head, tuple(ids.shape))
-        outputs = Outputs(logp=False, comparison=comparison)
-    index = live_rows(check_mask(mask, ids))
-    return logprob_plan(head, work_of(hidden, weight, bias, head, index, outputs), plan)
+    sources, tokens = (hidden, weight, bias), tuple(ids.shape)
+    if spec is None:
+        outputs = Outputs()
+        if teacher is not None:
+            part = Divergence(arguments.pop("kind", "reverse"), 1.0, **arguments)
+            outputs = Outputs(False, False, comparison_of(teacher, part.measure, head, tokens))
+        index = live_rows(check_mask(mask, ids))
+        return logprob_plan(head, work_of(sources, head, index, outputs), plan)
+    if advantages is None or mask is None:
+        raise InputError("explain_plan of a loss needs advantages and mask: they select the rows.")
+    check_level(arguments.pop("metrics", "all"))
+    spec = ready_spec(spec)
+    inputs = _inputs(hidden, head, old_logp, advantages, mask, arguments)
+    comparison = comparison_of_spec(spec, teacher, head, tokens)
+    on_policy, skip = isinstance(old_logp, str), skip_zero_advantage
+    step = resolve(totals)
+    call = _HeadLoss(spec, sources, head, inputs, step, comparison, on_policy, skip)
+    return call.decide(plan).plan
 
 
-class _Decided(NamedTuple):
-    """What a call does. batch: None if windows cannot know the gradient."""
+def _inputs(
+    hidden: Tensor, head: Head, old_logp: Any, advantages: Any, mask: Any, tensors: Any
+) -> Inputs:
+    """The inputs of `policy_loss`, with zeros for the logp that the head will compute."""
+    for name in DIFFERENTIATED:
+        if name in tensors:
+            raise InputTypeError(
+                f"{name} is no argument of linear_policy_loss: the head computes it."
+            )
+    logp = torch.zeros(hidden.shape[:-1], dtype=head.dtype, device=hidden.device)
+    return Inputs.of(logp, old_logp, advantages, mask, tensors)
 
-    head: Head
+
+class _Decision(NamedTuple):
+    """How a call runs. batch: None if a window does not determine its gradient."""
+
     batch: Batch | None
     work: Work
     plan: Plan
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One `linear_policy_loss`. inputs: what `policy_loss` takes; its logp holds zeros until it is
-    computed.
+class _HeadLoss:
+    """A loss on the log-probabilities of a head.
 
-    step: the given totals, None if this call is the step. on_policy: old_logp is what logp will be.
+    sources: hidden, weight and bias with their gradients. inputs: its logp is zeros. step: the
+    totals, None if this call is the step. on_policy: old_logp is the logp of this call. skip:
+    compute only the tokens that may have a gradient.
     """
 
     spec: LossSpec
-    hidden: Tensor
-    weight: Tensor
-    ids: Tensor
-    bias: Tensor | None
-    temperature: float | Tensor
-    softcap: float | None
-    vocab_group: Any
+    sources: Sources
     head: Head
     inputs: Inputs
     step: Totals | None
-    plan: str | Plan
-    skip_zero_advantage: bool
     comparison: Comparison | None
     on_policy: bool
-    metrics: MetricsLevel
+    skip: bool
 
-    @classmethod
-    def of(
-        cls,
-        spec: AnyLoss,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        old_logp: Tensor | Literal["current"] | None,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        bias: Tensor | None = None,
-        temperature: float | Tensor = 1.0,
-        softcap: float | None = None,
-        totals: Totals | Literal["local"] | None = None,
-        vocab_group: Any = None,
-        plan: str | Plan = "auto",
-        skip_zero_advantage: bool = False,
-        support: SupportArgument | None = None,
-        teacher: Teacher | TopK | Tensor | None = None,
-        metrics: MetricsLevel = "all",
-        **tensors: Unpack[SharedTensors],
-    ) -> _Call:
-        """The arguments of `linear_policy_loss`, checked but for the values of the ids."""
-        for name in DIFFERENTIATED:
-            if name in tensors:
-                raise InputTypeError(
-                    f"{name} is no argument of linear_policy_loss: the head computes it."
-                )
-        check_level(metrics)
-        spec = ready_spec(spec)
-        head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
-        step = resolve(totals)
-        stand_in = torch.zeros(ids.shape, dtype=head.dtype, device=hidden.device)
-        inputs = Inputs.of(stand_in, old_logp, advantages, mask, tensors)
-        of_head = (hidden, weight, ids, bias, temperature, softcap, vocab_group, head)
-        if teacher is not None and support is not None:
-            raise InputError(
-                "linear_policy_loss got a teacher and a support, but the teacher's distribution "
-                "is over the whole vocabulary; leave out one of them."
-            )
-        comparison = comparison_of_spec(spec, teacher, head, tuple(ids.shape))
-        on_policy = isinstance(old_logp, str)
-        options = (plan, skip_zero_advantage, comparison, on_policy, metrics)
-        return cls(spec, *of_head, inputs, step, *options)
-
-    def run(self) -> HeadOutput:
-        """The loss, by the plan that fits."""
-        decided = self.decide()
-        if decided.batch is None or decided.plan.name in ("recompute", "stash"):
-            return self.composed(decided.plan)
-        return self.windowed(decided, decided.batch)
-
-    def decide(self) -> _Decided:
+    def decide(self, plan: str | Plan) -> _Decision:
         """Find the rows that matter, and choose the plan."""
-        head, step, t = self.head, self.step, self.inputs.tokens()
-        # A part that reads what is not computed yet is an error.
+        t = self.inputs.tokens()
+        # A part that reads a number before it is computed is an error.
         uncomputed = ("logp", "old_logp") if self.on_policy else ("logp",)
         t = replace(t, raw={**t.raw, **dict.fromkeys(uncomputed)})
-        if not self.hidden.is_meta:
+        if not t.mask.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
         reach, why = self._reach()
-        batch = None if reach == "batch" else batch_of(self.spec, t, step, self.on_policy)
+        batch = None if reach == "batch" else batch_of(self.spec, t, self.step, self.on_policy)
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
-        wanted = Wanted.of(self.hidden, self.weight, self.bias)
+        wanted = Wanted.of(*self.sources)
         work = Work(
             tokens=valid.shape[0],
-            computed=with_gradient if self.skip_zero_advantage else computed,
+            computed=with_gradient if self.skip else computed,
             with_gradient=with_gradient,
             hidden_gradient=wanted.hidden is not None,
             weight_gradient=wanted.weight is not None or wanted.bias is not None,
@@ -285,10 +234,10 @@ class _Call:
         ).beside(self.comparison)
         if self.comparison is not None:
             work = work._replace(stashes=2)
-        return _Decided(head, batch, work, loss_plan(head, work, self.plan, reach, why))
+        return _Decision(batch, work, loss_plan(self.head, work, plan, reach, why))
 
     def _reach(self) -> tuple[str, str]:
-        """The loss's reach in this call, and what makes it "batch"."""
+        """The loss's reach in this call, and the reason if it is "batch"."""
         spec = self.spec
         if spec.reach == "batch":
             hint = (
@@ -312,56 +261,54 @@ class _Call:
             return "batch", "a sequence's tokens lie on several ranks"
         return spec.reach, ""
 
-    def composed(self, plan: Plan) -> HeadOutput:
+    def compose(self, plan: Plan, metrics: MetricsLevel) -> HeadOutput:
         """The loss on log-probabilities that carry the gradient themselves."""
-        if self.skip_zero_advantage and self.spec.follows_advantage:
+        if self.skip and self.spec.follows_advantage:
             raise InputError(
                 f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
                 f"({plan.reason})."
             )
-        of_head = (self.hidden, self.weight, self.bias, self.head)
         outputs = Outputs(entropy=True, comparison=self.comparison)
-        flat = rows_with_gradient(*of_head, self.inputs.mask, plan, outputs)
+        flat = rows_with_gradient(self.sources, self.head, self.inputs.mask, plan, outputs)
         computed = zip(("logp", *DIFFERENTIATED), flat, strict=True)
-        known = {name: x.view(self.ids.shape) for name, x in computed if x is not None}
+        tokens = self.inputs.logp.shape
+        known = {name: x.view(tokens) for name, x in computed if x is not None}
         detached = {name: x.detach() for name, x in known.items()}
         if not entropy_has_slope(self.spec):
             known["entropy"] = detached["entropy"]
-        loss = loss_of(self.spec, self._inputs_with(known), self.step, self.metrics)
+        loss = loss_of(self.spec, self._inputs_with(known), self.step, metrics)
         return HeadOutput(loss.loss, loss.metrics, **detached)
 
     def _inputs_with(self, known: dict[str, Tensor]) -> Inputs:
-        """The inputs of `policy_loss`, with what the head has computed."""
+        """The inputs of `policy_loss`, with the numbers that the head has computed."""
         old = {"old_logp": known["logp"].detach()} if self.on_policy else {}
         return self.inputs.replace(**known, **old)
 
-    def windowed(self, decided: _Decided, batch: Batch) -> HeadOutput:
-        """The loss window by window, each one's gradient before its logits are gone."""
-        head, _, work, plan = decided
+    def run_windows(
+        self, batch: Batch, work: Work, plan: Plan, metrics: MetricsLevel
+    ) -> HeadOutput:
+        """The loss window by window; each computes its gradient while its logits exist."""
+        head, tokens = self.head, self.inputs.logp.shape
         if self.spec.reach == "sequence":
             all_windows = sequence_windows(batch, work, plan.rows)
         else:
             all_windows = token_windows(batch, work, plan.rows, head.tiles)
-        wanted = Wanted.of(self.hidden, self.weight, self.bias)
+        wanted = Wanted.of(*self.sources)
 
         def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
-            sums = Sums(
-                head, wanted, plan.gathered, all_gathered=plan.gathered >= work.with_gradient
-            )
-            return run_windows(
-                head, batch, all_windows, sums, check=check, comparison=self.comparison
-            )
+            everything = plan.gathered >= work.with_gradient
+            sums = Sums(head, wanted, plan.gathered, all_gathered=everything)
+            known = run_windows(head, batch, all_windows, sums, self.comparison, check)
+            return known, sums.finished()  # by now the memory of the logits is free
 
         with torch.no_grad():
             flat, gradients = run(check=True)
-            known = {name: x.view(self.ids.shape) for name, x in flat.items()}
-            value = self._value(batch, known)
+            known = {name: x.view(tokens) for name, x in flat.items()}
+            value = self._value(batch, known, metrics)
         if not wanted.any:
             return HeadOutput(value.loss, value.metrics, **known)
         inputs = [
-            x
-            for x, dtype in zip((self.hidden, self.weight, self.bias), wanted, strict=True)
-            if x is not None and dtype
+            x for x, dtype in zip(self.sources, wanted, strict=True) if x is not None and dtype
         ]
 
         def shaped(gradients: Gradients) -> list[Tensor]:
@@ -378,14 +325,13 @@ class _Call:
         loss = with_known_gradients(value.loss, inputs, shaped(gradients), again)
         return HeadOutput(loss, value.metrics, **known)
 
-    def _value(self, batch: Batch, known: dict[str, Tensor]) -> LossOutput:
-        """The loss and its metrics, from what is known of all windows together."""
-        inputs = self._inputs_with(known)
-        if not self.skip_zero_advantage:
-            return loss_of(self.spec, inputs, self.step, self.metrics)
-        correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
-        spec = self.spec.replace(
-            correction=correction, rejected="keep", aggregate=lambda t: batch.average
-        )
-        inputs = inputs.replace(mask=batch.live.view(self.ids.shape))
-        return loss_of(spec, inputs, self.step, self.metrics)
+    def _value(self, batch: Batch, known: dict[str, Tensor], metrics: MetricsLevel) -> LossOutput:
+        """The loss and its metrics, from the numbers of all windows together."""
+        spec, inputs = self.spec, self._inputs_with(known)
+        if self.skip:
+            correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
+            spec = spec.replace(
+                correction=correction, rejected="keep", aggregate=lambda t: batch.average
+            )
+            inputs = inputs.replace(mask=batch.live.view(inputs.logp.shape))
+        return loss_of(spec, inputs, self.step, metrics)

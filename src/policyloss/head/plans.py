@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.head.comparison import Comparison
 from policyloss.head.head import Head
 from policyloss.head.matmul import CPU_BYTES, WIDE_BYTES
 from policyloss.head.softmax_rows import explain_kernels
+from policyloss.head.teacher.comparison import Comparison
 
 LOSS_PLANS = ("one_pass", "recompute", "stash")
 LOGPROB_PLANS = ("recompute", "stash")

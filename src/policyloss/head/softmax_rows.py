@@ -139,7 +139,7 @@ def row_gradient(
     where its row of z starts.
     """
     h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
-    fused = kernels_for(z, scaling, "policyloss.head.gradient_kernel")
+    fused = kernels_for(z, scaling)
     if fused is not None:
         fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, s.logp, scaling)
         return

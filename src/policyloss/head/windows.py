@@ -9,6 +9,7 @@ at. What a window must hold is what the *gradient* looks at: single tokens, or w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,15 +20,16 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.segments import Sequences
-from policyloss.head.head import Index, windows
+from policyloss.head.backward import Sums
+from policyloss.head.head import Head, Index, windows
 from policyloss.head.plans import Work
+from policyloss.head.teacher.comparison import Comparison, asked, examined
 from policyloss.head.tiles import Tiles
 from policyloss.loss import corrected_tokens, token_losses, with_ratio
-from policyloss.parts.combined import correction_name
-from policyloss.parts.correction import Corrected, SelfNormalise
+from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
-from policyloss.totals import Totals, local_totals
+from policyloss.totals import Totals
 
 
 class Window(NamedTuple):
@@ -73,9 +75,7 @@ class Batch:
         Made when first asked for: by then the device has a matmul to work on.
         """
         t = self.tokens
-        weight: Tensor = self.spec.aggregate(
-            t.with_totals(local_totals(t) if self.step is None else self.step)
-        )
+        weight: Tensor = self.spec.aggregate(t.with_totals(self.step))
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
 
     @property
@@ -215,7 +215,7 @@ class _SingleTokens(Sequences):
     reach.
     """
 
-    def _sum_here(self, x: Tensor) -> Tensor:
+    def sum_here(self, x: Tensor) -> Tensor:
         raise _reaches_further()
 
     def max(self, x: Tensor) -> Tensor:
@@ -343,3 +343,48 @@ def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward:
     # be read back.
     place = torch.argsort(~mask[tokens], stable=True)[:count]
     return Window(tokens[place], count, count if backward else 0, tokens, place, cu_seqlens)
+
+
+def run_windows(
+    head: Head,
+    batch: Batch,
+    all_windows: list[Window],
+    sums: Sums,
+    comparison: Comparison | None,
+    check: bool,
+) -> dict[str, Tensor]:
+    """logp, entropy and, with a teacher, divergence of every row, flat; 0 in rows of no window.
+
+    The gradients are added to `sums`, each window's while its logits exist. check: raise if a value
+    of the ids, temperatures or the teacher cannot be used.
+    """
+    answer: Callable[[], None] | None = None
+    names = ("logp", "entropy") if comparison is None else ("logp", "entropy", "divergence")
+    known = {
+        name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
+        for name in names
+    }
+    most = max((w.size for w in all_windows), default=0)
+    room, beside = head.room(most), None if comparison is None else comparison.room(most)
+    for window in all_windows:
+        rows, z, s = examined(head, comparison, window.rows, room, beside, entropy=True)
+        assert s.entropy is not None
+        here = {"logp": s.logp, "entropy": s.entropy}
+        if rows.compared is not None:
+            here["divergence"] = rows.compared.numbers.divergence
+        for name, x in here.items():
+            known[name][window.rows] = x
+        if window.moved and sums.wanted.any:
+            derivatives = batch.gradients(window, here)
+            at = window.rows
+            if window.moved < window.size:
+                first = slice(window.moved)
+                assert isinstance(at, Tensor)
+                at, rows, z, s = at[first], rows.of_rows(first), z[first], s.of_rows(first)
+                derivatives = [None if d is None else d[first] for d in derivatives]
+            sums.add(at, rows, z, room, s, derivatives)
+        if check and answer is None:
+            answer = asked(head, comparison, batch.rows)
+    if answer is not None:
+        answer()
+    return known

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -107,48 +107,14 @@ def policy_loss(
             entropy=True,
             mask=arguments["mask"],
         )
-        logp = out.logp
-        loss = policy_loss_of_logp(spec, logp, entropy=out.entropy, **arguments, **options)
-        return HeadOutput(loss.loss, loss.metrics, logp.detach(), out.entropy.detach())
+        loss = policy_loss_of_logp(spec, out.logp, entropy=out.entropy, **arguments, **options)
+        assert out.entropy is not None
+        return HeadOutput(loss.loss, loss.metrics, out.logp.detach(), out.entropy.detach())
 
     out: HeadOutput = call.result(head, arguments["mask"], scores, from_logits)
     return replace(out, logp=call.shaped(out.logp), entropy=call.shaped(out.entropy))
 
 
-@overload
-def logprobs(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    entropy: Literal[False] = False,
-    mask: Tensor | None = None,
-    logits_to_keep: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    model_inputs: Mapping[str, Any] | None = None,
-    temperature: float | Tensor = 1.0,
-    head: HeadName = "fused",
-    vocab_group: Any = None,
-    plan: str | Plan = "auto",
-) -> Tensor: ...
-@overload
-def logprobs(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    entropy: Literal[True],
-    mask: Tensor | None = None,
-    logits_to_keep: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    model_inputs: Mapping[str, Any] | None = None,
-    temperature: float | Tensor = 1.0,
-    head: HeadName = "fused",
-    vocab_group: Any = None,
-    plan: str | Plan = "auto",
-) -> LogProbs: ...
 def logprobs(
     model: Any,
     input_ids: Tensor,
@@ -164,14 +130,15 @@ def logprobs(
     head: HeadName = "fused",
     vocab_group: Any = None,
     plan: str | Plan = "auto",
-) -> Tensor | LogProbs:
-    """The log-probability of every predicted token `input_ids[:, 1:]`, and its entropy if asked.
+) -> LogProbs:
+    """The log-probability of every predicted token `input_ids[:, 1:]`, and the entropy.
 
     mask: `[B, T-1]` (with logits_to_keep=n `[B, n]`), the predicted tokens to compute; by default
     all that a token of their own sequence predicts. Others are 0. Other arguments as in
     `policy_loss` of this module and in `linear_logprobs`, which takes the place of the model's
     head.
-    → `[B, T-1]` or `[B, n]`, float32; with entropy=True, `LogProbs(logp, entropy)`.
+    → `LogProbs(logp, entropy)`, `[B, T-1]` or `[B, n]` each, float32; entropy is None without
+    `entropy=True`.
     """
     call = Call.of(
         model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
@@ -182,15 +149,15 @@ def logprobs(
         scaled = known.options(call.of_tokens(temperature))
         at, weight = call.predicting(hidden), _shard(parts.weight, vocab_group)
         shared = {"bias": parts.bias, "vocab_group": vocab_group, "plan": plan, **live, **scaled}
-        return _pair(linear_logprobs(at, weight, call.ids, entropy=entropy, **shared))
+        return linear_logprobs(at, weight, call.ids, entropy=entropy, **shared)
 
     def from_logits(logits: Tensor) -> LogProbs:
         at, warmth = call.predicting(logits), call.of_tokens(temperature)
-        return _pair(logprobs_of_logits(at, call.ids, warmth, entropy=entropy, **live))
+        return logprobs_of_logits(at, call.ids, warmth, entropy=entropy, **live)
 
     out: LogProbs = call.result(head, live["mask"], scores, from_logits)
-    logp = call.shaped(out.logp)
-    return LogProbs(logp, call.shaped(out.entropy)) if entropy else logp
+    spread = None if out.entropy is None else call.shaped(out.entropy)
+    return LogProbs(call.shaped(out.logp), spread)
 
 
 def explain_plan(
@@ -244,11 +211,6 @@ def explain_plan(
         why = str(error)
     tokens = call.ids.numel()
     return Plan("logits", tokens, 0, tokens=tokens, computed=tokens, reason=why)
-
-
-def _pair(out: Tensor | LogProbs) -> LogProbs:
-    """Log-probabilities with or without entropies as one type."""
-    return LogProbs(out, out.new_zeros(())) if isinstance(out, Tensor) else out
 
 
 def _shard(weight: Tensor, vocab_group: Any) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal
-from policyloss.functional.exact import is_exact
 from policyloss.functional.segments import group_sum
 from policyloss.parts.validate import Part, within
 from policyloss.parts.wording import number, spoken
@@ -291,7 +290,7 @@ def weight_factors(part: Any, t: Layout) -> tuple[Tensor, Tensor | None]:
 
     A sum over tokens need not wait for such a factor, which a count of this call may enter.
     """
-    if type(part) in VARIANTS and hasattr(part, "factors") and not is_exact():
+    if type(part) in VARIANTS and hasattr(part, "factors"):
         per_token, shared = part.factors(t)
         return per_token, shared
     return part(t), None

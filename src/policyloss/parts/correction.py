@@ -4,7 +4,8 @@ Each is called with `Tokens` and returns a `Corrected`.
 
 Several in a tuple compose: weights multiply, and a token is kept if all keep it. Weights are
 `exp(old_logp - rollout_logp)` at a level: "token"; "geomean", the sequence's geometric mean;
-"product", the sequence's whole likelihood ratio. All are detached.
+"product", the sequence's whole likelihood ratio. All are detached. `combine` applies all
+corrections of a spec.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.errors import SpecError
+from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction, kl
-from policyloss.functional.collectives import all_sum
-from policyloss.functional.exact import folded, is_exact, total
-from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.aggregate import check_alignment
+from policyloss.functional.exact import arithmetic
+from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.parts.validate import (
     Finite,
     LowerBound,
@@ -177,20 +178,13 @@ class DivergenceMask(Part):
     low: Finite | None = None
     level: Literal["token", "sequence"] = "token"
     weight: Literal["token"] | None = "token"
-    floor: Positive = 1e-6
+    floor: Annotated[float, within(above=0, below=0.5)] = 1e-6  # the smallest probability
     log_clamp: Positive | None = 20.0
 
     @property
     def weighs(self) -> bool:
         """Whether the weight is more than a mask."""
         return self.weight is not None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.floor >= 0.5:
-            raise SpecError(
-                f"DivergenceMask.floor is the smallest probability, below 0.5, got {self.floor!r}."
-            )
 
     def __call__(self, t: Tokens) -> Corrected:
         each = kl.binary_divergence(
@@ -342,8 +336,7 @@ class SelfNormalise(Part):
             each, counted = t.sequences.sum(weight), t.counts
         else:
             each, counted = t.sequence_mean(weight), t.counts > 0
-        sums = all_sum(torch.stack([total(x, dtype=wide) for x in (each, counted)]), group)
-        weights, n = (folded(sums) if is_exact() else sums).unbind()
+        weights, n = arithmetic().totals_over((group,), each, counted, dtype=wide)
         return {"weight_mean": weights / n.clamp(min=1)}
 
     def sentence(self) -> str:
@@ -356,3 +349,88 @@ class SelfNormalise(Part):
 
 
 VARIANTS = (Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, OPSM, SelfNormalise)
+
+
+class Combined(NamedTuple):
+    """All corrections together.
+
+    weight: of the policy term. keep: the tokens that no correction rejects. verdicts: those that
+    each correction keeps, by its name. statistics: the batch-wide numbers that were used.
+    """
+
+    weight: Tensor | None
+    keep: Tensor | None
+    verdicts: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+
+def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
+    """Apply every correction of a spec to `t`.
+
+    `SelfNormalise` is left out: it comes after rejected tokens have left the mask.
+    """
+    weight: Tensor | None = None
+    keep: Tensor | None = None
+    verdicts: dict[str, Tensor] = {}
+    for i, part in enumerate(c for c in corrections if not isinstance(c, SelfNormalise)):
+        verdict = part(t)
+        if not isinstance(verdict, Corrected):
+            raise InputError(
+                "a correction must return policyloss.Corrected(weight, keep), got "
+                f"{type(verdict).__name__}."
+            )
+        for x in verdict:
+            if x is not None:
+                check_alignment(
+                    "a correction must return one weight and one verdict per token", x, t.mask
+                )
+        if verdict.weight is not None:
+            weight = verdict.weight if weight is None else weight * verdict.weight
+        if verdict.keep is not None:
+            keep = verdict.keep if keep is None else keep & verdict.keep
+            name = correction_name(part)
+            verdicts[name if name not in verdicts else f"{name}_{i}"] = verdict.keep
+    if keep is not None:
+        # A rejected token has weight 0: its policy term vanishes, but a NaN in it, or in its
+        # weight, does not.
+        weight = torch.ones_like(t.advantages) if weight is None else weight
+        weight = torch.where(keep | weight.isnan(), weight, 0)
+    return Combined(weight, keep, verdicts, {})
+
+
+def correction_name(part: Any) -> str:
+    """What metrics call a correction."""
+    return (
+        type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
+    )
+
+
+def self_normalised(
+    corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None
+) -> Combined:
+    """Divide the weight by its mean over `t` (the tokens that still count), if a part says so."""
+    weight = corrected.weight
+    for part in corrections:
+        if isinstance(part, SelfNormalise) and weight is not None:
+            weight = fill(weight, t.mask)
+            statistics = part.statistics(t, weight, group) if t.measured is None else t.measured
+            weight = weight / statistics["weight_mean"].to(t.dtype).clamp(
+                min=torch.finfo(t.dtype).tiny
+            )
+            corrected = corrected._replace(weight=weight, statistics=statistics)
+    return corrected
+
+
+@dataclass(frozen=True, eq=False)
+class GivenWeight:
+    """A correction that multiplies the policy term by this weight, token-shaped and detached.
+
+    It is a callable, not data: a spec that holds one belongs to one batch and cannot be written as
+    JSON.
+    """
+
+    weighs: ClassVar[bool] = True
+    weight: Tensor
+
+    def __call__(self, t: Tokens) -> Corrected:
+        return Corrected(self.weight.detach().to(t.dtype))

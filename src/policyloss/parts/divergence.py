@@ -63,7 +63,7 @@ class Divergence(Part):
 
     kind: Literal["forward", "reverse", "jsd", "generalised"]
     coef: Annotated[float, within(least=0, finite=True, hint="to leave it out, use kl=None.")]
-    beta: Annotated[float, within(least=0)] = 0.5
+    beta: Annotated[float, within(least=0, most=1, hint="0: forward KL, 1: reverse KL.")] = 0.5
     weight: Annotated[str | None, _name_or_none] = None
     clamp: Annotated[LogClamp, log_clamp] = None
     weight_max: Positive | None = None
@@ -73,10 +73,6 @@ class Divergence(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta > 1:
-            raise SpecError(
-                f"Divergence.beta must be between 0 (forward KL) and 1 (reverse), got {self.beta}."
-            )
         counts = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k > 0
         if (self.top is None) != (self.k is None) or not (self.k is None or counts):
             raise SpecError(

@@ -21,12 +21,13 @@ from torch import Tensor
 from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import trust
 from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
-from policyloss.functional.covariances import step_covariance, step_means
+from policyloss.functional.trust import step_covariance, step_means
 from policyloss.parts.trust_clips import (
     Clip,
     DetachedClip,
     Distance,
     GeometricClip,
+    LowerDistance,
     ProbabilityBand,
     Surrogate,
     TwoSidedClip,
@@ -35,7 +36,7 @@ from policyloss.parts.trust_clips import (
     clipped_surrogate,
 )
 from policyloss.parts.trust_weights import GammaWeight, Quadratic, SoftGate, TaperedNegative
-from policyloss.parts.validate import Part, Positive, Real, not_below, within
+from policyloss.parts.validate import Part, Real, not_below, within
 from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
 from policyloss.tokens import Tokens
 
@@ -66,14 +67,6 @@ def _count_text(fraction: float) -> str:
     return f"max(floor({number(fraction)} * N), 1)"
 
 
-def _is_share(owner: CovClip | CovKL, field: str) -> None:
-    if owner.fraction > 1:
-        raise SpecError(
-            f"{type(owner).__name__}.{field} is a share of the tokens, at most 1, got "
-            f"{owner.fraction!r}."
-        )
-
-
 def _is_seed(owner: CovClip, field: str) -> None:
     if not isinstance(owner.seed, int) or owner.seed >= 2**31:
         raise SpecError(
@@ -81,7 +74,7 @@ def _is_seed(owner: CovClip, field: str) -> None:
         )
 
 
-Fraction: TypeAlias = Annotated[Positive, _is_share]
+Fraction: TypeAlias = Annotated[float, within(above=0, most=1, hint="It is a share of the tokens.")]
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ class CovClip(Part):
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")
-    eps_low: Distance = 0.2
+    eps_low: LowerDistance = 0.2
     eps_high: Distance = 0.2
     fraction: Fraction = 2e-4
     cov_low: Real = 1.0

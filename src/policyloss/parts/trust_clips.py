@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -49,17 +50,25 @@ _DUAL = "dual is the largest ratio where the advantage is negative; None turns i
 _DELTA = "delta is a ratio; it usually lies above 1 + eps_high."
 _CAP = "cap is the largest weight of form='score'; math.inf is no cap."
 _HINT = "eps_* are distances from 1; math.inf is no bound."
+
+
+def _no_percentage(owner: Any, field: str, below: float) -> None:
+    low = getattr(owner, field)
+    if below <= low < math.inf:
+        raise SpecError(
+            f"{type(owner).__name__}.{field}={low:g} puts the lower bound at {1 - low:g}, which no "
+            "ratio reaches: give a distance from 1 (0.2 for 20 %), or math.inf for no lower bound."
+        )
+
+
 Distance: TypeAlias = Annotated[float, within(least=0, hint=_HINT)]
+# A little above 1 is no lower bound either, but is no percentage.
+LowerDistance: TypeAlias = Annotated[Distance, partial(_no_percentage, below=2)]
 
 
 def check_eps(owner: Any) -> None:
-    """Refuse or warn of two distances that look like a percentage or like bounds of the ratio."""
+    """Warn of two distances that look like bounds of the ratio."""
     low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
-    if 2 <= low < math.inf:  # a little above 1 is no lower bound either, but is no percentage
-        raise SpecError(
-            f"{name}.eps_low={low:g} puts the lower bound at {1 - low:g}, which no ratio reaches: "
-            "give a distance from 1 (0.2 for 20 %), or math.inf for no lower bound."
-        )
     if 0.5 <= low < 1 < high < 2:
         warnings.warn(
             f"{name}(eps_low={low:g}, eps_high={high:g}) looks like bounds of the ratio, but eps_* "
@@ -79,7 +88,7 @@ class Clip(Part):
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
-    eps_low: Distance
+    eps_low: LowerDistance
     eps_high: Distance = _SYMMETRIC
     dual: Annotated[float, within(above=1, hint=_DUAL)] | None = None
 
@@ -166,7 +175,7 @@ class TwoSidedClip(Part):
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
     delta: Annotated[float, within(above=1, hint=_DELTA)]
-    eps_low: Distance = 0.2
+    eps_low: LowerDistance = 0.2
     eps_high: Distance = 0.2
 
     def __post_init__(self) -> None:

@@ -75,18 +75,11 @@ def _unless_none(check: Check, owner: Any, field: str) -> None:
         check(owner, field)
 
 
-def number(
-    owner: Any,
-    field: str,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    finite: bool = False,
-    hint: str = "",
-) -> None:
-    """Check that `owner.field` is a number > `above` or ≥ `least`."""
-    value, name = getattr(owner, field), f"{type(owner).__name__}.{field}"
-    check_number(name, value, above=above, least=least, finite=finite, error=SpecError, hint=hint)
+def number(owner: Any, field: str, **bounds: Any) -> None:
+    """Check that `owner.field` is a number within the bounds of `check_number`."""
+    check_number(
+        f"{type(owner).__name__}.{field}", getattr(owner, field), error=SpecError, **bounds
+    )
 
 
 def within(**bounds: Any) -> Check:

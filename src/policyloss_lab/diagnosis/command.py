@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 
 from policyloss.commands import read_options
 from policyloss.errors import InputError, unknown_name
+from policyloss_lab import limits
 from policyloss_lab.commands import Doctor
+from policyloss_lab.diagnosis.curves import LogThresholds
 from policyloss_lab.diagnosis.diagnose import Thresholds
-from policyloss_lab.diagnosis.diagnosis import Diagnosis
-from policyloss_lab.diagnosis.logs.curves import LogThresholds
-from policyloss_lab.diagnosis.logs.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.read import read_tokens
+from policyloss_lab.diagnosis.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.tokens import doctor
+from policyloss_lab.diagnosis.verdict import Diagnosis
+from policyloss_lab.reading import open_file
 
-HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2 is a wrong argument, as for every command
+HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2: a wrong argument, as for every command
 Limits = TypeVar("Limits", Thresholds, LogThresholds)
 
 
@@ -37,7 +39,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
 def verdict_on(
     path: Path, model: str | None = None, thresholds: Sequence[str] = ()
 ) -> Diagnosis | RunDiagnosis:
-    """The verdict on tokens where the file holds them, else on logs. thresholds: NAME=NUMBER."""
+    """The verdict on a file of tokens, or else on logs. thresholds: each NAME=NUMBER."""
     if path.suffix in (".pt", ".pth", ".pkl", ".bin", ".npz"):
         raise InputError(
             f"{path} may be a pickle, which can run code and is not read; save safetensors or JSON "
@@ -45,18 +47,18 @@ def verdict_on(
         )
     if path.suffix == ".safetensors" or (path.suffix == ".jsonl" and _holds_tokens(path)):
         arguments: dict[str, Any] = read_tokens(path)
-        arguments["thresholds"] = changed(Thresholds(), thresholds)
+        arguments["thresholds"] = with_numbers(Thresholds(), thresholds)
         if model is None:
             arguments.pop("prompts", None)
             return doctor(**arguments)
         return doctor(**arguments, model=load_model(model))
     if model is not None:
-        raise InputError(f"--model needs a file of tokens, and {path} is none.")
-    return doctor_run(path, changed(LogThresholds(), thresholds))
+        raise InputError(f"--model needs a file of tokens; {path} is not one.")
+    return doctor_run(path, with_numbers(LogThresholds(), thresholds))
 
 
-def changed(limits: Limits, pairs: Sequence[str]) -> Limits:
-    """`limits` with other numbers. pairs: such as "truncated=0.3"."""
+def with_numbers(limits: Limits, pairs: Sequence[str]) -> Limits:
+    """`limits` with some numbers replaced. pairs: such as "truncated=0.3"."""
     kinds = {field.name: type(getattr(limits, field.name)) for field in fields(limits)}
     for pair in pairs:
         name, _, text = pair.partition("=")
@@ -67,9 +69,7 @@ def changed(limits: Limits, pairs: Sequence[str]) -> Limits:
         except ValueError:
             number = math.nan
         if not 0 <= number < math.inf:
-            raise InputError(
-                f"--threshold takes NAME=NUMBER with a number from 0 on, got {pair!r}."
-            )
+            raise InputError(f"--threshold takes NAME=NUMBER with a number >= 0, got {pair!r}.")
         if kinds[name] is int and number != int(number):
             raise InputError(f"--threshold {name} takes a whole number, got {text}.")
         limits = replace(limits, **{name: kinds[name](number)})
@@ -78,12 +78,10 @@ def changed(limits: Limits, pairs: Sequence[str]) -> Limits:
 
 def _holds_tokens(path: Path) -> bool:
     """Whether the first line holds lists of log-probabilities."""
-    if not path.is_file():  # a pipe would be waited for
-        return False
     try:
-        with path.open("rb") as file:
-            line = file.readline(2**20)
-    except OSError:
+        with open_file(path) as file:
+            line = file.readline(limits.MIB)
+    except (InputError, OSError):
         return False
     return b"[" in line and (b"_logp" in line or b"log_prob" in line or b"logprob" in line)
 
@@ -95,7 +93,7 @@ def load_model(model: str) -> Any:
     except ModuleNotFoundError:
         raise InputError("--model needs transformers; pip install 'policyloss[train]'.") from None
     if not Path(model).is_dir():
-        raise InputError(f"there is no folder {model}; give that of a saved model.")
+        raise InputError(f"there is no folder {model}; give the folder of a saved model.")
     try:
         return loader.from_pretrained(model, local_files_only=True, use_safetensors=True)
     except Exception as error:  # files of any origin, read by another package

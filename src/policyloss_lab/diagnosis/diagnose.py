@@ -1,6 +1,4 @@
-"""Chooses among hypotheses: first the order of the numbers, then what changes them, then where
-noise is large.
-"""
+"""Chooses among the hypotheses; the docstring of `diagnose` lists the steps."""
 
 from __future__ import annotations
 
@@ -11,32 +9,36 @@ from typing import NamedTuple
 
 import torch
 
-from policyloss_lab.diagnosis.causes import CAUSES
-from policyloss_lab.diagnosis.context import FirstToken, OtherPrompt, Padding
-from policyloss_lab.diagnosis.criterion import Misfit, misfit
-from policyloss_lab.diagnosis.diagnosis import Alternative, Diagnosis
-from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis
+from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis, Misfit, misfit
 from policyloss_lab.diagnosis.laws import AnyNoise, Dropout, OtherContext, OtherWeights, Routes
-from policyloss_lab.diagnosis.logits import RoundedLogits, SoftCap, VocabularyShard
-from policyloss_lab.diagnosis.order import Edges, OtherTokens, PermutedRows, Shift, is_copy
+from policyloss_lab.diagnosis.logits import RoundedLogits, SoftCap, StoredLogProbs, VocabularyShard
+from policyloss_lab.diagnosis.order import Edges, OtherTokens, PermutedRows, Shift
+from policyloss_lab.diagnosis.pairs import is_copy
 from policyloss_lab.diagnosis.sampling import CUTS, Renormalised, Temperature, TemperatureAndCut
-from policyloss_lab.diagnosis.storage import StoredLogProbs
-from policyloss_lab.diagnosis.weights import Adapter, RoundedWeights
+from policyloss_lab.diagnosis.simulated import (
+    Adapter,
+    FirstToken,
+    OtherPrompt,
+    Padding,
+    RoundedWeights,
+)
+from policyloss_lab.diagnosis.verdict import CAUSES, Alternative, Diagnosis
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The numbers of the verdict; docs/doctor.md says where each comes from.
+    """The numbers of the verdict; docs/doctor.md gives the source of each.
 
-    floor: the scale of differences, in nats of an unlikely token, below which pairs without
-    structure are healthy. explains: the share of the scale that a hypothesis may leave; fixed: the
-    same for weights in another precision, whose prediction has no fitted number, and which noise of
-    that precision all but hides; shift: the same for a shift, under which another cause may still
-    hide; exact: the same for a change after which both sides would agree to the last digits. gain:
-    by how much it must beat what was there, in units of the score. noise: times the noise of bf16
-    (measured on the model) that is healthy. law: by how much, for each token, a law of noise must
-    beat one that is the same everywhere. wild: the share of tokens beyond four times the floor that
-    is no noise. rest: the share of the scale that is not worth a second cause.
+    floor: scale of healthy differences without a model, in nats of an unlikely token.
+    explains: largest share of the scale that an accepted hypothesis leaves; and the same
+    fixed: for a precision of the weights, which has no fitted number and hides in its own noise,
+    shift: for a shift, behind which another cause may still hide,
+    exact: for a change after which both sides would agree to the last digits.
+    gain: least improvement of the score by an accepted hypothesis.
+    noise: healthy multiple of the bf16 noise measured on the model.
+    law: least improvement of the score per token by a law of noise over uniform noise.
+    wild: share of tokens beyond four times the floor that is no longer noise.
+    rest: share of the scale too small for a second cause.
     """
 
     floor: float = 0.05
@@ -52,7 +54,7 @@ class Thresholds:
 
 
 class Fitted(NamedTuple):
-    """A hypothesis with what it leaves."""
+    """A fit and the misfit that remains after it."""
 
     fit: Fit
     left: Misfit
@@ -60,12 +62,20 @@ class Fitted(NamedTuple):
 
 ORDERS: tuple[Hypothesis, ...] = (Shift(), PermutedRows(), OtherTokens(), Edges())
 JOINT: tuple[Hypothesis, ...] = (TemperatureAndCut(),)
-PARTLY = 0.97  # the share of the scale that one half of a joint cause leaves at most
 LAWS: tuple[Hypothesis, ...] = (OtherWeights(), OtherContext(), Dropout(), Routes(), AnyNoise())
+
+PARTLY = 0.97  # the largest share of the scale that one half of a joint cause leaves
+NEGLIGIBLE = 0.1  # times the rest: a fit that leaves less explains everything
+SECOND_CAUSE = 0.3  # the share of the scale above which the rest may have a cause of its own
+FAR = 4  # times the floor: a difference that noise rarely reaches
+LEAST_FAR = 3  # fewer tokens than this may be far by chance
+CERTAIN = 0.99  # the largest confidence
+FEW_TOKENS = 16  # the confidence is halved at this many tokens
+LEAD_RATE = 5  # how fast the confidence rises with the lead in nats per token
 
 
 def effects(others: Sequence[Sequence[int]] | None = None) -> tuple[Hypothesis, ...]:
-    """The hypotheses that predict the difference of each token."""
+    """The hypotheses that predict the difference of each token. others: `OtherPrompt.others`."""
     return (
         StoredLogProbs(),
         Temperature(),
@@ -81,19 +91,21 @@ def effects(others: Sequence[Sequence[int]] | None = None) -> tuple[Hypothesis, 
     )
 
 
-def fitted(hypotheses: Iterable[Hypothesis], case: Case) -> list[Fitted]:
+def fit_all(hypotheses: Iterable[Hypothesis], case: Case) -> list[Fitted]:
     """Every fit of every hypothesis, best first."""
     rows = [
-        Fitted(fit, left_by(fit, case)) for hypothesis in hypotheses for fit in hypothesis.fit(case)
+        Fitted(fit, misfit_of(fit, case))
+        for hypothesis in hypotheses
+        for fit in hypothesis.fit(case)
     ]
     return sorted(rows, key=lambda row: row.left.score)
 
 
-def left_by(fit: Fit, case: Case) -> Misfit:
-    """What a fit leaves of the differences."""
+def misfit_of(fit: Fit, case: Case) -> Misfit:
+    """The misfit that remains after a fit."""
     pairs = case.pairs
     shape = pairs.shape if fit.shape is None else fit.shape
-    if fit.shape is not None and fit.source is not None:  # tokens to be left out, at their scale
+    if fit.masks_edges:
         return misfit(pairs.difference, shape, fit.freedom)
     if fit.source is not None:
         rollout = pairs.rollout[fit.source.clamp(min=0)]
@@ -103,69 +115,124 @@ def left_by(fit: Fit, case: Case) -> Misfit:
     return misfit(residual, shape, fit.freedom)
 
 
+class Search:
+    """The state of a diagnosis.
+
+    case: the pairs without the causes accepted so far, and left: their misfit. first: the misfit of
+    all differences. accepted: the causes, and leads: how far each is ahead of its rivals. tested:
+    all fits of the first round of each step.
+    """
+
+    def __init__(self, case: Case, thresholds: Thresholds) -> None:
+        self.case = case
+        self.thresholds = thresholds
+        self.first = self.left = _unexplained(case)
+        self.floor = measured_floor(case, thresholds)
+        self.accepted: list[Fitted] = []
+        self.leads: list[float] = []
+        self.tested: list[Fitted] = []
+
+    def believed(self, rows: Sequence[Fitted]) -> list[Fitted]:
+        """The fits that explain the case, best first."""
+        return [row for row in rows if _explains(row, self.left, self.thresholds)]
+
+    def accept(self, row: Fitted, rivals: Sequence[Fitted]) -> None:
+        """Add a cause."""
+        self.accepted.append(row)
+        self.leads.append(_lead_over(rivals, row, self.left, self.case))
+
+    def continue_with(self, case: Case) -> None:
+        """Replace the case."""
+        self.case, self.left = case, _unexplained(case)
+
+
 def diagnose(
     case: Case, hypotheses: Sequence[Hypothesis], thresholds: Thresholds, notes: Sequence[str] = ()
 ) -> Diagnosis:
-    """The verdict on a case."""
-    first = _unexplained(case)
+    """The verdict on a case. The order of the tests is the algorithm:
+
+    1. Copy. Equal bits on both sides end the search.
+    2. Order. If the numbers are shifted, permuted, tokenised differently or wrong at the edges of
+       rows, they are realigned, because no other test makes sense before that.
+    3. Effects. The hypothesis that best predicts the difference of each token is accepted and
+       subtracted. With a model, a second round searches the rest for a second cause, unless the
+       rest is noise. Where a temperature or a cut explains a part, both are fitted together.
+    4. Noise. If the rest is still larger than noise, the laws that predict only where differences
+       are large are compared. A law alone that is about as good as the last effect and a law
+       together replaces that effect.
+    5. Confidence. The smallest lead of a cause over its rivals, lowered for few tokens.
+    """
     if is_copy(case.pairs):
-        return _copied(case)
-    floor = measured_floor(case, thresholds)
-    accepted: list[Fitted] = []
-    tested: list[Fitted] = []
-    leads: list[float] = []
-    now, left = case, first
-    orders = fitted(ORDERS, now)
-    tested += orders
-    believed = [row for row in orders if _explains(row, left, thresholds)]
-    if believed:
-        accepted.append(believed[0])
-        leads.append(_lead(believed[0], believed, left, now))
+        evidence = f"all {case.pairs.size} log-probabilities are equal bit for bit"
+        return _diagnosis(case, ("copy",), CERTAIN, [evidence], 0.0, {}, [])
+    search = Search(case, thresholds)
+    _test_order(search)
+    before = _test_effects(search, hypotheses)
+    _test_noise(search, before)
+    quiet = 1 - search.left.scale / (2 * search.floor)
+    lead = min(search.leads, default=max(0.5, quiet))
+    confidence = lead * CERTAIN * case.pairs.size / (case.pairs.size + FEW_TOKENS)
+    return _verdict(case, search, notes, confidence)
+
+
+def _test_order(search: Search) -> None:
+    """Step 2 of `diagnose`."""
+    search.tested = fit_all(ORDERS, search.case)
+    if believed := search.believed(search.tested):
+        search.accept(believed[0], believed)
         source = believed[0].fit.source
         assert source is not None
-        now = now.realigned(source)
-        left = _unexplained(now)
-    for _ in range(1 if case.scorer is None else 2):
-        if accepted and left.scale <= max(thresholds.rest * first.scale, floor):
+        search.continue_with(search.case.realigned(source))
+
+
+def _test_effects(search: Search, hypotheses: Sequence[Hypothesis]) -> Case | None:
+    """Step 3 of `diagnose`: returns the case before the last accepted effect, if there is one."""
+    thresholds, before = search.thresholds, None
+    for first_round in (True,) if search.case.scorer is None else (True, False):
+        noise = max(thresholds.rest * search.first.scale, search.floor)
+        joint = any("+" in row.fit.cause for row in search.accepted)
+        if joint or (search.accepted and search.left.scale <= noise):
             break
-        rows = fitted(hypotheses, now)
-        if _partly_sampling(rows, left, thresholds):
-            rows = sorted([*rows, *fitted(JOINT, now)], key=lambda row: row.left.score)
-        tested += rows if len(tested) == len(orders) else []
-        believed = [row for row in rows if _explains(row, left, thresholds)]
-        if not believed or believed[0].fit.cause in (a.fit.cause for a in accepted):
+        rows = fit_all(hypotheses, search.case)
+        if _partly_sampling(rows, search.left, thresholds):
+            rows = sorted([*rows, *fit_all(JOINT, search.case)], key=lambda row: row.left.score)
+        if first_round:
+            search.tested += rows
+        believed = search.believed(rows)
+        if not believed or believed[0].fit.cause in (row.fit.cause for row in search.accepted):
             break
-        best = believed[0]
-        if any("+" in a.fit.cause for a in accepted):
-            break
-        accepted.append(best)
-        leads.append(_lead(best, believed, left, now))
-        assert best.fit.prediction is not None
-        before, now = now, _without(now, best.fit)
-        left = _unexplained(now)
-    loud = left.scale > floor or (not accepted and _wild(now, floor, thresholds))
-    # A guess from pairs alone leaves much by itself, so what it leaves is no second cause.
-    rest = case.scorer is not None and left.scale > 0.3 * first.scale
-    if loud and (not accepted or rest):
-        laws = fitted(LAWS, now)
-        best = _best_law(laws, now, thresholds)
-        if accepted and accepted[-1].fit.prediction is not None:
-            alone = fitted(LAWS, before)
-            simpler = _best_law(alone, before, thresholds)
-            rival = simpler.left.score < best.left.score + thresholds.gain
-            if rival and simpler.fit.cause != "not_explained":
-                accepted.pop()
-                leads.pop()
-                now, left, laws, best = before, _unexplained(before), alone, simpler
-        tested += laws
-        if not accepted or best.fit.cause != "not_explained":
-            accepted.append(best)
-            leads.append(_lead(best, laws, left, now))
-    quiet = 1 - left.scale / (2 * floor)
-    confidence = (
-        min(leads, default=max(0.5, quiet)) * 0.99 * case.pairs.size / (case.pairs.size + 16)
-    )
-    return _verdict(case, first, left, accepted, tested, floor, notes, confidence)
+        search.accept(believed[0], believed)
+        prediction = believed[0].fit.prediction
+        assert prediction is not None
+        before = search.case
+        search.continue_with(Case(before.pairs.moved_by(-prediction), before.scorer))
+    return before
+
+
+def _test_noise(search: Search, before: Case | None) -> None:
+    """Step 4 of `diagnose`. before: the case before the last accepted effect."""
+    case, thresholds = search.case, search.thresholds
+    if search.accepted:
+        # A guess from pairs alone leaves much by itself, so its rest is no second cause.
+        large = case.scorer is not None and search.left.scale > SECOND_CAUSE * search.first.scale
+        if not large or search.left.scale <= search.floor:
+            return
+    elif search.left.scale <= search.floor and not _wild(case, search.floor, thresholds):
+        return
+    laws = fit_all(LAWS, case)
+    best = _best_law(laws, case, thresholds)
+    if before is not None:
+        alone = fit_all(LAWS, before)
+        simpler = _best_law(alone, before, thresholds)
+        rival = simpler.left.score < best.left.score + thresholds.gain
+        if rival and simpler.fit.cause != "not_explained":
+            search.accepted.pop()
+            search.leads.pop()
+            search.continue_with(before)
+            laws, best = alone, simpler
+    search.tested += laws
+    if not search.accepted or best.fit.cause != "not_explained":
+        search.accept(best, laws)
 
 
 def _best_law(laws: Sequence[Fitted], case: Case, thresholds: Thresholds) -> Fitted:
@@ -184,22 +251,21 @@ def _unexplained(case: Case) -> Misfit:
     return Misfit(noise.scale, min(noise.score, flat.score))
 
 
-def _lead(row: Fitted, rivals: Sequence[Fitted], left: Misfit, case: Case) -> float:
-    """From 0.5 to 1: how far a fit is ahead of the best one of another cause, for each token."""
+def _lead_over(rivals: Sequence[Fitted], row: Fitted, left: Misfit, case: Case) -> float:
+    """From 0.5 to 1: how far a fit is ahead of the best one of another cause, per token."""
     names = set(row.fit.cause.split("+"))
     others = [r.left.score for r in rivals if not names <= set(r.fit.cause.split("+"))]
     gap = (min([left.score, *others]) - row.left.score) / case.pairs.size
-    return 1 - 0.5 * math.exp(-5 * max(gap, 0.0))
+    return 1 - 0.5 * math.exp(-LEAD_RATE * max(gap, 0.0))
 
 
 def _explains(row: Fitted, left: Misfit, thresholds: Thresholds) -> bool:
-    """Whether a fit is believed: it beats what was there, and leaves as little as a true one
-    would, or speaks of a few tokens at the edges alone.
+    """Whether a fit is accepted: its score beats the previous one, and it leaves as little as a
+    true cause would, or concerns only a few tokens at the edges.
     """
     share: float = getattr(thresholds, row.fit.share)
-    at_edges = row.fit.shape is not None and row.fit.source is not None
     return row.left.score < left.score - thresholds.gain and (
-        at_edges or row.left.scale <= share * left.scale
+        row.fit.masks_edges or row.left.scale <= share * left.scale
     )
 
 
@@ -207,7 +273,7 @@ def _partly_sampling(rows: Sequence[Fitted], left: Misfit, thresholds: Threshold
     """Whether a temperature or a cut explains something and nothing explains all, so that it is
     worth the time to search for both together.
     """
-    if not rows or rows[0].left.scale <= 0.1 * thresholds.rest * left.scale:
+    if not rows or rows[0].left.scale <= NEGLIGIBLE * thresholds.rest * left.scale:
         return False
     names = ("temperature", *CUTS)
     return any(row.fit.cause in names and row.left.scale < PARTLY * left.scale for row in rows)
@@ -217,64 +283,44 @@ def _wild(case: Case, floor: float, thresholds: Thresholds) -> bool:
     """Whether a few tokens differ far more than noise does, though most do not: of Student's t,
     three of 10,000 lie beyond 12 scales. With the model, the floor is three scales already.
     """
-    times = 4 if case.scorer is not None else 4 * thresholds.noise
+    times = FAR if case.scorer is not None else FAR * thresholds.noise
     far = (case.pairs.difference / case.pairs.shape).abs() > times * floor
-    return int(far.sum()) >= max(3, thresholds.wild * case.pairs.size)
-
-
-def _without(case: Case, fit: Fit) -> Case:
-    """The case with what a fit explains taken away from the engine's numbers."""
-    pairs = case.pairs
-    assert fit.prediction is not None
-    moved = pairs.moved_by(-fit.prediction)
-    return Case(moved, case.scorer)
+    return int(far.sum()) >= max(LEAST_FAR, thresholds.wild * case.pairs.size)
 
 
 def measured_floor(case: Case, thresholds: Thresholds) -> float:
-    """The scale of healthy differences: what bf16 arithmetic does to this model, or a constant."""
+    """The scale of healthy differences: the effect of bf16 arithmetic on this model, or a
+    constant.
+    """
     if case.scorer is None:
         return thresholds.floor
     noise = case.scorer.half_precision_noise()
     return thresholds.noise * misfit(noise, case.pairs.shape, 0).scale
 
 
-def _copied(case: Case) -> Diagnosis:
-    evidence = f"all {case.pairs.size} log-probabilities are equal bit for bit"
-    return _diagnosis(case, ("copy",), 0.99, [evidence], 0.0, {}, [])
-
-
-def _verdict(
-    case: Case,
-    first: Misfit,
-    left: Misfit,
-    accepted: Sequence[Fitted],
-    tested: Sequence[Fitted],
-    floor: float,
-    notes: Sequence[str],
-    confidence: float,
-) -> Diagnosis:
+def _verdict(case: Case, search: Search, notes: Sequence[str], confidence: float) -> Diagnosis:
+    first, left, tested = search.first, search.left, search.tested
     d = case.pairs.difference
     evidence = [
         f"rollout_logp - old_logp: mean {float(d.mean()):+.3g}, mean size "
         f"{float(d.abs().mean()):.3g}, largest {float(d.abs().max()):.3g}; "
-        f"scale {first.scale:.3g} for an unlikely token, noise floor {floor:.3g}"
+        f"scale {first.scale:.3g} for an unlikely token, noise floor {search.floor:.3g}"
     ]
     details: dict[str, object] = {"scale": first.scale, "scale_left": left.scale}
-    for row in accepted:
-        law = row.fit.shape is not None and row.fit.source is None
+    for row in search.accepted:
         share = left.scale if row.fit.shape is not None else row.left.scale
-        tail = "" if law else f"; this leaves {share / first.scale:.1%} of the scale"
+        tail = "" if row.fit.is_law else f"; this leaves {share / first.scale:.1%} of the scale"
         evidence.append(row.fit.sentence + tail)
         details |= row.fit.details
-    causes = tuple(dict.fromkeys(c for row in accepted for c in row.fit.cause.split("+")))
+    causes = tuple(dict.fromkeys(c for row in search.accepted for c in row.fit.cause.split("+")))
     if "weights_bf16" in causes:  # a model in bf16 has such logits, too
         causes = tuple(cause for cause in causes if cause != "logits_bf16")
     if "stale_weights" in causes:
         evidence += _steps(case, first.scale, details)
     if case.pairs.impossible:
         evidence.append(
-            f"{case.pairs.impossible} tokens have rollout_logp = -inf: the engine says that it "
-            "could not have sampled them"
+            f"{case.pairs.impossible} tokens have rollout_logp = -inf: the engine could not have "
+            "sampled them"
         )
     if causes == ("not_explained",):
         best = min((r for r in tested if r.fit.shape is None), key=lambda row: row.left.scale)
@@ -283,9 +329,8 @@ def _verdict(
         )
     evidence += notes
     chosen = causes or ("healthy",)
-    return _diagnosis(
-        case, chosen, confidence, evidence, floor, details, _listed(tested, first, chosen)
-    )
+    others = _alternatives(tested, first, chosen)
+    return _diagnosis(case, chosen, confidence, evidence, search.floor, details, others)
 
 
 def _steps(case: Case, scale: float, details: dict[str, object]) -> list[str]:
@@ -304,7 +349,9 @@ def _steps(case: Case, scale: float, details: dict[str, object]) -> list[str]:
     ]
 
 
-def _listed(tested: Sequence[Fitted], first: Misfit, causes: Sequence[str]) -> list[Alternative]:
+def _alternatives(
+    tested: Sequence[Fitted], first: Misfit, causes: Sequence[str]
+) -> list[Alternative]:
     """The best fit of each cause that was not chosen, the one that leaves least first."""
     best: dict[str, Fitted] = {}
     for row in tested:

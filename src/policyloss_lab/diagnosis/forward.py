@@ -1,4 +1,4 @@
-"""One forward of the trainer's model on some sequences, and the same with something changed."""
+"""Runs the trainer's model on some sequences, as it is or with one thing changed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LOGIT_BYTES = 2**28  # of the logits that are kept: 1,024 tokens of a vocabulary of 65,536
-BATCH_TOKENS = 8192  # of one forward, padding included
+LOGIT_BYTES = 2**28  # logits in memory: 1,024 tokens of a vocabulary of 65,536
+BATCH_TOKENS = 8192  # tokens of one forward, padding included
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model and the sequences that its log-probabilities are asked for.
+    """A model and the sequences that it scores.
 
-    prompts: the tokens before the first scored one, of each row. completions: the tokens after
-    them. scored: `[n, 2]`, the row and the index in the completion of each token, in order.
+    prompts: of each row, the tokens before the first scored one. completions: the tokens after
+    them. scored: `[n, 2]`, the row and the index in the completion of each scored token, in order.
     """
 
     model: Any
@@ -46,15 +46,15 @@ class Scorer:
         return logits.gather(1, self.ids[:, None])[:, 0].double() - logits.double().logsumexp(1)
 
     def effect(self, name: str, logits: Callable[[], Tensor]) -> Tensor:
-        """How much a change moves the log-probabilities, `[n]`; computed once under its name."""
+        """The change of the log-probabilities under other logits, `[n]`; cached by name."""
         if name not in self.cache:
             self.cache[name] = self.of_ids(logits()) - self.logp
         result: Tensor = self.cache[name]
         return result
 
     def half_precision_noise(self) -> Tensor:
-        """`[n]`: what bf16 arithmetic does to the log-probabilities, with the weights rounded alike
-        on both sides.
+        """`[n]`: the effect of bf16 arithmetic on the log-probabilities, with equally rounded
+        weights on both sides.
         """
         if "bf16 noise" not in self.cache:
             half = self.with_model(copy.deepcopy(self.model).bfloat16())
@@ -65,7 +65,7 @@ class Scorer:
         return result
 
     def half_precision(self) -> Tensor:
-        """`[n]`: how much a model that is rounded to bf16 and run in it moves them."""
+        """`[n]`: the effect of rounding the model to bf16 and running it in bf16."""
         self.half_precision_noise()
         result: Tensor = self.cache["bf16"]
         return result
@@ -80,7 +80,7 @@ class Scorer:
         return replace(self, model=model, cache={})
 
     def select(self, chosen: Tensor) -> Scorer:
-        """Some of the tokens, with what was computed of them."""
+        """Some of the tokens, with their cached effects."""
         part = replace(
             self,
             scored=self.scored[chosen],
@@ -101,9 +101,8 @@ class Scorer:
     ) -> Tensor:
         """`[n, V]` float32 logits.
 
-        prompts: those of all rows, in place of their own. padding: the side. positions: whether
-        those of padded rows count real tokens alone. attend_padding: leaves the attention mask
-        out.
+        prompts: replace the prompts of all rows. padding: the side. positions: whether position ids
+        skip padding. attend_padding: omit the attention mask.
         """
         model = self.model
         device = next(model.parameters()).device

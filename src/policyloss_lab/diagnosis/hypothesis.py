@@ -1,11 +1,20 @@
-"""What a hypothesis is, and what fitting it to a batch returns."""
+"""A hypothesis takes a `Case` and yields a `Fit`; `misfit` measures the differences it leaves.
+
+The measure is a Student-t likelihood with a fitted scale, and a penalty for every fitted number. A
+residual `e_t` has the density of Student's t with 4 degrees of freedom and the scale `σ·h_t`. The
+shape `h_t` is the relative size of noise: an error in the logits moves the log-probability of a
+token by about `1 - p` of it, so a likely token has little noise. Heavy tails keep a few wild tokens
+from deciding. The score is `-2·log likelihood + k·log n`, as in the BIC; smaller is better.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from policyloss_lab.diagnosis.forward import Scorer
@@ -14,8 +23,8 @@ from policyloss_lab.diagnosis.pairs import Pairs
 
 @dataclass(frozen=True)
 class Case:
-    """What is known. scorer: the model with its sequences, if one was passed; its tokens are those
-    of `pairs`, in the same order.
+    """The input of a diagnosis. scorer: the model with the sequences of `pairs`, token by token in
+    the same order, if a model was passed.
     """
 
     pairs: Pairs
@@ -23,9 +32,9 @@ class Case:
 
     @property
     def sides(self) -> tuple[tuple[str, int], ...]:
-        """The sides that may be the odd one, with the sign of its effect on the difference.
+        """The sides that may be wrong, each with the sign of its effect on the difference.
 
-        With a model, the side that is much nearer to it is the sound one.
+        With a model, the side that is much nearer to it is right.
         """
         both = (("rollout_logp", 1), ("old_logp", -1))
         if self.scorer is None:
@@ -38,21 +47,32 @@ class Case:
             return both[:1]
         return both[1:] if gaps[0] < 0.5 * gaps[1] else both
 
+    def fit_sides(
+        self, cause: str, sentence: str, effect: Tensor, details: Any = None, **options: Any
+    ) -> Iterator[Fit]:
+        """A fit of each side that may be wrong. sentence: with "{side}" in it. effect: the change
+        of that side's log-probabilities.
+        """
+        for side, sign in self.sides:
+            numbers = {**(details or {}), "side": side}
+            yield Fit(cause, sentence.format(side=side), sign * effect, details=numbers, **options)
+
     def realigned(self, source: Tensor) -> Case:
-        """The case with the engine's numbers at the tokens they belong to."""
+        """The case with each number of the engine moved to its token."""
         pairs = self.pairs.with_rollout_from(source)
         return Case(pairs, None if self.scorer is None else self.scorer.select(source >= 0))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One hypothesis, fitted.
+    """A fitted hypothesis.
 
-    prediction: `rollout_logp - old_logp` of each token, NaN where it says nothing; None is 0.
-    shape: where it expects noise; None is `1 - p`. source: for a hypothesis about order, the index
-    of the engine's number that belongs to each token (−1: none). freedom: how many numbers were
-    chosen. share: the field of `Thresholds` that says how much of the scale it may leave. details:
-    those numbers, by name. sentence: what it says.
+    cause: a name of `CAUSES`, or two joined by "+". sentence: the hypothesis in words. prediction:
+    `rollout_logp - old_logp` of each token, NaN if unknown; None is 0. shape: the relative size of
+    noise at each token; None is `1 - p`. source: for a hypothesis about order, the index of the
+    engine's number that belongs to each token (−1: none). freedom: the number of fitted numbers.
+    share: the field of `Thresholds` that limits the share of the scale it leaves. details: the
+    fitted numbers by name.
     """
 
     cause: str
@@ -64,9 +84,75 @@ class Fit:
     share: str = "explains"
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def masks_edges(self) -> bool:
+        """Whether it removes tokens at the edges of rows, at their scale of noise."""
+        return self.shape is not None and self.source is not None
+
+    @property
+    def is_law(self) -> bool:
+        """Whether it predicts where differences are large."""
+        return self.shape is not None and self.source is None
+
 
 class Hypothesis(Protocol):
-    """A family of explanations that one method fits."""
+    """A family of explanations with one fitting method."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Its best members; none if the case holds nothing that it could be fitted to."""
+        """Yield its best members; none if the case lacks the tensors that it needs."""
+
+
+DEGREES = 4.0
+ROUNDING = 2.0**-23  # no scale is smaller than float32 can tell apart
+_CONSTANT = (
+    math.lgamma((DEGREES + 1) / 2) - math.lgamma(DEGREES / 2) - 0.5 * math.log(DEGREES * math.pi)
+)
+
+
+class Misfit(NamedTuple):
+    """What is left. scale: σ of the residual. score: the penalised criterion."""
+
+    scale: float
+    score: float
+
+
+def misfit(residual: Tensor, shape: Tensor, freedom: int) -> Misfit:
+    """The fitted scale and the score of residuals `[n]` under noise of this shape `[n]`.
+
+    Tokens of which the hypothesis says nothing (NaN) count like the average of the others.
+    """
+    known = ~residual.isnan()
+    n = residual.numel()
+    x = (residual[known] / shape[known]).double()
+    if x.numel() == 0:
+        return Misfit(math.inf, math.inf)
+    squares = x * x
+    spread = shape[known].double().log().mean()
+    scale, density = max(
+        (_likelihood(squares, start) for start in (squares.median(), squares.mean())),
+        key=lambda pair: pair[1],
+    )
+    score = -2 * n * (density - float(spread)) + (freedom + 1) * math.log(max(n, 2))
+    return Misfit(scale, score)
+
+
+def _likelihood(squares: Tensor, start: Tensor) -> tuple[float, float]:
+    """The scale that expectation maximisation reaches from a variance, and its mean log-density.
+
+    Where most residuals are exact and some are not, there are two such scales; the start decides.
+    """
+    variance = max(float(start), ROUNDING**2)
+    for _ in range(30):
+        weight = (DEGREES + 1) / (DEGREES + squares / variance)
+        before, variance = variance, max(float((weight * squares).mean()), ROUNDING**2)
+        if abs(variance - before) <= 1e-3 * before:
+            break
+    tails = torch.log1p(squares / (DEGREES * variance)).mean()
+    return math.sqrt(variance), _CONSTANT - 0.5 * (
+        (DEGREES + 1) * float(tails) + math.log(variance)
+    )
+
+
+def roughness(residual: Tensor, shape: Tensor) -> float:
+    """A cheap stand-in for the scale, to search with: the mean root of the sizes."""
+    return float((residual / shape).abs().sqrt().mean())

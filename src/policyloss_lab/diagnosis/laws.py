@@ -1,10 +1,10 @@
-"""Hypotheses that predict where differences are large, and not which way they go: weights of
-another step, another context, dropout, another route through the experts.
+"""Laws of noise: hypotheses that predict where differences are large but not their sign. They are
+weights of another step, another context, dropout, and another route through the experts.
 
-Each runs the model several times with something drawn at random. The typical size over the draws
-is the shape of its noise, and where their mean is not 0, a multiple of it is predicted. Pairs alone
-hold too little to name one of these: half precision, dropout, an adapter and stale weights have all
-the shape `1 - p`. A step of the trainer (`logp` beside `old_logp`) shows what stale weights do.
+Each law runs the model several times with a random change. The typical size of the effect is the
+shape of its noise; if the mean effect is not 0, a multiple of it is predicted. Pairs alone cannot
+name one of these laws, because half precision, dropout, an adapter and stale weights all have the
+shape `1 - p`. A step of the trainer (both `logp` and `old_logp`) shows the effect of stale weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from policyloss_lab.diagnosis.criterion import QUIET
 from policyloss_lab.diagnosis.forward import Scorer, altered
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
+from policyloss_lab.diagnosis.pairs import QUIET
 
 DRAWS = 16
 STEADY = 0.3
-CHANGE = 0.02  # of the root mean square of a weight matrix, in a draw
-ROUTE = 2.0**-5  # the relative noise of a router's weights in a draw
+CHANGE = 0.02  # noise of a draw, relative to the root mean square of a matrix
+ROUTE = 2.0**-5  # noise of a draw, relative to each weight of a router
 SUPPLY = "model=, ids= and prompts= tell which"
 DECAYS = (2.0, 4.0, 8.0, 16.0, 32.0)
 
@@ -35,9 +35,26 @@ def drawn(scorer: Scorer, name: str, logits: Callable[[torch.Generator], Tensor]
     )
 
 
+def random_weights(
+    scorer: Scorer, names: set[str], perturb: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[torch.Generator], Tensor]:
+    """The logits of the model with `perturb(weight, noise)` in place of the named weights."""
+
+    def logits(generator: torch.Generator) -> Tensor:
+        def change(name: str, w: Tensor) -> Tensor | None:
+            if name not in names:
+                return None
+            return perturb(w, torch.randn(w.shape, generator=generator).to(w.device, w.dtype))
+
+        with altered(scorer.model, change):
+            return scorer.forward()
+
+    return logits
+
+
 def law_shape(effects: Tensor, case: Case) -> Tensor:
-    """The typical size over draws, `(mean √|e|)²`, steadied by `1 - p`: `sqrt(size² + (0.3·h)²)`
-    with both of mean 1. A rare large effect must not pass for the size of all.
+    """The typical size over draws, `(mean √|e|)²`, smoothed by `1 - p`: `sqrt(size² + (0.3·h)²)`,
+    both scaled to mean 1. A rare large effect must not dominate.
     """
     size = effects.abs().sqrt().mean(0).square()
     size = size / size.mean().clamp(min=1e-12)
@@ -46,7 +63,7 @@ def law_shape(effects: Tensor, case: Case) -> Tensor:
 
 
 def along(mean: Tensor, shape: Tensor, case: Case) -> tuple[Tensor, str]:
-    """`b·mean` with the b of least squares, and the side that it belongs to: that of its sign."""
+    """`b·mean` with the least-squares b, and the side that the sign of b belongs to."""
     weight = mean / shape.square()
     slope = float((weight * case.pairs.difference).sum() / (weight * mean).sum().clamp(min=1e-12))
     return slope * mean, "rollout_logp" if slope > 0 else "old_logp"
@@ -54,10 +71,10 @@ def along(mean: Tensor, shape: Tensor, case: Case) -> tuple[Tensor, str]:
 
 @dataclass(frozen=True)
 class OtherWeights:
-    """The weights of the two sides differ: those of the engine are some steps old."""
+    """The weights of the engine are some steps older than the trainer's."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Noise of the shape that a random change of all weights makes."""
+        """Noise of the shape of a random change of all matrices."""
         sentence = "differences are as large as those of other weights would be, token by token"
         if case.scorer is None:
             yield Fit(
@@ -74,35 +91,21 @@ class OtherWeights:
                     shape=law_shape(step[None], case),
                 )
             return
-        scorer = case.scorer
-        names = matrices_of(scorer.model)
-
-        def logits(generator: torch.Generator) -> Tensor:
-            def change(name: str, w: Tensor) -> Tensor | None:
-                if name not in names:
-                    return None
-                noise = torch.randn(w.shape, generator=generator).to(w.device, w.dtype)
-                return w + CHANGE * w.square().mean().sqrt() * noise
-
-            with altered(scorer.model, change):
-                return scorer.forward()
-
-        effects = drawn(scorer, "weights", logits)
+        matrices = {name for name, w in case.scorer.model.named_parameters() if w.dim() >= 2}
+        logits = random_weights(
+            case.scorer, matrices, lambda w, noise: w + CHANGE * w.square().mean().sqrt() * noise
+        )
+        effects = drawn(case.scorer, "weights", logits)
         yield Fit("stale_weights", sentence, shape=law_shape(effects, case))
-
-
-def matrices_of(model: nn.Module) -> set[str]:
-    """The names of the weights that are matrices."""
-    return {name for name, w in model.named_parameters() if w.dim() >= 2}
 
 
 @dataclass(frozen=True)
 class OtherContext:
-    """One side saw another prompt, of which nothing more is known."""
+    """One side saw another, unknown prompt."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The mean effect of words that are put into the prompts, and noise of its spread; without
-        a model, noise that decays.
+        """The mean effect of random words in the prompts, and noise of its spread; without a model,
+        noise that decays.
         """
         sentence = "differences are where another prompt would make them, and fade along the row"
         if case.scorer is None:
@@ -137,8 +140,8 @@ class Dropout:
     """One side runs with dropout."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The median effect of dropout, and noise of the shape of its spread; nothing if old_logp
-        is that of the model, because engines have no dropout.
+        """The median effect of dropout, and noise of its spread; no fit if the model agrees with
+        old_logp, because engines have no dropout.
         """
         trainer_may_be_odd = any(side == "old_logp" for side, _ in case.sides)
         if case.scorer is None or not trainer_may_be_odd or not _drops(case.scorer.model):
@@ -171,25 +174,11 @@ class Routes:
     """The routers of a mixture of experts choose other experts for some tokens."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Noise of the shape that a small noise in the routers makes."""
-        if case.scorer is None:
+        """Noise of the shape of a small random change of the routers."""
+        if case.scorer is None or not (names := routers(case.scorer.model)):
             return
-        scorer = case.scorer
-        names = routers(scorer.model)
-        if not names:
-            return
-
-        def logits(generator: torch.Generator) -> Tensor:
-            def change(name: str, w: Tensor) -> Tensor | None:
-                if name not in names:
-                    return None
-                noise = torch.randn(w.shape, generator=generator).to(w.device, w.dtype)
-                return w * (1 + ROUTE * noise)
-
-            with altered(scorer.model, change):
-                return scorer.forward()
-
-        effects = drawn(scorer, "routes", logits)
+        logits = random_weights(case.scorer, names, lambda w, noise: w * (1 + ROUTE * noise))
+        effects = drawn(case.scorer, "routes", logits)
         yield Fit(
             "router",
             "differences are where a small change of the routers makes them",
@@ -208,7 +197,7 @@ def routers(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class AnyNoise:
-    """Noise that is the same for all tokens: nothing is explained."""
+    """Noise of equal size at all tokens: nothing is explained."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
         """A flat shape."""

@@ -1,4 +1,4 @@
-"""Hypotheses about logits: a soft cap, a precision, a shard of the vocabulary."""
+"""Hypotheses about numbers after the model: soft cap, precision, a shard of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
+from policyloss_lab.diagnosis.pairs import on_grid
 from policyloss_lab.diagnosis.sampling import geometric, refined
 
 SHARDS = (2, 4, 8)
@@ -16,10 +17,10 @@ SHARDS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class SoftCap:
-    """One side caps its logits, `c·tanh(z/c)`, and the other does not, or one does it twice."""
+    """One side caps its logits, `c·tanh(z/c)`, and the other does not, or caps them twice."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The cap that leaves the least, and the model's own cap undone."""
+        """The best cap, and the model without its cap."""
         if case.scorer is None:
             return
         scorer, logits = case.scorer, case.scorer.logits.double()
@@ -39,14 +40,14 @@ class SoftCap:
                 freedom=1,
                 details={"softcap": value, "side": side},
             )
-            if cap is not None:
-                bare = cap * torch.atanh((logits / cap).clamp(-1 + 1e-6, 1 - 1e-6))
-                yield Fit(
-                    "softcap",
-                    f"{side} lacks the model's soft cap of {cap:g}",
-                    sign * (scorer.of_ids(bare) - scorer.logp),
-                    details={"softcap": cap, "missing": True, "side": side},
-                )
+        if cap is not None:
+            bare = cap * torch.atanh((logits / cap).clamp(-1 + 1e-6, 1 - 1e-6))
+            yield from case.fit_sides(
+                "softcap",
+                f"{{side}} lacks the model's soft cap of {cap:g}",
+                scorer.of_ids(bare) - scorer.logp,
+                {"softcap": cap, "missing": True},
+            )
 
 
 @dataclass(frozen=True)
@@ -60,21 +61,15 @@ class RoundedLogits:
         scorer = case.scorer
         for cause, dtype in (("logits_bf16", torch.bfloat16), ("logits_fp16", torch.float16)):
             effect = scorer.of_ids(scorer.logits.to(dtype)) - scorer.logp
-            for side, sign in case.sides:
-                name = str(dtype).removeprefix("torch.")
-                yield Fit(
-                    cause,
-                    f"the logits of {side} are rounded to {name}",
-                    sign * effect,
-                    share="exact",
-                    details={"side": side},
-                )
+            name = str(dtype).removeprefix("torch.")
+            sentence = f"the logits of {{side}} are rounded to {name}"
+            yield from case.fit_sides(cause, sentence, effect, share="exact")
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The vocabulary is split over ranks, and one side treats a shard wrongly: it leaves it out of
-    the normaliser, has no logits for it, or normalises over the token's own shard alone.
+    """The vocabulary is split over ranks, and one side handles a shard wrongly: it leaves the shard
+    out of the normaliser, has no logits for it, or normalises over the token's shard alone.
     """
 
     def fit(self, case: Case) -> Iterator[Fit]:
@@ -102,11 +97,39 @@ class VocabularyShard:
                 effects[f"without shard {j} of {count} in the normaliser"] = chosen - others
                 effects[f"with zero logits in shard {j} of {count}"] = zero - empty
             for what, logp in effects.items():
-                for side, sign in case.sides:
-                    yield Fit(
-                        "vocab_shard",
-                        f"{side} is {what} of the vocabulary",
-                        sign * (logp - scorer.logp),
-                        freedom=2,
-                        details={"shards": count, "side": side},
-                    )
+                yield from case.fit_sides(
+                    "vocab_shard",
+                    f"{{side}} is {what} of the vocabulary",
+                    logp - scorer.logp,
+                    {"shards": count},
+                    freedom=2,
+                )
+
+
+TYPES = {"logp_bf16": torch.bfloat16, "logp_fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StoredLogProbs:
+    """One side's log-probabilities, or both, were rounded to bf16 or fp16 after the softmax."""
+
+    def fit(self, case: Case) -> Iterator[Fit]:
+        """A fit for each type that holds all numbers of a side exactly."""
+        pairs = case.pairs
+        uncertain = (pairs.trainer < -1e-3) & (pairs.rollout < -1e-3)
+        if int(uncertain.sum()) < 8:
+            return
+        for cause, dtype in TYPES.items():
+            rollout = bool(on_grid(pairs.rollout, dtype)[uncertain].all())
+            trainer = bool(on_grid(pairs.trainer, dtype)[uncertain].all())
+            name = str(dtype).removeprefix("torch.")
+            if rollout and trainer:
+                step = torch.finfo(dtype).eps * pairs.trainer.abs()
+                prediction = pairs.difference.clamp(-step, step)
+                yield Fit(cause, f"both are rounded to {name}", prediction, freedom=0)
+            elif rollout:
+                prediction = pairs.trainer.to(dtype).double() - pairs.trainer
+                yield Fit(cause, f"rollout_logp is rounded to {name}", prediction, freedom=0)
+            elif trainer:
+                prediction = pairs.rollout - pairs.rollout.to(dtype).double()
+                yield Fit(cause, f"old_logp is rounded to {name}", prediction, freedom=0)

@@ -1,5 +1,5 @@
-"""Hypotheses about places: numbers that stand one token off, rows in another order, rows that were
-cut into other tokens, and tokens that should not be in the mask.
+"""Hypotheses about order: numbers shifted by a token, permuted rows, rows cut into other tokens,
+and tokens that do not belong in the mask.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from policyloss_lab.diagnosis.hypothesis import Case, Fit
 from policyloss_lab.diagnosis.pairs import Pairs
 
 ROWS = 256  # rows that are compared with each other
-FIRST = 32  # tokens of a row that are compared with those of other rows
-WILD = 8.0  # times the scale of the other tokens: a number that does not belong there
-NEAR = 0.05  # how far numbers of one token may differ on two engines
+FIRST = 32  # tokens of each row that are compared
+WILD = 8.0  # times the scale of the other tokens: a number of another token
+NEAR = 0.05  # the usual difference of two engines at one token, in nats
 
 
 @dataclass(frozen=True)
 class Shift:
-    """`rollout_logp` stands some tokens later (+) or earlier (−) than the tokens it belongs to."""
+    """`rollout_logp` is some tokens late (+) or early (−)."""
 
     lags: tuple[int, ...] = (1, -1)
 
@@ -54,7 +54,7 @@ def _shifted(pairs: Pairs, lag: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PermutedRows:
-    """The rows of `rollout_logp` are in another order than those of `old_logp`."""
+    """The rows of `rollout_logp` and `old_logp` are in different orders."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
         """The row of the engine that is nearest to each row of the trainer."""
@@ -99,14 +99,14 @@ def _table(x: Tensor, starts: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OtherTokens:
-    """From some token of a row on, the engine's numbers belong to tokens further on: its text was
-    encoded again, and a word was cut into more or fewer tokens.
+    """After some token of a row, the engine's numbers are shifted: the text was encoded again, and
+    a word was cut into more or fewer tokens.
     """
 
     lags: tuple[int, ...] = (-3, -2, -1, 1, 2, 3)
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """For each row the place from which on one lag fits better than none."""
+        """For each row, the place after which a lag fits better than none."""
         pairs = case.pairs
         starts = pairs.starts
         count = min(starts.numel() - 1, ROWS)
@@ -199,8 +199,8 @@ class Edges:
 
 
 def _runs(wild: Tensor, pairs: Pairs, side: str) -> Tensor:
-    """The tokens of the leading (or trailing) run of each row: the run whose sum of +1 for a wild
-    token and −2 for another is largest.
+    """The tokens of the leading (or trailing) run of each row: the run with the largest sum of +1
+    for each wild token and −2 for each other one.
     """
     index = torch.arange(pairs.size)
     row = pairs.row if side == "first" else pairs.row.flip(0)
@@ -217,18 +217,3 @@ def _runs(wild: Tensor, pairs: Pairs, side: str) -> Tensor:
     last = last.scatter_reduce(0, group, torch.where(hit, index, -1), "amax")
     edge = index <= last[group]
     return edge if side == "first" else edge.flip(0)
-
-
-def is_copy(pairs: Pairs) -> bool:
-    """Whether the two log-probabilities are the same numbers, bit for bit.
-
-    Two programs agree on tokens that are certain, and on numbers that were rounded to 16 bits, so
-    those say nothing.
-    """
-    telling = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
-    return int(telling.sum()) >= 16 and bool((pairs.rollout == pairs.trainer)[telling].all())
-
-
-def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which of these numbers a 16-bit type can hold exactly."""
-    return x.to(dtype).double() == x

@@ -1,6 +1,4 @@
-"""The pairs that a diagnosis starts from: for each valid token what the engine reported and what
-the trainer computed.
-"""
+"""The input of a diagnosis: each valid token's log-probabilities by engine and by trainer."""
 
 from __future__ import annotations
 
@@ -12,18 +10,25 @@ from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor
 from policyloss.errors import InputError
-from policyloss_lab.diagnosis.criterion import noise_shape
 
-LEAST_TOKENS = 16  # a verdict on fewer would be a guess
-POSITIVE = 1e-3  # a log-probability above this is none; half precision rounds those near 0
+LEAST_TOKENS = 16  # with fewer, a verdict would be a guess
+QUIET = 0.02  # the least shape: even a certain token has some noise
+POSITIVE = 1e-3  # values above this are not log-probabilities; half precision may round up to 0
+
+
+def noise_shape(logp: Tensor) -> Tensor:
+    """`max(1 - p, 0.02)` of each token, the relative size of noise: an error in the logits hardly
+    moves a likely token.
+    """
+    return (-torch.expm1(logp)).clamp(min=QUIET)
 
 
 @dataclass(frozen=True)
 class Pairs:
     """The valid tokens of a batch, flat, in the order of rows. `[n]` each, on the CPU.
 
-    row, column: where a token stood. ids, entropy, logp (the policy after its update): None unless
-    they were passed. impossible: valid tokens whose `rollout_logp` is −inf; they are left out.
+    row, column: the place of a token. ids, entropy, later (logp after the update): None unless
+    passed. impossible: the number of valid tokens with a `rollout_logp` of −inf, left out here.
     """
 
     rollout: Tensor
@@ -47,25 +52,25 @@ class Pairs:
 
     @property
     def shape(self) -> Tensor:
-        """Where noise is large."""
+        """The relative size of noise at each token."""
         return noise_shape(self.trainer)
 
     @property
     def starts(self) -> Tensor:
-        """The index of the first token of each row that has one, and n at the end."""
+        """The index of the first token of each row with tokens, and n at the end."""
         new = torch.ones(self.size, dtype=torch.bool)
         new[1:] = self.row[1:] != self.row[:-1]
         return torch.cat([new.nonzero().flatten(), torch.tensor([self.size])])
 
     @property
     def rank(self) -> Tensor:
-        """How many valid tokens of its row come before each token."""
+        """The number of valid tokens before each token in its row."""
         starts = self.starts
         return torch.arange(self.size) - torch.repeat_interleave(starts[:-1], starts.diff())
 
     @property
     def remaining(self) -> Tensor:
-        """How many valid tokens of its row come after each token."""
+        """The number of valid tokens after each token in its row."""
         starts = self.starts
         return torch.repeat_interleave(starts[1:], starts.diff()) - torch.arange(self.size) - 1
 
@@ -86,12 +91,12 @@ class Pairs:
         )
 
     def moved_by(self, change: Tensor) -> Pairs:
-        """The same with this added to the engine's numbers."""
+        """The pairs with `change` added to the engine's numbers."""
         return replace(self, rollout=self.rollout + change)
 
     def with_rollout_from(self, source: Tensor) -> Pairs:
-        """The tokens whose engine log-probability stands elsewhere: `source[i]` is its index, −1
-        where there is none; those tokens are left out.
+        """The pairs with the engine's numbers realigned: `source[i]` is the index of the number of
+        token i; tokens with −1 are left out.
         """
         there = source >= 0
         moved = replace(self, rollout=self.rollout[source.clamp(min=0)])
@@ -162,8 +167,8 @@ def _places(x: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor]:
 
 
 def _finite(pairs: Pairs, trainer_name: str) -> Pairs:
-    """The same without tokens that the engine calls impossible; an error for other numbers that are
-    none, and for too few tokens.
+    """The pairs without impossible tokens; an error for other invalid numbers and for too few
+    tokens.
     """
     if pairs.size == 0:
         raise InputError("mask has no valid token; there is nothing to diagnose.")
@@ -174,8 +179,8 @@ def _finite(pairs: Pairs, trainer_name: str) -> Pairs:
         if wrong.any():
             raise InputError(
                 f"{name} is NaN or infinite at {int(wrong.sum())} of {pairs.size} valid tokens, "
-                f"{_where(pairs, wrong)}; a mask that leaves them out, or the code that writes "
-                "them, must be mended first."
+                f"{_where(pairs, wrong)}; leave them out of the mask, or fix the code that writes "
+                "them."
             )
         if (x > POSITIVE).double().mean() > 0.5:
             raise InputError(
@@ -199,3 +204,19 @@ def _where(pairs: Pairs, wrong: Tensor) -> str:
         return "all of them the last of their row"
     first = int(wrong.nonzero()[0])
     return f"the first in row {int(pairs.row[first])}, column {int(pairs.column[first])}"
+
+
+def is_copy(pairs: Pairs) -> bool:
+    """Whether both log-probabilities are equal bit for bit.
+
+    Certain tokens and numbers rounded to 16 bits do not count: two programs may agree on them.
+    """
+    precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
+    return int(precise.sum()) >= LEAST_TOKENS and bool(
+        (pairs.rollout == pairs.trainer)[precise].all()
+    )
+
+
+def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A flag for each number that a 16-bit type holds exactly."""
+    return x.to(dtype).double() == x

@@ -1,9 +1,10 @@
-"""Reads token-level pairs from a file: JSON lines (one row each) or safetensors."""
+"""Reads token-level pairs: from JSON lines (one row each), a safetensors file, or the tensors of a
+batch under the names of different trainers.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,9 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.output import kind_of
-from policyloss_lab.diagnosis.batches import columns_of
+from policyloss_lab import limits
+from policyloss_lab.reading import open_file, parse_object
 
-FILE_BYTES = 1024 * 2**20
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -29,7 +29,7 @@ _TYPES = {
 
 
 def read_tokens(path: str | Path) -> dict[str, Any]:
-    """The arguments of `lab.doctor` that a file holds: padded tensors, and prompts as lists.
+    """The arguments of `lab.doctor` in a file: padded tensors, and prompts as lists.
 
     A line of a .jsonl file is a row: lists of one length under `rollout_logp`, `old_logp` or
     `logp`, and optionally `ids`, `mask`, `prompt_ids` (docs/doctor.md lists other names). A
@@ -45,26 +45,12 @@ def read_tokens(path: str | Path) -> dict[str, Any]:
     return _padded(read_rows(file), file)
 
 
-def _contents(file: Path) -> bytes:
-    try:
-        kind = kind_of(os.lstat(file).st_mode)
-        if kind is not None:
-            raise InputError(f"{file} is a {kind}; give a file.")
-        size = file.stat().st_size
-        if size > FILE_BYTES:
-            raise InputError(f"{file} is larger than {FILE_BYTES // 2**20} MiB; give a part of it.")
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist.") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
-
-
 def read_safetensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a file: a length, a JSON header with dtype, shape and place of each tensor,
     and the numbers.
     """
-    data = _contents(file)
+    with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
+        data = handle.read()
     try:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
@@ -78,26 +64,25 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
                 tensors[name] = flat.reshape(entry["shape"])
         return tensors
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise InputError(f"{file} is no safetensors file: {type(error).__name__}.") from error
+        raise InputError(
+            f"{file} is not a valid safetensors file: {type(error).__name__}."
+        ) from error
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, at least one."""
+    """The objects of a file of JSON lines; at least one."""
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(_contents(file).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise InputError(
-                f"{file}, line {number}, is no JSON; give one object a line."
-            ) from None
-        if not isinstance(row, dict):
-            raise InputError(f"{file}, line {number}, is no JSON object.")
-        rows.append(row)
+    with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
+        for number, line in enumerate(handle, 1):
+            row = parse_object(line)
+            if row is not None:
+                rows.append(row)
+            elif line.strip():
+                raise InputError(
+                    f"{file}, line {number}, is no JSON object; write one object per line."
+                )
     if not rows:
-        raise InputError(f"{file} is empty; give one JSON object a line.")
+        raise InputError(f"{file} is empty; write one JSON object per line.")
     return rows
 
 
@@ -137,3 +122,45 @@ def _lists(rows: list[dict[str, Any]], name: str, file: Path) -> list[list[Any]]
         if not isinstance(value, list):
             raise InputError(f"{file}, row {i + 1}, has no list under {name!r}.")
     return [value for value in values if isinstance(value, list)]
+
+
+# Ours, verl's, TRL's, OpenRLHF's, prime-rl's.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "rollout_logp": (
+        "rollout_logp",
+        "rollout_log_probs",
+        "sampling_per_token_logps",
+        "rollout_logprobs",
+        "inference_logprobs",
+    ),
+    "old_logp": (
+        "old_logp",
+        "old_log_probs",
+        "old_per_token_logps",
+        "action_log_probs",
+        "trainer_logprobs",
+    ),
+    "logp": ("logp", "log_probs"),
+    "ids": ("ids", "responses", "completion_ids", "token_ids"),
+    "mask": ("mask", "response_mask", "completion_mask", "action_mask", "loss_mask"),
+    "entropy": ("entropy", "entropys"),
+    "prompts": ("prompts", "prompt_ids", "prompt_token_ids"),
+}
+
+
+def columns_of(names: Any) -> dict[str, str]:
+    """{argument of `doctor`: the name of its column}; an `InputError` if a side is missing."""
+    known = list(names)
+    columns = {
+        argument: name
+        for argument, others in COLUMNS.items()
+        if (name := next((other for other in others if other in known), None)) is not None
+    }
+    for side, needed in (("engine", ("rollout_logp",)), ("trainer", ("old_logp", "logp"))):
+        if not any(argument in columns for argument in needed):
+            wanted = [name for argument in needed for name in COLUMNS[argument]]
+            raise InputError(
+                f"the {side}'s log-probabilities are missing: there is none of "
+                f"{', '.join(wanted)} among {', '.join(map(str, known[:20])) or 'no columns'}."
+            )
+    return columns

@@ -1,5 +1,5 @@
-"""Hypotheses about sampling: a temperature, or a cut (top-p, top-k, min-p) with the rest
-renormalised, that only one side applies.
+"""Hypotheses about sampling that only one side applies: a temperature, or a cut (top-p, top-k,
+min-p) with renormalised probabilities.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policyloss_lab.diagnosis.criterion import misfit, roughness
 from policyloss_lab.diagnosis.forward import Scorer
-from policyloss_lab.diagnosis.hypothesis import Case, Fit
+from policyloss_lab.diagnosis.hypothesis import Case, Fit, misfit, roughness
 
-OUTSIDE = 10.0  # what a hypothesis misses of a token that it says cannot be sampled
-ONE_WAY = 0.02  # the share of differences that may go the other way
-COARSE = 256  # tokens that the joint search over two numbers looks at
+OUTSIDE = 10.0  # the error of a hypothesis at a sampled token that it excludes, in nats
+ONE_WAY = 0.02  # the largest share of differences with the other sign
+COARSE = 256  # tokens of the coarse search over two numbers
 BRANCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 
 
 def best_of(
     values: Sequence[float], predict: Callable[[float], Tensor], case: Case
 ) -> tuple[float, Tensor]:
-    """The value whose prediction leaves the least, and that prediction."""
+    """The value with the best prediction, and that prediction."""
     d, shape = case.pairs.difference, case.pairs.shape
     scored = [(roughness(d - predict(v), shape), v) for v in values]
     value = min(scored)[1]
@@ -35,7 +34,7 @@ def best_of(
 def refined(
     values: Sequence[float], predict: Callable[[float], Tensor], case: Case, rounds: int = 3
 ) -> tuple[float, Tensor]:
-    """`best_of`, and then again between the neighbours of the best, evenly in the logarithm."""
+    """`best_of`, repeated on a finer logarithmic grid between the neighbours of the best."""
     grid = sorted(values)
     for _ in range(rounds):
         value, _ = best_of(grid, predict, case)
@@ -52,7 +51,7 @@ def geometric(low: float, high: float, count: int) -> list[float]:
 
 
 def one_way(case: Case) -> bool:
-    """Whether nearly all differences that are no noise have one sign, as those of a cut have."""
+    """Whether nearly all differences above noise have one sign, as a cut makes them."""
     d = case.pairs.difference
     large = d[d.abs() > 1e-3 * case.pairs.shape]
     ups = float((large > 0).double().mean()) if large.numel() else 0.5
@@ -71,12 +70,12 @@ class Temperature:
     """One side divides its logits by a temperature.
 
     With logits the prediction is exact: `log softmax(z/τ) - log softmax(z)`. With the entropy H it
-    is `(1/τ - 1)·(logp + H)`. With pairs alone the tokens that were not sampled are taken as K
-    equal ones: `p' = p^β / (p^β + (1 - p)^β·K^(1-β))` with β = 1/τ.
+    is `(1/τ - 1)·(logp + H)`. With pairs alone, K equally likely tokens stand for all that were not
+    sampled: `p' = p^β / (p^β + (1 - p)^β·K^(1-β))` with β = 1/τ.
     """
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The temperature of each side that leaves the least."""
+        """The best temperature of each side."""
         if case.scorer is None and one_way(case):
             return  # a temperature moves likely tokens one way and unlikely ones the other
         for side, sign in case.sides:
@@ -125,7 +124,7 @@ def _scaled(logp: Tensor, beta: float, branches: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Renormalised:
-    """One side gives probabilities among the tokens that a cut keeps: `logp - log(kept mass)`."""
+    """One side renormalises over the tokens that a cut keeps: `logp - log(kept mass)`."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
         """The best top-p, top-k and min-p of each side; from pairs alone, the best top-p."""
@@ -203,7 +202,7 @@ class TemperatureAndCut:
                 taus = [tau * 0.95, tau, tau * 1.05]
                 tau, _ = refined(taus, partial(joint, p), case, rounds=2)
                 cuts = [max(p - 0.05, 0.02), p, min(p + 0.03, 0.999)]
-                p, prediction = refined(cuts, partial(_swapped, joint, tau), case, rounds=2)
+                p, prediction = refined(cuts, partial(joint, tau=tau), case, rounds=2)
             yield Fit(
                 "temperature+top_p",
                 _sentence(side, f"temperature {tau:.3g} and top_p = {p:.3g}, renormalised"),
@@ -220,10 +219,6 @@ def _joint(
     return sign * (table.logp - scorer.logp) + table.effect("top_p", sign, p)
 
 
-def _swapped(joint: Callable[[float, float], Tensor], tau: float, p: float) -> Tensor:
-    return joint(p, tau)
-
-
 CUTS: dict[str, list[float]] = {
     "top_p": [0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995],
     "top_k": [*map(float, range(1, 65)), 80, 100, 128, 200, 256, 400, 512, 1000, 1024],
@@ -233,7 +228,7 @@ CUTS: dict[str, list[float]] = {
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The probabilities of each token, largest first, and where the sampled one stands."""
+    """The sorted probabilities at each position, and the log-probability of the sampled token."""
 
     cumulative: Tensor
     logp_sorted: Tensor
@@ -241,7 +236,7 @@ class _Sorted:
 
     @classmethod
     def of(cls, logits: tuple[Tensor, Tensor], ids: Tensor, tau: float = 1.0) -> _Sorted:
-        """logits: as they are, and sorted, which a temperature does not change."""
+        """logits: plain, and sorted; a temperature does not change their order."""
         plain, ordered = logits
         total = (ordered / tau).logsumexp(1)
         sorted_logp = ordered / tau - total[:, None]
@@ -249,7 +244,7 @@ class _Sorted:
         return cls(sorted_logp.exp().cumsum(1), sorted_logp, chosen)
 
     def effect(self, cut: str, sign: int, value: float) -> Tensor:
-        """`-log(kept mass)`, or `OUTSIDE` for tokens that are cut, times the sign of a side."""
+        """`-log(kept mass)`, or `OUTSIDE` for cut tokens, times the sign of a side."""
         most = self.cumulative.shape[1] - 1
         if cut == "top_p":
             bound = torch.full_like(self.logp, value)[:, None]

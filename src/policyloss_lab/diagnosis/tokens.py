@@ -1,4 +1,4 @@
-"""`doctor`: why the log-probabilities of the rollout engine are not those of the trainer."""
+"""`doctor`: finds out why the log-probabilities of the rollout engine and the trainer differ."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose, effects
-from policyloss_lab.diagnosis.diagnosis import Diagnosis
 from policyloss_lab.diagnosis.forward import LOGIT_BYTES, Scorer
 from policyloss_lab.diagnosis.hypothesis import Case
 from policyloss_lab.diagnosis.pairs import Pairs, read_pairs
+from policyloss_lab.diagnosis.read import columns_of
+from policyloss_lab.diagnosis.verdict import Diagnosis
 
-PAIR_TOKENS = 65536  # of a batch without a model: whole rows, spread over the batch
-MODEL_TOKENS = 2048  # that the model is run on
+PAIR_TOKENS = 65536  # tokens used without a model: complete rows, spread over the batch
+MODEL_TOKENS = 2048  # tokens used with a model
 
 
 def doctor(
@@ -37,24 +38,24 @@ def doctor(
     thresholds: Thresholds | None = None,
     max_tokens: int = MODEL_TOKENS,
 ) -> Diagnosis:
-    """Why `rollout_logp` is not `old_logp`, as a `Diagnosis`.
+    """Find out why `rollout_logp` and `old_logp` differ; returns a `Diagnosis`.
 
-    Tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens`; a number belongs to the token of
-    `ids` at its own place. What is known decides what can be told apart:
+    Tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens`; each number belongs to the token
+    of `ids` at the same place. The more is passed, the more causes can be told apart:
 
-    - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounding
-      of the numbers themselves, a temperature, a top-p. `entropy` (of the trainer) makes the
-      temperature exact to first order. If both `old_logp` and `logp` are passed, the step between
-      them measures how far stale weights are behind.
+    - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounded
+      log-probabilities, a temperature, a top-p. `entropy` (of the trainer) makes the temperature
+      exact to first order. If both `old_logp` and `logp` are passed, the step between them measures
+      how old stale weights are.
     - `ids` with `rollout_ids`: whether text was encoded again.
-    - `model` (the trainer's, with the weights that made `old_logp`) with `ids` and `prompts` (the
-      tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
+    - `model` (the trainer's, with the weights that computed `old_logp`) with `ids` and `prompts`
+      (the tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
       `other_prompts` are the same prompts in another template. Without `prompts`, the tokens of
-      `ids` before the first valid one are the prompt; `positions` (0 at the first real token) say
-      where padding on the left ends.
+      `ids` before the first valid one are the prompt; `positions` (0 at the first real token) mark
+      the end of padding on the left.
 
-    The model is run in float32 under `no_grad`; one in 16 bits is copied for that. Its weights are
-    changed for the time of a forward and restored.
+    The model runs in float32 under `no_grad`; a model in 16 bits is copied first. Its weights
+    change during a forward and are restored.
     """
     limits = thresholds or Thresholds()
     name, trainer = ("logp", logp) if old_logp is None else ("old_logp", old_logp)
@@ -80,8 +81,29 @@ def doctor(
     return verdict.because_of("reencoded", notes) if notes else verdict
 
 
+def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
+    """Call `doctor` on a batch of a framework: verl's `DataProto` or its `batch`, the inputs of
+    TRL's trainer, OpenRLHF's `Experience`, or any mapping of tensors.
+
+    options: further arguments of `doctor`, such as `model`. Prompts come only from the options.
+    """
+    batch = getattr(batch, "batch", batch)
+    if not hasattr(batch, "keys"):
+        batch = {name: x for name, x in vars(batch).items() if x is not None}
+    columns = columns_of(batch.keys())
+    arguments = {
+        argument: batch[name]
+        for argument, name in columns.items()
+        if argument != "prompts" and batch[name] is not None
+    }
+    rows = arguments["rollout_logp"].shape[-1]
+    if "ids" in arguments and arguments["ids"].shape[-1] != rows:
+        del arguments["ids"]  # some hold prompt and completion together
+    return doctor(**{**arguments, **options})
+
+
 def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> list[str]:
-    """A sentence if the engine's tokens are not the trainer's."""
+    """A sentence if the tokens of engine and trainer differ."""
     if rollout_ids is None:
         return []
     if ids is None or ids.shape != rollout_ids.shape:
@@ -102,7 +124,7 @@ def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> list[str]:
 
 
 def _some_rows(pairs: Pairs, most: int) -> Pairs:
-    """Whole rows, evenly spread over the batch, of about `most` tokens in all."""
+    """Complete rows, evenly spread over the batch, with about `most` tokens in total."""
     return pairs if pairs.size <= most else pairs.select(_rows_within(pairs, most))
 
 

@@ -1,4 +1,4 @@
-"""`policyloss explore`: the losses as a page to play with, which opens offline."""
+"""`policyloss explore`: an offline page to experiment with losses."""
 
 from policyloss_lab.explore.page import explorer_page
 

@@ -1,7 +1,6 @@
-"""What the fields of parts may hold, as data for the controls of the page.
+"""The legal values of the fields of parts, as data for the controls of the page.
 
-The words of a choice and the limits of a number are those of the field's annotation. A limit above
-that a class states in no annotation is searched for: the class is asked what it refuses.
+The words of a choice and the limits of a number come from the annotation of the field.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from policyloss.errors import PolicyLossError
 from policyloss.functional.ratio import LogClamp
 from policyloss.parts.data import VARIANTS, has_fields
 
-# The numbers to begin with where neither a preset nor a default has one, the first that fits.
+# Initial numbers where neither a preset nor a default has one; the first that fits is used.
 _GUESSES = (0.1, 2.0)
-_FAR = 1e6
 
 
 class Field(NamedTuple):
@@ -41,8 +39,8 @@ class Field(NamedTuple):
 class Limits(NamedTuple):
     """The legal values of a number; None is no limit.
 
-    It is at least `least`, above `above` and below `below`. not_below: the field that it is not
-    smaller than. infinite: infinity is legal.
+    least, most: inclusive; above, below: exclusive. not_below: the field that is its lower limit.
+    infinite: whether infinity is legal.
     """
 
     least: float | None = None
@@ -101,7 +99,7 @@ def slot_of(part: type) -> str:
 
 @cache
 def start(part: type) -> Any:
-    """A part to begin with: that of the first preset that has one, or the defaults."""
+    """The initial part: from the first preset that has one, or the defaults."""
     used = next(_in_presets(part), None)
     if used is not None:
         return used
@@ -139,7 +137,7 @@ def _instance(part: type, values: dict[str, Any]) -> Any:
 
 @cache
 def start_number(part: type, field: Field) -> float:
-    """A finite number to begin with, also where the field is None or infinite at first."""
+    """A finite initial number, also for a field that is None or infinite at first."""
     values = [getattr(each, field.name) for each in (*_in_presets(part), start(part))]
     values += [f.default for f in dataclasses.fields(part) if f.name == field.name]
     finite = [v for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
@@ -157,7 +155,7 @@ def _accepts(part: type, changed: dict[str, Any]) -> bool:
 
 
 def distinct_numbers(part: type) -> dict[str, float]:
-    """A number for each number field, near the one to begin with, that no formula has by itself."""
+    """For each number field, a number near the initial one that occurs in no formula."""
     return {
         field.name: 1_000_003 + i
         if field.integer
@@ -167,16 +165,23 @@ def distinct_numbers(part: type) -> dict[str, float]:
 
 
 def limits(part: type, field: Field) -> Limits:
-    """The limits of a number field: those of its annotation, and what the class refuses above."""
+    """The limits of a number field, from the checks of its annotation."""
     stated: dict[str, Any] = {}
     for check in _checks(get_type_hints(part, include_extras=True)[field.name]):
         stated |= getattr(check, "keywords", {})
-    low, smaller = stated.get("low"), {f.name for f in numbers_of(part)} - {field.name}
-    least = stated.get("least", 1 if field.integer else None)  # a count, if nothing is stated
-    bounds = Limits(least, stated.get("above"), None, None, low, not stated.get("finite", False))
-    if any(_lower_field(part, name) == field.name for name in smaller):
-        return bounds._replace(infinite=False)  # the other field is its limit
-    return _limited_above(part, field, bounds)
+    others = {f.name for f in numbers_of(part)} - {field.name}
+    bounded = "most" in stated or "below" in stated
+    return Limits(
+        stated.get("least", 1 if field.integer else None),  # a count, if nothing is stated
+        stated.get("above"),
+        stated.get("below"),
+        stated.get("most"),
+        stated.get("low"),
+        infinite=not field.integer
+        and not stated.get("finite", False)
+        and not any(_lower_field(part, name) == field.name for name in others)
+        and (not bounded or _accepts(part, {field.name: math.inf})),
+    )
 
 
 def _lower_field(part: type, name: str) -> str | None:
@@ -191,22 +196,3 @@ def _checks(hint: Any) -> Iterator[Any]:
             yield each
         else:
             yield from _checks(each)
-
-
-def _limited_above(part: type, field: Field, bounds: Limits) -> Limits:
-    """`bounds` with the largest number that the class does not refuse, if it refuses any."""
-
-    def accepts(value: float) -> bool:
-        return _accepts(part, {field.name: int(value) if field.integer else value})
-
-    inside, outside = start_number(part, field), _FAR
-    bounds = bounds._replace(infinite=bounds.infinite and not field.integer)
-    if accepts(outside) or not accepts(inside):
-        return bounds
-    for _ in range(90):
-        middle = (inside + outside) / 2
-        inside, outside = (middle, outside) if accepts(middle) else (inside, middle)
-    edge = round(inside, 9)
-    most, below = (edge, None) if accepts(edge) else (None, edge)
-    infinite = not field.integer and accepts(math.inf)
-    return bounds._replace(most=most, below=below, infinite=infinite)

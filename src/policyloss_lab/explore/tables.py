@@ -15,8 +15,8 @@ from typing import Any
 from policyloss.catalogue import PRESETS, as_spec, presets_equal_to
 from policyloss.errors import SpecError
 from policyloss.explanations import explain
-from policyloss.explanations.derive import Lines
-from policyloss.explanations.expression import Expression
+from policyloss.explanations.algebra.derive import Lines
+from policyloss.explanations.algebra.expression import Expression
 from policyloss.explanations.formula import VOCABULARY
 from policyloss.explanations.framework_names import ELSEWHERE, Elsewhere
 from policyloss.parts.data import VARIANTS, encoded
@@ -26,14 +26,14 @@ from policyloss_lab.explore.fields import Field, fields_of, limits, start, start
 from policyloss_lab.explore.templates import Joints, Template, joints, template
 
 MOST = 3  # losses side by side
-FIRST = Explore.losses  # those that a page shows at first
+FIRST = Explore.losses
 
 
 def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
-    """Everything that the page knows, JSON-ready. losses: those that it shows at first."""
+    """All data of the page, JSON-ready. losses: those to show first."""
     if not 1 <= len(losses) <= MOST:
         raise SpecError(f"the explorer shows one to {MOST} losses, got {len(losses)}.")
-    shown = [_loss(loss) for loss in losses]  # before the slower things: it refuses unknown losses
+    shown = [_loss(loss) for loss in losses]  # first, because it refuses unknown losses quickly
     nodes = _Nodes()
     slots = {
         slot: {part.__name__: _part(slot, template(part), nodes) for part in parts}
@@ -122,7 +122,7 @@ def _field(slot: str, part: type, field: Field) -> dict[str, Any]:
 
 
 def _unfit_ratios() -> dict[str, dict[str, str]]:
-    """The trust regions that refuse a ratio, and what they say of each."""
+    """{trust region: {ratio that it refuses: the error}}."""
     errors: dict[str, dict[str, str]] = {}
     for trust in VARIANTS["trust"]:
         for ratio in VARIANTS["ratio"]:
@@ -145,7 +145,7 @@ def _entropy_field() -> dict[str, Any]:
 
 
 def _of_number(first: float, **limits: Any) -> dict[str, Any]:
-    """A number to begin with, its limits, and the ends of a slider that people would move."""
+    """An initial number, its limits, and useful ends of a slider."""
     high = next((limits[k] for k in ("most", "below") if limits.get(k) is not None), None)
     low = next((limits[k] for k in ("least", "above") if limits.get(k) is not None), None)
     far = max(1.0, 2.0 * abs(first))
@@ -191,15 +191,14 @@ def _named(entry: Elsewhere) -> dict[str, Any]:
 
 
 def _loss(loss: LossSpec | str) -> dict[str, Any]:
-    """A loss as plain data, if the page knows all of its parts."""
+    """A loss as plain data; an error if the page lacks one of its parts."""
     spec = as_spec(loss)
     for slot, parts in VARIANTS.items():
         for part in spec.parts_in(slot):
             if type(part) not in parts:
                 raise SpecError(
-                    f"the explorer knows the parts of the library; the {slot!r} slot holds "
-                    f"{type(part).__name__}, of which it has no formula. `policyloss explain` "
-                    "says what can be said of it."
+                    f"the explorer knows only the parts of the library; the {slot!r} slot holds "
+                    f"{type(part).__name__}. Use `policyloss explain` for this loss."
                 )
     known = presets_equal_to(spec)
     name = loss if isinstance(loss, str) else known[0].name if known else None

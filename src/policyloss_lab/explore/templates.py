@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from policyloss.errors import PolicyLossError
-from policyloss.explanations.derive import Lines
-from policyloss.explanations.expression import Expression, name, negative
+from policyloss.explanations.algebra.derive import Lines
+from policyloss.explanations.algebra.expression import Expression, name, negative
 from policyloss.explanations.formula import Line, lines_by_slot
 from policyloss.explanations.framework_names import ELSEWHERE
 from policyloss.explanations.traits import traits
@@ -46,7 +46,7 @@ _WORDS = {word.removeprefix("-") for entry in ELSEWHERE for word in entry.needs.
 
 
 class Variant(NamedTuple):
-    """What a part is for one combination of its choices.
+    """A part with one combination of its choices.
 
     lines: its formula, the last line named for its result. words: the traits by which frameworks'
     names are chosen. error: why the class refuses the combination, or "".
@@ -123,7 +123,7 @@ def _variant(part: type, choices: dict[str, Any]) -> Variant:
 
 
 def _with_choices(part: type, choices: dict[str, Any], numbers: dict[str, float]) -> Any:
-    """The part to begin with, changed to these choices and numbers."""
+    """The initial part with these choices and numbers."""
     values = {}
     for field in fields_of(part):
         value = choices.get(field.name, getattr(start(part), field.name))
@@ -136,7 +136,7 @@ def _with_choices(part: type, choices: dict[str, Any], numbers: dict[str, float]
 
 
 def _spec_with(part: Any, anchor: str = "old") -> LossSpec:
-    """A loss that this part belongs to, and nothing else that could be mistaken for it."""
+    """A loss with this part, and with no other part that could be mistaken for it."""
     kind: type = type(part)
     slot = slot_of(kind)
     if slot == "trust":
@@ -167,7 +167,7 @@ def _side_lines() -> list[Line]:
 
 
 def _open(x: Expression, part: type) -> Expression:
-    """`x` with parameters in the place of the numbers of this class."""
+    """`x` with parameters in place of the distinct numbers of a class."""
     parameters = {value: name(f"${field}") for field, value in distinct_numbers(part).items()}
     for field in fields_of(part):
         if field.kind == "clamp":
@@ -189,7 +189,7 @@ def _replaced(x: Expression, parameters: dict[float, Expression]) -> Expression:
 
 
 def _words(slot: str, part: Any) -> tuple[str, ...]:
-    """The traits of a part alone: those that a loss of functions has with it, and not without."""
+    """The traits that a part adds to a loss of plain functions."""
 
     def function(t: Tokens) -> Any:
         return t.logp
@@ -220,7 +220,7 @@ class Joints(NamedTuple):
 
 
 def joints() -> Joints:
-    """The lines that join the slots, taken from losses that have each of them."""
+    """The lines that join the slots, taken from losses that have them."""
 
     def weigh(t: Tokens) -> Corrected:
         return Corrected(weight=t.extra("weight_2"))

@@ -7,7 +7,6 @@ verl's dumps of rollouts and validation (`<step>.jsonl`), prime-rl's token expor
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
@@ -15,16 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from policyloss.errors import InputError
-from policyloss_lab.logs.lines import LINE_BYTES, Lines
-from policyloss_lab.logs.numbers import number_of
-from policyloss_lab.logs.trackio import trackio_rows
+from policyloss_lab import limits
+from policyloss_lab.logs.trackers import trackio_rows
+from policyloss_lab.reading import Lines, number_of, parse_object
 
-Rows = Iterator[dict[str, Any]]
-PARTS = 32  # of a file that is too large to be read completely
-TABLE_BYTES = 64 * 2**20  # of a table of W&B, and of a row group of parquet before compression
 PARQUET = b"PAR1"
 NEEDS_PYARROW = "needs pyarrow: pip install 'policyloss-lab[parquet]'"
-# Our field → the names of the same in a stored completion; the first that is there counts.
+# Our field → its names in stored completions; the first that exists counts.
 FIELDS = {
     "prompt": ("prompt", "input", "question", "query"),
     "completion": ("completion", "output", "response", "generation"),
@@ -52,7 +48,7 @@ def holds_completions(head: bytes) -> bool:
     if head.startswith(PARQUET):
         return True
     first, newline, _ = head.partition(b"\n")
-    row = _object(first)
+    row = parse_object(first)
     if row is None and not newline and first.startswith(b"{"):  # it is longer than `head`
         row = {key.decode(): "" for key in re.findall(rb'"(\w{1,30})"\s*:', first)}
     if row is None:
@@ -62,8 +58,8 @@ def holds_completions(head: bytes) -> bool:
 
 
 def step_in_name(path: Path) -> int:
-    """The step that a file or its folder is named for, or 0: `completions_00010.parquet`,
-    `10.jsonl`, `step_10/rank_0.jsonl`, `completions_10_<digest>.table.json`.
+    """The step in the name of a file or its folder, or 0: `completions_00010.parquet`, `10.jsonl`,
+    `step_10/rank_0.jsonl`, `completions_10_<digest>.table.json`.
     """
     name = path.parent.name if path.stem.startswith("rank_") else path.name.partition(".")[0]
     match = _STEP_OF_TABLE.search(path.name) or _STEP_IN_NAME.search(name)
@@ -72,11 +68,11 @@ def step_in_name(path: Path) -> int:
 
 def stored_completions(
     file: BinaryIO, path: Path, budget: int, rewards: Iterable[str] = ()
-) -> tuple[Rows, bool]:
+) -> tuple[Iterator[dict[str, Any]], bool]:
     """(rows of `rollouts.jsonl`, whether some were left out) of an open file.
 
-    budget: bytes that are read. rewards: the names of TRL's reward functions, whose columns are
-    added up; if none is known, every column of numbers is one.
+    budget: the number of bytes to read. rewards: the names of TRL's reward functions; their columns
+    are summed. Without names, every column of numbers is a reward.
     """
     head = file.read(4096)
     file.seek(0)
@@ -84,13 +80,15 @@ def stored_completions(
         return _ours(_parquet(file, path), path, tuple(rewards)), False
     if head.startswith(b'{"columns"'):
         return _ours(_table(file), path, tuple(rewards)), False
-    lines = Lines(file, budget, PARTS)
-    parsed = (_object(line) for _, line in lines)
+    lines = Lines(file, budget, limits.COMPLETION_PARTS)
+    parsed = (parse_object(line) for _, line in lines)
     return _ours((row for row in parsed if row is not None), path, ()), lines.sampled
 
 
-def trackio_tables(path: Path, run: str, budget: int, rewards: Iterable[str]) -> Rows:
-    """The same of the tables with completions that were logged to trackio."""
+def trackio_tables(
+    path: Path, run: str, budget: int, rewards: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """The rows of `rollouts.jsonl` of the tables with completions in a trackio project."""
     for entry in trackio_rows(path, run, budget):
         for table in entry.values():
             rows = table.get("_value") if isinstance(table, dict) else None
@@ -99,23 +97,15 @@ def trackio_tables(path: Path, run: str, budget: int, rewards: Iterable[str]) ->
                 yield from _ours(inside, path, tuple(rewards))
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _parquet(file: BinaryIO, path: Path) -> Rows:
+def _parquet(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
     try:
         parquet: Any = import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise InputError(f"{path.name} {NEEDS_PYARROW}.") from None
     try:
-        table = parquet.ParquetFile(file, thrift_string_size_limit=LINE_BYTES)
+        table = parquet.ParquetFile(file, thrift_string_size_limit=limits.LINE_BYTES)
         for place in range(table.metadata.num_row_groups):
-            if table.metadata.row_group(place).total_byte_size > TABLE_BYTES:
+            if table.metadata.row_group(place).total_byte_size > limits.TABLE_BYTES:
                 continue
             for batch in table.iter_batches(batch_size=64, row_groups=[place]):
                 yield from batch.to_pylist()
@@ -123,17 +113,19 @@ def _parquet(file: BinaryIO, path: Path) -> Rows:
         raise InputError(f"{path.name} cannot be read: {type(error).__name__}.") from error
 
 
-def _table(file: BinaryIO) -> Rows:
+def _table(file: BinaryIO) -> Iterator[dict[str, Any]]:
     """The rows of a table that W&B stored: {"columns": […], "data": [[…], …]}."""
-    table = _object(file.read(TABLE_BYTES)) or {}
+    table = parse_object(file.read(limits.TABLE_BYTES)) or {}
     columns, data = table.get("columns"), table.get("data")
     for row in data if isinstance(data, list) else []:
         if isinstance(columns, list) and isinstance(row, list):
             yield dict(zip((str(column) for column in columns), row, strict=False))
 
 
-def _ours(rows: Rows, path: Path, rewards: tuple[str, ...]) -> Rows:
-    """The rows of a file in our form. Rows with the same prompt are a group, unless they say."""
+def _ours(
+    rows: Iterator[dict[str, Any]], path: Path, rewards: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file in our form. Without groups, rows with the same prompt are a group."""
     groups: dict[tuple[int, str], int] = {}
     for row in rows:
         step = row.get("step")
@@ -162,15 +154,15 @@ def _sum_of_rewards(row: Mapping[str, Any], rewards: tuple[str, ...]) -> float |
 
 
 def _text(value: Any) -> str | None:
-    """A text, or the messages of a conversation one below the other."""
+    """A text, or the messages of a conversation, one per line."""
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         return "\n".join(f"{item.get('role', '')}: {item.get('content', '')}" for item in value)
     return value if isinstance(value, str) or value is None else str(value)
 
 
 def _prime_rl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sequence of prime-rl's export: token numbers without texts. What comes before the first
-    trained token is the prompt.
+    """A sequence of prime-rl's export: token ids without texts. The tokens before the first trained
+    one are the prompt.
     """
     ids, mask = row["token_ids"], row["loss_mask"]
     if not isinstance(ids, list) or not isinstance(mask, list):

@@ -1,12 +1,14 @@
-"""What each metric is called in the logs of different trainers."""
+"""The names of metrics in the logs of different trainers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 
-# Our name of a metric, and what TRL, verl, OpenRLHF, prime-rl and others call the same number. If a
-# log holds several of them, the first counts.
+from policyloss_lab.limits import LARGEST_STEP
+
+# Our name of a metric, and its names in TRL, verl, OpenRLHF, prime-rl and others. If a log holds
+# several of them, the first counts.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "reward/mean": ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean"),
     "reward/std": ("reward_std",),
@@ -23,7 +25,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "policy/rollout_logp_difference_max": ("sampling/sampling_logp_difference/max",),
     "policy/clip_fraction": ("clip_ratio/region_mean", "actor/pg_clipfrac", "ppo_clip_ratio"),
     "policy/clip_fraction_upper": ("clip_ratio/high_mean",),
-    # verl's actor/pg_clipfrac_lower counts what dual clip holds, and is no side of the region.
+    # verl's actor/pg_clipfrac_lower counts dual clips, and is no side of the trust region.
     "policy/clip_fraction_lower": ("clip_ratio/low_mean",),
     "policy/clip_fraction_dual": ("actor/pg_clipfrac_lower",),
     "policy/loss": ("loss", "actor/pg_loss", "policy_loss"),
@@ -70,7 +72,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "dead_groups": _all_names("groups/zero_share"),
     "mismatch": _all_names("policy/kl_rollout_k3", "policy/kl_rollout_k1"),
 }
-# W&B counts its own calls in `_step`; what a trainer calls its step comes first.
+# W&B counts its own calls in `_step`, so the names of trainers come first.
 STEPS = ("step", "global_step", "training/global_step", "train/global_step", "_step")
 PREFIXES = ("", "train/")
 _OURS = {
@@ -84,14 +86,14 @@ _VALIDATION = re.compile(r"val-core/.*/(\w+)/mean@\d+$")
 
 
 def step_of(row: Mapping[str, float]) -> int | None:
-    """The step of a row, whatever it is called."""
+    """The step of a row under any of its names."""
     value = next((row[name] for name in STEPS if name in row), None)
-    return None if value is None or value != value or abs(value) > 2**53 else int(value)
+    return None if value is None or value != value or abs(value) > LARGEST_STEP else int(value)
 
 
 def our_names(names: Iterable[str]) -> dict[str, str]:
-    """{a name in a log: our name} for those of `names` that have another one here. Where two names
-    of a log mean the same metric, one of them gets its name and the other is left as it is.
+    """{name in a log: our name} for those `names` that differ from ours. If two names of a log mean
+    the same metric, only one is renamed.
     """
     best: dict[str, tuple[int, str]] = {}
     for name in names:
@@ -102,7 +104,7 @@ def our_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _ours(name: str) -> tuple[str | None, int]:
-    """Our name, if there is one, and its place among the names of that metric."""
+    """Our name for a metric, or None, and the rank of `name` among its names."""
     if (match := _VALIDATION.match(name)) is not None:
         score = {"acc": "eval/accuracy", "reward": "eval/reward"}.get(match[1])
         return score, 1
@@ -112,7 +114,7 @@ def _ours(name: str) -> tuple[str | None, int]:
 
 
 def canonical(row: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a row by the names of the doctor's curves; what has none is left out."""
+    """The metrics of a row under the names of the doctor's curves; others are left out."""
     out: dict[str, float] = {}
     for name, others in NAMES.items():
         keys = [prefix + other for other in others for prefix in PREFIXES]

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from policyloss.errors import InputError
-from policyloss_lab.logs.lines import LINE_BYTES, MIB, Lines
+from policyloss_lab import limits
 from policyloss_lab.logs.names import step_of
-from policyloss_lab.logs.numbers import number_of
-from policyloss_lab.logs.records import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
 from policyloss_lab.logs.tables import table_rows
+from policyloss_lab.logs.trackers import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
+from policyloss_lab.reading import Lines, number_of, parse_object
 
-PARTS = 512  # of a file of numbers that is too large to be read completely
 EVERYTHING = 2**62  # bytes
 _CONSOLE = re.compile(r"step:(\d+) - (\S+:\S+)")
 
@@ -29,8 +28,8 @@ _CONSOLE = re.compile(r"step:(\d+) - (\S+:\S+)")
 def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tuple[int, Row]]:
     """(step, numbers by name) of each row, in the order of the file; the same step may come again.
 
-    file: open, at its beginning. name: of the file, for errors. Of more than about `budget` bytes,
-    rows are chosen that are evenly spaced.
+    file: open, at its beginning. name: of the file, for errors. A file of more than about `budget`
+    bytes is sampled evenly.
     """
     head = file.read(4096)
     file.seek(0)
@@ -42,10 +41,10 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if start == b"{" and (name.endswith("trainer_state.json") or _is_document(head)):
         return numbered(_history(file, name))
-    lines = (line for _, line in Lines(file, budget, PARTS))
+    lines = (line for _, line in Lines(file, budget, limits.NUMBER_PARTS))
     texts = (line.decode("utf-8", "replace") for line in lines)
     if start == b"{":
-        return numbered(row for text in texts if (row := _object(text)) is not None)
+        return numbered(row for text in texts if (row := parse_object(text)) is not None)
     if b"\x00" in head:
         return iter(())
     if _CONSOLE.search(head.decode("utf-8", "replace")) or b"," not in head.partition(b"\n")[0]:
@@ -54,12 +53,12 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
 
 
 def _is_document(head: bytes) -> bool:
-    """Whether a file that begins with this is one JSON object over many lines, or has a history."""
+    """Whether a file that begins with `head` is one JSON object over many lines."""
     return b'"log_history"' in head or head.lstrip().partition(b"\n")[0].rstrip() == b"{"
 
 
 def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
-    """(step, numbers) of each entry that has a step; what is no number is left out."""
+    """(step, numbers) of each entry that has a step; other values are left out."""
     for entry in entries:
         inner = entry.get("data")  # verl writes {"step": …, "data": {…}}
         flat = {**entry, **inner} if isinstance(inner, dict) else entry
@@ -71,20 +70,12 @@ def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
             yield step, row
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
     """The entries of "log_history" in a trainer_state.json, one at a time."""
     decoder, text = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")("replace")
     buffer, place = "", -1
     while True:
-        block = file.read(MIB)
+        block = file.read(limits.MIB)
         buffer = buffer[max(place, 0) :] + text.decode(block)
         place = place if place < 0 else 0
         if place < 0:
@@ -108,7 +99,7 @@ def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
                 break
             if isinstance(entry, dict):
                 yield entry
-        if not block or len(buffer) - place > LINE_BYTES:
+        if not block or len(buffer) - place > limits.LINE_BYTES:
             return
 
 

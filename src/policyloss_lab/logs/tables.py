@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from policyloss.errors import InputError
 from policyloss_lab.logs.names import STEPS, step_of
-from policyloss_lab.logs.numbers import number_of
-from policyloss_lab.logs.records import Row
+from policyloss_lab.logs.trackers import Row
+from policyloss_lab.reading import number_of
 
-_BETWEEN = " - "  # the name of a run and that of a metric
+_BETWEEN = " - "  # the separator of run and metric
 
 
 def is_table(line: str) -> bool:
@@ -27,7 +27,7 @@ def is_table(line: str) -> bool:
 
 
 def table_rows(lines: Iterable[str]) -> Iterator[tuple[str, int, Row]]:
-    """(run, step, numbers by metric) of each row. The name of a run is "" where no column tells."""
+    """(run, step, numbers by metric) of each row. The run is "" if no column names it."""
     reader = csv.reader(lines)
     try:
         columns = [_name(column) for column in next(reader, [])]
@@ -54,7 +54,7 @@ def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], 
     runs: dict[str, dict[str, int]] = {}
     shared: dict[str, int] = {}
     names = _Names()
-    latest: dict[str, str] = {}  # of the runs with the same name, the one whose columns come now
+    latest: dict[str, str] = {}  # for each name, the run to which the next column belongs
     for place, column in enumerate(columns):
         run, dash, metric = (part.strip() for part in column.rpartition(_BETWEEN))
         if not dash:
@@ -69,7 +69,7 @@ def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], 
             runs[latest[run]] = {}
         runs[latest[run]][metric] = place
     shared.pop("", None)
-    # The first column is the x axis, whatever it is called.
+    # The first column is the x axis under any name.
     strays = [name for name, place in shared.items() if place and name not in STEPS]
     if len(runs) > 1 and strays:
         example = next(column for column in columns if _BETWEEN in column)
@@ -112,7 +112,7 @@ def _beside_each_other(
 def _below_each_other(
     rows: Iterable[Sequence[str]], run: str, places: dict[str, int]
 ) -> Iterator[tuple[str, int, Row]]:
-    """run: whose rows they are if no column says so."""
+    """run: the name of the run if no column has it."""
     of_wandb = {"Name", "State"} <= places.keys()
     if of_wandb and places.keys().isdisjoint(STEPS):
         raise InputError(
@@ -131,7 +131,7 @@ def _below_each_other(
 
 
 def _numbers(values: Sequence[str], places: dict[str, int]) -> Row:
-    """What is a number among the `values` of a line, which may be shorter than the first."""
+    """The numbers of a line, which may be shorter than the first line."""
     return {
         name: number
         for name, place in places.items()

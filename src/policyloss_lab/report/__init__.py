@@ -1,8 +1,7 @@
 """Runs of any trainer → plain data (`collect`) → one HTML file that opens offline (`render`)."""
 
-from policyloss_lab.report.collect import collect
-from policyloss_lab.report.inline import show
-from policyloss_lab.report.render import render
-from policyloss_lab.report.write import write_report
+from policyloss_lab.report.data import collect
+from policyloss_lab.report.page import render
+from policyloss_lab.report.write import show, write_report
 
 __all__ = ["collect", "render", "show", "write_report"]

@@ -1,4 +1,6 @@
-"""What differs between runs: their settings, key by key, and their losses, by `policyloss.diff`."""
+"""Differences between runs: their settings, their losses (by `policyloss.diff`), their seeds, and
+runs that coincide.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from policyloss.catalogue import PRESETS
 from policyloss.errors import PolicyLossError
 from policyloss.explanations import Explanation, diff, explain
 from policyloss.spec import LossSpec
-from policyloss_lab.report.reading import Notes, strict
+from policyloss_lab.reading import Notes, strict
 
-# What a text that is no loss can make of reading, explaining or comparing it.
+# The errors of reading, explaining or comparing a damaged loss.
 _NO_LOSS = (
     PolicyLossError,
     ArithmeticError,
@@ -40,9 +42,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """[{"key", "values": [text of each run, None where it has no such key]}] for the keys whose
-    values are not all the same.
-    """
+    """[{"key", "values": [text of each run, or None]}] for the keys with different values."""
     tables = [flat(s) for s in settings]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [{"key": key, "values": [table.get(key) for table in tables]} for key in keys]
@@ -53,13 +53,13 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
     """{"name", "spec", "explain": `Explanation.to_dict()`, "text": its page}; the last two are None
     if the spec cannot be read.
     """
-    asked = config.get("loss")
-    asked = asked if isinstance(asked, str) and asked else "unknown"
-    card: dict[str, Any] = {"name": asked, "spec": spec, "explain": None, "text": None}
+    name = config.get("loss")
+    name = name if isinstance(name, str) and name else "unknown"
+    card: dict[str, Any] = {"name": name, "spec": spec, "explain": None, "text": None}
     if spec is None:
         return card
-    if spec == {"code": asked}:
-        notes.append(f"The loss is code, {asked}, which a report does not run.")
+    if spec == {"code": name}:
+        notes.append(f"The loss is code, {name}, which a report does not run.")
         return card
     try:
         explanation = explain(LossSpec.from_dict(spec))
@@ -69,18 +69,18 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
         notes.append(f"The loss in config.json cannot be explained: {error}")
         return card
     return {
-        "name": _loss_name(asked, explanation),
+        "name": _loss_name(name, explanation),
         "spec": spec,
         "explain": explained,
         "text": text,
     }
 
 
-def _loss_name(asked: str, explanation: Explanation) -> str:
-    """The run's name for its loss if that is right, else the preset that is nearest."""
+def _loss_name(name: str, explanation: Explanation) -> str:
+    """The run's name for its loss if it is right, else the nearest preset."""
     if explanation.preset is not None:
-        return asked if asked in explanation.also else explanation.preset
-    base = asked if asked in PRESETS else explanation.near
+        return name if name in explanation.also else explanation.preset
+    base = name if name in PRESETS else explanation.near
     return f"{base}, changed" if base else "custom"
 
 
@@ -110,3 +110,99 @@ def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+# The last words of settings that differ between runs without influencing training.
+_SEEDS = {"seed", "data_seed"}
+_NAMES = {
+    *("out", "output_dir", "logging_dir", "run_name", "experiment_name", "default_local_dir"),
+    *("resume", "resume_from_checkpoint", "track"),
+}
+_SHOWN = 3  # settings in the name of a group
+
+
+def seed_groups(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """[{"label", "runs": [index, …], "end"}]: runs with the same loss that differ only in the seed
+    are one group. A run without settings is a group of its own.
+
+    end: {"metric", "mean", "low", "high"} of the last values of a group of several runs, or None.
+    """
+    members: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        settings = _influential(run)
+        key = json.dumps([settings, run["loss"]["spec"]], sort_keys=True) if settings else f"#{i}"
+        members.setdefault(key, []).append(i)
+    firsts = [_influential(runs[indices[0]]) for indices in members.values()]
+    differing = [row["key"] for row in differences(firsts)]
+    return [
+        {
+            "label": _label([runs[i] for i in indices], differing),
+            "runs": indices,
+            "end": _end([runs[i]["summary"] for i in indices]),
+        }
+        for indices in members.values()
+    ]
+
+
+def _influential(run: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that may influence training."""
+    left_out = _SEEDS | _NAMES
+    return {
+        key: value
+        for key, value in flat(run["config"]).items()
+        if key.rpartition(".")[2] not in left_out
+    }
+
+
+def _label(runs: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> str:
+    """The settings in which this group differs from the others, and its number of seeds."""
+    if len(runs) == 1:
+        return str(runs[0]["label"])
+    settings = _influential(runs[0])
+    others = [f"{key} {settings[key]}" for key in differing if key != "loss" and key in settings]
+    more = ["…"] if len(others) > _SHOWN else []
+    seeds = {
+        tuple(v for key, v in flat(run["config"]).items() if key.rpartition(".")[2] in _SEEDS)
+        for run in runs
+    }
+    count = f"{len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'}"
+    return ", ".join([runs[0]["loss"]["name"], *others[:_SHOWN], *more]) + f" · {count}"
+
+
+def _end(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    for metric in ("held_out", "reward"):
+        last = [s[metric]["last"] for s in summaries if s[metric] is not None]
+        if len(last) == len(summaries) > 1:
+            mean = sum(last) / len(last)
+            return {"metric": metric, "mean": mean, "low": min(last), "high": max(last)}
+    return None
+
+
+def identical_runs(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Groups of two or more runs with the same value of every metric at every step."""
+    return _equal({i: run["metrics"] for i, run in enumerate(runs) if run["metrics"]})
+
+
+def coinciding(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[list[int]]]:
+    """{metric: [[index of a run, …], …]}: runs with the same line. runs: as on the page, {"steps":
+    [[…]], "series": {metric: [index of the steps, values]}}.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run["series"])
+    out = {}
+    for key in keys:
+        lines = {
+            i: [run["steps"][run["series"][key][0]], run["series"][key][1]]
+            for i, run in enumerate(runs)
+            if key in run["series"]
+        }
+        if equal := _equal(lines):
+            out[key] = equal
+    return out
+
+
+def _equal(values: Mapping[int, Any]) -> list[list[int]]:
+    """Groups of two or more indices with equal values."""
+    groups: dict[str, list[int]] = {}
+    for i, value in values.items():
+        groups.setdefault(json.dumps(value, sort_keys=True), []).append(i)
+    return [indices for indices in groups.values() if len(indices) > 1]

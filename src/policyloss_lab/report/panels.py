@@ -10,8 +10,8 @@ OTHER = "More metrics"
 
 
 class Panel(NamedTuple):
-    """One chart: its name in links, its section and title, what it shows in plain words, what is
-    good and bad in it, the metrics it draws, and the scale it starts with.
+    """One chart. id: for links. hint: a description in plain words. judge: good and bad signs.
+    patterns: the names of its metrics. log: whether it starts with a logarithmic scale.
     """
 
     id: str

@@ -1,25 +1,28 @@
 """Sampled completions, token by token. A long run has more of them than a page can show, so some
-steps are chosen, and of each the groups that say most.
+steps are chosen, and of each step the most informative groups. Where a run stored no branch of the
+loss for its tokens, the library computes it from the stored numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from policyloss_lab.completions import BRANCHES, choose_groups
-from policyloss_lab.logs.completions import PARTS
-from policyloss_lab.report import limits
-from policyloss_lab.report.limits import cut
-from policyloss_lab.report.reading import (
+import torch
+
+from policyloss.errors import PolicyLossError
+from policyloss.spec import LossSpec
+from policyloss_lab import limits
+from policyloss_lab.completions import BRANCHES, choose_groups, token_branches
+from policyloss_lab.limits import cut
+from policyloss_lab.reading import (
     Notes,
     finite,
     integer,
     json_lines,
-    open_regular,
+    open_noted,
     row_at,
-    step_of,
 )
 
 NUMBERS = (
@@ -30,9 +33,9 @@ FLAGS = ("mask", "clipped")
 TEXTS = ("prompt", "completion", "answer")
 
 
-class Place(NamedTuple):
-    """A row that was not kept in memory: its byte offset, how much of the budget it takes, and its
-    reward, 0 if it has none.
+class StoredRow(NamedTuple):
+    """A row outside of memory: its byte offset, its share of the budget in tokens, and its reward,
+    0 if it has none.
     """
 
     offset: int
@@ -41,18 +44,18 @@ class Place(NamedTuple):
 
 
 # step → group → its rows, because a file may be larger than memory
-Index = dict[int, dict[Any, list[Place]]]
+Index = dict[int, dict[Any, list[StoredRow]]]
 # the groups of a step → their order, the most important one first
-Order = Callable[[list[list[Place]]], list[int]]
+Order = Callable[[list[list[StoredRow]]], list[int]]
 
 
-def telling(groups: list[list[Place]]) -> list[int]:
-    """The groups of a step by what their rewards say of it."""
+def by_information(groups: list[list[StoredRow]]) -> list[int]:
+    """The groups of a step, the most informative first."""
     return choose_groups([[row.reward for row in group] for group in groups], len(groups))
 
 
-def as_stored(groups: list[list[Place]]) -> list[int]:
-    """The groups of a step as they come, so that the same prompts are chosen at every step."""
+def as_stored(groups: list[list[StoredRow]]) -> list[int]:
+    """The groups of a step in the stored order, so that every step shows the same prompts."""
     return list(range(len(groups)))
 
 
@@ -60,20 +63,20 @@ def read_rollouts(
     path: Path,
     notes: Notes,
     budget: int = limits.TOKEN_BUDGET,
-    order: Order = telling,
+    order: Order = by_information,
     size: int = limits.ROLLOUT_BYTES,
 ) -> list[dict[str, Any]]:
-    """The rows of a file of completions, cleaned, by step; at most about `budget` tokens. Of more
-    than `size` bytes, parts are read that are evenly spaced.
+    """The cleaned rows of a file of completions by step, about `budget` tokens at most. A file of
+    more than `size` bytes is read in evenly spaced parts.
     """
     index: Index = {}
     total = without = 0
-    file = open_regular(path, notes)
+    file = open_noted(path, notes)
     if file is None:
         return []
     with file:
-        for offset, row in json_lines(file, path.name, notes, size, PARTS):
-            step = step_of(row)
+        for offset, row in json_lines(file, path.name, notes, size, limits.COMPLETION_PARTS):
+            step = integer(row.get("step"))
             if step is None:
                 without += 1
                 continue
@@ -84,7 +87,7 @@ def read_rollouts(
                 )
                 break
             total += 1
-            place = Place(offset, _size(row), finite(row.get("reward")) or 0)
+            place = StoredRow(offset, _size(row), finite(row.get("reward")) or 0)
             index.setdefault(step, {}).setdefault(group_of(row), []).append(place)
         chosen = _choose(index, budget, order)
         shorter = Shortened()
@@ -106,14 +109,14 @@ def read_rollouts(
 
 
 def group_of(row: dict[str, Any]) -> Any:
-    """What the rows of one group of a step share: its number, or the example, or the prompt."""
+    """The key of a row's group within a step: its number, the example, or the prompt."""
     names = (_label(row.get("group")), _label(row.get("example")))
     known = [name for name in names if name is not None]
     return known[0] if known else ("prompt", hash(_text(row.get("prompt"))))
 
 
 def _size(row: dict[str, Any]) -> int:
-    """How much of the budget a row takes, in tokens; its texts count, too."""
+    """The size of a row in tokens of the budget, texts included."""
     characters = sum(min(len(_text(row.get(name))), limits.TEXT_LENGTH) for name in TEXTS)
     return (
         min(len(_list(row.get("tokens"))), limits.TOKEN_BUDGET)
@@ -121,10 +124,10 @@ def _size(row: dict[str, Any]) -> int:
     )
 
 
-def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
+def _choose(index: Index, budget: int, order: Order) -> dict[int, list[StoredRow]]:
     """Every k-th step, counted back from the last, with the smallest k for which the first group of
-    each, in that order, fits; then the second of each, and so on, while they fit. If a single group
-    is too long, its first rows are chosen.
+    each step fits; then the second group of each, and so on, while they fit. If a single group is
+    too long, its first rows are chosen.
     """
     groups = {
         step: [list(of_step.values())[i] for i in order(list(of_step.values()))]
@@ -140,7 +143,7 @@ def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
         for kind, limit in enumerate((budget, limits.ROWS))
     ):
         stride += 1
-    chosen: dict[int, list[Place]] = {}
+    chosen: dict[int, list[StoredRow]] = {}
     left, rows = budget, limits.ROWS
     for rank in range(max(map(len, groups.values()), default=0)):
         for step in steps[::-stride]:
@@ -151,7 +154,7 @@ def _choose(index: Index, budget: int, order: Order) -> dict[int, list[Place]]:
     return chosen or {step: _first(groups[step][0], budget) for step in steps[-1:]}
 
 
-def _first(group: list[Place], budget: int) -> list[Place]:
+def _first(group: list[StoredRow], budget: int) -> list[StoredRow]:
     """The first rows of a group that fit, at least one."""
     taken = 1
     while taken < min(len(group), limits.ROWS) and (
@@ -162,13 +165,13 @@ def _first(group: list[Place], budget: int) -> list[Place]:
 
 
 class Shortened:
-    """Counts the texts that were cut to a maximal length."""
+    """Counts the shortened texts."""
 
     def __init__(self) -> None:
         self.texts = self.tokens = self.rows = 0
 
     def notes(self) -> Notes:
-        """What was left out, in sentences."""
+        """Sentences about the shortened texts."""
         counts = {
             f"text(s) longer than {limits.TEXT_LENGTH:,} characters": self.texts,
             f"token(s) longer than {limits.TOKEN_LENGTH} characters": self.tokens,
@@ -217,7 +220,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is, a number in digits, of a list or an object only its kind."""
+    """A text unchanged, a number in digits, and only the type of a list or an object."""
     if isinstance(value, (dict, list)):
         return f"({type(value).__name__})"
     return value if isinstance(value, str) else "" if value is None else str(value)
@@ -230,3 +233,59 @@ def _label(value: Any) -> str | int | None:
 
 def _fitted(values: list[Any], length: int) -> list[Any]:
     return (values[:length] + [None] * length)[:length]
+
+
+_NAMES = tuple(BRANCHES)
+
+
+def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows with a branch for every token, where it follows from the row alone.
+
+    loss: the card of the run's loss. Stored branches stay. If the trust region ranks all tokens of
+    a step, or a row lacks a number, the branch remains unknown.
+    """
+    spec = LossSpec.from_dict(loss["spec"]) if loss["explain"] is not None else None
+    if spec is None or any(getattr(spec.trust, "statistics_names", ())):
+        return list(rows)
+    reads = spec.replace(kl=None, entropy_coef=0.0).reads
+    names = {"logp", "token_advantage", *(name for name in reads if name.endswith("_logp"))}
+    open_rows = [i for i, row in enumerate(rows) if _lacks_branches(row, names)]
+    if not open_rows:
+        return list(rows)
+    chosen = [rows[i] for i in open_rows]
+    lengths = torch.tensor([0, *(len(row["tokens"]) for row in chosen)])
+    tensors = {name: _joined(chosen, name) for name in {"old_logp", *names}}
+    mask = torch.tensor([used is not False for row in chosen for used in row["mask"]])
+    try:
+        codes = token_branches(
+            spec,
+            tensors.pop("logp"),
+            tensors.pop("old_logp"),
+            tensors.pop("token_advantage"),
+            mask,
+            **tensors,
+            cu_seqlens=lengths.cumsum(0),
+        )
+    except PolicyLossError:  # it reads a tensor that no file of completions holds
+        return list(rows)
+    out = list(rows)
+    for i, part in zip(open_rows, torch.split(codes, lengths[1:].tolist()), strict=True):
+        out[i] = {**rows[i], "branch": [_NAMES[code] for code in part.tolist()]}
+    return out
+
+
+def _lacks_branches(row: Mapping[str, Any], names: set[str]) -> bool:
+    """Whether a row has tokens without branches, and all numbers of its trained tokens."""
+    if not row["tokens"] or any(branch is not None for branch in row["branch"]):
+        return False
+    return all(
+        value is not None or used is False
+        for name in names
+        for value, used in zip(row[name], row["mask"], strict=True)
+    )
+
+
+def _joined(rows: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
+    """The numbers of all rows, concatenated; missing numbers of masked tokens are 0."""
+    values = [0.0 if value is None else value for row in rows for value in row[name]]
+    return torch.tensor(values, dtype=torch.float64)

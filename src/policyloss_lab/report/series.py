@@ -8,24 +8,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from policyloss_lab.logs.scalars import PARTS
-from policyloss_lab.report import limits
-from policyloss_lab.report.panels import PANELS
-from policyloss_lab.report.reading import (
+from policyloss_lab import limits
+from policyloss_lab.reading import (
     Notes,
     finite,
+    integer,
     is_number,
     json_lines,
-    open_regular,
+    open_noted,
     row_at,
-    step_of,
 )
-from policyloss_lab.report.text import listed
+from policyloss_lab.report.markup import listed
+from policyloss_lab.report.panels import PANELS
 
 Series = dict[str, dict[str, list[Any]]]
 HISTOGRAM = "ratio_histogram"
-SUMMED = ("tokens", "step_s")  # how far a run is, beside its steps
-# The metrics that the charts of the page name are kept, however many others there are.
+SUMMED = ("tokens", "step_s")  # other measures of progress than the step
+# The metrics that the charts name are kept, however many others there are.
 _EXPECTED = {
     name.removeprefix("timing/") for panel in PANELS for name in panel.patterns if "*" not in name
 } | {"tokens"}
@@ -35,8 +34,8 @@ Point = tuple[int, "float | int | None"]
 
 
 def extremes(points: Sequence[Point], size: int) -> list[Point]:
-    """Of every `size` successive points the lowest, the highest and the first that is not finite,
-    each once, in their order.
+    """The lowest, the highest and the first nonfinite of every `size` successive points, each once,
+    in order.
     """
     out: list[Point] = []
     for start in range(0, len(points), size):
@@ -51,8 +50,8 @@ def extremes(points: Sequence[Point], size: int) -> list[Point]:
 
 
 class Line:
-    """One metric over the steps: its points, thinned if there are many, and the numbers that the
-    summary needs of all of them.
+    """One metric over the steps: its points, thinned if there are many, and the numbers of the
+    summary, which count all points.
     """
 
     def __init__(self) -> None:
@@ -89,8 +88,8 @@ class Line:
         self.total += value
 
     def points(self, limit: int) -> list[Point]:
-        """All points if they are at most `limit`; else about as many: the last one, and of every
-        stretch the lowest, the highest and the first gap.
+        """All points if they are at most `limit`; else about as many: the last one, and the lowest,
+        the highest and the first gap of every stretch.
         """
         points = self._points
         if len(points) > limit:
@@ -98,13 +97,13 @@ class Line:
         return points if points[-1:] == [self._newest] else [*points, self._newest]
 
     def sampled(self, limit: int) -> list[Point]:
-        """At most `limit` points, evenly spaced: what statistics are computed from, which the
-        extremes of `points` would mislead.
+        """At most `limit` evenly spaced points, for statistics, which the extremes of `points`
+        would mislead.
         """
         return self._even[:: math.ceil(len(self._even) / limit)]
 
     def change(self) -> dict[str, Any] | None:
-        """The first, last and best finite value, and where they were; None without any."""
+        """The first, last and best finite value with their steps; None if there is none."""
         if self.first is None or self.last is None:
             return None
         (first_step, first), (last_step, last) = self.first, self.last
@@ -122,7 +121,7 @@ class Table:
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
-        self.trained = 0  # an evaluation after the last step has a separate line, and is no step
+        self.trained = 0  # an evaluation after the last step has its own line but is no step
         self.histograms = Histograms()
         # The sums up to each step, on which other metrics are drawn.
         self._sums = {name: Line() for name in SUMMED}
@@ -130,7 +129,7 @@ class Table:
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
         """Add the row of a step. Steps come in order, each once."""
-        # Strict JSON has no NaN: such numbers are written as null, and their names stand here.
+        # Strict JSON has no NaN: such numbers are null, and "nonfinite" lists their names.
         names = row.get("nonfinite")
         nonfinite = names if isinstance(names, dict) else {}
         self.trained += any(key != "step" and not key.startswith("eval/") for key in row)
@@ -152,13 +151,13 @@ class Table:
             return True
         if len(self.lines) < limits.NAMES and len(name) <= limits.NAME_LENGTH:
             return True
-        if len(self._left_out) < limits.INDEXED:  # they are counted, and counting must end, too
+        if len(self._left_out) < limits.INDEXED:  # the count is bounded, too
             self._left_out.add(name[: limits.NAME_LENGTH])
         return False
 
     def series(self, file: str, notes: Notes, budget: int = limits.POINT_BUDGET) -> Series:
-        """{metric: {"step": […], "value": […]}}; a value is None where not finite. budget: how
-        many points all metrics may have together.
+        """{metric: {"step": […], "value": […]}}; nonfinite values are None. budget: the number of
+        points of all metrics together.
         """
         if self._left_out:
             count = (
@@ -182,7 +181,7 @@ class Table:
         return {key: _columns(line.sampled(limit)) for key, line in self.lines.items()}
 
     def _limit(self, budget: int) -> int:
-        """How many points a line may have if all together have about `budget`."""
+        """The number of points of one line if all together have about `budget`."""
         return max(2, min(limits.POINTS, budget // max(1, len(self.lines))))
 
     def sums(self, name: str, limit: int = 1_000) -> dict[str, list[Any]] | None:
@@ -190,7 +189,7 @@ class Table:
         return _columns(self._sums[name].points(limit)) if self._sums[name].count else None
 
     def nonfinite_notes(self) -> Notes:
-        """A sentence for metrics that were NaN or infinite equally often from the same step on."""
+        """A sentence for metrics that were nonfinite equally often, first at the same step."""
         names: dict[tuple[int, Any], list[str]] = {}
         for key, line in sorted(self.lines.items()):
             if line.nonfinite:
@@ -202,7 +201,7 @@ class Table:
         ]
 
     def change(self, name: str) -> dict[str, Any] | None:
-        """How a metric began and ended; None if it was never a finite number."""
+        """The first, last and best value of a metric; None if it was never finite."""
         return self.lines[name].change() if name in self.lines else None
 
     def total(self, name: str) -> float | int | None:
@@ -215,20 +214,20 @@ def _columns(points: Sequence[Point]) -> dict[str, list[Any]]:
 
 
 def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> Table:
-    """The rows of a file in the order of their steps; the last row of a step counts. Of more than
-    `budget` bytes, rows are read that are evenly spaced.
+    """The rows of a file in the order of their steps; the last row of a step counts. A file of more
+    than `budget` bytes is read in evenly spaced parts.
     """
     table = Table()
     # step → the byte offset of its last row, because a file may be larger than memory
     places: dict[int, int] = {}
     repeated = without = new = 0
     stride = 1
-    file = open_regular(path, notes)
+    file = open_noted(path, notes)
     if file is None:
         return table
     with file:
-        for offset, row in json_lines(file, path.name, notes, budget, PARTS):
-            step = step_of(row)
+        for offset, row in json_lines(file, path.name, notes, budget, limits.NUMBER_PARTS):
+            step = integer(row.get("step"))
             if step is None:
                 without += 1
                 continue
@@ -259,7 +258,7 @@ def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> T
 
 
 class Histograms:
-    """The ratio's histograms, step by step, thinned if there are many."""
+    """The histograms of the ratio by step, thinned if there are many."""
 
     def __init__(self) -> None:
         self._edges: list[float] = []
@@ -319,7 +318,7 @@ def _histogram(value: Any) -> tuple[list[float], list[Any]] | None:
     counts = [finite(count) for count in counts]
     if None in edges or None in counts:
         return None
-    if len(edges) == len(counts) - 1:  # the outermost counts are of what lies beyond the edges
+    if len(edges) == len(counts) - 1:  # the outermost counts lie beyond the edges
         edges = [0.0, *edges, math.inf]
     if len(edges) != len(counts) + 1 or not all(a < b for a, b in pairwise(edges)):
         return None

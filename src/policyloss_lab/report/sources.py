@@ -10,12 +10,11 @@ from itertools import islice
 from pathlib import Path
 
 from policyloss.errors import InputError
+from policyloss_lab import limits
 from policyloss_lab.logs.completions import holds_completions
-from policyloss_lab.logs.records import WANDB_HEAD, is_tensorboard
 from policyloss_lab.logs.tables import is_table
-from policyloss_lab.logs.trackio import SQLITE_HEAD, run_names
-from policyloss_lab.report import limits
-from policyloss_lab.report.reading import Notes, is_regular, json_object, open_regular
+from policyloss_lab.logs.trackers import SQLITE_HEAD, WANDB_HEAD, is_tensorboard, run_names
+from policyloss_lab.reading import Notes, is_regular, json_object, open_noted
 
 STATE = "trainer_state.json"
 # The kinds of files with numbers. If a folder holds several, they are of the same run, and the
@@ -30,7 +29,6 @@ KINDS = {
     "console": "verl's console output",
 }
 _ENDINGS = (".jsonl", ".json", ".csv", ".wandb", ".parquet", ".db", ".log", ".txt", ".out")
-_DEPTH = 8  # of folders inside folders
 _STEP = re.compile(rb'"(_?step|[\w/]*global_step)"\s*:')
 _OURS = ("config.json", "metrics.jsonl")
 _OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
@@ -38,8 +36,8 @@ _OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
 
 @dataclass
 class Files:
-    """The files of one run. kind: of those with numbers, a key of `KINDS`, or "" without any. run:
-    its name in a database of several.
+    """The files of one run. kind: the key of `KINDS` for the files with numbers, or "". run: the
+    name of the run in a database of several.
     """
 
     kind: str = ""
@@ -49,13 +47,13 @@ class Files:
 
 
 def is_our_run(path: Path) -> bool:
-    """Whether a folder is one as `policyloss train` and `Recorder` write it."""
+    """Whether `policyloss train` or a `Recorder` wrote this folder."""
     if not path.is_dir() or not any(is_regular(path / name) for name in _OURS):
         return False
     if "policyloss" in json_object(path / "config.json", []):
         return True
-    # Of what was damaged, or never had a config. Models of Hugging Face have a config.json, too,
-    # and others write metrics.jsonl.
+    # The config is damaged or missing. Models of Hugging Face also have a config.json, and other
+    # trainers also write metrics.jsonl.
     if any((path / name).exists() for name in _OF_OTHERS) or any(
         path.glob(f"checkpoint-*/{STATE}")
     ):
@@ -64,7 +62,7 @@ def is_our_run(path: Path) -> bool:
 
 
 def split_run(path: Path) -> tuple[Path, str]:
-    """(what holds several runs, the name of one of them) of `p.db#RUN`; (path, "") otherwise."""
+    """(`p.db`, `RUN`) for a path `p.db#RUN`; (path, "") for any other."""
     if not path.exists():
         text = str(path)
         for mark in re.finditer("#", text):
@@ -74,9 +72,7 @@ def split_run(path: Path) -> tuple[Path, str]:
 
 
 def files_of(path: Path, notes: Notes) -> Files:
-    """The files of the run in `path`; an `InputError` that says what was looked for if there are
-    none.
-    """
+    """The files of the run in `path`; an `InputError` with the known formats if there are none."""
     path, run = split_run(path)
     if not path.exists():
         raise InputError(f"{path} does not exist; give the folder or the file of a run.")
@@ -112,11 +108,11 @@ def _words(kinds: list[str]) -> str:
 
 
 def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
-    """The files in a folder and a few levels below that may hold a run; no link is followed."""
+    """The files of a folder and its subfolders that may hold a run; no link is followed."""
     count = 0
     for place, folders, names in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
-        folders[:] = sorted(folders) if depth < _DEPTH else []
+        folders[:] = sorted(folders) if depth < limits.FOLDER_DEPTH else []
         for name in sorted(names):
             count += 1
             if count > limits.PATHS:
@@ -130,10 +126,10 @@ def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """A key of `KINDS`, "lines of others" for JSON lines that are not ours, "completions", or
+    """A key of `KINDS`, "lines of others" for JSON lines of another trainer, "completions", or
     None.
     """
-    file = open_regular(path, []) if is_regular(path) else None
+    file = open_noted(path, []) if is_regular(path) else None
     if file is None:
         return None
     with file:
@@ -162,7 +158,7 @@ def kind_of_file(path: Path) -> str | None:
 
 
 def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[Path]:
-    """Of files of one kind, those of one run: the newest state; all events of one folder."""
+    """The files of one run among files of one kind: the newest state, or all events of a folder."""
     if len(files) < 2:
         return files
     if kind == "state":
@@ -181,7 +177,7 @@ def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[
 
 
 def _of_project(path: Path, run: str) -> str:
-    """The run of a trackio project that is meant."""
+    """The name of the run in a trackio project; an `InputError` if it is not clear."""
     names = run_names(path)
     if run in names or (len(names) == 1 and not run):
         return run or names[0]

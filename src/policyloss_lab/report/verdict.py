@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-_LEAST = 10  # points of a curve whose noise is estimated from the curve itself
-_FELL = 0.25  # of what was gained, lost since the best: then the run gets worse
-_SMALL = 0.25  # of what could be gained: a gain below it does not matter
+_LEAST = 10  # points from which the noise of a curve can be estimated
+_FELL = 0.25  # a run gets worse if it loses this share of its gain
+_SMALL = 0.25  # a smaller share of the possible gain does not matter
 _SURE = 0.98  # an accuracy at which nothing is left to learn
 _OPEN = ("flat", "unclear")  # no change was seen
 
@@ -31,9 +31,7 @@ Curves = Mapping[str, Mapping[str, Sequence[Any]]]
 
 
 class Level(NamedTuple):
-    """A mean over some steps: its value, the variance of that mean, the first and last of the
-    steps, and their number.
-    """
+    """A mean over some steps: its value and variance, the first and last step, and their number."""
 
     value: float
     variance: float
@@ -43,8 +41,8 @@ class Level(NamedTuple):
 
 
 class Course(NamedTuple):
-    """The levels of a curve: at its beginning, at its end, and where it was highest. room: how much
-    could be gained.
+    """The levels of a curve: at its beginning, at its end, and at its best. room: the possible
+    gain.
     """
 
     name: str
@@ -67,15 +65,14 @@ class Course(NamedTuple):
 
 
 def courses_of(metrics: Curves) -> dict[str, Course]:
-    """The courses of the "held_out" accuracy and of the "reward", where there are points enough."""
+    """The courses of "held_out" accuracy and "reward" that have enough points."""
     both = {"held_out": _held_out(metrics), "reward": _rewards(metrics)}
     return {name: course for name, course in both.items() if course is not None}
 
 
 def verdict_of(metrics: Curves, summary: Mapping[str, Any]) -> dict[str, str]:
     """{"state": a key of `WORDS`, "sentence"} of the curves of a run. The first course that changed
-    decides, the held-out accuracy before the reward; the sentence names the other one if it
-    disagrees.
+    decides, held-out accuracy before reward; the sentence mentions the other if it disagrees.
     """
     judged = [_judged(course) for course in courses_of(metrics).values()]
     if not judged:
@@ -93,7 +90,7 @@ def verdict_of(metrics: Curves, summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _judged(course: Course) -> tuple[str, str]:
-    """The state of one course, and the clause that says why."""
+    """The state of one course, and the reason."""
     change, error = _difference(course.begin, course.end)
     fall, fall_error = _difference(course.end, course.best)
     gain = course.best.value - course.begin.value
@@ -116,12 +113,12 @@ def _verdict(state: str, reason: str) -> dict[str, str]:
 
 
 def _held_out(metrics: Curves) -> Course | None:
-    """The course of the held-out accuracy, whose noise follows from the number of prompts."""
+    """The course of the held-out accuracy, with noise from the number of prompts."""
     points, prompts = _points(metrics, "eval/accuracy"), dict(_points(metrics, "eval/prompts"))
     if len(points) < 2 or any(prompts.get(step, 0) < 1 for step, _ in points):
         return _smoothed("held-out accuracy", points, share=True)
     levels = [
-        # One success and one failure more: 256 of 256 are right is not "certainly all".
+        # One more success and failure each: 256 right of 256 does not mean certainty.
         Level(p, q * (1 - q) / n, step, step)
         for step, p in points
         for n in [prompts[step]]
@@ -136,11 +133,11 @@ def _rewards(metrics: Curves) -> Course | None:
 
 
 def _smoothed(name: str, points: Sequence[tuple[int, float]], *, share: bool) -> Course | None:
-    """The course of a curve by the means of a fifth of its points; None if there are too few.
+    """The course of a curve by means over a fifth of its points; None if there are too few.
 
-    The noise is that of neighbours, half the mean of their squared differences: a slow rise does
-    not count as noise. A reward has no upper end: a gain counts by its beginning, and by its noise
-    where that is larger.
+    The noise is half the mean squared difference of neighbours, so that a slow rise is not noise. A
+    reward has no upper end: its gain is relative to its beginning, or to its noise if that is
+    larger.
     """
     if len(points) < _LEAST:
         return None
@@ -169,7 +166,7 @@ def _points(metrics: Curves, name: str) -> list[tuple[int, float]]:
 
 
 def _difference(before: Level, after: Level) -> tuple[float, float]:
-    """(how much higher `after` is, two standard errors of that)."""
+    """(`after` − `before`, two standard errors of it)."""
     return after.value - before.value, 2 * math.sqrt(before.variance + after.variance)
 
 

@@ -1,5 +1,5 @@
-"""The data that the page's script needs, in compact form: series share their lists of steps, and
-histograms lose their empty outer bins.
+"""The data that the page's script needs, in compact form: series share their lists of steps,
+histograms lose their empty outer bins, and completions are grouped.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from policyloss.errors import visible
-from policyloss_lab.completions import BRANCHES
-from policyloss_lab.report.groups import groups_of, short
+from policyloss_lab.completions import BRANCHES, CODES, spread
+from policyloss_lab.limits import LARGEST
+from policyloss_lab.reading import finite
+from policyloss_lab.report.compare import coinciding
 from policyloss_lab.report.panels import LABELS, panels_for
-from policyloss_lab.report.reading import finite
-from policyloss_lab.report.seeds import coinciding
+from policyloss_lab.report.rollouts import FLAGS, NUMBERS, group_of
 
-# The colourings of tokens by a number, and the least size with the full colour, so that the
-# rounding of an on-policy run has no colour.
+# The colourings of tokens by a number, and the smallest size with the full colour, so that
+# rounding in an on-policy run stays uncoloured.
 _LEAST = {
     "ratio": 0.01,
     "advantage": 0.0,
@@ -53,7 +54,7 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     places: dict[tuple[int, ...], int] = {}
     series = {}
     for key, line in named.items():
-        # The script shows names as they are, and a lone surrogate in them would end a browser.
+        # The script shows names unchanged, and a lone surrogate would crash a browser.
         series[visible(key)] = [
             places.setdefault(tuple(line["step"]), len(places)),
             short(line["value"]),
@@ -92,7 +93,7 @@ def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _band(spec: Any) -> list[float] | None:
     """The ratios between which the trust region limits nothing; None if the loss has no such band,
-    or if its ratio is not that of tokens, as the histogram's is.
+    or if its ratio is not the token ratio of the histogram.
     """
     parts = spec if isinstance(spec, dict) else {}
     ratio, trust = parts.get("ratio"), parts.get("trust")
@@ -110,8 +111,8 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """For each colouring that has numbers, the size that gets the full colour. 98 % of the tokens
-    do not exceed it, and all runs share one scale.
+    """{colouring: the size with the full colour}. 98 % of the tokens do not exceed it, and all runs
+    share one scale.
     """
     values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
     for row in rows:
@@ -146,3 +147,73 @@ def _distances(pairs: Iterable[tuple[Any, Any]]) -> list[float]:
 def _percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return float(f"{ordered[int(share * (len(ordered) - 1))]:.3g}") if ordered else 0.0
+
+
+def groups_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a run by step: training groups, and answers to held-out prompts.
+
+    Each has the common fields of its rows, the mean reward, its spread, the mean length, the number
+    of cut completions, and the rows.
+    """
+    groups = [
+        *_grouped(run["rollouts"], held_out=False),
+        *_grouped(run["answers"], held_out=True),
+    ]
+    return sorted(groups, key=lambda group: group["step"])
+
+
+def _grouped(rows: Sequence[dict[str, Any]], held_out: bool) -> list[dict[str, Any]]:
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["step"], group_of(row)), []).append(row)
+    return [_group(inside, held_out) for inside in groups.values()]
+
+
+def _group(rows: Sequence[dict[str, Any]], held_out: bool) -> dict[str, Any]:
+    first = rows[0]
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    lengths = [len(row["tokens"]) for row in rows if row["tokens"]]
+    return {
+        "step": first["step"],
+        "held_out": held_out,
+        "example": first["example"],
+        "of": first["groups"],
+        "prompt": first["prompt"],
+        "answer": first["answer"],
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "spread": spread(rewards) if len(rewards) > 1 else None,
+        "length": sum(lengths) / len(lengths) if lengths else None,
+        "cut": sum(row["finished"] is False for row in rows),
+        "rows": [_row(row) for row in rows],
+    }
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One completion. A column with the same value at every token is stored as that value."""
+    named = ("completion", "reward", "advantage", "weights", "finished", "finish_reason")
+    branch = [None if name is None else CODES[name] for name in row["branch"]]
+    return {
+        **{name: row[name] for name in named},
+        "tokens": row["tokens"],
+        "ids": _column(row["ids"]),
+        **{name: _column(short(row[name])) for name in NUMBERS},
+        **{name: _column(row[name]) for name in FLAGS},
+        "branch": _column(branch),
+    }
+
+
+def _column(values: list[Any]) -> Any:
+    if not values:
+        return None
+    first = values[0]
+    # 1 and True are equal, but not the same in JSON.
+    same = all(value == first and type(value) is type(first) for value in values)
+    return first if same else values
+
+
+def short(values: Sequence[Any]) -> list[Any]:
+    """The values with six significant digits; tiny ones are 0."""
+    return [
+        v if v is None or isinstance(v, int) else float(f"{v:.6g}") if abs(v) > 1 / LARGEST else 0.0
+        for v in values
+    ]

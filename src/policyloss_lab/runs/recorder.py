@@ -1,8 +1,9 @@
-"""`Recorder`: writes down what any training loop does, in the files that the report reads."""
+"""`Recorder`: records any training loop in the files that the report reads."""
 
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
 import time
@@ -11,34 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from policyloss.catalogue import as_spec
 from policyloss.errors import InputError, safe_repr
 from policyloss.metrics import Metrics
 from policyloss.spec import LossSpec
+from policyloss_lab.limits import LARGEST_STEP
 from policyloss_lab.runs import files
-from policyloss_lab.runs.environment import environment
+from policyloss_lab.runs.files import environment
 from policyloss_lab.runs.lock import Lock
-from policyloss_lab.runs.recorder_arguments import (
-    NONE,
-    NUMBER,
-    column,
-    decoded,
-    duration,
-    listed,
-    metric_numbers,
-    rows_of,
-    whole_number,
-)
-from policyloss_lab.runs.records import LARGEST_STEP, JsonLines, line_of
+from policyloss_lab.runs.records import JsonLines, line_of
 
 ROLLOUT_BYTES = 256 * 2**20
 LEFT_OUT = "completions_left_out"
 _FILES = ("metrics", "timing", "rollouts")
-_TOKEN_NUMBERS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
 
 
 class Recorder:
-    """Writes a run directory from any loop: metrics of a step, completions with their tokens.
+    """Records any training loop in a run directory: metrics by step, completions by token.
 
         with lab.Recorder("runs/mine", spec="dapo", config={"lr": 1e-6}) as recorder:
             for step in range(1, 1001):
@@ -46,18 +38,18 @@ class Recorder:
                 recorder.step({"reward/mean": rewards.mean(), "policy": out.metrics}, step=step)
                 recorder.completions(step, prompts=prompts, texts=texts, rewards=rewards)
 
-    A line is written as a whole when a method returns, so that `kill -9` loses nothing that came
-    before. In a run of several processes, only one of them records: a forked child leaves the run
-    to its parent. Threads may share a recorder. An argument that makes no sense is an error at the
-    call; a disk that fails is a warning, and the training goes on without a record.
+    Each method writes complete lines before it returns, so `kill -9` loses nothing. In a run of
+    several processes, only one records: a forked child leaves the run to its parent. Threads may
+    share a recorder. A wrong argument raises an error at the call. A failing disk causes a warning,
+    and the training goes on without a record.
 
-    path: a folder, made if need be; one that holds a run is refused. spec: the loss, or the name of
-    its preset; the page explains it. config: settings, as JSON can hold them; "steps" is the
-    planned number of them, "model" and "task" are shown at the top. resume_after: continue the run
-    in `path` after this step; what was recorded of later steps is dropped. rollout_bytes: the most
-    that rollouts.jsonl may grow to. When it is full, every second step in it is dropped, and from
-    then on every second call of `completions` is stored, and so forth: what is there is evenly
-    spaced over the run. A warning and the metric `completions_left_out` say so.
+    path: a folder, created if it is missing; a folder with a run is refused. spec: the loss, or the
+    name of its preset; the page explains it. config: settings that JSON can hold; "steps" is their
+    planned number, and the page shows "model" and "task" at the top. resume_after: continue the run
+    in `path` after this step; later steps are dropped. rollout_bytes: the largest size of
+    rollouts.jsonl. When it is full, every second step in it is dropped and only every second call
+    of `completions` is stored from then on, and so forth, so that the stored steps are evenly
+    spaced over the run. A warning and the metric `completions_left_out` report it.
     """
 
     def __init__(
@@ -72,7 +64,7 @@ class Recorder:
         try:
             self.path = Path(path)
         except TypeError:
-            raise InputError(f"path is {safe_repr(path)}; give that of a folder.") from None
+            raise InputError(f"path is {safe_repr(path)}; give the path of a folder.") from None
         self._bytes, self._left_out = whole_number(rollout_bytes, "rollout_bytes"), 0
         self._calls, self._stride = 0, 1
         if resume_after is not None:
@@ -124,11 +116,11 @@ class Recorder:
     ) -> None:
         """Write the metrics of a step: one line.
 
-        metrics: {name: number}, or a tensor with one number; the `Metrics` of a loss may stand
-        under a name, "policy" for those of `policy_loss`, or alone. docs/report.md lists the names
-        that have a chart, and those of other trainers that are understood. step: by default, the
-        one after the last. tokens: how many were trained on. seconds: what the step took; by
-        default, the time since the last call.
+        metrics: {name: number}, or a tensor with one number; or the `Metrics` of a loss, alone or
+        under a name ("policy" for `policy_loss`). docs/report.md lists the names that have a chart,
+        and the known names of other trainers. step: by default, the one after the last. tokens: the
+        number of trained tokens. seconds: the duration of the step; by default, the time since the
+        last call.
         """
         numbers = metric_numbers(metrics)
         if step is not None:
@@ -185,36 +177,34 @@ class Recorder:
     ) -> None:
         """Write B completions of a step: one line each. Steps may not go back.
 
-        prompts, texts: as the model saw and wrote them. ids: the tokens of the completions; tokens:
-        their texts; decode: makes a text of a list of ids, for what is not given. rewards: `[B]`.
-        advantages: `[B]`, or one per token. groups: `[B]`, equal for completions of one prompt (by
-        default, those with equal prompts). answers: what is right. finish_reasons: "stop",
-        "length", or what the engine says.
+        prompts, texts: input and output of the model. ids: the tokens of the completions; tokens:
+        their texts; decode: turns a list of ids into text where texts or tokens are missing.
+        rewards: `[B]`. advantages: `[B]`, or one per token. groups: `[B]`, equal for completions of
+        one prompt (by default, equal prompts are a group). answers: the right answers.
+        finish_reasons: "stop", "length", or another reason of the engine.
 
         logp (current policy), old_logp, rollout_logp, ref_logp, teacher_logp, entropy: a number per
-        token. What is per token is `[B, T]` with `mask` `[B, T]`, True at the tokens of the
+        token. Arguments per token are `[B, T]` with `mask` `[B, T]`, True at the tokens of the
         completion, or a list of B lists of the same lengths.
         """
         step = whole_number(step, "step", LARGEST_STEP)
-        prompts = listed(prompts, "prompts", str)
+        prompts = as_list(prompts, "prompts", str)
         count = len(prompts)
-        per_token = dict(
-            zip(
-                _TOKEN_NUMBERS,
-                (logp, old_logp, rollout_logp, ref_logp, teacher_logp, entropy),
-                strict=True,
-            )
-        )
+        per_token = {
+            "logp": logp,
+            "old_logp": old_logp,
+            "rollout_logp": rollout_logp,
+            "ref_logp": ref_logp,
+            "teacher_logp": teacher_logp,
+            "entropy": entropy,
+        }
         flags = rows_of(mask, "mask", count, None, *NUMBER)
         columns = {
             "ids": rows_of(ids, "ids", count, flags, int),
             "tokens": rows_of(tokens, "tokens", count, flags, str),
-            **{
-                name: rows_of(values, name, count, flags, *NUMBER)
-                for name, values in per_token.items()
-            },
+            **{n: rows_of(x, n, count, flags, *NUMBER) for n, x in per_token.items()},
         }
-        each = None if advantages is None else listed(advantages, "advantages")
+        each = None if advantages is None else as_list(advantages, "advantages")
         if each and isinstance(each[0], list):
             columns["token_advantage"] = rows_of(each, "advantages", count, flags, *NUMBER)
             each = None
@@ -234,7 +224,7 @@ class Recorder:
         self._write(self._append_completions, rows)
 
     def _append_completions(self, rows: list[dict[str, Any]]) -> None:
-        """Write the rows if it is their turn, and make room first if there is none."""
+        """Write the rows if it is their turn; make room first if the file is full."""
         size = sum(len(line_of(row)) + 1 for row in rows)
         lines, left_out = self._lines["rollouts"], 0
         dropped = 1
@@ -260,7 +250,7 @@ class Recorder:
         return self._calls % self._stride == 0
 
     def _write(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something with the files, one thread at a time; warn if that is not possible."""
+        """Call `action`, which writes files, in one thread at a time; warn if it cannot be done."""
         owner = self._lock.owner["pid"]
         problem: str | None = f"process {owner} records it, and this is another one"
         if os.getpid() == owner:
@@ -277,7 +267,7 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Bring everything to the disk, and release the folder."""
+        """Sync all files to the disk, and release the folder."""
         if self._ended is None and os.getpid() == self._lock.owner["pid"]:
             self._write(self._close_files)
         self._lock.release()
@@ -329,3 +319,130 @@ def _row(
     if row.get("finish_reason") is not None:
         row["finished"] = row["finish_reason"] != "length"
     return row
+
+
+NUMBER, NONE = (int, float), type(None)
+_LARGEST = 2**63
+
+
+def metric_numbers(metrics: Mapping[str, Any] | Metrics) -> dict[str, float]:
+    """Metrics by name; the metrics of a loss are prefixed with its name."""
+    if isinstance(metrics, Metrics):
+        metrics = {"policy": metrics}
+    if not isinstance(metrics, Mapping):
+        raise InputError(
+            f"metrics is {safe_repr(metrics)}; give {{name: number}}, or the metrics of a loss."
+        )
+    out: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name == "step":
+            raise InputError(
+                f"metrics has the key {safe_repr(name)}; keys are names, and the step is step=…"
+            )
+        if isinstance(value, Metrics):
+            out |= {f"{name}/{inner}": x for inner, x in value.compute().items()}
+            continue
+        number = _float(value)
+        if number is None:
+            raise InputError(
+                f"metrics[{name!r}] is a {type(value).__name__} and no number; give a number, a "
+                "tensor with one, or leave it out."
+            )
+        out[name] = number
+    return out
+
+
+def _float(value: Any) -> float | None:
+    """A number, or a tensor with one, as a float; None for everything else."""
+    try:
+        return None if isinstance(value, str) else float(value)
+    except Exception:  # somebody else's object may raise anything
+        return None
+
+
+def duration(value: Any) -> float:
+    """Seconds."""
+    seconds = None if isinstance(value, bool) else _float(value)
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise InputError(f"seconds is {safe_repr(value)}; give a finite number from 0 on.")
+    return seconds
+
+
+def whole_number(value: Any, name: str, end: int = _LARGEST) -> int:
+    """A whole number from 0 on and below `end`, or a tensor with one."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except Exception:  # somebody else's object may raise anything
+        number = -1
+    if not 0 <= number < end:
+        raise InputError(
+            f"{name} is {safe_repr(value)}; give a whole number from 0 on and below {end}."
+        )
+    return number
+
+
+def _as_lists(values: Any) -> Any:
+    """A tensor or an array as lists; everything else unchanged."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def as_list(values: Any, name: str, *kinds: type) -> list[Any]:
+    """The values of a sequence or tensor as a list. kinds: the legal types; none means any."""
+    try:
+        entries = _as_lists(values)
+        if isinstance(entries, (str, bytes, Mapping)):
+            raise TypeError
+        plain = [_as_lists(x) for x in entries]
+    except Exception:  # somebody else's object may raise anything
+        raise InputError(
+            f"{name} is {safe_repr(values)}, which is no list; give a list or a tensor."
+        ) from None
+    if kinds and not set(map(type, plain)) <= {*kinds} - {int}:
+        for i, x in enumerate(plain):
+            if not isinstance(x, kinds) or (isinstance(x, int) and abs(x) >= _LARGEST):
+                raise InputError(
+                    f"{name}[{i}] is {safe_repr(x)}; give {' or '.join(k.__name__ for k in kinds)}."
+                )
+    return plain
+
+
+def column(values: Any, name: str, count: int, *kinds: type) -> list[Any] | None:
+    """One value per completion."""
+    if values is None:
+        return None
+    entries = as_list(values, name, *kinds)
+    if len(entries) != count:
+        raise InputError(f"{name} has {len(entries)} entries for {count} prompts; give one each.")
+    return entries
+
+
+def rows_of(
+    values: Any, name: str, count: int, mask: list[Any] | None, *kinds: type
+) -> list[Any] | None:
+    """One list per completion, with only the tokens of `mask`."""
+    rows = column(values, name, count)
+    if rows is None:
+        return None
+    for i, row in enumerate(rows):
+        rows[i] = row = as_list(row, f"{name}[{i}]", *kinds)
+        if mask is not None:
+            if len(row) != len(mask[i]):
+                raise InputError(
+                    f"{name}[{i}] has {len(row)} tokens and mask[{i}] {len(mask[i])}; they must be "
+                    "equal."
+                )
+            rows[i] = [x for x, used in zip(row, mask[i], strict=True) if used]
+    return rows
+
+
+def decoded(decode: Callable[[list[int]], str], ids: list[int]) -> str:
+    """The text that `decode` returns for ids."""
+    try:
+        text: Any = decode(ids)
+    except Exception as error:  # the user's own function may raise anything
+        raise InputError(f"decode({safe_repr(ids)}) raised {safe_repr(error)}.") from error
+    if not isinstance(text, str):
+        raise InputError(f"decode({safe_repr(ids)}) is {safe_repr(text)}; it must be a text.")
+    return text

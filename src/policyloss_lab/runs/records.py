@@ -13,16 +13,14 @@ from typing import Any
 from policyloss.errors import InputError
 from policyloss_lab.runs.files import from_json, open_plain, sync, write_error
 
-LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
-
 _STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 
 class JsonLines:
     """Appends rows `{"step": …, …}` to a file. last: the step of the last row, or None.
 
-    A row reaches the file as a whole line or not at all; if a crash of the machine cut the last
-    line short, it is dropped when the file is opened again.
+    A row is written as a complete line or not at all; if a crash of the machine cut the last line
+    short, opening the file drops it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +33,7 @@ class JsonLines:
         self.truncate(None)
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write `rows`, in an order of steps that never goes back."""
+        """Write `rows`; their steps must not decrease."""
         last = self.last
         for row in rows:
             step = row.get("step")
@@ -65,9 +63,9 @@ class JsonLines:
             data = data[os.write(self._handle, data) :]
 
     def truncate(self, step: int | None) -> None:
-        """Drop every row after `step` (None: no row), and what follows the last readable one."""
+        """Drop the rows after `step` (None: no row), and everything after the last readable row."""
         end, at, last = 0, 0, None
-        # This very file, whatever its name leads to by now.
+        # The open file, even if its name belongs to another file by now.
         with os.fdopen(os.dup(self._handle), "rb") as file:
             file.seek(0)
             for line in file:
@@ -85,12 +83,12 @@ class JsonLines:
 
     @property
     def size(self) -> int:
-        """How many bytes the rows take."""
+        """The number of bytes of the rows."""
         return os.fstat(self._handle).st_size
 
     def thin(self) -> int:
-        """Keep the rows of every second step, the first among them; returns how many were dropped.
-        A crash leaves the old file or the new one.
+        """Drop the rows of every second step, starting with the second; returns the number of
+        dropped rows. A crash leaves the old file or the new one.
         """
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         steps, dropped, before = 0, 0, None
@@ -115,11 +113,11 @@ class JsonLines:
         return dropped
 
     def sync(self) -> None:
-        """Bring the rows to the disk, so that they outlive a crash of the machine."""
+        """Sync the rows to the disk, so that they survive a crash of the machine."""
         os.fsync(self._handle)
 
     def close(self) -> None:
-        """Bring the rows to the disk and close the file."""
+        """Sync the rows to the disk and close the file."""
         self.sync()
         os.close(self._handle)
         sync(self.path.parent)
@@ -128,9 +126,8 @@ class JsonLines:
 def line_of(row: Mapping[str, Any]) -> bytes:
     """A row as one line of JSON, its step first.
 
-    JSON has no NaN and no infinity: such a number is written as null, and the row's `"nonfinite"`
-    says which it was, by place: `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm":
-    "nan"}}`.
+    JSON has no NaN and no infinity: such a number is written as null, and `"nonfinite"` holds it by
+    place: `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}`.
     """
     row = {"step": row["step"], **row}
     try:
@@ -157,11 +154,11 @@ def _finite(value: Any, place: str, were: dict[str, str]) -> Any:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a whole line of JSON; None if it is not one."""
+    """The step of a complete line of JSON; None for any other line."""
     if not line.endswith(b"\n"):
         return None
     match = _STEP.match(line)
-    # As `line_of` writes it: to parse a long row for its first number would take far longer.
+    # The form of `line_of`: parsing a long row for its first number would take far longer.
     if match and line.endswith(b"}\n"):
         return int(match[1])
     try:

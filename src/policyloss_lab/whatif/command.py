@@ -14,20 +14,19 @@ from policyloss.output import check_output, write_output
 from policyloss_lab.commands import WhatIfTokens
 from policyloss_lab.diagnosis.command import load_model
 from policyloss_lab.whatif.page import page
-from policyloss_lab.whatif.reading import read
 from policyloss_lab.whatif.result import what_if
-from policyloss_lab.whatif.tangent import EachToken
-from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.tokens import StoredTokens, read
+from policyloss_lab.whatif.weights import EachToken
 
-_DIGITS = 18  # of a step
+_DIGITS = 18  # the most digits of a step
 
 
 def what_if_command(arguments: Sequence[str]) -> int:
-    """Print what every loss would have done with the stored tokens; returns the exit code."""
+    """Try every loss on the stored tokens and print the result; returns the exit code."""
     options = read_options("what-if", WhatIfTokens, arguments)
     if options.out is not None:
         check_output(options.out, "--out")
-    # Names that are wrong are refused before a model is loaded.
+    # Refuse wrong names before a model is loaded.
     spec = None if options.loss is None else as_spec(read_loss(options.loss))
     for name in options.presets:
         as_spec(name)
@@ -62,8 +61,8 @@ def _step(text: str | None) -> int | str | None:
 
 
 def with_model_of_run(run: Path, tokens: StoredTokens) -> tuple[StoredTokens, Any, float]:
-    """The tokens with their prompts as ids, the policy of the run's last checkpoint, and the
-    temperature it was sampled at; a note instead where there is no such policy.
+    """The tokens with their prompts as ids, the policy of the run's last checkpoint, and its
+    sampling temperature; a note if there is no such policy.
     """
 
     def without(why: str) -> tuple[StoredTokens, Any, float]:

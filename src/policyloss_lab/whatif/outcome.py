@@ -1,15 +1,24 @@
-"""One loss on stored tokens: `Outcome`. Every number comes from the gradient of `policy_loss`."""
+"""One loss on stored tokens: `Outcome`, whose numbers all come from the gradient of `policy_loss`,
+the problems of the loss on these tokens, and the smallest change that cures each.
+
+To find that change, one number of the spec is multiplied or divided by a factor, from small factors
+to large ones; the first factor that cures is the smallest relative change. If no number cures,
+parts of presets replace those of the spec.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.errors import InputError
+from policyloss.catalogue import PRESETS
+from policyloss.errors import InputError, PolicyLossError
+from policyloss.explanations.difference import diff
 from policyloss.inputs import DIFFERENTIATED, Inputs
 from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec
@@ -24,13 +33,13 @@ LIMITED = ("upper", "lower", "dual", "dropped")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one loss does to N tokens.
+    """The effect of one loss on N tokens.
 
-    gradient: `∂loss/∂logp_t`, `[N]`; a step of gradient descent raises a token where it is below 0.
-    policy: the same without the pulls of the kl slot and without the entropy bonus. on_policy: the
-    same as `policy` where current, old and rollout policy are one (every ratio and every correction
-    weight 1), so that `importance` is what ratio, trust region and correction make of it. branch:
-    `[N]`, the places in `BRANCHES`. metrics: those of the call.
+    gradient: `∂loss/∂logp_t`, `[N]`; gradient descent raises a token where it is below 0. policy:
+    the gradient without the kl slot and without the entropy bonus. on_policy: `policy` if current,
+    old and rollout policy were equal (every ratio and correction weight 1), so that `importance` is
+    the effect of ratio, trust region and correction. branch: `[N]`, places in `BRANCHES`. metrics:
+    of the call.
     """
 
     name: str
@@ -43,15 +52,14 @@ class Outcome:
 
     @property
     def importance(self) -> Tensor:
-        """`policy / on_policy` of the tokens that have a gradient on policy, `[M]`."""
+        """`policy / on_policy` of the tokens with an on-policy gradient, `[M]`."""
         moved = self.on_policy != 0
         return self.policy[moved] / self.on_policy[moved]
 
     @property
     def lost(self) -> float | None:
-        """The share of the on-policy gradient, `Σ|on_policy|`, at tokens that now get exactly none.
-
-        None where the policy term has no gradient at all.
+        """The share of the on-policy gradient, `Σ|on_policy|`, at tokens that now get exactly 0;
+        None if the policy term has no gradient.
         """
         mass = self.on_policy.abs()
         total = float(mass.sum())
@@ -59,8 +67,8 @@ class Outcome:
 
     @property
     def effective(self) -> float | None:
-        """The effective sample size, `(Σu)² / (M·Σu²)` with u the importance of M tokens: 1 where
-        every token counts as it would on policy, 1/M where one token is all that counts.
+        """The effective sample size, `(Σu)² / (M·Σu²)` with u the importance of M tokens: 1 if
+        every token counts as on policy, 1/M if only one token counts.
         """
         u = self.importance
         squares = float((u * u).sum())
@@ -78,9 +86,9 @@ class Outcome:
         return float(torch.isin(trained, codes).double().mean())
 
     def masses(self, tokens: StoredTokens) -> dict[str, dict[str, float]]:
-        """Where the gradient is: shares of `Σ|gradient|` by sign of the advantage, by ratio to the
-        old policy and by place in the sequence; and shares of `Σ|on_policy|` by branch, which say
-        how much a bound or a rejection met.
+        """The distribution of the gradient: shares of `Σ|gradient|` by sign of the advantage, by
+        ratio to the old policy and by place in the sequence; and shares of `Σ|on_policy|` by
+        branch, which show the effect of bounds and rejections.
         """
         out = {}
         for kind, (names, places) in buckets(tokens, self.branch).items():
@@ -93,8 +101,8 @@ class Outcome:
 
 
 def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, ...], Tensor]]:
-    """Ways to sort tokens: the names of the buckets, and the bucket of each token, `[N]`, -1 where
-    it is not trained on.
+    """Ways to sort tokens: the names of the buckets, and the bucket of each token, `[N]`, -1 for
+    masked tokens.
     """
     t, mask = tokens.inputs, tokens.inputs.mask
     out: dict[str, tuple[tuple[str, ...], Tensor]] = {}
@@ -119,7 +127,9 @@ def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, 
 
 
 def outcome_of(name: str, spec: LossSpec, tokens: StoredTokens) -> Outcome:
-    """The loss on these tokens; an `InputError` says what it reads that was not stored."""
+    """Try a loss on these tokens; an `InputError` names the tensors that it needs and that were not
+    stored.
+    """
     t = tokens.inputs
     missing = [argument for argument in spec.reads if getattr(t, argument) is None]
     if missing:
@@ -150,3 +160,182 @@ def _gradient(spec: LossSpec, t: Inputs) -> tuple[Tensor, dict[str, float]]:
             (slope,) = torch.autograd.grad(out.loss, arguments["logp"], allow_unused=True)
     # A divergence from a teacher's distribution does not pass through the sampled token.
     return torch.zeros_like(t.logp) if slope is None else slope, out.metrics.compute()
+
+
+FACTORS = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0)
+# The presets whose parts may replace a part of the spec, by slot.
+PARTS = {
+    "correction": ("tis", "icepop", "seq_mask_tis"),
+    "trust": ("dapo", "cispo", "up_grpo", "ppo_dual_clip"),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a healthy loss. lost: the largest share of the on-policy gradient that is cut
+    off. effective: the smallest effective sample size. mismatch: the largest KL (k3) from the
+    trainer's policy to the engine's, in nats per token, that a loss may leave uncorrected.
+    """
+
+    lost: float = 0.2
+    effective: float = 0.5
+    mismatch: float = 0.01
+
+
+class Problem(NamedTuple):
+    """name: "lost", "effective", "mismatch" or "advantages". sentence: the measurement in words."""
+
+    name: str
+    sentence: str
+
+
+class Remedy(NamedTuple):
+    """The loss with one change. change: in words. sentence: the effect of the change."""
+
+    problem: Problem
+    spec: LossSpec | None
+    change: str
+    sentence: str
+
+
+def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
+    """The problems of a loss on its tokens, each with its measurement."""
+    out = []
+    lost, effective = outcome.lost, outcome.effective
+    if lost is not None and lost > limits.lost:
+        out.append(
+            Problem(
+                "lost",
+                f"{lost:.0%} of the gradient is cut off by the trust region or rejected "
+                f"(limit {limits.lost:.0%})",
+            )
+        )
+    if effective is not None and effective < limits.effective:
+        out.append(
+            Problem(
+                "effective",
+                f"the effective sample size is {effective:.2f} of the tokens (limit "
+                f"{limits.effective:.2f}): ratios and weights let few tokens decide",
+            )
+        )
+    kl = outcome.metrics.get("kl_rollout_k3", 0.0)
+    if not kl <= limits.mismatch and "rollout_logp" not in outcome.spec.reads:
+        out.append(
+            Problem(
+                "mismatch",
+                f"engine and trainer are {kl:.3g} nats per token apart (limit "
+                f"{limits.mismatch:g}), and the loss does not correct for it",
+            )
+        )
+    return tuple(out)
+
+
+def remedies(outcome: Outcome, tokens: StoredTokens, limits: Limits) -> tuple[Remedy, ...]:
+    """The smallest change that cures each problem and causes no other."""
+    known = problems(outcome, limits)
+    names = {problem.name for problem in known}
+
+    def cured(spec: LossSpec, problem: Problem) -> Outcome | None:
+        try:
+            changed = outcome_of(outcome.name, spec, tokens)
+        except PolicyLossError:
+            return None
+        left = {p.name for p in problems(changed, limits)}
+        return changed if problem.name not in left and left <= names else None
+
+    cures = tuple(_remedy(problem, outcome.spec, cured) for problem in known)
+    if outcome.spec.follows_advantage and not bool(tokens.inputs.advantages.any()):
+        problem = Problem("advantages", "every advantage is 0, so the loss pushes no token")
+        cure = "No change of the loss cures it: take a step in which rewards differ."
+        return (*cures, Remedy(problem, None, "", cure))
+    return cures
+
+
+def _remedy(
+    problem: Problem, spec: LossSpec, cured: Callable[[LossSpec, Problem], Outcome | None]
+) -> Remedy:
+    for change, candidates in _changes(spec):
+        better = [
+            (words, outcome)
+            for words, candidate in candidates
+            if (outcome := cured(candidate, problem)) is not None
+        ]
+        if better:
+            words, outcome = max(better, key=lambda pair: pair[1].effective or 0.0)
+            return Remedy(
+                problem,
+                outcome.spec,
+                words,
+                f"The smallest {change} that cures it: {words}. Then {_measures(outcome)}.",
+            )
+    return Remedy(problem, None, "", "No change of a single number or part cures it.")
+
+
+def _measures(outcome: Outcome) -> str:
+    lost = 0.0 if outcome.lost is None else outcome.lost
+    effective = 1.0 if outcome.effective is None else outcome.effective
+    return f"{lost:.0%} of the gradient is cut off and the effective sample size is {effective:.2f}"
+
+
+def _changes(spec: LossSpec) -> Iterator[tuple[str, list[tuple[str, LossSpec]]]]:
+    """Changed specs in groups of equal size, the smallest change first."""
+    if not spec.is_data:
+        return
+    data = spec.to_dict()
+    for factor in FACTORS:
+        yield (
+            "change of a number",
+            [
+                (f"{'.'.join(map(str, path))} {value:g} → {number:g}", changed)
+                for path, value in _numbers(data)
+                for number in (value * factor, value / factor)
+                if (changed := _with_number(data, path, float(f"{number:.3g}"))) is not None
+            ],
+        )
+    for slot, names in PARTS.items():
+        yield (
+            "change of a part",
+            [
+                (_part_words(spec, changed, name), changed)
+                for name in names
+                if (changed := _with_part(spec, slot, name)) is not None
+            ],
+        )
+
+
+def _part_words(spec: LossSpec, changed: LossSpec, name: str) -> str:
+    (change,) = diff(spec, changed).changes
+    return f"{change.slot} {change.a} → {change.b}, as the preset {name} has it"
+
+
+def _numbers(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, float]]:
+    """(path, number) of each number in a spec as plain data. Averages and pulls are left out,
+    because they change no measurement; so is the clamp against overflow.
+    """
+    if isinstance(data, (int, float)) and not isinstance(data, bool):
+        if data != 0 and path[0] in ("ratio", "trust", "correction") and path[-1] != "log_clamp":
+            yield path, float(data)
+    elif isinstance(data, (dict, list)):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _numbers(value, (*path, key))
+
+
+def _with_number(data: Any, path: tuple[Any, ...], number: float) -> LossSpec | None:
+    changed = copy.deepcopy(data)
+    owner = changed
+    for key in path[:-1]:
+        owner = owner[key]
+    owner[path[-1]] = number
+    try:
+        return LossSpec.from_dict(changed)
+    except PolicyLossError:  # the part refuses this number
+        return None
+
+
+def _with_part(spec: LossSpec, slot: str, name: str) -> LossSpec | None:
+    """The spec with a part of a preset; None if it is the same part or does not fit."""
+    try:
+        changed = spec.replace(**{slot: getattr(PRESETS[name].spec, slot)})
+    except PolicyLossError:
+        return None
+    return None if changed == spec else changed

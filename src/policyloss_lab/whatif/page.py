@@ -1,9 +1,10 @@
-"""The result as one HTML file with its styles, scripts and data inside. It makes no request."""
+"""The result as one HTML file with its styles, scripts and data; it makes no request."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,17 +13,18 @@ from torch import Tensor
 from policyloss.catalogue import PRESETS, presets_equal_to
 from policyloss.errors import visible
 from policyloss_lab.completions import BRANCHES
-from policyloss_lab.report.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
-from policyloss_lab.report.offline import asset, content_policy
-from policyloss_lab.report.text import escaped, island
+from policyloss_lab.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
+from policyloss_lab.report.markup import asset, content_policy, escaped, island
+from policyloss_lab.whatif.outcome import Outcome
 from policyloss_lab.whatif.result import YOURS, WhatIf
+from policyloss_lab.whatif.tokens import StoredTokens
 
-SHOWN_TOKENS = 4_000  # with their weights under every loss
+SHOWN_TOKENS = 4_000  # tokens with their gradient under every loss
 _OURS = "policyloss_lab.whatif"
 
 
 def page(result: WhatIf, title: str) -> str:
-    """The page of a result. title: what the tokens are from."""
+    """The page of a result. title: the source of the tokens."""
     style = asset("policyloss_lab.report", "page.css") + asset(_OURS, "whatif.css")
     scripts = (asset("policyloss_lab.report", "draw.js"), asset(_OURS, "whatif.js"))
     script = "(() => {\n" + "\n".join(scripts) + "})();"
@@ -93,77 +95,74 @@ def _listed(title: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _title(name: str, spec: Any) -> str:
-    """What a loss is called in words."""
+    """The name of a loss in words."""
     if name in PRESETS:
         return PRESETS[name].title
     return ", ".join(p.title for p in presets_equal_to(spec)[:1]) or "a loss of your own"
 
 
 def page_data(result: WhatIf) -> dict[str, Any]:
-    """What the script draws. Lists of tokens end where the page would become large."""
-    tokens, t = result.tokens, result.tokens.inputs
-    lengths: list[int] = tokens.lengths.tolist()
+    """The data that the script draws. Lists of tokens end where the page would become large."""
+    lengths: list[int] = result.tokens.lengths.tolist()
     shown = 0
     while shown < len(lengths) and sum(lengths[: shown + 1]) <= max(SHOWN_TOKENS, lengths[0]):
         shown += 1
-    lengths, count = lengths[:shown], sum(lengths[:shown])
-
-    def split(x: Tensor) -> list[list[float | None]]:
-        return [[rounded(v) for v in part.tolist()] for part in torch.split(x[:count], lengths)]
-
-    texts = tokens.texts or [f"#{i + 1}" for n in lengths for i in range(n)]
-    starts = [sum(lengths[:i]) for i in range(shown)]
-    ratio = None if t.old_logp is None else split((t.logp - t.old_logp).exp())
-    logp, advantages, mask = split(t.logp), split(t.advantages), split(t.mask.double())
-    sequences = [
-        {
-            "texts": [visible(text) for text in texts[starts[i] : starts[i] + n]],
-            "prompt": visible(cut(tokens.prompt_texts[i], TEXT_LENGTH))
-            if tokens.prompt_texts
-            else "",
-            "reward": None if tokens.rewards is None else rounded(float(tokens.rewards[i])),
-            "logp": logp[i],
-            "ratio": None if ratio is None else ratio[i],
-            "advantage": advantages[i],
-            "mask": mask[i],
-        }
-        for i, n in enumerate(lengths)
-    ]
-    losses = [
-        {
-            "name": outcome.name,
-            "title": _title(outcome.name, outcome.spec),
-            "gain": rounded(row["gain"]),
-            "norm": rounded(row["norm"]),
-            "mass": {
-                kind: {name: rounded(x) for name, x in shares.items()}
-                for kind, shares in row["mass"].items()
-            },
-            "change": [rounded(x) for x in row["change"][:shown]],
-            "push": split(-outcome.gradient),
-            "scale": rounded(
-                float(outcome.gradient[:count].abs().quantile(0.98)) if count else 1.0
-            ),
-            "branch": [part.tolist() for part in torch.split(outcome.branch[:count], lengths)],
-        }
-        for outcome, row in zip(result.outcomes, result.rows(), strict=True)
-    ]
     matrices = {"tokens": result.by_token.cosine}
     if result.by_model is not None:
         matrices[result.through] = result.by_model.cosine
+    pairs = zip(result.outcomes, result.rows(), strict=True)
     return {
-        "losses": losses,
-        "sequences": sequences,
-        "left_out": tokens.lengths.shape[0] - shown,
-        "cosine": {
-            name: [[rounded(x, 3) for x in row] for row in m.tolist()]
-            for name, m in matrices.items()
-        },
+        "losses": [_loss_data(outcome, row, lengths[:shown]) for outcome, row in pairs],
+        "sequences": _sequences(result.tokens, lengths[:shown]),
+        "left_out": len(lengths) - shown,
+        "cosine": {name: rounded(matrix.tolist(), 3) for name, matrix in matrices.items()},
         "branch_codes": list(BRANCHES),
         "branches": [{"name": name, "meaning": meaning} for name, meaning in BRANCHES.values()],
     }
 
 
-def rounded(x: float | None, digits: int = 4) -> float | None:
-    """A number with so many digits, as strict JSON takes it."""
+def _loss_data(outcome: Outcome, row: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
+    sizes = outcome.gradient[: sum(lengths)].abs()
+    return {
+        "name": outcome.name,
+        "title": _title(outcome.name, outcome.spec),
+        **rounded({name: row[name] for name in ("gain", "norm", "mass")}),
+        "change": rounded(row["change"][: len(lengths)]),
+        "push": rounded(_split(-outcome.gradient, lengths)),
+        "scale": rounded(float(sizes.quantile(0.98)) if sizes.numel() else 1.0),
+        "branch": _split(outcome.branch, lengths),
+    }
+
+
+def _sequences(tokens: StoredTokens, lengths: list[int]) -> list[dict[str, Any]]:
+    t = tokens.inputs
+    columns = {"logp": t.logp, "advantage": t.advantages, "mask": t.mask.double()}
+    if t.old_logp is not None:
+        columns["ratio"] = (t.logp - t.old_logp).exp()
+    lists = {name: rounded(_split(x, lengths)) for name, x in columns.items()}
+    texts = iter(tokens.texts or [f"#{i + 1}" for n in lengths for i in range(n)])
+    prompts = tokens.prompt_texts or [""] * len(lengths)
+    rewards = [None] * len(lengths) if tokens.rewards is None else rounded(tokens.rewards.tolist())
+    return [
+        {
+            "texts": [visible(text) for text in islice(texts, length)],
+            "prompt": visible(cut(prompts[i], TEXT_LENGTH)),
+            "reward": rewards[i],
+            "ratio": None,
+            **{name: values[i] for name, values in lists.items()},
+        }
+        for i, length in enumerate(lengths)
+    ]
+
+
+def _split(x: Tensor, lengths: list[int]) -> list[list[float]]:
+    return [part.tolist() for part in torch.split(x[: sum(lengths)], lengths)]
+
+
+def rounded(x: Any, digits: int = 4) -> Any:
+    """Numbers with so many digits, as strict JSON takes them; also inside of lists and mappings."""
+    if isinstance(x, dict):
+        return {name: rounded(value, digits) for name, value in x.items()}
+    if isinstance(x, list):
+        return [rounded(value, digits) for value in x]
     return None if x is None or not math.isfinite(x) else float(f"{x:.{digits}g}")

@@ -1,4 +1,4 @@
-"""`what_if`: every loss on stored tokens, as a `WhatIf`."""
+"""`what_if`: tries losses on stored tokens and returns a `WhatIf`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from policyloss.catalogue import PRESETS, AnyLoss, as_spec
 from policyloss.errors import InputError, PolicyLossError, match_name, unknown_name
 from policyloss.output import section
 from policyloss.spec import LossSpec
-from policyloss_lab.whatif.outcome import LIMITED, Outcome, outcome_of
-from policyloss_lab.whatif.reading import read
-from policyloss_lab.whatif.remedy import Limits, Remedy, remedies
-from policyloss_lab.whatif.tangent import EachToken, HeadWeight, Parameters, Products, tangent_of
-from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.outcome import LIMITED, Limits, Outcome, Remedy, outcome_of, remedies
+from policyloss_lab.whatif.tokens import StoredTokens, read
+from policyloss_lab.whatif.weights import EachToken, HeadWeight, Parameters, Products, weights_for
 
 YOURS = "yours"
-SAME_WEIGHTS = 0.05  # nats between stored log-probabilities and the model's, as the median
+SAME_WEIGHTS = (
+    0.05  # the largest median gap between stored and recomputed log-probabilities, in nats
+)
 THROUGH = (EachToken.name, HeadWeight.name, Parameters.name)
 
 
@@ -32,10 +32,10 @@ THROUGH = (EachToken.name, HeadWeight.name, Parameters.name)
 class WhatIf:
     """Losses on the same tokens.
 
-    tokens: what they were tried on. outcomes: one for each loss that could be tried, yours first if
-    there is one. refused: why the others could not, by name. by_token: cosines and changes with
-    every log-probability as a weight of its own. by_model: the same through a model, None without
-    one; `through` says through what. remedies: what is wrong with your loss, and what cures it.
+    outcomes: one for each loss that could be tried, yours first if there is one. refused: {name:
+    reason} of the other losses. by_token: cosines and changes with each log-probability as one
+    weight. by_model: the same through a model, or None; through: the name of its weights. remedies:
+    the problems of your loss, and their cures.
     """
 
     tokens: StoredTokens
@@ -58,19 +58,19 @@ class WhatIf:
 
     @property
     def products(self) -> Products:
-        """Through the model if there is one, else by token."""
+        """`by_model` if there is a model, else `by_token`."""
         return self.by_token if self.by_model is None else self.by_model
 
     @property
     def gain(self) -> Tensor:
-        """What each loss gains, `[L]`: `Σ_s A_s·Δ_s / S`, with A the mean advantage of a sequence
+        """The gain of each loss, `[L]`: `Σ_s A_s·Δ_s / S`, with A the mean advantage of a sequence
         and Δ the first-order change of its log-probability for a step of length 1.
         """
         count = self.tokens.lengths.shape[0]
         return self.products.unit_change @ self.tokens.advantages / count
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each loss: its numbers by name, None where one has no meaning."""
+        """One row for each loss: its numbers by name, None if undefined."""
         gains, change = self.gain.tolist(), self.products.unit_change.tolist()
         alike = self.by_token.cosine[:, 0].tolist()
         by_model = [None] * len(alike)
@@ -96,7 +96,7 @@ class WhatIf:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it: a row for each loss, cosines of every two, remedies, notes."""
+        """The result as plain data: a row for each loss, all cosines, remedies, notes."""
         return {
             "tokens": int(self.tokens.inputs.mask.sum()),
             "sequences": self.tokens.lengths.shape[0],
@@ -150,14 +150,14 @@ class WhatIf:
         return f"{count:,} tokens of {sequences:,} sequences, {THROUGH_WORDS[self.through]}"
 
     def verdict(self) -> list[str]:
-        """A sentence for each thing that is wrong with your loss, or one sentence."""
+        """A sentence for each problem of your loss, or one sentence if there is none."""
         if self.outcomes[0].name != YOURS:
             return ["None: no loss of yours is among these."]
         wrong = [f"- {problem} {cure}" for problem, cure in self.problems()]
         return wrong or ["Nothing is wrong with your loss on these tokens."]
 
     def problems(self) -> list[tuple[str, str]]:
-        """Each cure after the problems that it cures."""
+        """(problems, their common cure) in sentences."""
         problems: dict[str, list[str]] = {}
         for remedy in self.remedies:
             problems.setdefault(remedy.sentence, []).append(remedy.problem.sentence)
@@ -165,13 +165,13 @@ class WhatIf:
         return [(f"{text[0].upper()}{text[1:]}.", cure) for text, cure in texts]
 
     def table(self) -> tuple[list[Column], list[list[str]]]:
-        """The columns that have a number, and a row of texts for each loss."""
+        """The columns with numbers, and a row of texts for each loss."""
         rows = [cells(row) for row in self.rows()]
         shown = [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in rows)]
         return [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]
 
     def not_tried(self) -> dict[str, list[str]]:
-        """The losses that could not be tried, by the reason."""
+        """{reason: the losses that could not be tried}."""
         names: dict[str, list[str]] = {}
         for name, why in self.refused.items():
             names.setdefault(why, []).append(name)
@@ -252,24 +252,24 @@ def what_if(
     through: str | None = None,
     limits: Limits | None = None,
 ) -> WhatIf:
-    """What every loss would have done with the same tokens.
+    """Try losses on the same tokens.
 
         tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
         result = lab.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
-        print(result)  # a row for each: effective sample size, what is cut off, cosines, gain
-        result["gspo"].gradient  # of the loss by each log-probability
+        print(result)  # a row for each: effective sample size, gradient cut off, cosines, gain
+        result["gspo"].gradient  # of the loss with respect to each log-probability
 
-    source: the directory of a run, a .jsonl or .safetensors file of tokens (docs/what_if.md lists
-    the names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; also
+    source: a run directory, a .jsonl or .safetensors file of tokens (docs/what_if.md lists the
+    names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; also
     "rewards" `[S]`, and for a model "ids" (token-shaped) and "prompts", the token ids before each
-    sequence. losses: presets or specs to try, by default every preset. spec: your loss, which the
-    others are compared with; by default that of the run. step: of a run, the stored step to take,
-    by default the last one with an advantage that is not 0; "all" takes every one.
+    sequence. losses: presets or specs to try, by default every preset. spec: your loss, with which
+    the others are compared; by default, the loss of the run. step: the stored step of a run to use,
+    by default the last one with a nonzero advantage, or "all".
 
-    model: of Hugging Face, to see the losses through its weights; `temperature` is that of the
-    sampler. through: "parameters" (all of them), "head" (its weight alone) or "tokens" (no model);
-    by default all parameters if their gradients fit into memory. limits: from where on something
-    counts as wrong, a `policyloss_lab.whatif.Limits`.
+    model: a Hugging Face model, to compare the gradients of its weights; temperature: of the
+    sampler. through: "parameters" (all of them), "head" (its weight) or "tokens" (no model); by
+    default, all parameters if their gradients fit into memory. limits: of a healthy loss, a
+    `policyloss_lab.whatif.Limits`.
     """
     if through is not None and through not in THROUGH:
         raise InputError(unknown_name("through", through, THROUGH))
@@ -287,21 +287,21 @@ def what_if(
         raise InputError(f"no loss could be tried on these tokens: {reasons}")
     gradients = torch.stack([outcome.gradient for outcome in outcomes])
     by_token = EachToken().products(gradients, tokens)
-    tangent = tangent_of(model, len(outcomes), temperature, through)
+    weights = weights_for(model, len(outcomes), temperature, through)
     by_model = None
-    if not isinstance(tangent, EachToken):
-        by_model = tangent.products(gradients, tokens)
+    if not isinstance(weights, EachToken):
+        by_model = weights.products(gradients, tokens)
         notes += _other_weights(Parameters(model, temperature).logp(tokens), tokens)
     cures: tuple[Remedy, ...] = ()
     if yours and outcomes[0].name == YOURS:
         cures = remedies(outcomes[0], tokens, limits or Limits())
     return WhatIf(
-        tokens, tuple(outcomes), refused, by_token, by_model, tangent.name, cures, tuple(notes)
+        tokens, tuple(outcomes), refused, by_token, by_model, weights.name, cures, tuple(notes)
     )
 
 
 def _other_weights(logp: Tensor, tokens: StoredTokens) -> list[str]:
-    """A sentence if the model gives the tokens other log-probabilities than those stored."""
+    """A sentence if the model's log-probabilities differ from the stored ones."""
     gap = float((logp - tokens.inputs.logp)[tokens.inputs.mask].abs().median())
     if gap <= SAME_WEIGHTS:
         return []
@@ -320,7 +320,7 @@ def _tokens(source: Any, step: int | str | None) -> StoredTokens:
 
 
 def _yours(tokens: StoredTokens, spec: AnyLoss | None, notes: list[str]) -> dict[str, LossSpec]:
-    """Your loss under its name, if there is one that can be read."""
+    """{"yours": your loss}; {} and a note if it cannot be read."""
     if spec is not None:
         return {YOURS: as_spec(spec)}
     if tokens.loss is None:

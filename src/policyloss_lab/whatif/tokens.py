@@ -1,30 +1,39 @@
-"""`StoredTokens`: the tokens that losses are tried on, end to end."""
+"""`StoredTokens`: the tokens that losses are tried on, read from a run directory or from a file."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from policyloss.advantage import grpo
+from policyloss.arguments import is_number
 from policyloss.errors import InputError
 from policyloss.inputs import OPTIONAL, TOKEN_SHAPED, Inputs
+from policyloss_lab.diagnosis.read import COLUMNS, read_rows, read_safetensors
+from policyloss_lab.limits import TOKEN_LENGTH, cut
+from policyloss_lab.reading import finite, integer, json_object
+from policyloss_lab.report.rollouts import read_rollouts
 
-# Beside the tensors of a loss: what the page shows, and what a model is run on.
-BESIDE = ("rewards", "ids", "prompts")
+# Further tensors: the input of a model, and rewards for the page.
+EXTRA = ("rewards", "ids", "prompts")
 NEEDED = ("logp", "advantages", "mask")
 
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """Tokens of S sequences, N in all.
+    """N tokens of S sequences.
 
-    inputs: the tensors of a loss, packed `[N]` in float64, advantages one per token, 0 where the
-    mask is False. rewards: `[S]`. ids: `[N]`. prompts: the token ids before each sequence;
-    prompt_texts: the same as texts. texts: one for each token. loss: of the run that stored them,
-    as its config.json has it. horizon: its longest completion. notes: what was left out.
+    inputs: the tensors of a loss, packed `[N]` in float64, with one advantage per token, and 0
+    where the mask is False. rewards: `[S]`. ids: `[N]`. prompts: the token ids before each
+    sequence; prompt_texts: the same as texts. texts: one for each token. loss: of the run, as in
+    its config.json. horizon: the longest completion of the run. notes: about omitted data.
     """
 
     inputs: Inputs
@@ -39,7 +48,7 @@ class StoredTokens:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> StoredTokens:
-        """From the arguments of `policy_loss` by name, padded or packed, and those of `BESIDE`."""
+        """From the arguments of `policy_loss` by name, padded or packed, and those of `EXTRA`."""
         missing = [name for name in NEEDED if tensors.get(name) is None]
         if missing:
             there = ", ".join(sorted(map(str, tensors))) or "nothing"
@@ -48,11 +57,11 @@ class StoredTokens:
                 f"{there}."
             )
         others = {name: x for name, x in tensors.items() if name in OPTIONAL}
-        unknown = set(tensors) - {*OPTIONAL, *NEEDED, *BESIDE, "old_logp"}
+        unknown = set(tensors) - {*OPTIONAL, *NEEDED, *EXTRA, "old_logp"}
         if unknown:
             raise InputError(
                 f"unknown tensors {', '.join(sorted(map(str, unknown)))}; the names are those of "
-                f"policy_loss and {', '.join(BESIDE)}."
+                f"policy_loss and {', '.join(EXTRA)}."
             )
         logp, advantages, mask = (tensors[name] for name in NEEDED)
         inputs = Inputs.of(logp, tensors.get("old_logp"), advantages, mask, others)
@@ -76,17 +85,17 @@ class StoredTokens:
         )
 
     def replace(self, **changes: Any) -> StoredTokens:
-        """The same tokens with other values in some fields."""
+        """The tokens with some fields replaced."""
         return replace(self, **changes)
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sequence, `[S]`, those included that are not trained on."""
+        """The number of tokens of each sequence, `[S]`, masked tokens included."""
         return _lengths(self.inputs)
 
     @property
     def sequence(self) -> Tensor:
-        """Which sequence each token belongs to, `[N]`."""
+        """The sequence of each token, `[N]`."""
         return torch.repeat_interleave(self.lengths)
 
     def sums(self, x: Tensor) -> Tensor:
@@ -107,7 +116,7 @@ def _lengths(inputs: Inputs) -> Tensor:
 
 
 def _packed(inputs: Inputs) -> Inputs:
-    """The same call end to end, in float64, on the CPU; an error names what is not finite."""
+    """The packed inputs in float64 on the CPU; an error names a nonfinite tensor."""
     t = inputs.tokens()  # checks every shape
     offsets = inputs.cu_seqlens
     if offsets is None:
@@ -140,3 +149,231 @@ def _packed(inputs: Inputs) -> Inputs:
         cu_seqlens=offsets.long().cpu(),
         group_ids=None if groups is None else groups.long().cpu(),
     )
+
+
+TOKEN_BUDGET = 2_000_000  # tokens read from a run
+# One number per token.
+PER_TOKEN = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
+# The names of stored columns in different trainers, ours first.
+NAMES: dict[str, tuple[str, ...]] = {
+    **{name: COLUMNS[name] for name in ("logp", "old_logp", "rollout_logp", "entropy")},
+    **{name: COLUMNS[name] for name in ("ids", "mask", "prompts")},
+    "ref_logp": ("ref_logp", "ref_log_prob", "ref_log_probs", "ref_per_token_logps"),
+    "teacher_logp": ("teacher_logp", "teacher_log_probs"),
+    "token_advantage": ("token_advantage", "advantages", "advantage"),
+    "reward": ("reward", "rewards", "score", "scores"),
+    "group": ("group", "group_ids", "group_id", "uid"),
+    "tokens": ("tokens", "texts"),
+    "prompt": ("prompt",),
+    "step": ("step",),
+}
+_NO_LOGP = "There is no logp; the policy is taken to be the old one, so that every ratio is 1."
+_LARGEST = 1e6  # larger log-probabilities and advantages are invalid
+
+
+def read(path: Path, step: int | str | None = None) -> StoredTokens:
+    """The tokens of a run directory or a file. step: as in `tokens_of`."""
+    if path.is_dir():
+        return _of_run(path, step)
+    if path.suffix == ".safetensors":
+        tensors = read_safetensors(path)
+        return _of_tensors({ours: tensors[name] for ours, name in _columns(tensors).items()})
+    if path.suffix == ".jsonl":
+        rows = read_rows(path)
+        columns = _columns(rows[0])
+        return tokens_of([{ours: row.get(n) for ours, n in columns.items()} for row in rows], step)
+    if not os.path.lexists(path):
+        raise InputError(f"{path} does not exist; give the folder of a run, or a file of tokens.")
+    raise InputError(
+        f"{path} is neither a run directory nor a .jsonl or .safetensors file of tokens."
+    )
+
+
+def _columns(names: Any) -> dict[str, str]:
+    """{our name: the name in the file}."""
+    return {
+        ours: name
+        for ours, others in NAMES.items()
+        if (name := next((other for other in others if other in names), None)) is not None
+    }
+
+
+def _of_run(folder: Path, step: int | str | None) -> StoredTokens:
+    notes: list[str] = []
+    contents = json_object(folder / "config.json", notes)
+    config = contents.get("config")
+    config = config if isinstance(config, dict) else {}
+    rows = read_rollouts(folder / "rollouts.jsonl", notes, TOKEN_BUDGET)
+    if not rows:
+        raise InputError(f"{folder} stored no completions. {' '.join(notes)}")
+    tokens = tokens_of(rows, step)
+    return tokens.replace(
+        loss=contents.get("loss"),
+        horizon=integer(config.get("max_new_tokens")),
+        notes=(*notes, *tokens.notes),
+    )
+
+
+def _of_tensors(tensors: dict[str, Tensor]) -> StoredTokens:
+    """The tokens of `[B, T]` tensors, with `[B]` numbers of sequences."""
+    renamed = {"token_advantage": "advantages", "reward": "rewards", "group": "group_ids"}
+    named = {renamed.get(name, name): x for name, x in tensors.items()}
+    for name in ("tokens", "prompt", "prompts", "step"):
+        named.pop(name, None)
+    notes = []
+    if "logp" not in named and "old_logp" in named:
+        named["logp"] = named["old_logp"]
+        notes.append(_NO_LOGP)
+    if "logp" in named:
+        named.setdefault("mask", torch.ones_like(named["logp"], dtype=torch.bool))
+        if "ids" in named and named["ids"].shape != named["logp"].shape:
+            del named["ids"]  # some hold prompt and completion together
+    return StoredTokens.of(named).replace(notes=tuple(notes))
+
+
+def tokens_of(rows: Sequence[Mapping[str, Any]], step: int | str | None = None) -> StoredTokens:
+    """The completions of one step, or of "all", concatenated. rows: with the keys of `NAMES`. step:
+    by default the last one with a nonzero advantage, or the last one if there is none.
+    """
+    steps = sorted({row["step"] for row in rows if integer(row.get("step")) is not None})
+    if not steps or step == "all":
+        return _end_to_end(rows)
+    if step is not None and step not in steps:
+        shown = ", ".join(map(str, steps[-10:]))
+        raise InputError(f"step={step!r} is not stored; there are {shown}, or step='all'.")
+    tried: dict[Any, StoredTokens] = {}
+    for number in reversed(steps) if step is None else (step,):
+        tried[number] = _end_to_end([row for row in rows if row.get("step") == number])
+        if bool(tried[number].inputs.advantages.any()):
+            break
+    else:
+        number = next(iter(tried))
+    tokens = tried[number]
+    if len(steps) == 1:
+        return tokens
+    later = "" if number == next(iter(tried)) else "; in the later ones every advantage is 0"
+    note = f"These are the tokens of step {number}, one of {len(steps)} stored steps{later}."
+    return tokens.replace(notes=(note, *tokens.notes))
+
+
+def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
+    notes: list[str] = []
+    has_advantage = any(row.get("token_advantage") is not None for row in rows)
+    numbers = ("token_advantage",) if has_advantage else ("reward",)
+    kept = [
+        row
+        for i, row in enumerate(rows)
+        if _length(row, i) and all(_column([row], name) is not None for name in numbers)
+    ]
+    if not kept:
+        raise InputError(
+            "no completion has a logp or old_logp for each of its tokens and an advantage or a "
+            "reward; docs/what_if.md lists the names."
+        )
+    if len(kept) < len(rows):
+        notes.append(f"{len(rows) - len(kept)} completions lack numbers and were left out.")
+    tensors = {name: _column(kept, name) for name in (*PER_TOKEN, "ids")}
+    if tensors["logp"] is None:
+        tensors["logp"] = tensors["old_logp"]
+        notes.append(_NO_LOGP)
+    lengths, groups = torch.tensor([_length(row) for row in kept]), _groups(kept)
+    rewards = _column(kept, "reward")
+    advantages = _column(kept, "token_advantage")
+    if advantages is None:
+        assert rewards is not None
+        if groups is None:
+            raise InputError(
+                "there are no advantages, and without a group or a prompt for each completion "
+                "they cannot be computed from the rewards; store one of these."
+            )
+        advantages = grpo(rewards, groups).repeat_interleave(lengths)
+        notes.append("There are no advantages; those of GRPO were computed from the rewards.")
+    tensors |= {
+        "advantages": advantages,
+        "rewards": rewards,
+        "mask": torch.tensor([used for row in kept for used in _mask(row)]),
+        "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+        "group_ids": groups,
+    }
+    prompts = [row.get("prompts") for row in kept]
+    texts = [row.get("prompt") for row in kept]
+    stored = StoredTokens.of({name: x for name, x in tensors.items() if x is not None})
+    return stored.replace(
+        ids=None if stored.ids is None else stored.ids.long(),
+        prompts=prompts if all(isinstance(p, list) for p in prompts) else None,
+        prompt_texts=texts if all(isinstance(p, str) for p in texts) else None,
+        texts=[text for row in kept for text in _texts(row)],
+        notes=tuple(notes),
+    )
+
+
+def _length(row: Mapping[str, Any], place: int | None = None) -> int:
+    """The number of tokens of a completion, 0 without log-probabilities. place: the index of the
+    row; if passed, lists of different lengths raise an error.
+    """
+    lists = {name: row[name] for name in (*PER_TOKEN, "mask") if isinstance(row.get(name), list)}
+    lengths = {name: len(values) for name, values in lists.items()}
+    if place is not None and len(set(lengths.values())) > 1:
+        raise InputError(f"completion {place + 1} has lists of different lengths: {lengths}.")
+    known = [name for name in ("logp", "old_logp") if name in lists]
+    usable = [name for name in known if _numbers(row, name) is not None]
+    return lengths[usable[0]] if usable else 0
+
+
+def _mask(row: Mapping[str, Any]) -> list[bool]:
+    """A flag for each token; all True if no mask is stored."""
+    values = row.get("mask")
+    if isinstance(values, list):
+        return [value is None or bool(value) for value in values]
+    lists = (row.get(name) for name in ("logp", "old_logp"))
+    return [True] * len(next(x for x in lists if isinstance(x, list)))
+
+
+def _numbers(row: Mapping[str, Any], name: str) -> list[float] | None:
+    """A finite number for each token, 0 for masked ones; None if a number is missing."""
+    values, used = row.get(name), _mask(row)
+    values = [values] * len(used) if is_number(values) else values
+    if not isinstance(values, list) or len(values) != len(used):
+        return None
+    floor = -math.inf if name == "rollout_logp" else -_LARGEST
+    good = [is_number(x) and floor <= x <= _LARGEST for x in values]
+    if not all(fine or not trained for fine, trained in zip(good, used, strict=True)):
+        return None
+    return [float(x) if fine else 0.0 for x, fine in zip(values, good, strict=True)]
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor | None:
+    """One number per token (a reward: per completion) of all rows; None if one is missing."""
+    if name == "reward":
+        rewards = [finite(row.get(name)) for row in rows]
+        complete = all(x is not None for x in rewards)
+        return torch.tensor(rewards, dtype=torch.float64) if complete else None
+    columns = [_numbers(row, name) for row in rows]
+    if any(column is None for column in columns):
+        return None
+    return torch.tensor([x for column in columns for x in column or ()], dtype=torch.float64)
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """A number for each prompt of each step; None if a completion has neither group nor prompt."""
+    keys = [
+        (
+            row.get("step"),
+            next((x for x in (row.get("group"), row.get("prompt")) if x is not None), None),
+        )
+        for row in rows
+    ]
+    if any(key is None or isinstance(key, (list, dict)) for _, key in keys):
+        return None
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(map(str, keys)))}
+    return torch.tensor([numbers[str(key)] for key in keys])
+
+
+def _texts(row: Mapping[str, Any]) -> list[str]:
+    """A text for each token: the stored one, or its id."""
+    texts, count = row.get("tokens"), _length(row)
+    if not isinstance(texts, list) or len(texts) != count:
+        ids = row.get("ids")
+        texts = ids if isinstance(ids, list) and len(ids) == count else range(1, count + 1)
+        return [f"#{x}" for x in texts]
+    return [cut(str(text), TOKEN_LENGTH) for text in texts]

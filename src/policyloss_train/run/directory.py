@@ -26,7 +26,7 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss_lab.runs import files
-from policyloss_lab.runs.environment import environment
+from policyloss_lab.runs.files import environment
 from policyloss_lab.runs.lock import Lock, is_held
 from policyloss_lab.runs.records import JsonLines
 from policyloss_train.run.checkpoint_folder import discard_after

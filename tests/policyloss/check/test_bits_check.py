@@ -27,7 +27,7 @@ RUNS = ("once more", "alone", "in the reverse order", "beside one other", "every
 def head(sequences: list[Tensor]) -> list[Tensor]:
     """The head on a pack, in whatever mode is on."""
     ids = torch.cat(sequences)
-    logp = pl.linear_logprobs(EMBEDDING[ids], WEIGHT, ids)
+    logp = pl.linear_logprobs(EMBEDDING[ids], WEIGHT, ids).logp
     return list(logp.split([len(x) for x in sequences]))
 
 

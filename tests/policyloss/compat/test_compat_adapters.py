@@ -34,18 +34,17 @@ COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
 # A framework's own arithmetic, and what it is; every other module of `compat` translates.
 BOOKKEEPING = {
-    "counts.py": "guards of counts, shares and their dtype",
-    "parts.py": "a mean with a guarded length",
+    "parts.py": "guards of counts, shares and their dtype, a mean with a guarded length",
     "colossalai/parts.py": "beta times a penalty that is given; mean and maximum of the ratios",
-    "openrlhf/counts.py": "shares that are 0 of nothing, and its capped weight",
-    "trl/counts.py": "the step's counts seen from one micro-batch",
+    "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
+    "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",
-    "trl/parts.py": "its rounding of k3 and the ratio that weighs its KL",
+    "trl/parts.py": "its rounding of k3, the ratio that weighs its KL, and the counts of a step",
     "verl/advantage_numbers.py": "advantages with its rounding",
-    "verl/counts.py": "means with its guard",
     "verl/distillation.py": "masses and overlaps of top-k entries, for its report",
-    "verl/parts.py": "numbers of one micro-batch, guarded lengths",
+    "verl/parts.py": "means with its guard, numbers of one micro-batch, guarded lengths",
     "verl/rollout_metrics.py": "statistics of the rollout weights, for its report",
+    "verl/rollout_thresholds.py": "reciprocals and logarithms of its bounds",
 }
 ADAPTERS = [path for path in FILES if path.relative_to(COMPAT).as_posix() not in BOOKKEEPING]
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult, ast.Mod, ast.FloorDiv)

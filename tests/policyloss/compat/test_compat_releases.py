@@ -3,7 +3,7 @@
 import pytest
 from walk import walked
 
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least
 from policyloss.errors import SpecError
 
 # From the oldest to the newest; those on one line are equal.

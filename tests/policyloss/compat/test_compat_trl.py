@@ -21,10 +21,15 @@ from policyloss.compat.trl import (
     spec_from_config,
     totals_for,
 )
-from policyloss.compat.trl.config import BESIDE, LOSS_TYPES
-from policyloss.compat.trl.counts import exchanged, tokens_of_window, where_scored
-from policyloss.compat.trl.custom import checked_loss
-from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
+from policyloss.compat.trl.config import EXTRA_OPTIONS, LOSS_TYPES
+from policyloss.compat.trl.parts import (
+    RolloutProduct,
+    WrittenKL,
+    replace_term,
+    tokens_of_window,
+    where_scored,
+)
+from policyloss.compat.trl.trainer import checked_loss
 
 LOG_BOUNDS = (math.log(1e-8), 20.0)
 VLLM = {"use_vllm": True}
@@ -167,7 +172,7 @@ def test_the_entropy_bonus_is_in_the_spec_where_it_is_averaged_alike() -> None:
 
 def test_options_beside_the_policy_loss_can_be_left_to_the_caller() -> None:
     beside = config(top_entropy_quantile=0.2, entropy_coef=0.01, use_adaptive_entropy=True)
-    assert spec_from_config(beside, handled=BESIDE) == MEANS["dapo"]
+    assert spec_from_config(beside, handled=EXTRA_OPTIONS) == MEANS["dapo"]
 
 
 def test_a_config_of_an_older_release_lacks_what_that_release_lacks() -> None:
@@ -246,7 +251,7 @@ def test_luspo_of_earlier_releases_is_refused_where_it_averaged_over_padding() -
         config(**sequence)
     )
     for options in ({"loss_type": "luspo"}, {**sequence, "beta": 0.1}):
-        with pytest.raises(pl.SpecError, match=r"before release 1\.10"):
+        with pytest.raises(pl.SpecError, match=r"before 1\.10"):
             spec_from_config(config(**options), release="1.9.2")
 
 
@@ -328,7 +333,7 @@ def run(
 ) -> tuple[pl.LossOutput, torch.Tensor]:
     c, x = config(**options), logp()
     totals = totals_for(c, loss_mask(inputs), inputs["num_items_in_batch"])
-    out = batch_loss(spec_from_config(c, handled=BESIDE), x, inputs, totals=totals, **extra)
+    out = batch_loss(spec_from_config(c, handled=EXTRA_OPTIONS), x, inputs, totals=totals, **extra)
     (gradient,) = torch.autograd.grad(out.loss, x)
     return out, gradient
 
@@ -509,7 +514,8 @@ def test_k3_as_written_has_the_rounding_of_its_terms() -> None:
 
 def test_terms() -> None:
     x = torch.tensor(2.0, requires_grad=True)
-    total = exchanged(3 * x, x, 5 * x)  # 6 − 2 + 10; the old term's gradient stays with the total
+    # 6 − 2 + 10; the gradient of the old term stays with the total
+    total = replace_term(3 * x, x, 5 * x)
     total.backward()
     assert (total.item(), x.grad.item()) == (14.0, 8.0)
     scored = where_scored(torch.tensor([1.0, torch.nan]), torch.tensor([7.0, 8.0]))

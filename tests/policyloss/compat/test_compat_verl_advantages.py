@@ -532,7 +532,7 @@ def components(**config):
     ("name", "given", "error", "message"),
     [
         ("grpo_passk", {"index": INDEX}, InputError, "config was not given"),
-        ("grpo_passk", {"index": INDEX, "config": {}}, InputError, "at least 2 samples per group"),
+        ("grpo_passk", {"index": INDEX, "config": {}}, InputError, "at least 2 samples"),
         ("reinforce_plus_plus", {}, InputError, "config was not given"),
         ("reinforce_plus_plus", {"config": {}}, InputError, "config.gamma is missing"),
         (

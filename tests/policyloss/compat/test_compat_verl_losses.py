@@ -17,7 +17,7 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.compat import verl
-from policyloss.compat.counts import guard, share
+from policyloss.compat.parts import guard, share
 from policyloss.compat.trl.parts import WrittenKL
 from policyloss.compat.verl.distillation import register_distillation
 

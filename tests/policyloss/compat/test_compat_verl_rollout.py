@@ -512,7 +512,7 @@ def test_malformed_weight_thresholds(threshold):
     ("rollout_rs", "threshold", "said"),
     [
         (None, 2.0, "rollout_rs must be a string"),
-        ("token_k1", None, "must be given"),
+        ("token_k1", None, "needs rollout_rs_threshold"),
         ("", 2.0, "names no option"),
         (" , ", 2.0, "names no option"),
         ("seq_max_k1", 2.0, "unknown rollout_rs option 'seq_max_k1'"),
@@ -544,11 +544,11 @@ def test_releases_differ_in_what_they_refuse():
     with pytest.raises(TypeError, match=r"up to verl 0\.7\.1"):
         verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", "2.0", release="0.7.1")
     for name in ("rollout_rs_threshold_lower", "rollout_token_veto_threshold"):
-        with pytest.raises(SpecError, match=f"{name}=0.5 left verl with 0.7.1"):
+        with pytest.raises(SpecError, match=f"{name}=0.5 was removed from verl in 0.7.1"):
             both(rollout_rs="token_k1", rollout_rs_threshold=2.0, **{name: 0.5})
     with pytest.raises(SpecError, match="unknown rollout_rs 'token_k1'"):
         verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token_k1", 2.0, release="0.7.0")
-    with pytest.raises(SpecError, match="must be given"):
+    with pytest.raises(SpecError, match="needs rollout_rs_threshold"):
         verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token", release="0.7.0")
     with pytest.raises(SpecError, match="veto_threshold must be positive"):
         both(rollout_token_veto_threshold=0.0, release="0.7.0")

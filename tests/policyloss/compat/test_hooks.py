@@ -21,9 +21,9 @@ import policyloss as pl
 from policyloss.advantage import ESTIMATORS
 from policyloss.catalogue import PRESETS
 from policyloss.compat import verl
-from policyloss.compat.notices import warn_once
+from policyloss.compat.hooks import warn_once
 from policyloss.compat.trl import explain_config
-from policyloss.compat.trl.custom import checked_loss
+from policyloss.compat.trl.trainer import checked_loss
 from policyloss.compat.verl import settings
 from policyloss.compat.verl.registry import as_verl_loss
 
@@ -112,7 +112,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
         ("dr_grpo", True, ["scale_rewards=True", "set scale_rewards='none'"]),
         ("gspo", "none", ["advantage.grpo", "set scale_rewards='group'"]),
         ("gspo", "batch", ["scale_rewards='batch'", "others", "set scale_rewards='group'"]),
-        ("rloo_loss", "group", ["advantage.rloo", "cannot make them"]),
+        ("rloo_loss", "group", ["advantage.rloo", "cannot compute them"]),
         ("DR-GRPO", "group", ["policy_loss='DR-GRPO' is defined with", "advantage.dr_grpo"]),
         (
             pl.preset("dr_grpo"),
@@ -130,7 +130,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
             "none",
             ["policy_loss, a change of the preset 'gspo',", "set scale_rewards='group'"],
         ),
-        (pl.preset("ppo"), "group", ["the preset 'ppo'", "advantage.gae", "cannot make them"]),
+        (pl.preset("ppo"), "group", ["the preset 'ppo'", "advantage.gae", "cannot compute them"]),
     ],
 )
 def test_trl_says_that_the_advantages_are_others(
@@ -268,8 +268,7 @@ def test_verl_is_quiet_where_a_setting_says_what_the_preset_does(
 def test_every_number_of_verl_s_losses_is_looked_at() -> None:
     """Whoever adds a field to these configs must say what a preset does to it."""
     known = {
-        *settings._OF_THE_ACTOR,
-        *settings._OF_ONE_LOSS,
+        *(option.rpartition(".")[2] for option in settings._TRUST_OPTIONS),
         "loss_agg_mode",
         "loss_scale_factor",
         "policy_loss",
@@ -334,11 +333,11 @@ def run_config(loss_mode: str, adv_estimator: Any, **more: Any) -> dict[str, Any
         ),
         (
             run_config("policyloss/gspo", "grpo", norm_adv_by_std_in_grpo=False),
-            ["norm_adv_by_std_in_grpo=false makes those of"],
+            ["norm_adv_by_std_in_grpo=false computes those of"],
         ),
         (
             run_config("policyloss/rloo_loss", "my_own"),
-            ["advantage.rloo", "adv_estimator=my_own makes others", "=rloo"],
+            ["advantage.rloo", "adv_estimator=my_own computes others", "=rloo"],
         ),
     ],
 )
@@ -383,15 +382,15 @@ def test_the_check_follows_verl_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("verl", "verl.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
-    assert settings.check_when_verl_does()
+    assert settings.extend_validation()
     once = theirs.validate_config
-    assert settings.check_when_verl_does()
+    assert settings.extend_validation()
     assert theirs.validate_config is once  # not wrapped twice
     with pytest.warns(UserWarning, match=r"policyloss/gspo is defined with"):
         once(config=run_config("policyloss/gspo", "gae"), use_critic=True)
     assert seen == [True]
     monkeypatch.delattr(theirs, "validate_config")
-    assert not settings.check_when_verl_does()
+    assert not settings.extend_validation()
 
 
 def test_a_sentence_is_said_once() -> None:

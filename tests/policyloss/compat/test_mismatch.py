@@ -9,6 +9,7 @@ from walk import walked
 import policyloss as pl
 from policyloss.compat.verl import rollout_metrics as mismatch
 from policyloss.compat.verl.rollout_metrics import Means
+from policyloss.compat.verl.rollout_thresholds import reciprocal_band
 from policyloss.functional.correction import reduced, within
 from policyloss.functional.kl import estimate
 from policyloss.functional.segments import Sequences
@@ -126,8 +127,8 @@ def test_bounded_weight_truncates_or_zeroes():
     w = tensor([0.5, 0.4], [2.0, 2.1])
     assert mismatch.bounded_weight(w, None, 2.0).tolist() == [[0.5, 0.4], [2.0, 2.0]]
     assert mismatch.bounded_weight(w, 0.5, 2.0).tolist() == [[0.5, 0], [2.0, 0]]
-    assert mismatch.reciprocal_band(4.0) == (0.25, 4.0)
-    assert mismatch.reciprocal_band(4.0, 0.5) == (0.5, 4.0)
+    assert reciprocal_band(4.0) == (0.25, 4.0)
+    assert reciprocal_band(4.0, 0.5) == (0.5, 4.0)
 
 
 def test_normalised_over_tokens_and_sequences():

@@ -275,7 +275,7 @@ def test_the_records_stay_small():
     ("peer", "theirs", "ours"),
     [
         ("trl", signatures.ADD_FUSED_HEAD, "policyloss.compat.trl.head:add_fused_lm_head"),
-        ("openrlhf", signatures.ACTOR_FORWARD, "policyloss.compat.openrlhf.head:actor_forward"),
+        ("openrlhf", signatures.ACTOR_FORWARD, "policyloss.compat.openrlhf.hook:actor_forward"),
     ],
 )
 def test_a_head_has_the_parameters_of_what_it_replaces(peer, theirs, ours):

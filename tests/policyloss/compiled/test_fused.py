@@ -20,7 +20,7 @@ from torch import Tensor
 import policyloss as pl
 from cases import PRESETS, Batch, make_batch
 from policyloss.compiled import fused, token_graph, token_program
-from policyloss.compiled.trace import traced
+from policyloss.compiled.token_graph import traced
 from policyloss.inputs import Inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

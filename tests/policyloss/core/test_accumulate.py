@@ -267,7 +267,7 @@ def test_a_micro_batch_that_was_only_measured_is_unused() -> None:
 
 def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank has three micro-batches, this one has two: the third may stay unused."""
-    module = importlib.import_module("policyloss.accumulate")
+    module = importlib.import_module("policyloss.accumulation")
     counted = module.counted_step
     monkeypatch.setattr(module, "counted_step", lambda *args: (counted(*args)[0], 3))
     step = pl.accumulate(REINFORCE, hand_made())
@@ -293,7 +293,7 @@ def test_a_step_is_iterated_once() -> None:
     step = pl.accumulate(REINFORCE, hand_made())
     assert len(list(step)) == 2
     with pytest.raises(
-        pl.InputError, match=r"add its gradients again; call policyloss\.accumulate anew"
+        pl.InputError, match=r"add its gradients again; call policyloss\.accumulate again"
     ):
         iter(step)
 
@@ -314,7 +314,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         [ONE, MASK],
         r"micro_batches\[1\] must be a mapping of names to tensors, got Tensor",
     ),
-    "nothing": ([], "rank 0 of 1 was given no micro-batch; .* give it one with an all-False mask"),
+    "nothing": ([], "rank 0 of 1 has no micro-batch; .* give it one with an all-False mask"),
     "no mask": (
         [ONE, {"ids": MASK, "mask": None}],
         r"micro_batches\[1\] has no mask \(it has ids, mask\)",
@@ -349,7 +349,7 @@ def test_wrong_micro_batches_are_refused(case: str) -> None:
 @walked("name", ["group", "cp_group"])
 def test_a_group_needs_torch_distributed(name: str) -> None:
     with pytest.raises(
-        pl.InputError, match=f"^{name} was given, but torch.distributed is not initialised"
+        pl.InputError, match=f"^{name} needs torch.distributed, which is not initialised"
     ):
         pl.accumulate(REINFORCE, [ONE], **{name: object()})
 
@@ -505,8 +505,8 @@ def test_the_losses_of_a_counted_step_make_no_collective(case: str, said: Said) 
 @walked(
     ("case", "message"),
     [
-        ("none", "rank 1 of 2 was given no micro-batch"),
-        ("none, measured", "rank 0 of 2 was given no micro-batch"),
+        ("none", "rank 1 of 2 has no micro-batch"),
+        ("none, measured", "rank 0 of 2 has no micro-batch"),
         ("groups", "rank 0 of the group has no group_ids, but others have"),
     ],
 )

@@ -13,9 +13,9 @@ from walk import walked
 
 import policyloss as pl
 from cases import SPECS, make_batch, run, step_totals
+from policyloss.accumulation import _share
 from policyloss.compat.verl.advantage_numbers import PlainGroups
 from policyloss.inputs import Inputs
-from policyloss.micro_batches import _share
 from policyloss.tokens import Tokens
 
 MANY = 2**25

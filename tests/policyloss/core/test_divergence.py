@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from divergences import of_distributions, whole_gradient
 from torch import Tensor
 from walk import walked
 
@@ -14,12 +15,10 @@ from policyloss.functional.divergence import (
     KINDS,
     TOPS,
     Measure,
-    of_distributions,
     on_support,
     support_of,
     support_slopes,
     terms,
-    whole_gradient,
 )
 
 FORWARD, REVERSE, GENERALISED = Measure("forward"), Measure("reverse"), Measure("generalised")
@@ -365,7 +364,7 @@ def test_one_or_none_in_a_tuple() -> None:
     [
         ({"kind": "sideways"}, ["kind", "sideways", "forward"]),
         ({"coef": -1.0}, ["coef", "-1.0"]),
-        ({"beta": 1.5}, ["beta", "1.5", "between 0"]),
+        ({"beta": 1.5}, ["beta", "1.5", "<= 1", "0: forward KL"]),
         ({"weight": 0.5}, ["weight", "0.5", "extras"]),
         ({"clamp": -1.0}, ["clamp", "-1.0"]),
         ({"weight_max": 2.0}, ["weight_max", "2.0", "none"]),

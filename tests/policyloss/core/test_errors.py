@@ -249,8 +249,8 @@ def test_transforms_of_torch_func_are_refused_in_one_sentence():
             lambda x: pl.linear_policy_loss("ppo", x, weight, ids, *rest).loss,
             hidden,
         ),
-        "logprobs": (lambda x: pl.logprobs(x, ids).sum(), logits),
-        "linear_logprobs": (lambda x: pl.linear_logprobs(x, weight, ids).sum(), hidden),
+        "logprobs": (lambda x: pl.logprobs(x, ids).logp.sum(), logits),
+        "linear_logprobs": (lambda x: pl.linear_logprobs(x, weight, ids).logp.sum(), hidden),
     }
     for name, (function, x) in functions.items():
         assert function(x).isfinite(), name

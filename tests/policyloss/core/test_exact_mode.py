@@ -153,7 +153,7 @@ LOGITS, IDS = torch.randn(5, 40), torch.randint(0, 5, (5,))
 MASK = torch.tensor([[True, True, False], [True, True, True]])
 CALLS = {
     "logprobs": lambda x: pl.logprobs(x, IDS, entropy=True).entropy,
-    "linear_logprobs": lambda x: pl.linear_logprobs(x, LOGITS, IDS),
+    "linear_logprobs": lambda x: pl.linear_logprobs(x, LOGITS, IDS).logp,
     "linear_policy_loss": lambda x: (
         pl.linear_policy_loss(
             "reinforce", x[None], LOGITS, IDS[None], None, torch.ones(1, 5), IDS[None] >= 0

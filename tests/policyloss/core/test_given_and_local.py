@@ -14,20 +14,20 @@ from walk import walked
 import policyloss as pl
 from cases import make_batch
 from policyloss.compat.colossalai.parts import GivenKL
-from policyloss.compat.counts import guarded_mean, together
-from policyloss.compat.parts import GuardedSeqMeanTokenMean
+from policyloss.compat.parts import GuardedSeqMeanTokenMean, guarded_mean, union_share
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
-from policyloss.compat.verl.counts import masked_mean, outside_by_sign
 from policyloss.compat.verl.parts import (
     GeometricMeanWeight,
     LocalCovClip,
     LocalCovKL,
     MeanAdvantageGeometricClip,
     OfThisCall,
+    masked_mean,
+    outside_by_sign,
 )
 from policyloss.inputs import Inputs
-from policyloss.parts.precomputed import GivenWeight
-from policyloss.records import Stat, Sum
+from policyloss.parts.correction import GivenWeight
+from policyloss.records import Stat
 
 BATCH = make_batch(seed=5, rows=6, width=9)
 X = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -247,11 +247,9 @@ def test_a_band_around_one() -> None:
 def test_guarded_means() -> None:
     one, two = Stat(torch.tensor(3.0), torch.tensor(4)), Stat(torch.tensor(0.5), torch.tensor(4))
     assert float(guarded_mean(one, 1.0)) == 3 / 5
-    assert float(together(one, two)) == 3.5 / 4
+    assert float(union_share(one, two)) == 3.5 / 4
     assert float(guarded_mean(Stat(torch.tensor(0.0), torch.tensor(0)), 1e-8)) == 0
     assert math.isnan(float(Stat(torch.tensor(0.0), torch.tensor(0)).value))
-    with pytest.raises(TypeError, match="Sum"):
-        together(one, Sum(torch.tensor(1.0)))
     assert float(masked_mean(X, MASK)) == 7 / 3
     assert float(masked_mean(MASK, MASK, 1.0)) == 3 / 4
 
@@ -325,7 +323,7 @@ def test_framework_parts_run_in_the_head() -> None:
     )
     weight = torch.randn(11, 5, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 11, BATCH.mask.shape, generator=generator)
-    logp = pl.linear_logprobs(hidden, weight, ids)
+    logp = pl.linear_logprobs(hidden, weight, ids).logp
     old = logp.detach() + 0.1 * (BATCH.old_logp - BATCH.logp)
     others = {"rollout_logp": old + 0.1, "ref_logp": old - 0.2}
     plain = pl.policy_loss(ALL_THREE, logp, old, BATCH.advantages, BATCH.mask, **others).loss

@@ -13,7 +13,7 @@ from calls import assert_loss, evaluate, rows, weighted
 from walk import walked
 
 import policyloss as pl
-from policyloss.compat.openrlhf.counts import rejected_share
+from policyloss.compat.openrlhf.corrections import rejected_share
 from policyloss.functional.correction import nan_where_undecided, reduced
 from policyloss.functional.segments import Sequences
 from policyloss.inputs import Inputs

@@ -15,7 +15,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch, run
-from policyloss.compat.trl.custom import checked_loss
+from policyloss.compat.trl.trainer import checked_loss
 from policyloss.explanations.formula import formula
 from policyloss.parts import aggregate
 

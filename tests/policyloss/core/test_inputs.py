@@ -110,7 +110,7 @@ def test_a_teacher_is_a_policy_that_a_part_may_read() -> None:
 
 
 def test_errors_name_the_extra_and_the_argument() -> None:
-    with pytest.raises(pl.InputError, match=r"reads extras\['weight'\], which was not given"):
+    with pytest.raises(pl.InputError, match=r"reads extras\['weight'\], which is missing"):
         pl.policy_loss(SPEC, **BATCH.kwargs)
     with pytest.raises(pl.InputError, match=r"extras\.weight has shape \(3,\)"):
         pl.policy_loss(SPEC, **BATCH.kwargs, extras={"weight": torch.zeros(3)})

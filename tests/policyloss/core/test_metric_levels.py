@@ -112,7 +112,7 @@ def test_every_level_serves_every_way_to_the_loss() -> None:
     hidden = torch.randn(*BATCH.mask.shape, 8, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(11, 8, generator=torch.Generator().manual_seed(1))
     ids = torch.arange(BATCH.mask.numel()).view(BATCH.mask.shape) % 11
-    logp = pl.linear_logprobs(hidden, weight, ids)
+    logp = pl.linear_logprobs(hidden, weight, ids).logp
     old = logp + 0.1
     for level, names in (("all", None), ("basic", BASIC), ("none", set())):
         rest = (old, BATCH.advantages, BATCH.mask)

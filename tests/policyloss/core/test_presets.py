@@ -232,7 +232,7 @@ def test_numbers(name):
 
 
 def test_what_learns_from_a_teacher_says_what_it_was_compared_with():
-    by_loss = {name for name, p in PRESETS.items() if any(k.teaches for k in p.spec.pulls)}
+    by_loss = {name for name, p in PRESETS.items() if any(k.teaches for k in p.spec.kl_parts)}
     taught = by_loss | {"opd", "iw_opd"}
     assert len(taught) == 12
     assert not {name for name in taught if "Compared with" not in PRESETS[name].note}

@@ -359,7 +359,7 @@ REFUSED = {
     ),
     "normalise nothing": (
         lambda: pl.LossSpec(correction=pl.SelfNormalise()),
-        ["SelfNormalise", "beside Truncate"],
+        ["SelfNormalise", "together with Truncate"],
     ),
     "normalise twice": (
         lambda: pl.LossSpec(

@@ -86,7 +86,7 @@ def test_the_ratio_may_be_to_the_teacher(ratio: Any) -> None:
 
 def test_what_a_teachers_kl_reads() -> None:
     assert pl.LossSpec(kl=pl.KL("k3", 0.1, anchor="teacher")).reads == ("old_logp", "teacher_logp")
-    with pytest.raises(pl.InputError, match="teacher_logp, which was not given"):
+    with pytest.raises(pl.InputError, match="teacher_logp, which is missing"):
         run(distilled(pl.KL("k2", 1.0, anchor="teacher")), BATCH, teacher_logp=None)
     weighted = distilled(pl.KL("k2", 1.0, weight="detached_ratio", anchor="teacher"))
     assert weighted.reads == ("old_logp", "teacher_logp")

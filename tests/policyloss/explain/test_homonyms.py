@@ -24,7 +24,7 @@ from docs import names_page
 from policyloss.catalogue import PRESETS
 from policyloss.compat import colossalai, openrlhf, verl
 from policyloss.compat.trl import spec_from_config, totals_for
-from policyloss.compat.trl.options import DEFAULTS
+from policyloss.compat.trl.config import DEFAULTS
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/names.md").read_text(encoding="utf-8")
 MEANINGS = [(h, m) for h in HOMONYMS for m in h.meanings]

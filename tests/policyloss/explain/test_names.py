@@ -18,7 +18,7 @@ from docs.names.options import OPTIONS
 from walk import walked
 
 import policyloss as pl
-from policyloss.compat.trl.options import DEFAULTS
+from policyloss.compat.trl.config import DEFAULTS
 from policyloss.errors import unknown_name
 from policyloss.explanations.framework_names import ELSEWHERE
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from divergences import of_distributions
 from head_cases import (
     CUDA,
     DEVICE,
@@ -26,7 +27,7 @@ from torch import Tensor
 from walk import walked
 
 import policyloss as pl
-from policyloss.functional.divergence import Measure, of_distributions, on_support, support_of
+from policyloss.functional.divergence import Measure, on_support, support_of
 
 N, V, D, E = 40, 50, 6, 4
 TOL = 1e-12 if torch.float64 == FLOAT else 2e-5

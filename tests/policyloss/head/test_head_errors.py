@@ -25,12 +25,12 @@ BATCH = make_head_batch(seed=1, dtype=torch.float32)
 
 def linear(**changes: Any) -> Any:
     arguments = {"hidden": CASE.hidden, "weight": CASE.weight, "ids": CASE.ids, **changes}
-    return pl.linear_logprobs(**arguments)
+    return pl.linear_logprobs(**arguments).logp
 
 
 def logits(**changes: Any) -> Any:
     arguments = {"logits": CASE.hidden @ CASE.weight.T, "ids": CASE.ids, **changes}
-    return pl.logprobs(**arguments)
+    return pl.logprobs(**arguments).logp
 
 
 def loss(spec: Any = PRESETS["ppo"], **changes: Any) -> Any:

@@ -386,7 +386,7 @@ def test_expanded_weight_and_hidden() -> None:
     )
     same, apart = leaf(case.hidden[:1]), leaf(case.hidden[:1].expand(5, 8))
     for x in (same, apart):
-        found = pl.linear_logprobs(x.expand(5, 8), case.weight, case.ids)
+        found = pl.linear_logprobs(x.expand(5, 8), case.weight, case.ids).logp
         torch.autograd.backward(found, case.dlogp)
     assert_near(
         same.grad,
@@ -409,7 +409,7 @@ def test_tied_weight(plan: str) -> None:
         return torch.autograd.grad(logp, table, case.dlogp.to(logp.dtype))[0]
 
     def head(*args: Any) -> Tensor:
-        return pl.linear_logprobs(*args, plan=plan)
+        return pl.linear_logprobs(*args, plan=plan).logp
 
     tied = gradient(head, FLOAT)
     assert_near(
@@ -505,8 +505,8 @@ def test_forward_only_keeps_nothing() -> None:
         found = pl.linear_logprobs(hidden, weight, case.ids, entropy=True)
     assert_same_bits(tuple(found), (expected.logp, expected.entropy))
     assert not found.logp.requires_grad
-    assert not pl.linear_logprobs(hidden.detach(), weight.detach(), case.ids).requires_grad
-    alone = pl.linear_logprobs(hidden.detach(), weight, case.ids)
+    assert not pl.linear_logprobs(hidden.detach(), weight.detach(), case.ids).logp.requires_grad
+    alone = pl.linear_logprobs(hidden.detach(), weight, case.ids).logp
     assert isinstance(alone, Tensor)
     assert torch.equal(alone, expected.logp)
 
@@ -540,7 +540,7 @@ def test_checkpoint_around_the_body() -> None:
 
     def gradients(hidden_of: Any) -> tuple[Tensor, ...]:
         weight = leaf(case.weight)
-        logp = pl.linear_logprobs(hidden_of(case.hidden), weight, case.ids)
+        logp = pl.linear_logprobs(hidden_of(case.hidden), weight, case.ids).logp
         return torch.autograd.grad(logp, (weight, *body.parameters()), case.dlogp)
 
     assert_same_bits(gradients(lambda x: checkpoint(body, x, use_reentrant=False)), gradients(body))
@@ -577,7 +577,7 @@ def test_only_live_rows_enter_a_product(plan: str, passes: int) -> None:
         with MatmulRows(65, 16) as counted:
             hidden = leaf(case.hidden)
             torch.autograd.grad(
-                pl.linear_logprobs(hidden, case.weight, case.ids, mask=mask, plan=chosen),
+                pl.linear_logprobs(hidden, case.weight, case.ids, mask=mask, plan=chosen).logp,
                 hidden,
                 case.dlogp,
             )

@@ -100,12 +100,12 @@ def test_temperature_and_softcap_by_hand() -> None:
     """
     ids = torch.tensor([1], device=DEVICE)
     z = torch.tensor([[0.0, 2 * math.log(3)]], dtype=torch.float64, device=DEVICE)
-    assert pl.logprobs(z, ids, 2.0).item() == pytest.approx(math.log(0.75), abs=1e-15)
-    assert pl.logprobs(z, ids, torch.tensor([2.0], device=DEVICE)).item() == pytest.approx(
+    assert pl.logprobs(z, ids, 2.0).logp.item() == pytest.approx(math.log(0.75), abs=1e-15)
+    assert pl.logprobs(z, ids, torch.tensor([2.0], device=DEVICE)).logp.item() == pytest.approx(
         math.log(0.75), abs=1e-15
     )
     z = torch.tensor([[0.0, 1e9]], dtype=torch.float64, device=DEVICE)
-    assert pl.logprobs(z, ids, softcap=1.0).item() == pytest.approx(
+    assert pl.logprobs(z, ids, softcap=1.0).logp.item() == pytest.approx(
         -math.log1p(math.exp(-1)), abs=1e-15
     )
 
@@ -288,7 +288,7 @@ def test_batched_shapes_and_one_row_expanded() -> None:
 
 def test_entropy_is_only_returned_when_asked_for() -> None:
     case = LogitsCase(5, 33, torch.float32)
-    alone = pl.logprobs(case.logits, case.ids)
+    alone = pl.logprobs(case.logits, case.ids).logp
     assert isinstance(alone, Tensor)
     both = pl.logprobs(case.logits, case.ids, entropy=True)
     assert isinstance(both, pl.LogProbs)
@@ -297,7 +297,7 @@ def test_entropy_is_only_returned_when_asked_for() -> None:
     (expected,) = torch.autograd.grad(
         pl.logprobs(z, case.ids, entropy=True).logp, z, case.dlogp.float()
     )
-    (actual,) = torch.autograd.grad(pl.logprobs(y, case.ids), y, case.dlogp.float())
+    (actual,) = torch.autograd.grad(pl.logprobs(y, case.ids).logp, y, case.dlogp.float())
     assert torch.equal(actual, expected)
 
 
@@ -424,7 +424,7 @@ def test_overwriting_one_row_that_stands_for_several() -> None:
 def test_backward_twice_gives_the_same_twice() -> None:
     case = LogitsCase(5, 33, torch.float32)
     z = leaf(case.logits)
-    logp = pl.logprobs(z, case.ids)
+    logp = pl.logprobs(z, case.ids).logp
     logp.sum().backward(retain_graph=True)
     assert z.grad is not None
     once = z.grad.clone()
@@ -435,8 +435,8 @@ def test_backward_twice_gives_the_same_twice() -> None:
 def test_no_graph_without_gradients() -> None:
     case = LogitsCase(5, 33, torch.float32)
     with torch.no_grad():
-        assert not pl.logprobs(leaf(case.logits), case.ids).requires_grad
-    assert not pl.logprobs(case.logits, case.ids).requires_grad
+        assert not pl.logprobs(leaf(case.logits), case.ids).logp.requires_grad
+    assert not pl.logprobs(case.logits, case.ids).logp.requires_grad
 
 
 @walked("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from walk import walked
 
 from policyloss.functional.scale_kernel import scaled as scaled_copy
-from policyloss.head import gradient_kernel, kernels, tiles
+from policyloss.head import kernels, tiles
 from policyloss.head import softmax_rows as rows
 from policyloss.head.kernels import row_partials
 from policyloss.head.matmul import Room
@@ -122,7 +122,7 @@ def row_gradient(
     s, _ = scaled(z, scaling)
     column = ids.clamp(0, z.shape[1] - 1)[:, None]
     log_p = s.gather(1, column).squeeze(1) - s.logsumexp(-1)
-    gradient_kernel.row_gradient(z, out, ids, lse, entropy, g, h, log_p.float(), scaling, **tiles)
+    kernels.row_gradient(z, out, ids, lse, entropy, g, h, log_p.float(), scaling, **tiles)
 
 
 def derivatives(rows: int = ROWS) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from divergences import of_distributions, whole_gradient
 from interpreted import DEVICE
 from test_kernels import FORWARD, ROWS, ids_of, logits, scaled, scalings
 from torch import Tensor
@@ -16,14 +17,13 @@ from walk import walked
 
 from policyloss.functional.divergence import (
     Measure,
-    of_distributions,
     slopes,
     terms,
-    whole_gradient,
 )
-from policyloss.head import pair_gradient_kernel, pair_kernels, pair_rows
-from policyloss.head.pair_rows import PairRows, PairStatistics, pair_gradient, pair_statistics
 from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_partials
+from policyloss.head.teacher import kernels as pair_kernels
+from policyloss.head.teacher import rows as pair_rows
+from policyloss.head.teacher.rows import PairRows, PairStatistics, pair_gradient, pair_statistics
 from policyloss.head.vocab_parallel import Vocabulary
 
 # The interpreter computes with NumPy, which warns of the NaN and inf that some rows here hold.
@@ -57,9 +57,9 @@ def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
         @staticmethod
         def pair_gradient(*arguments: Any) -> None:
-            pair_gradient_kernel.pair_gradient(*arguments, **BACKWARD)
+            pair_kernels.pair_gradient(*arguments, **BACKWARD)
 
-    monkeypatch.setattr(pair_rows, "kernels_for", lambda z, module: Small)
+    monkeypatch.setattr(pair_rows, "kernels_for", lambda z, scaling, module: Small)
 
 
 def pair(vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -232,14 +232,16 @@ def test_loss(name: str, plan: Any, packed: bool) -> None:
 
 def test_without_a_gradient() -> None:
     with torch.no_grad():
-        plain = pl.linear_logprobs(CASE.hidden, CASE.weight, CASE.ids, support=SUPPORT, mask=ALIVE)
+        plain = pl.linear_logprobs(
+            CASE.hidden, CASE.weight, CASE.ids, support=SUPPORT, mask=ALIVE
+        ).logp
     expected = over_kept((CASE.hidden @ CASE.weight.T).double(), CASE.ids, DENSE).logp
     assert_near(plain, torch.where(ALIVE, expected, 0), TOL, "logp")
     none = torch.zeros(0, 8, dtype=FLOAT, device=DEVICE)
     empty = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     nothing = (empty, torch.zeros(1, dtype=torch.int64, device=DEVICE))
-    assert pl.linear_logprobs(none, CASE.weight, empty, support=nothing).shape == (0,)
-    assert pl.logprobs(none, empty, support=nothing).shape == (0,)
+    assert pl.linear_logprobs(none, CASE.weight, empty, support=nothing).logp.shape == (0,)
+    assert pl.logprobs(none, empty, support=nothing).logp.shape == (0,)
 
 
 def test_a_token_outside_its_support_is_an_error_that_counts_them() -> None:
@@ -274,8 +276,8 @@ def test_a_token_outside_its_support_is_an_error_that_counts_them() -> None:
 )
 def test_errors(support: Any, words: list[str]) -> None:
     for call in (
-        lambda: pl.linear_logprobs(CASE.hidden, CASE.weight, CASE.ids, support=support),
-        lambda: pl.logprobs(CASE.hidden @ CASE.weight.T, CASE.ids, support=support),
+        lambda: pl.linear_logprobs(CASE.hidden, CASE.weight, CASE.ids, support=support).logp,
+        lambda: pl.logprobs(CASE.hidden @ CASE.weight.T, CASE.ids, support=support).logp,
     ):
         with pytest.raises(pl.InputError) as error:
             call()

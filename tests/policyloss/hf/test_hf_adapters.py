@@ -113,24 +113,24 @@ def test_an_adapter_that_is_off_is_the_model_without_it(name: str) -> None:
     """The reference policy of a run with adapters."""
     model = adapted(*ADAPTERS[name])
     with model.disable_adapter():
-        ours = pl.hf.logprobs(model, IDS)
+        ours = pl.hf.logprobs(model, IDS).logp
         theirs = own_logits(model, IDS).log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
     torch.testing.assert_close(ours, theirs)
-    assert not torch.allclose(pl.hf.logprobs(model, IDS), theirs)
+    assert not torch.allclose(pl.hf.logprobs(model, IDS).logp, theirs)
 
 
 def test_merging_changes_no_number() -> None:
     """A merged adapter that is then turned off is taken out of the weight again, as PEFT does."""
     model = adapted(ADAPTERS["head"][0])
-    apart = pl.hf.logprobs(model, IDS)
+    apart = pl.hf.logprobs(model, IDS).logp
     with model.disable_adapter():
-        off = pl.hf.logprobs(model, IDS)
+        off = pl.hf.logprobs(model, IDS).logp
     model.merge_adapter()
-    torch.testing.assert_close(pl.hf.logprobs(model, IDS), apart)
+    torch.testing.assert_close(pl.hf.logprobs(model, IDS).logp, apart)
     with model.disable_adapter():
-        torch.testing.assert_close(pl.hf.logprobs(model, IDS), off)
+        torch.testing.assert_close(pl.hf.logprobs(model, IDS).logp, off)
     merged = model.merge_and_unload()
-    torch.testing.assert_close(pl.hf.logprobs(merged, IDS), apart)
+    torch.testing.assert_close(pl.hf.logprobs(merged, IDS).logp, apart)
 
 
 def test_two_adapters_add_up() -> None:
@@ -168,7 +168,7 @@ def test_a_small_update_of_a_rounded_head_is_not_lost() -> None:
         head.lora_B.default.weight.zero_()[7, 0] = 2.0**-10
     caught: list[Tensor] = []
     head.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0].detach()))
-    logp = pl.hf.logprobs(model, IDS.new_full((1, 2), 7))
+    logp = pl.hf.logprobs(model, IDS.new_full((1, 2), 7)).logp
     # All logits are equal but that of word 7, which is `step` above: logp = step − log(59 + eˢᵗᵉᵖ),
     # and without the update −log 60.
     step = float(caught[-1][0, 0, 0]) * 2.0**-10
@@ -199,7 +199,7 @@ def test_an_adapter_that_is_no_product_is_refused(config: str, words: str) -> No
     with pytest.raises(pl.InputError, match=rf"(?i){words}.*head='logits'"):
         pl.hf.logprobs(model, IDS)
     theirs = own_logits(model, IDS).log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
-    torch.testing.assert_close(pl.hf.logprobs(model, IDS, head="auto"), theirs)
+    torch.testing.assert_close(pl.hf.logprobs(model, IDS, head="auto").logp, theirs)
 
 
 def test_positions_reach_a_wrapped_model() -> None:
@@ -216,4 +216,4 @@ def test_positions_reach_a_wrapped_model() -> None:
     padded = torch.cat([torch.zeros_like(row[:, :3]), row], 1)
     live = (torch.arange(9) >= 3)[None].long()
     alone = own_logits(model, row).log_softmax(-1).gather(-1, row[:, 1:, None])[..., 0]
-    torch.testing.assert_close(pl.hf.logprobs(model, padded, live)[:, 3:], alone)
+    torch.testing.assert_close(pl.hf.logprobs(model, padded, live).logp[:, 3:], alone)

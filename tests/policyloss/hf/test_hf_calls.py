@@ -59,7 +59,7 @@ def test_the_shift_by_hand() -> None:
             parameter.zero_()
         model.body.weight[:2, 0] = torch.tensor([1.0, -1.0])
         model.lm_head.weight[1, 0] = 2.0
-    logp = pl.hf.logprobs(model, torch.tensor([[0, 1], [1, 0]]))
+    logp = pl.hf.logprobs(model, torch.tensor([[0, 1], [1, 0]])).logp
     assert logp.tolist() == [[pytest.approx(-0.126928011, abs=1e-9)]] * 2
 
 
@@ -75,7 +75,7 @@ def test_padding_on_either_side_is_not_seen() -> None:
     # Padding alone would predict the first token of the left-padded row.
     assert not out.logp[0, 4:].any()
     assert not out.logp[1, :4].any()
-    assert torch.equal(pl.hf.logprobs(model, padded, live, logits_to_keep=6), out.logp[:, -6:])
+    assert torch.equal(pl.hf.logprobs(model, padded, live, logits_to_keep=6).logp, out.logp[:, -6:])
 
 
 def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -142,7 +142,7 @@ def test_positions_that_begin_again_need_cu_seqlens() -> None:
     # One sequence a row, counted as transformers counts positions beside padding.
     live = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)
     counted = (live.cumsum(-1) - 1).masked_fill(live == 0, 1)
-    assert pl.hf.logprobs(model, IDS, live, position_ids=counted)[:, 2:].all()
+    assert pl.hf.logprobs(model, IDS, live, position_ids=counted).logp[:, 2:].all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
@@ -173,11 +173,11 @@ def test_a_pack_is_its_sequences(name: str) -> None:
     torch.testing.assert_close(gradients(model), theirs)
     with pytest.raises(pl.InputError, match=r"mask is True at 2 tokens that begin a packed"):
         pl.hf.policy_loss(model, spec, pack, **{**one, "mask": torch.ones(1, 18).bool()})
-    first = pl.hf.logprobs(model, pack, cu_seqlens=cu_seqlens)[0, [8, 12]]
+    first = pl.hf.logprobs(model, pack, cu_seqlens=cu_seqlens).logp[0, [8, 12]]
     assert first.tolist() == [0.0, 0.0]
     warmth = torch.rand(3, 8, dtype=torch.float64) + 0.5
-    logp = pl.hf.logprobs(model, pack, cu_seqlens=cu_seqlens, temperature=packed(warmth) + 1)
-    alone = pl.hf.logprobs(model, IDS, live.long(), temperature=warmth + 1)
+    logp = pl.hf.logprobs(model, pack, cu_seqlens=cu_seqlens, temperature=packed(warmth) + 1).logp
+    alone = pl.hf.logprobs(model, IDS, live.long(), temperature=warmth + 1).logp
     torch.testing.assert_close(logp, packed(alone))
 
 
@@ -201,7 +201,7 @@ def test_a_temperature_per_token_and_a_scale() -> None:
     warmth = torch.rand(3, 8, dtype=torch.float64) + 0.5
     logits = own_logits(model, IDS) / warmth[..., None]
     expected = logits.log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
-    torch.testing.assert_close(pl.hf.logprobs(model, IDS, temperature=warmth), expected)
+    torch.testing.assert_close(pl.hf.logprobs(model, IDS, temperature=warmth).logp, expected)
 
 
 @pytest.mark.parametrize(("capped_first", "factor"), [(True, 0.5), (False, 0.5), (False, 2.0)])
@@ -216,7 +216,7 @@ def test_a_cap_and_a_scale_in_either_order(capped_first: bool, factor: float) ->
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
         expected = after(model.lm_head(model.body(IDS)))[:, :-1].log_softmax(-1)
-    found = pl.hf.logprobs(model, IDS)
+    found = pl.hf.logprobs(model, IDS).logp
     torch.testing.assert_close(found, expected.gather(-1, IDS[:, 1:, None]).squeeze(-1))
 
 
@@ -252,7 +252,7 @@ def test_an_odd_model_is_refused_and_can_be_used_with_its_logits() -> None:
     expected = model(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
     assert "forward" not in vars(model.lm_head)  # the head is as it was
     for head in ("auto", "logits"):
-        torch.testing.assert_close(pl.hf.logprobs(model, IDS, head=head), expected)
+        torch.testing.assert_close(pl.hf.logprobs(model, IDS, head=head).logp, expected)
         out = pl.hf.policy_loss(model, SPEC, IDS, head=head, **BATCH)
         torch.testing.assert_close(out.loss, pl.policy_loss(SPEC, expected, **BATCH).loss)
     plan = pl.hf.explain_plan(model, SPEC, IDS, **BATCH)
@@ -321,8 +321,8 @@ def test_a_model_that_mixes_sequences_is_refused() -> None:
     for backwards in (False, True):
         model = Mixing(backwards)
         kept, mixed = (live, live.flip(1)) if backwards else (live.flip(1), live)
-        assert pl.hf.logprobs(model, IDS, torch.ones_like(IDS)).isfinite().all()
-        assert pl.hf.logprobs(model, IDS, kept).isfinite().all()
+        assert pl.hf.logprobs(model, IDS, torch.ones_like(IDS)).logp.isfinite().all()
+        assert pl.hf.logprobs(model, IDS, kept).logp.isfinite().all()
         side = "right" if backwards else "left"
         with pytest.raises(pl.InputError, match=f"padding on the {side} apart"):
             pl.hf.logprobs(model, IDS, mixed)
@@ -363,7 +363,7 @@ def test_the_first_call_draws_no_random_numbers() -> None:
 
     def first_two() -> list[Tensor]:
         torch.manual_seed(7)
-        return [pl.hf.logprobs(model, IDS, torch.ones_like(IDS)) for _ in range(2)]
+        return [pl.hf.logprobs(model, IDS, torch.ones_like(IDS)).logp for _ in range(2)]
 
     model = built(GPT2LMHeadModel, small_config(GPT2Config, resid_pdrop=0.5)).train()
     modes = [module.training for module in model.modules()]
@@ -378,4 +378,4 @@ def test_wrappers_are_looked_through() -> None:
     wrapper = nn.Module()
     wrapper.module = model
     wrapper.forward = model.forward  # type: ignore[method-assign]
-    torch.testing.assert_close(pl.hf.logprobs(wrapper, IDS), pl.hf.logprobs(model, IDS))
+    torch.testing.assert_close(pl.hf.logprobs(wrapper, IDS).logp, pl.hf.logprobs(model, IDS).logp)

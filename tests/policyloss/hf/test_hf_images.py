@@ -166,13 +166,13 @@ def test_padding_on_the_left_is_not_seen(name: str, images: bool) -> None:
     """Prompts of several lengths are padded on the left before images are answered about."""
     model, ids, inputs = MODELS[name]()
     ids, inputs = (ids, inputs) if images else (token_ids(2, 20).clamp(min=10), {})
-    alone = pl.hf.logprobs(model, ids, model_inputs=inputs)
+    alone = pl.hf.logprobs(model, ids, model_inputs=inputs).logp
 
     def padded(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, (3, 0))
 
     wider = {name: padded(x) if x.shape == ids.shape else x for name, x in inputs.items()}
-    out = pl.hf.logprobs(model, padded(ids), padded(torch.ones_like(ids)), model_inputs=wider)
+    out = pl.hf.logprobs(model, padded(ids), padded(torch.ones_like(ids)), model_inputs=wider).logp
     # Positions are turned in float32, whatever the weights are.
     torch.testing.assert_close(out[:, 3:], alone, rtol=1e-5, atol=1e-6)
     assert not out[:, :2].any()

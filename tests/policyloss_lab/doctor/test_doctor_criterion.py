@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from policyloss_lab.diagnosis.criterion import ROUNDING, misfit, noise_shape, roughness
+from policyloss_lab.diagnosis.hypothesis import ROUNDING, misfit, roughness
+from policyloss_lab.diagnosis.pairs import noise_shape
 
 ONES = torch.ones(1000, dtype=torch.float64)
 

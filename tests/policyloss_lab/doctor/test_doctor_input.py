@@ -15,7 +15,7 @@ import torch
 import policyloss as pl
 import policyloss_lab as lab
 from policyloss.cli import main
-from policyloss_lab.diagnosis.batches import doctor_batch
+from policyloss_lab.diagnosis.tokens import doctor_batch
 
 
 def healthy(rows: int = 8, columns: int = 40, noise: float = 1e-6) -> dict[str, torch.Tensor]:
@@ -164,12 +164,12 @@ def tensors_file(dtype: str, shape: list[int], place: tuple[int, int] = (0, 8)) 
         ("a.jsonl", '{"rollout_logp": [NaN], "old_logp": [-1.0]}', "NaN or infinite at 1 of 1"),
         ("a.jsonl", '{"rollout_logp": [], "old_logp": []}', "mask has no valid token"),
         ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": 3}', "no list under 'old_logp'"),
-        ("a.safetensors", "", "is no safetensors file"),
-        ("a.safetensors", tensors_file("F32", [9, 9]), "is no safetensors file"),
-        ("a.safetensors", tensors_file("F32", [2], (8, 99)), "is no safetensors file"),
-        ("a.safetensors", tensors_file("Q7", [2]), "is no safetensors file"),
+        ("a.safetensors", "", "is not a valid safetensors file"),
+        ("a.safetensors", tensors_file("F32", [9, 9]), "is not a valid safetensors file"),
+        ("a.safetensors", tensors_file("F32", [2], (8, 99)), "is not a valid safetensors file"),
+        ("a.safetensors", tensors_file("Q7", [2]), "is not a valid safetensors file"),
         ("a.safetensors", tensors_file("I32", [2]), "must be a floating-point tensor"),
-        ("a.safetensors", "not one", "is no safetensors file"),
+        ("a.safetensors", "not one", "is not a valid safetensors file"),
         ("a.pt", "x", "may be a pickle"),
         ("a.csv", "what,is\nthis,file", "it is no log of a run"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 import policyloss as pl
 import policyloss_lab as lab
-from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
+from policyloss_lab.diagnosis.run_doctor import diagnose_rows
 
 STEPS = 40
 Row = dict[str, float]

@@ -17,8 +17,7 @@ import pytest
 
 import policyloss as pl
 import policyloss_lab as lab
-from policyloss_lab.diagnosis.logs.read import read_log
-from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
+from policyloss_lab.diagnosis.run_doctor import diagnose_rows, read_log
 
 RECORDED = Path(__file__).parents[2] / "recorded/doctor/logs"
 

@@ -12,9 +12,8 @@ import pytest
 
 import policyloss as pl
 import policyloss_lab as lab
-from policyloss_lab.diagnosis.logs.curves import LogThresholds
-from policyloss_lab.diagnosis.logs.read import read_log
-from policyloss_lab.diagnosis.logs.run_doctor import diagnose_rows
+from policyloss_lab.diagnosis.curves import LogThresholds
+from policyloss_lab.diagnosis.run_doctor import diagnose_rows, read_log
 
 STEPS = 40
 Row = dict[str, float]

@@ -10,7 +10,7 @@ import torch
 from benchmarks.doctor_cases import FAULTS, SMALL, Source
 
 import policyloss_lab as lab
-from policyloss_lab.diagnosis.criterion import noise_shape
+from policyloss_lab.diagnosis.pairs import noise_shape
 
 RECORDED = Path(__file__).parents[2] / "recorded" / "doctor"
 SOURCE = Source(RECORDED / "rollouts", RECORDED / "models")

@@ -15,10 +15,10 @@ from walk import walked
 import policyloss as pl
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
-from policyloss.explanations.expression import Expression, constant
+from policyloss.explanations.algebra.expression import Expression, constant
 from policyloss.explanations.formula import lines_by_slot
 from policyloss.parts.data import VARIANTS
-from policyloss_lab.explore import command, explorer_page
+from policyloss_lab.explore import explorer_page, page
 from policyloss_lab.explore.fields import Field, Limits, fields_of, limits, numbers_of, start
 from policyloss_lab.explore.templates import Variant, template
 
@@ -180,9 +180,9 @@ def test_the_command_writes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(command.webbrowser, "open", lambda url: opened.append(url) or True)
-    monkeypatch.setattr(command, "explorer_page", lambda losses: f"the page of {losses}")
-    monkeypatch.setattr(command.sys, "platform", "linux")
+    monkeypatch.setattr(page.webbrowser, "open", lambda url: opened.append(url) or True)
+    monkeypatch.setattr(page, "explorer_page", lambda losses: f"the page of {losses}")
+    monkeypatch.setattr(page.sys, "platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     file, spec = tmp_path / "page.html", tmp_path / "spec.json"
@@ -209,5 +209,5 @@ def test_the_command_says_what_it_cannot_show(
     assert "shows one to 3 losses, got 4" in capsys.readouterr().err
     assert not file.exists()
     unknown = pl.LossSpec(trust=lambda t: -t.advantages * t.ratio)
-    with pytest.raises(PolicyLossError, match=r"the 'trust' slot holds function, of which"):
+    with pytest.raises(PolicyLossError, match=r"the 'trust' slot holds function\. Use"):
         explorer_page([unknown])

@@ -217,7 +217,7 @@ def test_hostile_texts_of_other_trainers_are_inert(
 def test_a_database_that_never_answers_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("policyloss_lab.logs.trackio._MOST_STEPS", 2)
+    monkeypatch.setattr("policyloss_lab.logs.trackers._MOST_STEPS", 2)
     with sqlite3.connect(tmp_path / "p.db") as base:
         base.execute(
             "CREATE VIEW metrics AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM "

@@ -22,8 +22,8 @@ from policyloss import output as writing
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_lab.report import collect, render, write_report
+from policyloss_lab.report.markup import escaped
 from policyloss_lab.report.rollouts import as_stored, read_rollouts
-from policyloss_lab.report.text import escaped
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_the_numbers_of_a_small_run(tmp_path: Path) -> None:
     assert found["loss"]["name"] == "dapo"
     assert found["loss"]["text"] == str(pl.explain("dapo"))
     assert found["loss"]["explain"] == pl.explain("dapo").to_dict()
-    assert found["notes"] == ["There is no rollouts.jsonl."]
+    assert found["notes"] == ["rollouts.jsonl does not exist."]
 
 
 def test_what_differs_between_runs(two_runs: list[Path]) -> None:
@@ -186,8 +186,8 @@ def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"config.json": "{}"}, "There is no metrics.jsonl."),
-        ({"metrics.jsonl": '{"step": 0, "a": 1}\n'}, "There is no config.json."),
+        ({"config.json": "{}"}, "metrics.jsonl does not exist."),
+        ({"metrics.jsonl": '{"step": 0, "a": 1}\n'}, "config.json does not exist."),
         ({"config.json": '{"config": {"st', "metrics.jsonl": ""},
          "config.json cannot be read: JSONDecodeError."),
         ({"config.json": "[1]"}, "config.json holds a list instead of an object."),
@@ -199,7 +199,7 @@ def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
         ({"metrics.jsonl": '{"step": 0, "ratio_histogram": {"edges": [2, 1], "counts": [3]}}\n'},
          "1 ratio histogram(s) have"),
         ({"config.json": "{}", "rollouts.jsonl": '{"step": 0, "tokens": 7, "ratio": {}}\n'},
-         "There is no timing.jsonl."),
+         "timing.jsonl does not exist."),
     ],
 )  # fmt: skip
 def test_partial_runs_give_a_page_with_notes(
@@ -219,8 +219,8 @@ def test_what_is_no_run_is_an_error_that_says_what_is_missing(tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     cases = {
-        "empty": "empty holds no run. Looked for: a folder that `policyloss train` or policyloss."
-        "Recorder wrote (config.json, metrics.jsonl); trainer_state.json",
+        "empty": "empty holds no run. Looked for: a folder that `policyloss train` or "
+        "policyloss_lab.Recorder wrote (config.json, metrics.jsonl); trainer_state.json",
         "runs": "runs holds runs: a; give them as paths.",
         "gone": "does not exist; give the folder or the file of a run.",
         "file": "file holds no run. Looked for",

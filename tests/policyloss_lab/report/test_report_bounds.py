@@ -18,7 +18,8 @@ from package_imports import imports_of, loads
 from report_runs import rollout, write_lines, write_run
 
 from policyloss.cli import main
-from policyloss_lab.report import collect, limits, render
+from policyloss_lab import limits
+from policyloss_lab.report import collect, render
 from policyloss_lab.report.view import view
 from policyloss_lab.runs import lock
 
@@ -56,7 +57,7 @@ def test_a_text_is_shown_up_to_its_limit(tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_skipped_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("policyloss_lab.logs.lines.LINE_BYTES", 1_000_000)
+    monkeypatch.setattr("policyloss_lab.limits.LINE_BYTES", 1_000_000)
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "a": 2, "text": "' + "x" * 30_000_000 + '"}\n{"step": 2, "a": 3}\n')
@@ -351,9 +352,9 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
     assert found["rollouts"] == []
     assert found["summary"]["state"] == "finished"
     assert found["notes"] == [
-        "timing.jsonl is a named pipe; it was not read.",
-        "environment.json is a folder; it was not read.",
-        "rollouts.jsonl is a symbolic link, which is not followed; it was not read.",
+        "timing.jsonl is a named pipe; only regular files are read.",
+        "environment.json is a folder; only regular files are read.",
+        "rollouts.jsonl is a symbolic link, which is not followed; only regular files are read.",
     ]
     assert "secret" not in render(data)
     only_links = tmp_path / "links"

@@ -19,8 +19,8 @@ from browser import needs_browser
 from report_runs import realistic_run, write_run
 
 import policyloss_lab as lab
-from policyloss_lab.report import collect, render, serve
-from policyloss_lab.report.render import _SCRIPTS
+from policyloss_lab.report import collect, command, render
+from policyloss_lab.report.page import _SCRIPTS
 
 Open = Callable[..., Any]
 
@@ -440,10 +440,10 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(
 def test_a_live_page_follows_its_run_and_keeps_the_view(
     open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "EVERY", 100)
-    monkeypatch.setattr(serve, "_SHARE", 0)
+    monkeypatch.setattr(command, "EVERY", 100)
+    monkeypatch.setattr(command, "_SHARE", 0)
     run = small_run(tmp_path / "run", [float(s) for s in range(40)])
-    with serve.LiveServer([run], port=0) as server:
+    with command.LiveServer([run], port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -473,7 +473,7 @@ def test_a_live_page_follows_its_run_and_keeps_the_view(
 @pytest.mark.slow
 def test_a_live_page_may_ask_nobody_else(browser: Any, tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", [0.0, 1.0])
-    with serve.LiveServer([run], port=0) as server:
+    with command.LiveServer([run], port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -491,7 +491,7 @@ def test_a_live_page_may_ask_nobody_else(browser: Any, tmp_path: Path) -> None:
 @needs_browser
 def test_a_notebook_shows_a_report_that_cannot_reach_it(tab: Any, tmp_path: Path) -> None:
     shown = lab.report.show(small_run(tmp_path / "<b>&\"'", [1.0, 2.0]), height=500)
-    assert repr(shown).startswith("the report of <b>&\"'; it is drawn")
+    assert repr(shown).startswith("the report of <b>&\"'; a notebook draws it")
     tab.set_viewport_size({"width": 900, "height": 700})
     tab.set_content(f"<title>notebook</title>{shown._repr_html_()}")
     frame = tab.frame_locator("iframe")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from report_runs import write_run
 
-from policyloss_lab.report import cards, collect, render, tables
-from policyloss_lab.report.seeds import coinciding
-from policyloss_lab.report.text import listed
+from policyloss_lab.report import collect, render, sections
+from policyloss_lab.report.compare import coinciding
+from policyloss_lab.report.markup import listed
 from policyloss_lab.report.verdict import WORDS, verdict_of
 from policyloss_lab.report.view import view
 
@@ -74,7 +74,7 @@ def test_runs_that_coincide_are_named(tmp_path: Path) -> None:
     runs = [made(tmp_path, "a"), made(tmp_path, "b", 0.75), made(tmp_path, "c")]
     data = collect(runs)
     assert data["identical"] == [[0, 2]]
-    page = cards.verdict(data)
+    page = sections.verdict(data)
     assert "a and c coincide: every metric is the same at every step" in page
     # Of "reward/mean", the first value of all is the same, and the last of two.
     assert view(data)["same"] == {"eval/accuracy": [[0, 2]], "reward/mean": [[0, 2]]}
@@ -113,7 +113,7 @@ def test_settings_that_differ_come_first_and_defaults_are_marked(tmp_path: Path)
         stored = json.loads((run / "config.json").read_text())
         stored["defaults"] = {"lr": 1e-3, "steps": 60, "task": "sort", "seed": 0}
         (run / "config.json").write_text(json.dumps(stored))
-    page = tables.settings(collect(runs), "config")
+    page = sections.settings(collect(runs), "config")
     different, changed = table_of(page, "Different"), table_of(page, "Set by hand")
     assert page.index("Different") < page.index("Set by hand") < page.index("All 7")
     mark = ' <span class="quiet">(default)</span>'
@@ -227,7 +227,7 @@ def test_the_table_shows_the_numbers_of_the_verdict(tmp_path: Path) -> None:
         "best": pytest.approx(max(sum(rewards[i : i + 6]) / 6 for i in range(25))),
         "over": 6,
     }
-    table = cards.overview(data["runs"])
+    table = sections.overview(data["runs"])
     assert "means of 6 steps, step 0 → step 29" in table
     assert "0.363 →</span> <b>0.62<" in table
 
@@ -305,7 +305,7 @@ def test_the_verdict_leads_the_page(tmp_path: Path) -> None:
         made(tmp_path, "b", 0.5, seed=1, prompts=256),
         made(tmp_path, "c", 0.0, seed=0, prompts=256, lr=9),
     ]
-    head = cards.verdict(collect(runs))
+    head = sections.verdict(collect(runs))
     assert (
         '<p class="verdict worse"><i aria-hidden="true">▼</i>Learns: 2 of 3 runs; gets worse'
         in head
@@ -318,12 +318,12 @@ def test_the_verdict_leads_the_page(tmp_path: Path) -> None:
 
 
 def test_every_state_has_words_and_a_mark() -> None:
-    assert set(cards._MARKS) == set(WORDS)
+    assert set(sections._MARKS) == set(WORDS)
 
 
 def test_many_runs_have_a_short_head(tmp_path: Path) -> None:
     runs = [made(tmp_path, f"r{i:02d}", prompts=256, lr=i) for i in range(12)]
-    head = cards.verdict(collect(runs))
+    head = sections.verdict(collect(runs))
     visible, folded = head.split("<details>")
     # The twelfth line says that all of them coincide.
     assert (visible.count("<li>"), folded.count("<li>")) == (8, 5)
@@ -334,6 +334,6 @@ def test_many_runs_have_a_short_head(tmp_path: Path) -> None:
 def test_many_healthy_runs_share_a_line(tmp_path: Path, count: int) -> None:
     metrics = [{"step": s, "reward/mean": 0.1 + 0.02 * s} for s in range(30)]
     runs = [write_run(tmp_path / f"r{i}", metrics) for i in range(count)]
-    page = cards.health(collect(runs)["runs"])
+    page = sections.health(collect(runs)["runs"])
     assert page.count("<li>") == (3 if count == 3 else 1)
     assert ("No symptom in 4 runs: r0, r1, r2 and r3" in page) == (count == 4)

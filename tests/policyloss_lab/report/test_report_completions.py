@@ -15,9 +15,8 @@ from report_runs import rollout, write_lines, write_run
 import policyloss as pl
 from policyloss_lab.completions import BRANCHES
 from policyloss_lab.report import collect, render
-from policyloss_lab.report.branches import with_branches
-from policyloss_lab.report.groups import groups_of
-from policyloss_lab.report.view import view
+from policyloss_lab.report.rollouts import with_branches
+from policyloss_lab.report.view import groups_of, view
 
 Open = Callable[..., Any]
 
@@ -99,7 +98,7 @@ def test_the_runs_of_a_page_share_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four runs of 100 tokens on a page of 80: each has 20."""
-    monkeypatch.setattr("policyloss_lab.report.limits.ALL_TOKENS", 80)
+    monkeypatch.setattr("policyloss_lab.limits.ALL_TOKENS", 80)
     rows = [stored(step, "a b c d e f g h i j", 1.0) for step in range(10)]
     runs = [write_run(tmp_path / f"run{i}", [], rollouts=rows) for i in range(4)]
     kept = [[row["step"] for row in run["rollouts"]] for run in collect(runs)["runs"]]

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from policyloss_lab.report import cards
-from policyloss_lab.report.collect import collect
+from policyloss_lab.report import sections
+from policyloss_lab.report.data import collect
 
 
 def run_in(folder: Path, steps: int, spike: float = 1.0) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def run_in(folder: Path, steps: int, spike: float = 1.0) -> dict[str, Any]:
 
 
 def test_a_symptom_has_its_step_its_tokens_and_its_remedy(tmp_path: Path) -> None:
-    page = cards.health([run_in(tmp_path / "sick", 30, spike=90.0)])
+    page = sections.health([run_in(tmp_path / "sick", 30, spike=90.0)])
     assert "<summary>Health: 1 symptom</summary>" in page
     assert "<b>gradient_spike</b> from step 15: the gradient norm is 90 at step 15" in page
     # |advantage|·ratio: 50·3 and 50·1; the text of a token is escaped.
@@ -34,8 +34,8 @@ def test_a_symptom_has_its_step_its_tokens_and_its_remedy(tmp_path: Path) -> Non
 
 def test_a_healthy_run_is_called_so_and_a_short_one_is_not(tmp_path: Path) -> None:
     healthy, short = run_in(tmp_path / "well", 30), run_in(tmp_path / "short", 5)
-    page = cards.health([healthy, short])
+    page = sections.health([healthy, short])
     assert "<summary>Health: no symptom</summary>" in page
     assert "<bdi>well</bdi>: no symptom in 30 steps" in page
     assert "short" not in page
-    assert cards.health([short]) == ""
+    assert sections.health([short]) == ""

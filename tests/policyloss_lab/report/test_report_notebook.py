@@ -14,20 +14,21 @@ from report_runs import realistic_run
 
 import policyloss as pl
 import policyloss_lab as lab
-from policyloss_lab.report import collect, inline, render
+from policyloss_lab import limits
+from policyloss_lab.report import collect, render
 
 CELLS = """
 ```python
 import policyloss as pl
-from policyloss_lab.report import inline
+from policyloss_lab import limits
 lab.report.show({run!r}, height=600)
 ```
 ```python
-inline.INLINE_BYTES = len(lab.report.show({run!r}).page) - 1000
+limits.INLINE_BYTES = len(lab.report.show({run!r}).page) - 1000
 lab.report.show({run!r})
 ```
 ```python
-inline.INLINE_BYTES = 100_000
+limits.INLINE_BYTES = 100_000
 lab.report.show({run!r}, {run!r})
 ```
 ```python
@@ -54,7 +55,7 @@ def test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused(
     run = realistic_run(tmp_path / "run", steps=3)
     complete = lab.report.show(run).page
     assert complete == render(collect([run]))
-    monkeypatch.setattr(inline, "INLINE_BYTES", len(complete.encode()) - 1)
+    monkeypatch.setattr(limits, "INLINE_BYTES", len(complete.encode()) - 1)
     page = lab.report.show(run).page
     (before,), (after,) = (data_of(text)["runs"] for text in (complete, page))
     assert before["rollouts"]
@@ -62,7 +63,7 @@ def test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused(
     assert after["series"] == before["series"]
     assert "which is too much for a notebook; `policyloss report` writes it" in page
     assert "a note at the top of the page says why they were left out" in page
-    monkeypatch.setattr(inline, "INLINE_BYTES", len(page.encode()) - 1)
+    monkeypatch.setattr(limits, "INLINE_BYTES", len(page.encode()) - 1)
     with pytest.raises(pl.InputError, match=r"page of 1 run\(s\) has .* give fewer runs, or write"):
         lab.report.show(run)
 
@@ -83,8 +84,8 @@ def test_show_in_a_kernel(tmp_path: Path) -> None:
     page = page_of(shown)
     assert page == render(collect([run]))  # another process makes the same bytes
     assert shown["data"]["text/plain"] == (
-        "the report of it's <b>&amp;; it is drawn where a notebook shows it, and "
-        "`policyloss report` writes it to a file"
+        "the report of it's <b>&amp;; a notebook draws it, and `policyloss report` "
+        "writes it to a file"
     )
 
     # One that is too large has no completions and says so.

@@ -19,8 +19,8 @@ from report_runs import realistic_run, rollout, write_run
 
 from policyloss_lab.completions import BRANCHES
 from policyloss_lab.report import collect, render, write_report
+from policyloss_lab.report.markup import duration, escaped, island, number
 from policyloss_lab.report.panels import PANELS, panels_for
-from policyloss_lab.report.text import duration, escaped, island, number
 from policyloss_lab.report.view import view
 
 HOSTILE = [

@@ -21,7 +21,7 @@ import policyloss as pl
 from policyloss.cli import main
 from policyloss_lab.logs.names import our_names
 from policyloss_lab.report import collect, render
-from policyloss_lab.report.text import escaped
+from policyloss_lab.report.markup import escaped
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 TRL = RECORDED / "report/trl"

@@ -18,7 +18,7 @@ from report_runs import write_run
 
 from policyloss.cli import main
 from policyloss.errors import InputError
-from policyloss_lab.report import serve
+from policyloss_lab.report import command
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(run: Path) -> Iterator[serve.LiveServer]:
-    with serve.LiveServer([run], port=0) as live:
+def server(run: Path) -> Iterator[command.LiveServer]:
+    with command.LiveServer([run], port=0) as live:
         thread = threading.Thread(target=live.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield live
@@ -37,7 +37,7 @@ def server(run: Path) -> Iterator[serve.LiveServer]:
 
 
 def ask(
-    server: serve.LiveServer,
+    server: command.LiveServer,
     path: str = "/",
     *,
     method: str = "GET",
@@ -66,7 +66,7 @@ def rewards(page: bytes) -> list[float]:
     return values
 
 
-def test_the_page_is_given_to_this_machine(server: serve.LiveServer) -> None:
+def test_the_page_is_given_to_this_machine(server: command.LiveServer) -> None:
     status, page, headers = ask(server)
     assert status == 200
     assert rewards(page) == [0.25]
@@ -80,14 +80,14 @@ def test_the_page_is_given_to_this_machine(server: serve.LiveServer) -> None:
     assert b"default-src 'none'" in page
 
 
-def test_head_has_the_headers_and_no_body(server: serve.LiveServer) -> None:
+def test_head_has_the_headers_and_no_body(server: command.LiveServer) -> None:
     status, page, headers = ask(server, method="HEAD")
     assert (status, page) == (200, b"")
     assert headers["ETag"] == ask(server)[2]["ETag"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8321", "127.0.0.1", "localhost:1"])
-def test_the_names_of_this_machine_are_known(server: serve.LiveServer, host: str) -> None:
+def test_the_names_of_this_machine_are_known(server: command.LiveServer, host: str) -> None:
     """The port may be another one, that of a tunnel."""
     assert ask(server, host=host)[0] == 200
 
@@ -95,12 +95,14 @@ def test_the_names_of_this_machine_are_known(server: serve.LiveServer, host: str
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8321", "127.0.0.1.evil.example", "", "localhost@evil"]
 )
-def test_a_name_that_was_made_to_lead_here_is_refused(server: serve.LiveServer, host: str) -> None:
+def test_a_name_that_was_made_to_lead_here_is_refused(
+    server: command.LiveServer, host: str
+) -> None:
     status, body, _ = ask(server, host=host)
     assert (status, body) == (403, b"This server answers this machine alone.\n")
 
 
-def test_two_hosts_and_no_host_are_refused(server: serve.LiveServer) -> None:
+def test_two_hosts_and_no_host_are_refused(server: command.LiveServer) -> None:
     for lines in (b"Host: localhost\r\nHost: evil.example\r\n", b""):
         with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as s:
             s.sendall(b"GET / HTTP/1.1\r\n" + lines + b"\r\n")
@@ -108,7 +110,7 @@ def test_two_hosts_and_no_host_are_refused(server: serve.LiveServer) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
-def test_what_does_not_read_is_refused(server: serve.LiveServer, method: str) -> None:
+def test_what_does_not_read_is_refused(server: command.LiveServer, method: str) -> None:
     status, body, headers = ask(server, method=method)
     assert (status, body) == (405, b"This server is read-only.\n")
     assert headers["Allow"] == "GET, HEAD"
@@ -127,15 +129,15 @@ def test_what_does_not_read_is_refused(server: serve.LiveServer, method: str) ->
         "*",
     ],
 )
-def test_there_is_no_path_but_one(server: serve.LiveServer, path: str) -> None:
+def test_there_is_no_path_but_one(server: command.LiveServer, path: str) -> None:
     status, body, _ = ask(server, path)
     assert (status, body) == (404, b"There is one page here, /.\n")
 
 
 def test_the_page_follows_a_file_that_grows(
-    server: serve.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
+    server: command.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "_SHARE", 0)
+    monkeypatch.setattr(command, "_SHARE", 0)
     server.live._next = 0.0
     _, page, headers = ask(server)
     tag = {"If-None-Match": headers["ETag"]}
@@ -151,11 +153,11 @@ def test_the_page_follows_a_file_that_grows(
 
 
 def test_a_page_that_takes_long_is_not_made_for_every_question(
-    server: serve.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
+    server: command.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits four times as long as it took; until then the last page is given out."""
     moment = [100.0]
-    monkeypatch.setattr(serve.time, "monotonic", lambda: moment[0])
+    monkeypatch.setattr(command.time, "monotonic", lambda: moment[0])
     made = []
 
     def slow(*args: object, **options: object) -> str:
@@ -163,7 +165,7 @@ def test_a_page_that_takes_long_is_not_made_for_every_question(
         moment[0] += 3
         return f"page {len(made)}"
 
-    monkeypatch.setattr(serve, "render", slow)
+    monkeypatch.setattr(command, "render", slow)
     server.live._next = 0.0
     for later, number in ((0, 1), (5, 1), (11.9, 1), (12.1, 2)):
         with (run / "metrics.jsonl").open("a") as file:
@@ -173,7 +175,7 @@ def test_a_page_that_takes_long_is_not_made_for_every_question(
 
 
 def test_a_run_that_vanishes_is_said_and_may_come_back(
-    server: serve.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
+    server: command.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.live._next = 0.0
     elsewhere = run.with_name("elsewhere")
@@ -185,12 +187,12 @@ def test_a_run_that_vanishes_is_said_and_may_come_back(
     assert rewards(ask(server)[1]) == [0.25]
 
 
-def test_a_port_that_is_taken_is_said(server: serve.LiveServer, run: Path) -> None:
+def test_a_port_that_is_taken_is_said(server: command.LiveServer, run: Path) -> None:
     port = server.server_address[1]
     with pytest.raises(InputError, match=rf"port={port} cannot be used: .*0 takes any"):
-        serve.LiveServer([run], port)
+        command.LiveServer([run], port)
     with pytest.raises(InputError, match="port=70000 cannot be used"):
-        serve.LiveServer([run], 70_000)
+        command.LiveServer([run], 70_000)
 
 
 def test_the_command_says_which_options_do_not_go_together(
@@ -206,9 +208,9 @@ def test_the_command_says_which_options_do_not_go_together(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a signal for one process")
 def test_ctrl_c_closes_the_server_and_frees_its_port(run: Path) -> None:
-    command = [sys.executable, "-m", "policyloss", "report", str(run), "--serve", "--port", "0"]
+    words = [sys.executable, "-m", "policyloss", "report", str(run), "--serve", "--port", "0"]
     with subprocess.Popen(
-        command,
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -228,4 +230,4 @@ def test_ctrl_c_closes_the_server_and_frees_its_port(run: Path) -> None:
             finally:
                 process.kill()
         assert (process.returncode, out, err) == (0, "\nclosed\n", "")
-    serve.LiveServer([run], port).server_close()
+    command.LiveServer([run], port).server_close()

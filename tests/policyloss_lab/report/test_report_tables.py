@@ -9,8 +9,9 @@ import pytest
 
 import policyloss as pl
 from policyloss.cli import main
-from policyloss_lab.report import collect, limits
-from policyloss_lab.report.serve import LivePage
+from policyloss_lab import limits
+from policyloss_lab.report import collect
+from policyloss_lab.report.command import LivePage
 
 
 def run_of(path: str | Path) -> dict[str, Any]:

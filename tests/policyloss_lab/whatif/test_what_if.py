@@ -16,8 +16,7 @@ import policyloss as pl
 import policyloss_lab as lab
 from policyloss.catalogue import PRESETS
 from policyloss.errors import InputError
-from policyloss_lab.whatif.outcome import outcome_of
-from policyloss_lab.whatif.remedy import FACTORS, Limits, problems
+from policyloss_lab.whatif.outcome import FACTORS, Limits, outcome_of, problems
 from policyloss_lab.whatif.tokens import StoredTokens
 
 WIDE = torch.float64

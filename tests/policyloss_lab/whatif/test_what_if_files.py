@@ -21,7 +21,7 @@ import policyloss_lab as lab
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_lab.whatif.page import SHOWN_TOKENS, page, page_data
-from policyloss_lab.whatif.reading import read, tokens_of
+from policyloss_lab.whatif.tokens import read, tokens_of
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",

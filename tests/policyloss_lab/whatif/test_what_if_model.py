@@ -12,8 +12,8 @@ from torch import Tensor
 import policyloss as pl
 import policyloss_lab as lab
 from policyloss.errors import InputError
-from policyloss_lab.whatif.tangent import EachToken, HeadWeight, Parameters, tangent_of
 from policyloss_lab.whatif.tokens import StoredTokens
+from policyloss_lab.whatif.weights import EachToken, HeadWeight, Parameters, weights_for
 
 VOCABULARY = 24
 LENGTHS, PROMPTS = (3, 5, 2), ([1, 2], [3], [4, 5, 6])
@@ -151,13 +151,13 @@ def test_a_model_of_other_weights_is_noted() -> None:
 def test_what_gradients_pass_is_chosen_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     size = Parameters(model).size
-    monkeypatch.setattr("policyloss_lab.whatif.tangent.GRADIENT_NUMBERS", 3 * size)
-    assert tangent_of(model, 3, 1.0, None).name == "parameters"
-    assert tangent_of(model, 4, 1.0, None).name == "head"
-    assert tangent_of(model, 4, 1.0, "parameters").name == "parameters"
-    assert tangent_of(model, 1, 1.0, "head").name == "head"
-    assert isinstance(tangent_of(model, 1, 1.0, "tokens"), EachToken)
-    assert isinstance(tangent_of(None, 1, 1.0, None), EachToken)
+    monkeypatch.setattr("policyloss_lab.whatif.weights.GRADIENT_NUMBERS", 3 * size)
+    assert weights_for(model, 3, 1.0, None).name == "parameters"
+    assert weights_for(model, 4, 1.0, None).name == "head"
+    assert weights_for(model, 4, 1.0, "parameters").name == "parameters"
+    assert weights_for(model, 1, 1.0, "head").name == "head"
+    assert isinstance(weights_for(model, 1, 1.0, "tokens"), EachToken)
+    assert isinstance(weights_for(None, 1, 1.0, None), EachToken)
 
 
 def test_a_model_without_ids_or_prompts_is_refused() -> None:

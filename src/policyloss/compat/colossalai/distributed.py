@@ -1,4 +1,4 @@
-"""`coati.distributed.loss`: the GRPO and DAPO loss."""
+"""`coati.distributed.loss` of ColossalChat 0.5.0: the GRPO and DAPO loss."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from torch import Tensor, nn
 
 from policyloss.arguments import check_choice
 from policyloss.compat.arguments import drop_in, drop_in_with
-from policyloss.compat.colossalai.parts import (
-    EPSILON,
-    GivenKL,
-    all_rows,
-    everything,
-    ratio_mean_and_max,
-    sample_mean,
-)
+from policyloss.compat.colossalai.parts import EPSILON, GivenKL, ratio_mean_and_max, sample_mean
+from policyloss.compat.parts import mask_or_all
 from policyloss.errors import InputError, SpecError
 from policyloss.loss import policy_loss
 from policyloss.parts.aggregate import TokenMean
@@ -27,13 +21,12 @@ from policyloss.totals import Totals
 
 
 class PolicyLoss(nn.Module):
-    """ColossalChat's clipped loss plus `beta` times a KL penalty that the caller computed, over
-    samples or over tokens.
+    """ColossalChat's clipped loss plus `beta` times a KL penalty that the caller computed.
 
-    "sample_level": the mean over all rows, also those that a mask empties, of their token means.
-    "token_level": the sum over `total_effective_tokens_in_batch`. adv: stored but not used
-    (advantages are computed elsewhere). The log-ratio is not clamped.
-    returns: "tuple" for `(loss, largest ratio)`, "loss" for the loss alone.
+    loss_variation: "sample_level" is the mean over all rows, empty ones included, of their token
+    means; "token_level" is the sum divided by `total_effective_tokens_in_batch`. adv: stored but
+    not used (advantages are computed elsewhere). The log-ratio is not clamped. returns: "tuple" for
+    `(loss, largest ratio)`, "loss" for the loss alone.
     """
 
     @drop_in
@@ -68,13 +61,13 @@ class PolicyLoss(nn.Module):
         loss_mask: Tensor | None = None,
         total_effective_tokens_in_batch: Tensor | float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss, with the largest ratio beside it.
+        """The loss and the largest ratio, or the loss alone.
 
         log_probs, old_log_probs, per_token_kl (not read if beta is 0; its gradient is kept),
         action_mask: `[B, T]`. advantages: `[B, T]` or `[B, 1]`. loss_mask: `[B]`, the samples to
         learn from. total_effective_tokens_in_batch: the count of the optimizer step.
         """
-        mask = everything(log_probs) if action_mask is None else action_mask
+        mask = mask_or_all(action_mask, log_probs)
         learned = as_mask(mask, log_probs)
         if loss_mask is not None:
             learned = learned & as_mask(loss_mask, log_probs[:, 0], "loss_mask").unsqueeze(-1)
@@ -85,9 +78,8 @@ class PolicyLoss(nn.Module):
             kl=self._kl(per_token_kl),
             aggregate=sample_mean(action_mask) if by_sample else TokenMean(),
         )
-        totals = (
-            all_rows(log_probs) if by_sample else _tokens_of_step(total_effective_tokens_in_batch)
-        )
+        rows, total = log_probs.shape[0], total_effective_tokens_in_batch
+        totals = Totals(rows, rows) if by_sample else _tokens_of_step(total)
         loss = policy_loss(spec, log_probs, old_log_probs, advantages, learned, totals=totals).loss
         if self.returns == "loss":
             return loss

@@ -1,23 +1,25 @@
-"""`coati.models.loss`: the older PPO losses, of actor and critic."""
+"""`coati.models.loss` of ColossalChat 0.5.0: the older PPO losses of actor and critic."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from policyloss.compat.arguments import drop_in
-from policyloss.compat.colossalai.parts import all_rows, everything, ratio_mean_and_max, sample_mean
+from policyloss.compat.colossalai.parts import ratio_mean_and_max, sample_mean
+from policyloss.compat.parts import mask_or_all
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Clip
 from policyloss.spec import LossSpec
+from policyloss.totals import Totals
 from policyloss.value import value_loss
 
 LOG_10 = 2.302585092994046  # the ratio is at most 10
 
 
 class PolicyLoss(nn.Module):
-    """ColossalChat's older PPO loss: ratios up to 10, the mean over all rows of token means."""
+    """ColossalChat's older PPO loss: ratios up to 10, averaged over all rows of token means."""
 
     @drop_in
     def __init__(self, clip_eps: float = 0.2, skip_threshold: float = 20.0) -> None:
@@ -39,14 +41,13 @@ class PolicyLoss(nn.Module):
         advantages: Tensor,
         action_mask: Tensor | None = None,
     ) -> tuple[Tensor, bool, Tensor]:
-        """`(loss, skip, largest ratio)`. skip: whether the mean ratio, where masked tokens count as
-        1, is above skip_threshold. All tensors are `[B, T]`.
+        """`(loss, skip, largest ratio)`. skip: whether the mean ratio, with 1 at masked tokens, is
+        above skip_threshold. All tensors are `[B, T]`.
         """
-        mask = everything(log_probs) if action_mask is None else action_mask
+        mask, rows = mask_or_all(action_mask, log_probs), log_probs.shape[0]
         spec = self.spec.replace(aggregate=sample_mean(action_mask))
-        loss = policy_loss(
-            spec, log_probs, old_log_probs, advantages, mask, totals=all_rows(log_probs)
-        ).loss
+        tensors = (log_probs, old_log_probs, advantages, mask)
+        loss = policy_loss(spec, *tensors, totals=Totals(rows, rows)).loss
         mean, largest = ratio_mean_and_max(log_probs, old_log_probs, advantages, mask)
         return loss, bool(mean > self.skip_threshold), largest
 
@@ -72,6 +73,5 @@ class ValueLoss(nn.Module):
         """The loss, 0-dim; the returns are advantage + old_values. All tensors are `[B, T]`. A
         batch without valid tokens gives 0 (ColossalChat: NaN).
         """
-        mask = everything(values) if action_mask is None else action_mask
-        returns = advantage + old_values
+        mask, returns = mask_or_all(action_mask, values), advantage + old_values
         return value_loss(values, returns, old_values, mask, self.clip_eps, totals="local").loss

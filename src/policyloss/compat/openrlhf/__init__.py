@@ -5,8 +5,7 @@ OpenRLHF trains in Ray's worker processes, so it must run there:
 `ray.init(runtime_env={"worker_process_setup_hook": "policyloss.compat.openrlhf.install"})`.
 """
 
-from policyloss.compat.openrlhf.head import install_head, uninstall_head
-from policyloss.compat.openrlhf.hook import install, uninstall
+from policyloss.compat.openrlhf.hook import install, install_head, uninstall, uninstall_head
 from policyloss.compat.openrlhf.losses import (
     PolicyLoss,
     ValueLoss,

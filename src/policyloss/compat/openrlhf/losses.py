@@ -1,62 +1,104 @@
-"""OpenRLHF's classes and functions, with its signatures, return values and numbers."""
+"""OpenRLHF's `PolicyLoss`, `ValueLoss` and `aggregate_loss` (openrlhf/models/loss.py) and
+`compute_approx_kl` (openrlhf/models/utils.py), with the signatures, return values and numbers of
+0.9.0 to 0.11.2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from policyloss.arguments import check_choice, check_like
-from policyloss.compat.arguments import drop_in
-from policyloss.compat.counts import together
-from policyloss.compat.openrlhf.averages import Average
-from policyloss.compat.openrlhf.counts import capped_weight, mean_or_zero, rejected_share
-from policyloss.compat.openrlhf.words import (
+from policyloss.compat.arguments import at_least, drop_in
+from policyloss.compat.openrlhf.corrections import (
     CURRENT,
+    NEWER_DEFAULTS,
     VLLM_TYPES,
     Gate,
     Threshold,
-    by_place,
-    check_gate,
+    capped_weight,
     check_release,
-    correction,
-    family,
+    mean_or_zero,
+    older_by_position,
+    rejected_share,
+    release_of,
 )
-from policyloss.compat.releases import at_least
+from policyloss.compat.parts import as_count, mask_or_all, seq_mean_token_mean, union_share
 from policyloss.errors import InputError, SpecError
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens, policy_loss
+from policyloss.parts.aggregate import SeqMeanTokenMean, TokenMean
 from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import Clip
 from policyloss.records import Record, Stat
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
+from policyloss.totals import Totals
 from policyloss.value import value_loss
 
 KL_CLAMP = 10.0  # of an estimate of the KL, and of the weight on its unbiased gradient
+EPSILON = 1e-8  # added to the number of a sequence's tokens
+
+
+class Average(NamedTuple):
+    """OpenRLHF's mean over tokens, or over samples of their token means, in one call."""
+
+    token_level: bool
+    release: str
+    dp_size: int = 1
+    batch_num_tokens: float | None = None
+    global_batch_size: float | None = None
+
+    def mask(
+        self, like: Tensor, mask: Tensor | None, called: str = "action_mask", needed: bool = False
+    ) -> Tensor:
+        """The mask, or all tokens where OpenRLHF accepts a missing one. called: its name."""
+        rows_need_it = not self.token_level and at_least(self.release, "0.10.3")
+        counted = self.token_level and self.batch_num_tokens is not None
+        if mask is None and (needed or rows_need_it or counted):
+            raise InputError(
+                f"{called} was not given; only a mean over the tokens of this call works without "
+                "it."
+            )
+        return mask_or_all(mask, like)
+
+    def part(self, mask_dtype: torch.dtype) -> TokenMean | SeqMeanTokenMean:
+        """The aggregation. OpenRLHF adds epsilon to a count in the mask's precision, where only
+        float64 changes by it.
+        """
+        if self.token_level:
+            return TokenMean()
+        guarded = mask_dtype == torch.float64 and at_least(self.release, "0.10.3")
+        return seq_mean_token_mean(EPSILON if guarded else 0.0)
+
+    @property
+    def totals(self) -> Totals | Literal["local"]:
+        """The step's counts, or "local" if the caller passed no count for this mean."""
+        count = as_count(self.batch_num_tokens if self.token_level else self.global_batch_size)
+        return "local" if count is None else Totals(count, count, dp_size=int(self.dp_size))
 
 
 class PolicyLoss(nn.Module):
     """OpenRLHF's policy loss, with the correction arguments of 0.11.2 (`is_correction_*`) or of
     earlier releases.
 
-    Pass those of earlier releases — `enable_vllm_is_correction`, `vllm_is_truncated_threshold`,
-    `vllm_is_correction_type` — by name, or by position as in those releases: the sixth argument is
-    then a bool, where 0.11.2 has a word. With them, the loss returns the four values of 0.11.1;
-    otherwise it returns the five of 0.11.2. release: another release whose numbers and return
-    values to follow.
+    Pass the earlier ones (`enable_vllm_is_correction`, `vllm_is_truncated_threshold`,
+    `vllm_is_correction_type`) by name, or by position as in those releases, where the sixth
+    argument is a bool. The loss then returns the four values of 0.11.1, otherwise the five of
+    0.11.2. release: follow the numbers and return values of this release instead.
 
-    0.10.3 brought the clamp of the log-ratio at ±20 and left empty rows out of the mean; from 0.9.3
-    to 0.10.2 ppo_kl is that of the rollout policy when a correction is on. A batch without valid
-    tokens gives 0 here, with a zero gradient (OpenRLHF: NaN).
+    Since 0.10.3 the log-ratio is clamped at ±20 and empty rows are left out of the mean. From 0.9.3
+    to 0.10.2, ppo_kl measures the rollout policy when a correction is on. A batch without valid
+    tokens gives 0 with a zero gradient (OpenRLHF: NaN).
 
-    As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens on whose probability
-    the two policies agree, where rounding puts the divergence below 0 (half of them, in float32);
-    (-1, high) does not.
+    As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens with equal
+    probabilities under both policies, if rounding puts their divergence below 0 (half of them in
+    float32); (-1, high) keeps them.
     """
 
     default_release: str | None = None
@@ -80,35 +122,30 @@ class PolicyLoss(nn.Module):
         release: str | None = None,
     ) -> None:
         super().__init__()
-        words = (
-            is_correction_level,
-            is_correction_mode,
-            is_correction_gating,
-            is_correction_threshold,
-        )
-        vllm = (enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type)
+        newer: tuple[Any, ...] = (is_correction_level, is_correction_mode)
+        newer = (*newer, is_correction_gating, is_correction_threshold)
+        older = (enable_vllm_is_correction, vllm_is_truncated_threshold, vllm_is_correction_type)
         if isinstance(is_correction_level, bool):
-            words, vllm = by_place(words, vllm)
-        release = release or self.default_release
-        self.release = family(words, vllm, release)
+            newer, older = NEWER_DEFAULTS, older_by_position(newer, older)
+        self.release = release_of(newer, older, release or self.default_release)
         self.clip_eps_low = clip_eps_low
         self.clip_eps_high = clip_eps_high
         self.dual_clip = dual_clip
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
         if self.returns_filter_ratio:
-            self.is_correction_level, self.is_correction_mode = words[:2]
-            self.is_correction_gating, self.is_correction_threshold = words[2:]
+            self.is_correction_level, self.is_correction_mode = newer[:2]
+            self.is_correction_gating, self.is_correction_threshold = newer[2:]
         else:
-            self.enable_vllm_is_correction = bool(vllm[0])
-            self.vllm_is_truncated_threshold = vllm[1]
-            self.vllm_is_correction_type = "tis" if vllm[2] is None else vllm[2]
-        self._check_words()
+            self.enable_vllm_is_correction = bool(older[0])
+            self.vllm_is_truncated_threshold = older[1]
+            self.vllm_is_correction_type = "tis" if older[2] is None else older[2]
+        self._check_choices()
         self._make_spec()  # checks the numbers
 
     @property
     def returns_filter_ratio(self) -> bool:
-        """Whether the release returns a fifth value."""
+        """Whether the release returns `is_filter_ratio` as a fifth value."""
         return at_least(self.release, CURRENT)
 
     @property
@@ -124,7 +161,7 @@ class PolicyLoss(nn.Module):
             ratio = SequenceRatio(anchor="rollout" if corrected else "old", log_clamp=None)
             return LossSpec(ratio, trust, aggregate=aggregate)
         log_clamp = 20.0 if at_least(self.release, "0.10.3") else None
-        parts = correction(self._gate()) if corrected else ()
+        parts = self._gate().part() if corrected else ()
         return LossSpec(TokenRatio(log_clamp=log_clamp), trust, parts, aggregate=aggregate)
 
     @drop_in
@@ -139,11 +176,11 @@ class PolicyLoss(nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """`(loss, clip_ratio, ppo_kl, vllm_kl)`, and `is_filter_ratio` from 0.11.2 on; the last
-        ones None without a correction.
+        """`(loss, clip_ratio, ppo_kl, vllm_kl)`, and since 0.11.2 `is_filter_ratio`; vllm_kl and
+        is_filter_ratio are None without a correction.
 
-        All tensors are `[B, T]`. The counts are those of the valid tokens and the samples of the
-        optimizer step, over all ranks.
+        All tensors are `[B, T]`. batch_num_tokens and global_batch_size count the valid tokens and
+        the samples of the optimizer step over all ranks.
         """
         average = Average(
             self.token_level_loss, self.release, dp_size, batch_num_tokens, global_batch_size
@@ -153,8 +190,8 @@ class PolicyLoss(nn.Module):
         corrected = gate.level != "off"
         if corrected and rollout_log_probs is None:
             raise InputError(
-                "rollout_log_probs was not given; a correction compares it with old_log_probs, or "
-                "GSPO is anchored at it."
+                "rollout_log_probs was not given; a correction needs it (PPO compares it with "
+                "old_log_probs, GSPO uses it as anchor)."
             )
         weighted = corrected and self.policy_loss_type == "ppo"
         # Before 0.10.3, GSPO measured ppo_kl from its anchor.
@@ -170,7 +207,7 @@ class PolicyLoss(nn.Module):
         share = torch.promote_types(torch.float32, mask.dtype)
         number = torch.promote_types(share, log_probs.dtype)
         m = out.metrics
-        clip_ratio = _mean(together(m["clip_fraction_upper"], m["clip_fraction_lower"]), share)
+        clip_ratio = _mean(union_share(m["clip_fraction_upper"], m["clip_fraction_lower"]), share)
         ppo_kl = _mean(m["kl_old_k1"], number)
         vllm_kl = filter_ratio = None
         if weighted:
@@ -193,24 +230,24 @@ class PolicyLoss(nn.Module):
         level, mode = VLLM_TYPES[self.vllm_is_correction_type]
         return Gate(level, mode, threshold=self.vllm_is_truncated_threshold)
 
-    def _check_words(self) -> None:
+    def _check_choices(self) -> None:
         check_choice("policy_loss_type", self.policy_loss_type, ("ppo", "gspo"), SpecError)
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise SpecError(
                 f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}."
             )
         if self.returns_filter_ratio:
-            check_gate(self._gate())
+            self._gate().check()
         elif self.vllm_is_correction_type != "mis":  # another name of "seq-mask-tis"
             words = ("tis", "icepop", "seq-mask-tis")
             check_choice("vllm_is_correction_type", self.vllm_is_correction_type, words, SpecError)
 
 
 def _filter_ratio(gate: Gate, tokens: Tokens, dtype: torch.dtype) -> Tensor:
-    """The share outside the threshold: of the tokens, or at sequence level of the rows (a row
+    """The share outside the threshold, of the tokens or, at sequence level, of the rows (a row
     without a token counts as outside).
     """
-    part = correction(gate._replace(mode="mask"))
+    part = gate._replace(mode="mask").part()
     if gate.level == "seq":
         return rejected_share(part, tokens, per="sequence").to(torch.float32)
     return rejected_share(part, tokens).to(dtype)
@@ -218,7 +255,7 @@ def _filter_ratio(gate: Gate, tokens: Tokens, dtype: torch.dtype) -> Tensor:
 
 class ValueLoss(nn.Module):
     """OpenRLHF's value loss: half the squared error, or with `clip_eps` half the larger of the
-    squared error and the clipped one. release: as in `PolicyLoss`.
+    squared error and the clipped squared error. release: as in `PolicyLoss`.
     """
 
     default_release: str | None = None
@@ -252,7 +289,7 @@ class ValueLoss(nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> Tensor:
-        """The loss, 0-dim. The tensors are `[B, T]`; the counts are those of the optimizer step."""
+        """The loss, 0-dim. The tensors are `[B, T]`; the counts belong to the optimizer step."""
         average = Average(
             self.token_level_loss, self.release, dp_size, batch_num_tokens, global_batch_size
         )
@@ -273,7 +310,7 @@ def aggregate_loss(
     global_batch_size: float | None = None,
 ) -> Tensor:
     """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means.
-    dp_size: used only with a count of the step.
+    dp_size has an effect only with a count of the step.
     """
     average = Average(token_level_loss, CURRENT, dp_size, batch_num_tokens, global_batch_size)
     mask = average.mask(loss, loss_mask, "loss_mask")
@@ -290,9 +327,8 @@ def compute_approx_kl(
 ) -> Tensor:
     """OpenRLHF's estimate of KL(current‖base) for each token, in float32, clamped to ±10.
 
-    unbiased_gradient: the gradient is that of k2, times the ratio to log_probs_old (at most 10) if
-    you pass that. Up to 0.11.0 the third argument is the estimator, and this function accepts that
-    too.
+    unbiased_gradient: take the gradient of k2, times the ratio to log_probs_old (at most 10) if
+    that is passed. Up to 0.11.0 the third argument is the estimator; that order works too.
     """
     old = None if isinstance(log_probs_old, str) else log_probs_old
     if old is not None:
@@ -301,7 +337,7 @@ def compute_approx_kl(
     if isinstance(log_probs_old, str):
         kl_estimator, called = log_probs_old, "log_probs_old, or kl_estimator,"
     check_choice(called, kl_estimator, ("k1", "k2", "k3"), SpecError)
-    everywhere = torch.ones_like(log_probs, dtype=torch.bool)
+    everywhere = mask_or_all(None, log_probs)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)
     clamped = bound(d, (None, KL_CLAMP)) if kl_estimator == "k3" else d
     raw = estimate(clamped, kl_estimator, as_written="exp(d) - 1 - d")

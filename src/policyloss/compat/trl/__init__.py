@@ -2,7 +2,7 @@
 
     from policyloss.compat.trl import GRPOTrainer, explain_config, spec_from_config
 
-    # What that config trains, and its traps:
+    # The loss of that config, and its traps:
     print(explain_config(GRPOConfig(loss_type="cispo")))
     # TRL's trainer with another loss; None keeps the loss that the config describes:
     trainer = GRPOTrainer(model, reward, args, policy_loss="gspo")
@@ -11,8 +11,8 @@
     # TRL's other trainers (RLOO, SFT, DPO, KTO, distillation) with the head of this library:
     install_head()
 
-Numbers are TRL 1.16's; `release=` gives those of 1.0 to 1.15 where they changed. Only `GRPOTrainer`
-and `install_head` need TRL installed.
+The numbers are those of TRL 1.16 (trl/trainer/grpo_trainer.py); `release=` selects 1.0 to 1.15
+where they changed. Only `GRPOTrainer` and `install_head` need TRL installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from policyloss.compat.trl.batch import batch_loss, loss_mask
 from policyloss.compat.trl.config import spec_from_config, totals_for
-from policyloss.compat.trl.explaining import explain_config
+from policyloss.compat.trl.explanation import explain_config
 from policyloss.compat.trl.head import install_head, uninstall_head
 
 # GRPOTrainer is not here, so that `import *` works without TRL.

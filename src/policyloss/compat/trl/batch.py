@@ -1,5 +1,5 @@
-"""One micro-batch of TRL's GRPOTrainer as a call of `policy_loss`: the names of its tensors, and
-how it treats missing numbers.
+"""One micro-batch of TRL's GRPOTrainer as a call of `policy_loss`: the names of its tensors,
+and its treatment of missing numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor
-from policyloss.compat.trl.counts import where_scored
+from policyloss.compat.trl.parts import where_scored
 from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.metrics import Metrics
@@ -23,7 +23,7 @@ from policyloss.totals import Totals
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
-    """The tokens to train on, bool `[B, T]`: those that the model wrote, and not a tool."""
+    """The tokens to train on, bool `[B, T]`: written by the model, not by a tool."""
     completion: Tensor = inputs["completion_mask"]
     completion = as_mask(completion, completion, "completion_mask")
     return (
@@ -53,7 +53,7 @@ def batch_loss(
     arguments = _arguments(spec, inputs, logp.detach(), keep)
     entropy = None if entropy is None else entropy.detach()
     out = policy_loss(logp=logp, entropy=entropy, totals=totals, **arguments)
-    # TRL divides by an average over its windows, which one of them may well exceed.
+    # TRL divides by an average over its windows, which a single window may exceed.
     return LossOutput(
         out.loss, Metrics({name: x for name, x in out.metrics.items() if name != "beyond_totals"})
     )
@@ -69,9 +69,9 @@ def head_loss(
     totals: Totals | Literal["local"],
     **options: Any,
 ) -> HeadOutput:
-    """`batch_loss` from hidden states, in one pass: its loss with its gradient.
+    """`batch_loss` from hidden states in one pass: the loss with its gradient.
 
-    hidden: `[B, T, D]`, what predicts the completion. options: those of the head.
+    hidden: `[B, T, D]`, the states that predict the completion. options: of the head.
     """
     _check_inputs(inputs, ("ids", ids))
     arguments = _arguments(spec, inputs, "current", None)
@@ -86,13 +86,13 @@ def _arguments(
     on_policy: Tensor | Literal["current"],
     keep: Tensor | None,
 ) -> dict[str, Any]:
-    """What `policy_loss` takes beside logp. on_policy: the old log-probabilities of a batch that
-    has none.
+    """The arguments of `policy_loss` without logp. on_policy: the old log-probabilities of a batch
+    that has none.
     """
     spec = ready_spec(spec)
     old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     old = on_policy if old is None else old
-    parts = [_seen_by_the_engine(part, sampling) for part in spec.correction]
+    parts = [_on_engine_logp(part, sampling) for part in spec.correction]
     if keep is not None:
         parts.append(_keep_only(keep))
     scored = None
@@ -120,9 +120,9 @@ def _check_inputs(inputs: Mapping[str, Any], like: tuple[str, Tensor]) -> None:
             check_like(name, inputs.get(name), like)
 
 
-def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:
-    """An `OPSM` on the engine's log-probabilities, for which a token that the engine did not score
-    has no drift, instead of that from old_logp.
+def _on_engine_logp(part: Any, sampling: Tensor | None) -> Any:
+    """`part`; if it is an `OPSM` on the engine's log-probabilities, a token without a score has no
+    drift, instead of the drift from old_logp.
     """
     if sampling is None or not isinstance(part, OPSM) or part.source != "rollout":
         return part
@@ -135,7 +135,7 @@ def _seen_by_the_engine(part: Any, sampling: Tensor | None) -> Any:
 
 
 def _keep_only(keep: Tensor) -> Callable[[Tokens], Corrected]:
-    def low_entropy(t: Tokens) -> Corrected:  # metrics call a rejection so
+    def low_entropy(t: Tokens) -> Corrected:  # this name appears in the metrics
         return Corrected(keep=keep)
 
     return low_entropy

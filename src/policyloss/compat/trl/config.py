@@ -1,5 +1,5 @@
-"""A GRPOConfig as a loss: `spec_from_config` translates its options to a `LossSpec`, `totals_for`
-its denominators to `Totals`.
+"""A GRPOConfig of TRL 1.16 (or of 1.0 to 1.15 with `release=`) as a loss: `spec_from_config`
+translates its options to a `LossSpec`, `totals_for` its denominators to `Totals`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.releases import at_least
-from policyloss.compat.trl.counts import rows_in, tokens_in, tokens_of_window
-from policyloss.compat.trl.options import SAPO, VESPO, option
-from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL
+from policyloss.compat.arguments import at_least
+from policyloss.compat.hooks import default_of
+from policyloss.compat.trl.parts import (
+    ROLLOUT_LOG_BOUNDS,
+    RolloutProduct,
+    WrittenKL,
+    step_totals,
+)
 from policyloss.errors import SpecError
 from policyloss.parts.aggregate import (
     LengthWeighted,
@@ -31,13 +35,87 @@ from policyloss.parts.trust import Clip, DetachedClip, GammaWeight, SoftGate, Tw
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 
+# GRPOConfig of TRL 1.16.0.
+DEFAULTS: dict[str, Any] = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "max_completion_length": 512,
+    "off_policy_mask_threshold": None,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_cap": None,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+}
+SAPO = tuple(name for name in DEFAULTS if name.startswith("sapo_"))
+VESPO = tuple(name for name in DEFAULTS if name.startswith("vespo_"))
+VLLM = tuple(name for name in DEFAULTS if name.startswith("vllm_importance_sampling_"))
+# The value that describes a release without the option. Every release has the options that are not
+# listed here, so they are required.
+ABSENT: dict[str, Any] = {
+    "epsilon_high": None,
+    "delta": None,
+    "importance_sampling_level": "token",
+    "use_bias_correction_kl": False,
+    "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_clip_max": None,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_cap": None,
+    "steps_per_generation": None,
+}
+
+
+def option(config: Any, name: str) -> Any:
+    """The value of an option; where the release lacks it, the value that describes the release."""
+    if hasattr(config, name):
+        return getattr(config, name)
+    if name in ABSENT:
+        return ABSENT[name]
+    raise SpecError(
+        f"the config has no {name!r}; pass TRL's GRPOConfig, or an object with its attributes."
+    )
+
+
+def advantages_of(config: Any) -> str | None:
+    """The estimator of `policyloss.advantage` that `scale_rewards` selects, or None."""
+    scale = getattr(config, "scale_rewards", "group")
+    return {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"}.get(scale)
+
+
+def is_set(config: Any, name: str) -> bool:
+    """Whether the option differs from its default (of the dataclass, or else of `DEFAULTS`)."""
+    if not hasattr(config, name):
+        return False
+    return bool(getattr(config, name) != default_of(config, name, DEFAULTS[name]))
+
+
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")
 LEVELS = ("token", "sequence")
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# Parts of TRL's loss that stand beside the policy term; a trainer may compute them itself.
-BESIDE = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
+# Options of TRL's loss that a LossSpec cannot express; a trainer may implement them itself.
+EXTRA_OPTIONS = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
 
 
 def spec_from_config(
@@ -50,20 +128,20 @@ def spec_from_config(
     """The loss that a GRPOConfig describes. With the totals of `totals_for`, its value and gradient
     are TRL's.
 
-    config: TRL's GRPOConfig, or any object with its attributes; a missing attribute means what
-    releases without it do. release: the TRL release whose meaning to follow; None is the current
-    one. handled: the options of `BESIDE` that the caller implements; the others raise an error
+    config: TRL's GRPOConfig, or any object with its attributes; a missing attribute describes a
+    release without that option. release: the TRL release to follow (None: the current one).
+    handled: the options of `EXTRA_OPTIONS` that the caller implements; the others raise an error
     unless they are off. engine_logp: whether the batches hold log-probabilities of the inference
-    engine; None means that they do if vLLM is used.
+    engine (None: if vLLM is used).
 
-    The spec does not say what TRL divides by; the totals do. "bnpo" and "dapo" are the same token
-    mean, one over the tokens of each micro-batch and the other over those of the step. An MoE
-    model's router loss is not part of the policy loss.
+    The denominators are in the totals, not in the spec: "bnpo" and "dapo" are the same token mean,
+    over the tokens of each micro-batch and over the tokens of the step. The router loss of an MoE
+    model is not part of the policy loss.
     """
     loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
     check_choice("GRPOConfig.loss_type", loss_type, LOSS_TYPES, SpecError)
     check_choice("GRPOConfig.importance_sampling_level", level, LEVELS, SpecError)
-    _refuse_what_a_spec_cannot_say(config, loss_type, handled)
+    _refuse_extra_options(config, loss_type, handled)
     if loss_type == "luspo":
         _refuse_older_luspo(config, level, release)
     return LossSpec(
@@ -90,43 +168,25 @@ def totals_for(
 
     mask: `[B, T]`, the completion mask (times the tool mask). num_items_in_batch: TRL's count of
     valid tokens in the generation batch over all processes; None if this micro-batch is the
-    complete batch. gradient_accumulation_steps: micro-batches in this step, by default the
-    config's. training: False in evaluation, where nothing is accumulated.
+    complete batch. gradient_accumulation_steps: the micro-batches of this step (default: the
+    config's). training: False in evaluation, where nothing is accumulated.
 
-    TRL counts every row, empty ones too. "dapo", "cispo" and "vespo" divide by the generation
-    batch's tokens, scaled to one step (before release 1.10 not scaled); "bnpo" divides by those of
+    TRL counts every row, also empty ones. "dapo", "cispo" and "vespo" divide by the tokens of the
+    generation batch, scaled to one step (not scaled before 1.10); "bnpo" divides by the tokens of
     this micro-batch, averaged over the accumulation.
     """
-    calls = (
-        gradient_accumulation_steps or option(config, "gradient_accumulation_steps")
-        if training
-        else 1
-    )
-    generated = option(config, "steps_per_generation") or calls if training else 1
+    calls = generated = 1
+    if training:
+        calls = gradient_accumulation_steps or option(config, "gradient_accumulation_steps")
+        scaled = at_least(release, "1.10")
+        generated = (option(config, "steps_per_generation") if scaled else None) or calls
     items = None if option(config, "loss_type") == "bnpo" else num_items_in_batch
-    scaled = at_least(release, "1.10")
-    return step_totals(
-        mask, items, calls=calls, generated=generated if scaled else calls, ranks=num_processes
-    )
-
-
-def step_totals(
-    mask: Tensor, items: Tensor | None, *, calls: int, generated: int, ranks: int
-) -> Totals:
-    """Totals of a step of `calls` micro-batches per rank, out of a generation batch of `generated`
-    with `items` valid tokens.
-    """
-    tokens = (
-        tokens_in(mask, calls, ranks)
-        if items is None
-        else tokens_of_window(items, ranks, calls, generated)
-    )
-    return Totals(tokens=tokens, sequences=rows_in(mask, calls, ranks), dp_size=ranks)
+    return step_totals(mask, items, calls=calls, generated=generated, ranks=num_processes)
 
 
 @contextmanager
 def naming(config: Any, *names: str) -> Iterator[None]:
-    """Add to an error the options of the config that it comes from."""
+    """Add the options of the config that caused an error to its message."""
     try:
         yield
     except SpecError as error:
@@ -134,20 +194,20 @@ def naming(config: Any, *names: str) -> Iterator[None]:
         raise SpecError(f"GRPOConfig with {settings}: {error}") from error
 
 
-def _refuse_what_a_spec_cannot_say(config: Any, loss_type: str, handled: Collection[str]) -> None:
+def _refuse_extra_options(config: Any, loss_type: str, handled: Collection[str]) -> None:
     for name in handled:
-        check_choice("option in handled", name, BESIDE, SpecError)
+        check_choice("option in handled", name, EXTRA_OPTIONS, SpecError)
     quantile, coef = option(config, "top_entropy_quantile"), option(config, "entropy_coef")
     if quantile < 1.0 and "top_entropy_quantile" not in handled:
         raise SpecError(
             f"top_entropy_quantile={quantile!r} keeps tokens by a quantile over all processes, "
-            "which a LossSpec cannot say; use policyloss.compat.trl.GRPOTrainer, which applies "
+            "which a LossSpec cannot express; use policyloss.compat.trl.GRPOTrainer, which applies "
             "TRL's own mask, or set it to 1.0."
         )
     if option(config, "use_adaptive_entropy") and "use_adaptive_entropy" not in handled:
         raise SpecError(
             "use_adaptive_entropy=True changes the entropy coefficient from step to step, which a "
-            "LossSpec cannot say; use policyloss.compat.trl.GRPOTrainer, which keeps TRL's "
+            "LossSpec cannot express; use policyloss.compat.trl.GRPOTrainer, which keeps TRL's "
             "controller, or set entropy_coef alone."
         )
     if coef != 0.0 and loss_type != "bnpo" and "entropy_coef" not in handled:
@@ -163,34 +223,34 @@ def _refuse_older_luspo(config: Any, level: str, release: str | None) -> None:
     per_token = (
         level == "token"
         or option(config, "beta") != 0.0
-        or _mode(config) in ("token_truncate", "token_mask")
+        or engine_mode(config) in ("token_truncate", "token_mask")
     )
     if per_token and not at_least(release, "1.10"):
         raise SpecError(
             f"loss_type='luspo' with importance_sampling_level={level!r}, "
-            f"beta={option(config, 'beta')!r}: before release 1.10 TRL averages this over padding "
-            "too, which a LossSpec cannot say; use importance_sampling_level='sequence' and "
-            "beta=0, or a newer TRL."
+            f"beta={option(config, 'beta')!r}: before 1.10 TRL averages this over padding too, "
+            "which a LossSpec cannot express; use importance_sampling_level='sequence' and beta=0, "
+            "or a newer TRL."
         )
 
 
 def _ratio(config: Any, loss_type: str, level: str) -> Any:
     if loss_type != "vespo":
         return TokenRatio(log_clamp=None) if level == "token" else SequenceRatio(log_clamp=None)
-    mode = _mode(config)
+    mode = engine_mode(config)
     if mode is None:
         return SequenceProduct(log_clamp=ROLLOUT_LOG_BOUNDS, token_clamp=20.0)
     if mode not in ("token_truncate", "token_mask"):
         raise SpecError(
-            f"vllm_importance_sampling_mode={mode!r}: loss_type='vespo' adds up token weights "
-            "itself and takes 'token_truncate' or 'token_mask'."
+            f"vllm_importance_sampling_mode={mode!r}: loss_type='vespo' multiplies token weights "
+            "itself and needs 'token_truncate' or 'token_mask'."
         )
     low, high = _weight_bounds(config)
     if not low <= 1 <= high:
         raise SpecError(
             f"vllm_importance_sampling_clip_min={low!r}, "
             f"vllm_importance_sampling_clip_max={high!r} with loss_type='vespo': TRL then adds a "
-            "term for every padded position, which a LossSpec cannot say; choose bounds that "
+            "term for every padded position, which a LossSpec cannot express; choose bounds that "
             "contain 1."
         )
     outside: Any = "truncate" if mode == "token_truncate" else "mask"
@@ -211,25 +271,23 @@ def _trust(config: Any, loss_type: str) -> Any:
             return DetachedClip(0.0, high)  # the cap itself, not 1 + epsilon_high
     if loss_type == "sapo":
         with naming(config, *SAPO):
-            return SoftGate(*(_as_a_tensor_holds_it(option(config, name)) for name in SAPO))
-    numbers = [_as_a_tensor_holds_it(option(config, name)) for name in VESPO]
+            return SoftGate(*(_rounded(option(config, name)) for name in SAPO))
+    numbers = [_rounded(option(config, name)) for name in VESPO]
     k_positive, decay_positive, k_negative, decay_negative = numbers
-    least = _as_a_tensor_holds_it(1e-4)
+    least = _rounded(1e-4)
     with naming(config, *VESPO):
         return GammaWeight(
             k_positive, max(decay_positive, least), k_negative, max(decay_negative, least)
         )
 
 
-def _as_a_tensor_holds_it(number: float) -> float:
-    """`number` in torch's default dtype. TRL picks these numbers by sign with `torch.where`, which
-    rounds them to float32.
-    """
+def _rounded(number: float) -> float:
+    """`number` in torch's default dtype, to which TRL's `torch.where` rounds it."""
     return torch.tensor(float(number)).item()
 
 
-def _mode(config: Any) -> str | None:
-    """How vLLM's weights are bounded; None if they are not used."""
+def engine_mode(config: Any) -> str | None:
+    """The bounds of the weights for vLLM's mismatch (one of `MODES`); None if they are not used."""
     if not (option(config, "use_vllm") and option(config, "vllm_importance_sampling_correction")):
         return None
     mode = option(config, "vllm_importance_sampling_mode")
@@ -247,7 +305,7 @@ def _weight_bounds(config: Any) -> tuple[float, float]:
             f"vllm_importance_sampling_clip_min={low!r} must be less than "
             f"vllm_importance_sampling_clip_max={high!r}."
         )
-    if low is None and high is None and str(_mode(config)).endswith("truncate"):
+    if low is None and high is None and str(engine_mode(config)).endswith("truncate"):
         raise SpecError(
             "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max are both "
             "None: a '*_truncate' mode needs one."
@@ -262,7 +320,7 @@ def _corrections(config: Any, loss_type: str, engine_logp: bool | None) -> tuple
         engine = option(config, "use_vllm") if engine_logp is None else engine_logp
         with naming(config, "off_policy_mask_threshold"):
             parts.append(OPSM(threshold, source="rollout" if engine else "old"))
-    mode = _mode(config)
+    mode = engine_mode(config)
     if mode is not None and loss_type != "vespo":
         bounds = _weight_bounds(config)
         with naming(
@@ -287,8 +345,8 @@ def _kl(config: Any, loss_type: str, level: str) -> KL | None:
         return None
     weighted: dict[str, Any] = {}
     if option(config, "use_bias_correction_kl"):
-        # VESPO's ratio is a product over the sequence; its KL is weighted as with the other loss
-        # types.
+        # VESPO's ratio is a product over the sequence, but its KL is weighted by the ratio of the
+        # other loss types.
         weighted = {"ratio_level": level} if loss_type == "vespo" else {"weight": "ratio"}
     with naming(config, "beta"):
         return WrittenKL("k3", beta, clamp=None, **weighted)

@@ -1,5 +1,5 @@
-"""TRL's divergences: GKDTrainer's `generalized_jsd_loss`, the chunked kernel, and
-DistillationTrainer's loss, with their arguments and results.
+"""TRL's divergences with their arguments and results: `generalized_jsd_loss` of GKDTrainer, the
+chunked kernel, and the loss of DistillationTrainer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from policyloss.compat.arguments import drop_in
 from policyloss.functional.divergence import Measure, terms
-from policyloss.head.divergence import linear_divergence
 from policyloss.head.linear import linear_logprobs
+from policyloss.head.teacher.divergence import linear_divergence
 from policyloss.teacher import Teacher
 
 
@@ -28,9 +28,9 @@ def generalized_jsd_loss(
 ) -> Tensor:
     """`GKDTrainer.generalized_jsd_loss`: the JSD of two `[B, T, V]` logits, reduced as TRL does.
 
-    labels: `[B, T]`, −100 where a token does not count. reduction "batchmean" divides by the
+    labels: `[B, T]`, −100 where a token does not count. reduction: "batchmean" divides by the
     tokens that count (without labels, by B), "sum" adds up, "mean" averages over tokens *and*
-    vocabulary entries, and anything else returns the terms `[…, V]`. num_items_in_batch: divide the
+    vocabulary entries, any other value returns the terms `[…, V]`. num_items_in_batch: divide the
     sum by this instead.
     """
     student, teacher = ((x / temperature).log_softmax(-1) for x in (student_logits, teacher_logits))
@@ -89,10 +89,11 @@ def chunked_divergence(
     )
     with torch.no_grad():
         ids = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        spread = linear_logprobs(
+        out = linear_logprobs(
             hidden, student_weight, ids, bias, temperature, entropy=True, softcap=softcap
         )
-    return TokenDivergences(divergence, spread.entropy)
+    assert out.entropy is not None
+    return TokenDivergences(divergence, out.entropy)
 
 
 def chunked_divergence_loss(
@@ -111,11 +112,11 @@ def chunked_divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """DistillationTrainer's loss → (loss, summed entropy, number of tokens that count), 0-dim each.
+    """DistillationTrainer's loss: (loss, summed entropy, number of tokens that count), 0-dim each.
 
     hidden states: `[B, T, D]`. completion_mask: `[B, T]`. The loss is divided by
-    num_items_in_batch, or else by the tokens of this call (at least one). Weights that FSDP2 has
-    sharded are gathered.
+    num_items_in_batch, or by the tokens of this call (at least one). Weights sharded by FSDP2 are
+    gathered.
     """
     valid = completion_mask.reshape(-1) != 0
     hidden, of_teacher = (
@@ -141,7 +142,7 @@ def chunked_divergence_loss(
 
 
 def _gathered(x: Any, like: Tensor) -> Any:
-    """All of a DTensor, in the dtype of `like`; any other as it is."""
+    """The complete tensor of a DTensor in the dtype of `like`; other values are unchanged."""
     return x.full_tensor().to(like.dtype) if hasattr(x, "full_tensor") else x
 
 

@@ -1,6 +1,6 @@
-"""TRL's seats for a fused head, taken by the head of this library: `add_fused_lm_head`, by which
-its trainers (GRPO, RLOO, SFT, DPO, KTO) get log-probabilities and entropies from a model, and
-`_chunked_divergence_loss`, which its DistillationTrainer minimises.
+"""TRL's two places for a fused head, filled by the head of this library: `add_fused_lm_head`, from
+which its trainers (GRPO, RLOO, SFT, DPO, KTO) get log-probabilities and entropies, and
+`_chunked_divergence_loss`, the loss of its DistillationTrainer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from policyloss.compat.patching import swap
-from policyloss.compat.trl.counts import at_the_end, last, likelihood_loss
+from policyloss.compat.hooks import Patch
 from policyloss.compat.trl.distillation import chunked_divergence_loss
+from policyloss.compat.trl.parts import at_the_end, last, likelihood_loss
 from policyloss.errors import SpecError
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.loss import HeadOutput
@@ -27,13 +27,14 @@ from policyloss.hf.forward import run_with
 from policyloss.hf.output_head import Matrices, Transformation, language_model
 
 UTILS, DISTILLATION = "trl.trainer.utils", "trl.trainer.distillation_trainer"
-OURS = {"log_probs", "entropy"}  # what the head of this library computes
+OURS = {"log_probs", "entropy"}  # outputs of the head of this library
 
 
 @dataclass(eq=False)
 class OnePass:
-    """A loss that the head computes in the next fused forward. score: `(hidden, weight, ids, bias=,
-    temperature=, softcap=)` of the last `count` tokens of each row. loss: what it came to.
+    """A loss that the head computes in the next fused forward. score: a function of `(hidden,
+    weight, ids, bias=, temperature=, softcap=)` of the last `count` tokens of each row. loss: its
+    result.
     """
 
     score: Callable[..., HeadOutput]
@@ -42,7 +43,7 @@ class OnePass:
 
 
 _one_pass: WeakKeyDictionary[nn.Module, OnePass] = WeakKeyDictionary()
-_replaced: list[tuple[Any, Any]] = []
+_patch = Patch("trl")
 
 
 def add_fused_lm_head(
@@ -51,21 +52,21 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """Give `model` TRL's fused forward, `model(…, labels=labels, fused_lm_head=True)`, with the
-    head of this library in it: TRL's arguments, result and alignment.
+    """Add TRL's fused forward, `model(…, labels=labels, fused_lm_head=True)`, to `model`, computed
+    by the head of this library, with TRL's arguments, result and alignment.
 
-    The model's own forward runs with its head replaced (`policyloss.hf`), so that FSDP and ZeRO-3
-    gather its weight as for any forward, and factors and caps of its logits are looked at. Of
-    `outputs`, entropies and log-probabilities are computed; for the others TRL's head is used.
+    The model's own forward runs with its head replaced (`policyloss.hf`), so FSDP and ZeRO-3 gather
+    its weight as for any forward, and factors and caps of its logits apply. For `outputs` other
+    than log-probabilities and entropies TRL's head is used.
     """
     if not OURS.issuperset(outputs):
-        theirs = _replaced[0][0] if _replaced else import_module(UTILS).add_fused_lm_head
+        theirs = _patch.pairs[0][0] if _patch.pairs else import_module(UTILS).add_fused_lm_head
         theirs(model, temperature, cast_lm_head_to_fp32, outputs)
         return
     output_class, in_float32 = import_module(UTILS).FusedCausalLMOutput, cast_lm_head_to_fp32
     own_forward = model.forward
 
-    @wraps(type(model).forward)  # `generate` looks at the signature
+    @wraps(type(model).forward)  # `generate` reads the signature
     def forward(
         self: Any,
         *args: Any,
@@ -75,19 +76,15 @@ def add_fused_lm_head(
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
-        of_loss = {
-            "labels": labels,
-            "shift_labels": shift_labels,
-            "num_items_in_batch": num_items_in_batch,
-        }
         if not fused_lm_head:
-            return own_forward(
-                *args, **{n: x for n, x in of_loss.items() if x is not None}, **kwargs
-            )
-        wanted = shift_labels if labels is None or shift_labels is not None else labels[:, 1:]
-        if wanted is None:
-            raise SpecError("fused_lm_head=True needs labels: the tokens to score, −100 elsewhere.")
-        mask, shifted = wanted.ne(-100), shift_labels is None
+            optional = {"labels": labels, "shift_labels": shift_labels}
+            optional |= {"num_items_in_batch": num_items_in_batch}
+            passed = {name: x for name, x in optional.items() if x is not None}
+            return own_forward(*args, **passed, **kwargs)
+        targets = shift_labels if labels is None or shift_labels is not None else labels[:, 1:]
+        if targets is None:
+            raise SpecError("fused_lm_head=True needs labels: the tokens to score, or −100.")
+        mask, shifted = targets.ne(-100), shift_labels is None
         config = self.config.get_text_config()
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
@@ -96,7 +93,7 @@ def add_fused_lm_head(
 
         def scores(hidden: Tensor, parts: Matrices, known: Transformation) -> Any:
             at = hidden[:, :-1] if shifted else hidden
-            ids, options = wanted, known.options(temperature)
+            ids, options = targets, known.options(temperature)
             with torch.autocast(at.device.type, enabled=False) if in_float32 else nullcontext():
                 at = at.float() if in_float32 else at
                 if one_pass is None:
@@ -113,7 +110,7 @@ def add_fused_lm_head(
         per_token = (scored.result.logp, scored.result.entropy)
         logp, entropy = (at_the_end(x.float(), mask) for x in per_token)  # TRL's are float32
         loss = likelihood_loss(logp, mask, num_items_in_batch, aux_loss, coef)
-        if one_pass is not None:  # returned as well: wrappers look for the gradient in the output
+        if one_pass is not None:  # also in the output, where wrappers look for the gradient
             loss = one_pass.loss = scored.result.loss
         return output_class(
             loss=loss,
@@ -127,34 +124,30 @@ def add_fused_lm_head(
 
 
 def install_head() -> list[str]:
-    """Let every trainer of the installed TRL that is made from now on take its log-probabilities,
-    entropies and divergences from the head of this library; returns what was replaced.
-    `uninstall_head` undoes it.
+    """Let the trainers of the installed TRL that are constructed after this call compute
+    log-probabilities, entropies and divergences with the head of this library; returns the names
+    that were replaced. `uninstall_head` undoes it.
     """
     utils = import_module(UTILS)
     if not hasattr(utils, "add_fused_lm_head"):
-        raise SpecError(
-            "this TRL has no add_fused_lm_head, the place where its trainers get their head; TRL "
-            "1.16 has it."
-        )
-    if not _replaced:
-        _replaced.append((utils.add_fused_lm_head, add_fused_lm_head))
+        raise SpecError("this TRL has no add_fused_lm_head to replace; TRL 1.16 has it.")
+    if not _patch.pairs:
+        _patch.pairs.append((utils.add_fused_lm_head, add_fused_lm_head))
         with suppress(ModuleNotFoundError):
             theirs = import_module(DISTILLATION)._chunked_divergence_loss
-            _replaced.append((theirs, chunked_divergence_loss))
-    return swap("trl", _replaced)
+            _patch.pairs.append((theirs, chunked_divergence_loss))
+    return _patch.apply()
 
 
 def uninstall_head() -> None:
-    """Restore TRL's head, for trainers that are made from now on."""
-    swap("trl", [(new, old) for old, new in _replaced])
-    _replaced.clear()
+    """Restore TRL's head for trainers that are constructed later."""
+    _patch.undo()
 
 
 @contextmanager
 def installed_head() -> Iterator[None]:
-    """Our head for the trainers that are made inside. Then TRL's, unless ours was there before."""
-    before = bool(_replaced)
+    """Install the head for trainers constructed in this context; keep it if it was installed."""
+    before = bool(_patch.pairs)
     install_head()
     try:
         yield
@@ -165,7 +158,7 @@ def installed_head() -> Iterator[None]:
 
 @contextmanager
 def in_one_pass(model: Any, score: Callable[..., HeadOutput], count: int) -> Iterator[OnePass]:
-    """Let the fused forwards of `model` compute a loss of the last `count` tokens with `score`."""
+    """In this context, fused forwards of `model` compute a loss of the last `count` tokens."""
     inside = language_model(model)
     base = inside.get_base_model() if hasattr(inside, "get_base_model") else inside
     _one_pass[base] = OnePass(score, count)

@@ -1,5 +1,5 @@
-"""TRL's variants of the library's parts: its rounding of k3, the ratio that weighs its KL, and the
-rollout weight in VESPO's ratio.
+"""TRL's variants of the library's parts (its rounding of k3, the ratio that weighs its KL, the
+rollout weight in VESPO's ratio), and the counts and sums of its trainer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.correction import importance_weight, within
-from policyloss.functional.masking import bound, fill
+from policyloss.functional.masking import accumulator_dtype, bound, fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.parts.data import framework_part
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SequenceProduct
 from policyloss.parts.validate import NotNegative, Positive, not_below
 from policyloss.tokens import Tokens
+from policyloss.totals import Totals
 
 # The bounds of one token's log rollout weight in a product; a weight of 0 gets the lower one.
 ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)
@@ -29,11 +30,12 @@ ROLLOUT_LOG_BOUNDS = (math.log(1e-8), 20.0)
 @framework_part("kl", "trl")
 @dataclass(frozen=True)
 class WrittenKL(KL):
-    """`KL` with TRL's rounding: k3 term by term, which near d = 0 leaves only the rounding of eᵈ.
+    """`KL` with TRL's rounding: k3 is computed term by term, which near d = 0 leaves only the
+    rounding of eᵈ.
 
-    ratio_level: also multiply by a ratio to the anchor of the ratio slot, including its gradient,
-    whatever part fills that slot: "token" is the token's ratio, and "sequence" is the geometric
-    mean over its sequence. `clamp` bounds the logarithm of that ratio too.
+    ratio_level: also multiply by a ratio to the anchor of the ratio slot, with its gradient, for
+    any part in that slot: "token" is the token's ratio, "sequence" the geometric mean over its
+    sequence. `clamp` bounds the logarithm of that ratio too.
     """
 
     ratio_level: Literal["token", "sequence"] | None = None
@@ -43,7 +45,7 @@ class WrittenKL(KL):
         if self.ratio_level is not None and self.weight is not None:
             raise SpecError(
                 "WrittenKL: weight and ratio_level would both multiply the penalty by a ratio; "
-                "give one."
+                "pass one of them."
             )
 
     @property
@@ -69,7 +71,7 @@ class WrittenKL(KL):
         return bounded_exp(log_ratio, self.clamp)
 
     def weight_sentence(self) -> str | None:
-        """What the penalty is multiplied by, in words; None for what `KL` says."""
+        """The factor of the penalty in words, or the sentence of `KL`."""
         words = {
             "token": "the token's own ratio",
             "sequence": "the geometric mean of the sequence's ratios",
@@ -94,8 +96,8 @@ class RolloutProduct(SequenceProduct):
         super().__post_init__()
         if self.anchor != "old":
             raise SpecError(
-                "RolloutProduct leads from old_logp to rollout_logp: anchor must be 'old', not "
-                f"{self.anchor!r}."
+                "RolloutProduct multiplies by the ratio of old_logp to rollout_logp: anchor must "
+                f"be 'old', not {self.anchor!r}."
             )
 
     def __call__(self, t: Tokens) -> Tensor:
@@ -112,9 +114,67 @@ class RolloutProduct(SequenceProduct):
         return fill(bound(weight.log(), ROLLOUT_LOG_BOUNDS), t.mask)
 
     def sentence(self) -> str:
-        """What the ratio is, in words."""
+        """The ratio in words."""
         to = (
             f"to rollout_logp, through old_logp with weights within [{self.low:.10g}, "
             f"{self.high:.10g}]"
         )
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
+
+
+def step_totals(
+    mask: Tensor, items: Tensor | None, *, calls: int, generated: int, ranks: int
+) -> Totals:
+    """The totals of a step of `calls` micro-batches per rank, empty rows included.
+
+    items: the valid tokens of the generation batch of `generated` micro-batches per rank; None if
+    every micro-batch has the tokens (at least 1) of `mask`, `[B, T]`.
+    """
+    if items is None:
+        tokens = mask.sum().clamp(min=1).to(accumulator_dtype(mask.device)) * calls * ranks
+    else:
+        tokens = tokens_of_window(items, ranks, calls, generated)
+    return Totals(tokens=tokens, sequences=mask.shape[0] * calls * ranks, dp_size=ranks)
+
+
+def tokens_of_window(items: Tensor, ranks: int, calls: int, generated: int) -> Tensor:
+    """The tokens of one accumulation window over all ranks, `max(items, 1)·calls / generated`,
+    0-dim.
+
+    items: the valid tokens of the generation batch over all ranks. It is cut into `generated`
+    micro-batches per rank, of which `calls` are accumulated into one step. The share of one rank is
+    rounded to float32, as in TRL, then multiplied by the ranks.
+    """
+    share = items.clamp(min=1.0) / ranks * calls / generated
+    return share.to(accumulator_dtype(items.device)) * ranks
+
+
+def where_scored(logp: Tensor, instead: Tensor) -> Tensor:
+    """`logp`, or `instead` where the engine reported NaN. Token-shaped."""
+    return torch.where(logp.isnan(), instead.to(logp.dtype), logp)
+
+
+def replace_term(total: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """`total − old + new`, where `total` contains the value of `old`, but not its gradient."""
+    return total + (new - old.detach())
+
+
+def likelihood_loss(
+    logp: Tensor, mask: Tensor, items: Tensor | int | None, aux: Tensor | None, coef: float
+) -> Tensor:
+    """The loss that TRL's fused head returns: `−Σ logp / items` plus `coef` times the router loss.
+    items: by default the tokens of `mask`.
+    """
+    count = mask.sum().clamp(min=1) if items is None else items
+    loss = -logp.sum() / count
+    return loss if aux is None else loss + coef * aux
+
+
+def last(x: Tensor, count: int) -> Tensor:
+    """The last `count` entries of each row. `[B, T, …]` → `[B, count, …]`."""
+    return x[:, x.shape[1] - count :]
+
+
+def at_the_end(x: Tensor, like: Tensor) -> Tensor:
+    """`x` at the end of rows of the length of `like`, 0 before. `[B, n]` → `[B, T]`."""
+    return torch.nn.functional.pad(x, (like.shape[1] - x.shape[1], 0))

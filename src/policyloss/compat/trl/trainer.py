@@ -1,5 +1,6 @@
-"""TRL's GRPOTrainer with the policy loss of this library. `trainer_class` imports TRL, at the first
-use of `policyloss.compat.trl.GRPOTrainer`.
+"""TRL's GRPOTrainer with the policy loss of this library, and the checks of a user's loss: the
+trainer has everything that it reads, and every option of the config that is set has an effect.
+`trainer_class` imports TRL, at the first use of `policyloss.compat.trl.GRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -15,31 +16,44 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from policyloss.catalogue import AnyLoss, as_spec
+from policyloss.compat.hooks import check_advantages
 from policyloss.compat.trl.batch import batch_loss, head_loss, loss_mask
-from policyloss.compat.trl.config import BESIDE, spec_from_config, step_totals, totals_for
-from policyloss.compat.trl.counts import exchanged
-from policyloss.compat.trl.custom import checked_loss
+from policyloss.compat.trl.config import (
+    EXTRA_OPTIONS,
+    SAPO,
+    VESPO,
+    advantages_of,
+    is_set,
+    naming,
+    option,
+    spec_from_config,
+    totals_for,
+)
 from policyloss.compat.trl.head import OnePass, in_one_pass, installed_head
+from policyloss.compat.trl.parts import replace_term, step_totals
 from policyloss.errors import SpecError, unknown_name
 from policyloss.head.loss import HeadOutput
 from policyloss.loss import LossOutput
 from policyloss.metrics import Metrics
+from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
+from policyloss.parts.kl import KL
 from policyloss.spec import LossSpec
 
 if TYPE_CHECKING:
     _Parent = Any
 else:
-    _Parent = object  # TRL's trainer stands behind it in the class that `trainer_class` makes
+    _Parent = object  # `trainer_class` adds TRL's trainer as the second base
 
 PREFIX = "policyloss/"
-# Metrics in which TRL describes the config's policy loss. With another loss they would be wrong.
-OF_THE_CONFIG = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
+# TRL's metrics of the config's policy loss, which would be wrong for another loss.
+CONFIG_METRICS = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
 
 
 @dataclass
 class _Watched:
-    """Intermediate results of TRL's loss: the model's log-probabilities and entropies, and the
-    tokens that it keeps (None: all).
+    """Intermediate results of TRL's loss: log-probabilities, entropies, and the mask of the tokens
+    that keep a policy term (None: all).
     """
 
     logp: Tensor = field(init=False)
@@ -50,17 +64,15 @@ class _Watched:
 class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
     """TRL's GRPOTrainer with the policy loss of policyloss; everything else is TRL's.
 
-    policy_loss: a `LossSpec`, the name of a preset, or None for the loss the config describes
-    (`spec_from_config`), with the numbers TRL has for it. TRL's generation, rewards, reference
-    model, entropy bonus, router loss, evaluation and metrics stay as they are; metrics of this
-    library are logged beside them as "policyloss/…", exact over the micro-batches and processes
-    of an optimizer step. It is an error to set an option of the config that has no effect with
-    `policy_loss`.
+    policy_loss: a `LossSpec`, the name of a preset, or None for the loss that the config describes
+    (`spec_from_config`), with TRL's numbers. Generation, rewards, reference model, entropy bonus,
+    router loss, evaluation and metrics remain TRL's. Metrics of this library are logged as
+    "policyloss/…", exact over the micro-batches and processes of an optimizer step. Setting an
+    option of the config that has no effect with `policy_loss` is an error.
 
-    head: "fused" computes log-probabilities, those of the old policy and of the reference too,
-    by the head of this library, without logits. The loss is computed in the same pass where
-    nothing stands between log-probabilities and loss (an entropy bonus and
-    top_entropy_quantile do). None is TRL's own head.
+    head: "fused" computes all log-probabilities, also of the old policy and the reference, with the
+    head of this library, without logits. It computes the loss in the same pass unless an entropy
+    bonus or top_entropy_quantile needs the log-probabilities first. None is TRL's own head.
     """
 
     trl_release: str
@@ -98,7 +110,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
         return (self._watched.logp.detach(), self._watched.entropy, *rest)
 
     def get_high_entropy_mask(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's mask of the tokens whose policy term is kept; ours is kept for the same."""
+        """TRL's mask of the tokens that keep a policy term; ours keeps the same tokens."""
         mask: Tensor = super().get_high_entropy_mask(*args, **kwargs)
         if self._watched is not None:
             self._watched.keep = mask
@@ -106,7 +118,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
 
     @contextmanager
     def _watching(self) -> Iterator[_Watched]:
-        """Give TRL's policy term log-probabilities without gradient; ours keeps it."""
+        """Pass log-probabilities without gradient to TRL's policy term; ours has the gradient."""
         self._watched = _Watched()
         try:
             yield self._watched
@@ -119,12 +131,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
         with self._watching() as watched, self._one_pass(spec, totals, inputs) as one_pass:
             total: Tensor = super()._compute_loss(model, inputs)
         out = batch_loss(
-            spec,
-            watched.logp,
-            inputs,
-            totals=totals,
-            entropy=watched.entropy,
-            keep=watched.keep,
+            spec, watched.logp, inputs, totals=totals, entropy=watched.entropy, keep=watched.keep
         )
         if one_pass is not None and one_pass.loss is not None:
             out = LossOutput(one_pass.loss, out.metrics)
@@ -136,7 +143,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
             or getattr(self, "aux_loss_enabled", False)
         ):
             return out.loss
-        return exchanged(
+        return replace_term(
             total,
             out.loss if self.policy_loss is None else self._config_term(watched, inputs),
             out.loss,
@@ -145,8 +152,8 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
     def _one_pass(
         self, spec: LossSpec, totals: Any, inputs: Mapping[str, Any]
     ) -> AbstractContextManager[OnePass | None]:
-        """While TRL computes its loss, let the head compute ours: where it is ours alone that
-        carries the gradient of the log-probabilities and entropies.
+        """Let the head compute our loss while TRL computes its own, if only our loss needs the
+        gradients of log-probabilities and entropies.
         """
         between = getattr(self, "_entropy_bonus_enabled", False) or (
             getattr(self, "top_entropy_quantile", 1.0) < 1.0
@@ -162,38 +169,27 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
     def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
         engine = "sampling_per_token_logps" in inputs
         return spec_from_config(
-            self.args, release=self.trl_release, handled=BESIDE, engine_logp=engine
+            self.args, release=self.trl_release, handled=EXTRA_OPTIONS, engine_logp=engine
         )
 
     def _config_term(self, watched: _Watched, inputs: Mapping[str, Any]) -> Tensor:
-        """The policy term that TRL's total contains."""
-        totals = self._config_totals(inputs)
+        """The policy term in TRL's total."""
+        spec, totals = self._config_spec(inputs), self._config_totals(inputs)
         with torch.no_grad():
-            return batch_loss(
-                self._config_spec(inputs),
-                watched.logp,
-                inputs,
-                totals=totals,
-                keep=watched.keep,
-            ).loss
+            return batch_loss(spec, watched.logp, inputs, totals=totals, keep=watched.keep).loss
 
     def _totals(self, spec: LossSpec, inputs: Mapping[str, Any]) -> Any:
         if self.policy_loss is None:
             return self._config_totals(inputs)
         if spec.needs_statistics:
-            return "local"  # checked_loss made sure that a step is one call
+            return "local"  # `checked_loss` has ensured that a step is one call
         calls = self.current_gradient_accumulation_steps
         generated = self.args.steps_per_generation
         if not self.model.training:
             calls = generated = 1
+        mask, items = loss_mask(inputs), inputs["num_items_in_batch"]
         ranks = self.accelerator.num_processes
-        return step_totals(
-            loss_mask(inputs),
-            inputs["num_items_in_batch"],
-            calls=calls,
-            generated=generated,
-            ranks=ranks,
-        )
+        return step_totals(mask, items, calls=calls, generated=generated, ranks=ranks)
 
     def _config_totals(self, inputs: Mapping[str, Any]) -> Any:
         return totals_for(
@@ -207,7 +203,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
         )
 
     def _record(self, metrics: Metrics) -> None:
-        """Keep a micro-batch's metrics; log them, merged, when the step is complete."""
+        """Store the metrics of a micro-batch; merge and log them when the step is complete."""
         if not self.model.training:
             self._evaluated.append(metrics.all_reduce())
             return
@@ -222,14 +218,14 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
 
     def _drop_metrics_of_the_config(self) -> None:
         mode = "train" if self.model.training else "eval"
-        for name in [n for n in self._metrics[mode] if n.startswith(OF_THE_CONFIG)]:
+        for name in [n for n in self._metrics[mode] if n.startswith(CONFIG_METRICS)]:
             del self._metrics[mode][name]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's log, with the metrics of an evaluation's batches together."""
+        """TRL's log, with the metrics of all batches of an evaluation merged."""
         if self._evaluated and not self.model.training:
             values = sum(self._evaluated, Metrics()).compute()
-            values.pop("loss")  # a sum over batches; TRL's eval_loss is their mean
+            values.pop("loss")  # a sum over batches; TRL logs their mean as eval_loss
             self._log_as("eval", values)
             self._evaluated = []
         super().log(logs, *args, **kwargs)
@@ -242,9 +238,102 @@ def trainer_class() -> type[Any]:
         trl = import_module("trl")
     except ModuleNotFoundError as error:
         raise ImportError(
-            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's and needs it: pip install "
-            "trl."
+            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's trainer: pip install trl."
         ) from error
     described = {"__doc__": WithOurLoss.__doc__, "__module__": __name__}
     bases = (WithOurLoss, trl.GRPOTrainer)
     return type("GRPOTrainer", bases, {**described, "trl_release": trl.__version__})
+
+
+# The slots that an option acts on. It has no effect if all of them differ in `policy_loss`.
+_SLOTS = {
+    "loss_type": ("trust", "aggregate"),
+    "importance_sampling_level": ("ratio",),
+    "use_bias_correction_kl": ("kl",),
+    **dict.fromkeys(("epsilon", "epsilon_high", "delta", *SAPO, *VESPO), ("trust",)),
+    "off_policy_mask_threshold": ("correction",),
+    **{
+        f"vllm_importance_sampling_{name}": ("correction", "ratio")
+        for name in ("mode", "clip_max", "clip_min")
+    },
+}
+
+
+def checked_loss(
+    policy_loss: AnyLoss | None, config: Any, release: str | None = None
+) -> LossSpec | None:
+    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
+    the config describes, which is checked too.
+    """
+    config_spec = spec_from_config(config, release=release, handled=EXTRA_OPTIONS)
+    if policy_loss is None:
+        return None
+    spec = as_spec(policy_loss, "policy_loss")
+    if spec.needs_horizon:
+        with naming(config, "max_completion_length"):
+            spec = spec.with_horizon(option(config, "max_completion_length"))
+    for problem, applies in _problems(spec, config_spec, config).items():
+        if applies:
+            raise SpecError(problem)
+    _check_advantages(policy_loss if isinstance(policy_loss, str) else spec, config)
+    return spec
+
+
+def _check_advantages(policy_loss: LossSpec | str, config: Any) -> None:
+    fixes = {"grpo": "set scale_rewards='group'", "dr_grpo": "set scale_rewards='none'"}
+    called = f"policy_loss={policy_loss!r}" if isinstance(policy_loss, str) else "policy_loss"
+    setting = f"GRPOConfig(scale_rewards={getattr(config, 'scale_rewards', 'group')!r})"
+
+    def fix(advantage: str) -> str:
+        return fixes.get(advantage, "TRL's GRPOTrainer cannot compute them")
+
+    check_advantages(called, policy_loss, advantages_of(config), setting, fix)
+
+
+def _problems(spec: LossSpec, config_spec: LossSpec, config: Any) -> dict[str, Any]:
+    """Error messages, and whether each applies to a loss in this config."""
+    without_effect = [
+        f"{name}={option(config, name)!r}"
+        for name, slots in _SLOTS.items()
+        if is_set(config, name)
+        and all(getattr(spec, slot) != getattr(config_spec, slot) for slot in slots)
+    ]
+    beta, reads_ref = option(config, "beta"), "ref_logp" in spec.reads
+    coef = spec.kl.coef if isinstance(spec.kl, KL) else None
+    vllm, reads_rollout = option(config, "use_vllm"), "rollout_logp" in spec.reads
+    corrects = vllm and option(config, "vllm_importance_sampling_correction")
+    calls = option(config, "gradient_accumulation_steps")
+    processes = getattr(config, "world_size", 1)
+    local = isinstance(spec.aggregate, (LocalTokenMean, LocalSeqMeanTokenMean))
+    return {
+        f"policy_loss has parts of its own, so {', '.join(without_effect)} of the GRPOConfig would "
+        "have no effect; leave them at their defaults, or build the loss from the config: "
+        "policy_loss=spec_from_config(args).replace(…).": without_effect,
+        f"policy_loss.entropy_coef={spec.entropy_coef!r}: the trainer has its own entropy bonus; "
+        f"set GRPOConfig(entropy_coef={spec.entropy_coef!r}) and leave that of the loss at 0.": (
+            spec.entropy_coef
+        ),
+        "policy_loss reads ref_logp, but TRL keeps a reference model only if beta is not 0; set "
+        f"beta={coef or 'coef'}.": reads_ref and beta == 0.0,
+        f"policy_loss.kl.coef={coef!r} but GRPOConfig.beta={beta!r}; set both to the same value.": (
+            reads_ref and coef is not None and coef != beta
+        ),
+        f"beta={beta!r} would have no effect: policy_loss does not read ref_logp; set beta=0.0, or "
+        "add a kl part to the loss.": not reads_ref and beta != 0.0,
+        "policy_loss reads rollout_logp, the inference engine's log-probabilities, which TRL has "
+        "only with vLLM: set use_vllm=True, or choose a loss without a rollout correction.": (
+            reads_rollout and not vllm
+        ),
+        "vllm_importance_sampling_correction=True would have no effect: no part of policy_loss "
+        "reads rollout_logp. Add correction=spec_from_config(args).correction, or set "
+        "vllm_importance_sampling_correction=False.": corrects and not reads_rollout,
+        f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use "
+        "another average.": "group_ids" in spec.reads,
+        "policy_loss needs statistics of the complete step (rejected= other than 'keep', "
+        "SelfNormalise, CovClip, CovKL), but the trainer computes one micro-batch at a time: "
+        f"gradient_accumulation_steps={calls!r} on {processes} process(es); use 1 and 1, or "
+        "another loss.": spec.needs_statistics and (calls > 1 or processes > 1),
+        f"aggregate={spec.aggregate!r} ignores gradient_accumulation_steps={calls!r}, so the sum "
+        "of the step would be that many times too large; use TokenMean or SeqMeanTokenMean, or "
+        "loss_type='bnpo'.": local and calls > 1,
+    }

@@ -16,9 +16,8 @@ from policyloss.compat.verl.head import (
     linear_cross_entropy,
     uninstall_head,
 )
-from policyloss.compat.verl.install import install, uninstall
 from policyloss.compat.verl.losses import *
-from policyloss.compat.verl.registry import register
+from policyloss.compat.verl.registry import install, register, uninstall
 from policyloss.compat.verl.rollout_correction import *
 from policyloss.compat.verl.settings import check_config
 

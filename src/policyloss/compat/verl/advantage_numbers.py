@@ -1,11 +1,12 @@
-"""Advantages with verl's rounding, because its drop-ins must give exactly its numbers.
+"""Advantages with the rounding of verl (verl/trainer/ppo/core_algos.py), whose numbers its drop-ins
+must reproduce exactly.
 
 `policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0
-at masked tokens. verl computes as the formula is written: in the dtype of the rewards, in the order
-of the rows and tokens, with its small constants. The difference is rounding, but rounding is
-amplified where rewards lie close together: two float32 rewards 3.0 and 3.1 are standardised to
-±0.7071 with an error of 1e-6, and a constant group to whatever the last bit of its mean gives. Use
-`policyloss.advantage` unless you need verl's numbers.
+at masked tokens. verl follows the formula literally: in the dtype of the rewards, in the order of
+rows and tokens, with its small constants. The difference is rounding, which is amplified where
+rewards are close: float32 rewards 3.0 and 3.1 are standardised to ±0.7071 with an error of 1e-6,
+and a constant group to the last bit of its mean. Use `policyloss.advantage` unless you need verl's
+numbers.
 
 Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or
 0/1 in any dtype, and that dtype matters where verl divides by its sum. Nothing carries a gradient.
@@ -32,10 +33,8 @@ from policyloss.tokens import as_mask
 
 @dataclass(frozen=True)
 class PlainGroups:
-    """Rewards and the statistics of each one's group: size, total, mean, sample standard deviation;
-    all `[S]`, in row order.
-
-    A group of one has mean 0 and deviation 1, so that it keeps its raw reward.
+    """Rewards and the statistics of their groups (size, total, mean, sample standard deviation),
+    all `[S]`, in row order. A group of one has mean 0 and deviation 1, so it keeps its raw reward.
     """
 
     rewards: Tensor
@@ -49,11 +48,10 @@ class PlainGroups:
     def stacked(
         cls, rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None
     ) -> PlainGroups:
-        """Statistics that reduce the members of a group as `torch.mean` and `torch.std` reduce a
-        vector, in its dtype.
+        """Statistics with the bits of `torch.mean` and `torch.std` of each group as a vector.
 
         weights `[S]`: the mean is `Σ w·r / Σ w` (0 for a group without weight). Groups of the same
-        size are reduced at once, so this reads the sizes back to the host.
+        size are reduced at once, so the sizes are read back to the host.
         """
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
@@ -71,8 +69,8 @@ class PlainGroups:
                 if weight is None
                 else _weighted_mean(members, weight[rows])
             )
-            # As torch.std does it: squares in float64 of the distances from the rounded mean, added
-            # up one after the other.
+            # As in torch.std: squares in float64 of the distances from the rounded mean, added one
+            # after the other.
             wide = accumulator_dtype(rewards.device)
             squares = (members.to(wide) - center.to(wide)).square().cumsum(1)[:, -1:]
             total[rows] = members.sum(1, keepdim=True).expand_as(members)
@@ -91,11 +89,9 @@ class PlainGroups:
         variance: Literal["centered", "moments"] = "centered",
         floor: float = 0.0,
     ) -> PlainGroups:
-        """Statistics that add up one row after the other, as `index_add_` and `bincount` do. dtype:
-        that of the statistics (None: that of the rewards).
-
-        variance: "centered" `Σ(r−μ)²/(n−1)`, or "moments" `(Σr² − (Σr)²/n)/(n−1)`, which cancels.
-        floor: its least value.
+        """Statistics with the bits of `index_add_` and `bincount`, which add one row after the
+        other. dtype: of the statistics (None: of the rewards). variance: "centered"
+        `Σ(r−μ)²/(n−1)`, or "moments" `(Σr² − (Σr)²/n)/(n−1)`, which cancels. floor: its minimum.
         """
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
@@ -120,14 +116,12 @@ class PlainGroups:
         return self.rewards - self.mean
 
     def scaled(self, x: Tensor, eps: float) -> Tensor:
-        """`x / (σ + eps)`. The deviation 1 of a group of one is a float32 number, so that `1 + eps`
-        is rounded to float32.
-        """
+        """`x / (σ + eps)`; for a group of one, `1 + eps` is rounded to float32."""
         alone = (torch.ones((), device=x.device) + eps).to(x.dtype)
         return x / torch.where(self.size == 1, alone, self.std + eps)
 
     def left_out(self) -> Tensor:
-        """`r·n/(n−1) − μ·n/(n−1)`: r less the mean of the others; r itself if there are none."""
+        """`r·n/(n−1) − μ·n/(n−1)`: r minus the mean of the others; r itself for a group of one."""
         others = (self.size - 1).clamp(min=1)
         return torch.where(
             self.size > 1,
@@ -142,9 +136,7 @@ class PlainGroups:
         )
 
     def per_nonzero(self, f_norm: float = 1.0) -> Tensor:
-        """GPG: `α·(r − μ) / f_norm` with α = S / (number of rewards that are not 0, at least one),
-        a float32 number.
-        """
+        """GPG: `α·(r − μ) / f_norm` with the float32 number α = S / max(nonzero rewards, 1)."""
         used = torch.count_nonzero(self.rewards).clamp(min=1)
         return self.rewards.shape[0] / used * self.centered / f_norm
 
@@ -160,9 +152,7 @@ def _weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """√x to the last bit, as `torch.std` takes it; `torch.sqrt` may be one off in float64, where
-    MKL computes it.
-    """
+    """√x correctly rounded, as in `torch.std`; MKL's `torch.sqrt` may be one bit off in float64."""
     return torch.tensor(
         [math.sqrt(v) for v in x.flatten().tolist()], dtype=x.dtype, device=x.device
     ).view_as(x)
@@ -170,7 +160,7 @@ def _root(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sequence_scores(token_rewards: Tensor) -> Tensor:
-    """The sum of a row's token rewards, masked ones too, in their dtype. `[B, T]` → `[B]`."""
+    """The sum of a row's token rewards, masked ones included, in their dtype. `[B, T]` → `[B]`."""
     check_tensor("token_level_rewards", token_rewards, "float")
     if token_rewards.dim() != 2:
         raise InputError(
@@ -180,16 +170,13 @@ def sequence_scores(token_rewards: Tensor) -> Tensor:
 
 
 def sequence_lengths(mask: Tensor) -> Tensor:
-    """How many valid tokens a row has. `[B, T]` → `[B]`."""
+    """The number of valid tokens of each row. `[B, T]` → `[B]`."""
     return as_mask(mask, mask).sum(dim=-1)
 
 
 def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """Each valid token gets the number of its sequence, the others get 0. `[B]`, `[B, T]` →
-    `[B, T]`.
-
-    The result has the dtype of the product of the two: a float64 mask makes float32 numbers
-    float64.
+    """The number of its sequence at each valid token, 0 at the others. `[B]`, `[B, T]` → `[B, T]`,
+    in the dtype of their product: a float64 mask makes float32 numbers float64.
     """
     if mask.dim() != 2 or x.shape != mask.shape[:1]:
         raise InputError(
@@ -205,9 +192,8 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
     """`(x − mean) / √(variance + eps)` with mean and unbiased variance over the valid tokens;
     masked tokens are transformed too.
 
-    count_eps is added to the number of tokens where a sum is divided by it. Fewer than two valid
-    tokens are an error, as they have no variance. Source: the masked whitening of verl; `whiten`
-    without its guards.
+    count_eps is added to the number of tokens before a sum is divided by it. Fewer than two valid
+    tokens have no variance and raise an error.
     """
     valid = as_mask(mask, x)
     n = mask.sum()
@@ -225,11 +211,10 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
 def plain_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, bridge: bool = True
 ) -> GAE:
-    """GAE, one token after the other from the end; not whitened. All token-shaped.
+    """GAE, one token after the other from the end, not whitened. All token-shaped.
 
-    A masked token gets the advantage of the next valid one (0 if there is none), and that plus its
-    value as its return.
-    bridge: False runs over masked tokens as if they were valid.
+    A masked token gets the advantage of the next valid one (0 if there is none), and its return is
+    that plus its value. bridge: False treats masked tokens as valid.
     """
     valid = as_mask(mask, values) if bridge else torch.ones_like(values, dtype=torch.bool)
     running, next_value, backwards = values.new_zeros(()), values.new_zeros(()), []
@@ -248,9 +233,9 @@ def plain_returns(
 ) -> Tensor:
     """Discounted returns, one token after the other from the end. All token-shaped.
 
-    holes: "bridge" runs over the valid tokens, 0 at the masked ones. "cut": a masked token has the
-    return `r_t + γ·G_{t+1}`, but passes nothing on to the token before it, so that in a row of
-    several turns each turn is credited separately.
+    holes: "bridge" sums over the valid tokens and is 0 at masked ones. "cut": a masked token has
+    the return `r_t + γ·G_{t+1}`, but the token before it gets nothing from it, so each turn of a
+    row is credited separately.
     """
     valid = as_mask(mask, rewards)
     running, backwards = rewards.new_zeros(()), []
@@ -274,10 +259,10 @@ def less_baseline(returns: Tensor, baseline: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-    """`Σ_k w_k·x_k`, added up in their order; the weights (1 by default) are float32 numbers."""
+    """`Σ_k w_k·x_k`, added in this order, with float32 weights (default: 1)."""
     if weights is not None and len(weights) != len(parts):
         raise InputError(
-            f"weights must hold one number per reward ({len(parts)}), got {len(weights)}."
+            f"weights must have one number per reward ({len(parts)}), got {len(weights)}."
         )
     weight = (
         torch.ones(len(parts)) if weights is None else torch.tensor(weights, dtype=torch.float32)

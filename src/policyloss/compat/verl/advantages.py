@@ -1,10 +1,10 @@
-"""verl's advantage estimators under verl's names, with its arguments, defaults, results
-`(advantages, returns)` and numbers.
+"""verl's advantage estimators (verl/trainer/ppo/core_algos.py) under verl's names, with its
+arguments, defaults, results `(advantages, returns)` and numbers.
 
 Tensors are `[B, T]`; `index` holds one label per row (a numpy array, a list or a tensor), and rows
-with equal labels are a group. `release` says which release's meaning to keep where verl changed a
-number (None: the current release). No argument is modified. A row's score is the sum of all its
-token rewards, at masked tokens too, as in verl.
+with equal labels form a group. `release` selects the numbers of an older release where verl changed
+them (None: the current release). No argument is modified. As in verl, the score of a row is the sum
+of all its token rewards, masked tokens included.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_max_gap
 from policyloss.advantage.returns import reward_to_go
 from policyloss.arguments import check_number, check_scalar
-from policyloss.compat.arguments import drop_in, drop_in_of
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in, drop_in_of
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
     less_baseline,
@@ -34,7 +33,7 @@ from policyloss.compat.verl.advantage_numbers import (
     sequence_scores,
     weighted_sum,
 )
-from policyloss.compat.verl.calls import number_of, read
+from policyloss.compat.verl.settings import read, read_number
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask
@@ -62,7 +61,7 @@ AdvantageResult = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Grouped:
-    """The arguments of an estimator by groups, and what such estimators share."""
+    """The arguments of an estimator by groups, and the steps that these estimators share."""
 
     token_level_rewards: Tensor
     response_mask: Tensor
@@ -104,7 +103,7 @@ class Normalised(Grouped):
     config: Any = None
 
     def normalised(self, groups: PlainGroups) -> Tensor:
-        """The rewards less their group's mean, over its deviation if that is asked for."""
+        """The rewards minus their group's mean, divided by its deviation unless that is off."""
         centered = groups.centered
         return groups.scaled(centered, self.epsilon) if self.norm_adv_by_std_in_grpo else centered
 
@@ -174,8 +173,8 @@ def compute_gae_advantage_return(
     *,
     release: str | None = None,
 ) -> AdvantageResult:
-    """GAE, whitened over the valid tokens; masked tokens are not zeroed. Before 0.5.0 masked tokens
-    counted as time steps too.
+    """GAE, whitened over the valid tokens; masked tokens are not set to 0. Before 0.5.0 masked
+    tokens counted as time steps too.
     """
     check_scalar("gamma", gamma)
     check_scalar("lam", lam)
@@ -186,7 +185,7 @@ def compute_gae_advantage_return(
 
 @drop_in_of(Normalised)
 def compute_grpo_outcome_advantage(call: Normalised) -> AdvantageResult:
-    """GRPO: the reward less its group's mean, over the group's deviation unless
+    """GRPO: the reward minus its group's mean, divided by the group's deviation unless
     `norm_adv_by_std_in_grpo` is False.
     """
     return call.outcome(call.normalised(call.groups()))
@@ -194,8 +193,8 @@ def compute_grpo_outcome_advantage(call: Normalised) -> AdvantageResult:
 
 @drop_in_of(VectorizedCall)
 def compute_grpo_vectorized_outcome_advantage(call: VectorizedCall) -> AdvantageResult:
-    """GRPO with statistics in float32. Before 0.8.0 the variance came from the two moments, and was
-    at least `epsilon`.
+    """GRPO with statistics in float32. Before 0.8.0 the variance was computed from the two moments,
+    and was at least `epsilon`.
     """
     older: dict[str, Any] = {"variance": "moments", "floor": call.epsilon}
     options = {} if at_least(call.release, "0.8.0") else older
@@ -209,8 +208,8 @@ def compute_gdpo_outcome_advantage(call: GdpoCall) -> AdvantageResult:
     `gdpo_reward_weights`, then whitened.
 
     The rewards are read from `non_tensor_batch`, in float32. Without config, non_tensor_batch or
-    batch, `token_level_rewards` are the only reward. (verl reads from `batch` where to put a
-    reward, and then sums it up again; neither is needed here.)
+    batch, `token_level_rewards` are the only reward. (verl looks up the position of a reward in
+    `batch` and sums over positions again; neither is needed here.)
     """
     rewards, weights = [call.scores], None
     if all(x is not None for x in (call.config, call.non_tensor_batch, call.batch)):
@@ -223,15 +222,15 @@ def compute_gdpo_outcome_advantage(call: GdpoCall) -> AdvantageResult:
 
 @drop_in_of(Normalised, ignores_others=True)
 def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
-    """Pass@k: the best of a group gets its margin over the second. `config.norm_adv_by_std_in_grpo`
-    decides, not the argument.
+    """Pass@k: the best row of a group gets its margin over the second. As in verl,
+    `config.norm_adv_by_std_in_grpo` has an effect, the argument has none.
     """
     by_std = read(call.config, "norm_adv_by_std_in_grpo", True)
     groups, ids = call.groups(), call.ids
     if 1 in Counter(ids.tolist()).values():
         raise InputError(
-            "index has a group with one row; pass@k needs at least 2 samples per group to have a "
-            "second best."
+            "index has a group with one row; pass@k compares the best two, so a group needs at "
+            "least 2 samples."
         )
     margin = passk_max_gap(groups.rewards, ids, scale=None, group="local")
     return call.outcome(groups.scaled(margin, call.epsilon) if by_std else margin)
@@ -239,20 +238,20 @@ def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(call: Configured) -> AdvantageResult:
-    """REINFORCE++-baseline: the reward less its group's mean, whitened over the valid tokens."""
+    """REINFORCE++-baseline: the reward minus its group's mean, whitened over the valid tokens."""
     centered = over_tokens(call.groups().centered, call.response_mask)
     return _whitened(centered, call.response_mask)
 
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_rloo_outcome_advantage(call: Configured) -> AdvantageResult:
-    """RLOO: the reward less the mean of the group's other rows; a row alone keeps its reward."""
+    """RLOO: the reward minus the mean of the group's other rows; a single row keeps its reward."""
     return call.outcome(call.groups().left_out())
 
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_opo_outcome_advantage(call: Configured) -> AdvantageResult:
-    """OPO: the reward less its group's mean weighted by length."""
+    """OPO: the reward minus its group's mean weighted by length."""
     return call.outcome(call.groups(sequence_lengths(call.response_mask)).centered)
 
 
@@ -267,10 +266,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> AdvantageResult:
     """REINFORCE++: returns discounted by `config.gamma`, whitened over the valid tokens.
 
-    Before 0.9.0 a masked token interrupted the sum, so that a turn got nothing from the turns after
-    it.
+    Before 0.9.0 a masked token interrupted the sum, so a turn got nothing from later turns.
     """
-    gamma = number_of(config, "gamma")
+    gamma = read_number(config, "gamma")
     holes: Literal["bridge", "cut"] = "bridge" if at_least(release, "0.9.0") else "cut"
     returns = plain_returns(token_level_rewards, response_mask, gamma, holes=holes)
     return _whitened(returns, response_mask)[0], returns
@@ -284,10 +282,10 @@ def compute_remax_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> AdvantageResult:
-    """ReMax: the reward-to-go less the greedy answer's reward; masked tokens keep theirs."""
+    """ReMax: the reward-to-go minus the reward of the greedy answer; masked tokens keep theirs."""
     if reward_baselines.shape != response_mask.shape[:1]:
         raise InputError(
-            f"reward_baselines has shape {tuple(reward_baselines.shape)}; give one per row, "
+            f"reward_baselines has shape {tuple(reward_baselines.shape)}; pass one per row, "
             f"{response_mask.shape[:1]}."
         )
     returns = reward_to_go(token_level_rewards, response_mask)
@@ -296,33 +294,33 @@ def compute_remax_outcome_advantage(
 
 @drop_in_of(GpgCall, ignores_others=True)
 def compute_gpg_outcome_advantage(call: GpgCall) -> AdvantageResult:
-    """GPG: the reward less its group's mean, over `f_norm`, times rows per reward that is not 0.
-    `alpha` is ignored, as in verl.
+    """GPG: the reward minus its group's mean, divided by `f_norm`, times the number of rows per
+    nonzero reward. As in verl, `alpha` has no effect.
     """
     return call.outcome(call.groups().per_nonzero(call.f_norm))
 
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_rloo_vectorized_outcome_advantage(call: Configured) -> AdvantageResult:
-    """RLOO from the totals of the groups; a row alone gets 0."""
+    """RLOO from the totals of the groups; a single row gets 0."""
     return call.outcome(PlainGroups.indexed(call.scores, call.ids).left_out_of_total())
 
 
 @drop_in_of(TokenBaselineCall, ignores_others=True)
 def compute_optimal_token_baseline_advantage(call: TokenBaselineCall) -> AdvantageResult:
-    """The optimal token baseline, column by column; returns are the reward-to-go."""
+    """The optimal token baseline at each column; returns are the reward-to-go."""
     return call.estimate(bridge=False)
 
 
 @drop_in_of(TokenBaselineCall, ignores_others=True)
 def compute_multi_turn_optimal_token_baseline_advantage(call: TokenBaselineCall) -> AdvantageResult:
-    """The optimal token baseline by valid tokens, for rows of several turns."""
+    """The optimal token baseline at each valid token, for rows of several turns."""
     return call.estimate(bridge=True)
 
 
 def group_numbers(index: Any, rows: Tensor) -> Tensor:
-    """`index` as one integer per row of `rows`. Labels may be of any kind (uids, numbers, tensors),
-    and equal labels get the same number.
+    """`index` as one integer per row of `rows`. Labels may be strings, numbers or a tensor; equal
+    labels get the same integer.
     """
     try:
         labels = index.tolist() if hasattr(index, "tolist") else list(index)
@@ -335,7 +333,7 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
         ) from None
     if len(numbers) != rows.shape[0]:
         raise InputError(
-            f"index has {len(numbers)} labels for {rows.shape[0]} rows; give one each."
+            f"index has {len(numbers)} labels for {rows.shape[0]} rows; pass one per row."
         )
     return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
 

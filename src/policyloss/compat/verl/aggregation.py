@@ -1,4 +1,6 @@
-"""verl's averages: `agg_loss`, `compute_value_loss`, `kl_penalty`, and their names."""
+"""verl's averages `agg_loss` and `compute_value_loss` and its `kl_penalty`
+(verl/trainer/ppo/core_algos.py), and their names.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,15 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice, description
-from policyloss.compat.arguments import drop_in
-from policyloss.compat.counts import guard, guarded_mean, number, share
-from policyloss.compat.parts import seq_mean_token_mean
-from policyloss.compat.releases import at_least
+from policyloss.compat.arguments import at_least, drop_in
+from policyloss.compat.parts import (
+    as_count,
+    guard,
+    guarded_mean,
+    mask_or_all,
+    seq_mean_token_mean,
+    share,
+)
 from policyloss.errors import InputError, SpecError, unknown_name
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens
@@ -35,7 +42,7 @@ __all__ = [
     "kl_penalty_forward",
 ]
 
-# What verl adds to a count before it divides by it (see `guard` for when that acts).
+# verl adds this to a count before dividing by it (see `guard` for the cases where it acts).
 EPSILON = 1e-8
 AGG_MODES = (
     "token-mean",
@@ -48,8 +55,8 @@ OLDEST = "0.4.1"
 
 
 class NotOfferedError(InputError, NotImplementedError):
-    """An option of verl that is not offered here. verl raises a NotImplementedError; every error of
-    this library is a ValueError.
+    """An option of verl that this library lacks: a NotImplementedError as in verl, and a ValueError
+    as every error here.
     """
 
 
@@ -70,18 +77,16 @@ def aggregation(
     *,
     release: str | None = None,
 ) -> Aggregation:
-    """Translate `agg_loss`'s arguments: which aggregation, and the counts it divides by. `mask` is
-    `[B, T]`.
+    """Translate the arguments of `agg_loss` to an aggregation and its counts. `mask` is `[B, T]`.
 
-    release: the release whose meaning to follow. Up to 0.7.0 "seq-mean-token-sum-norm" is the sum
-    over the scale, with neither a mean over rows nor dp_size; up to 0.6.1 a token mean has 1e-8 in
-    its denominator; up to 0.5.0 rows without a valid token count as rows.
+    release: up to 0.7.0 "seq-mean-token-sum-norm" is the sum divided by the scale, without a mean
+    over rows and without dp_size; up to 0.6.1 a token mean has 1e-8 in its denominator; up to 0.5.0
+    rows without a valid token count as rows.
     """
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     if not at_least(release, OLDEST):
         raise SpecError(
-            f"release={release!r} is older than {OLDEST}, the oldest verl whose meanings are kept "
-            "here."
+            f"release={release!r} is older than {OLDEST}, the oldest supported release of verl."
         )
     dp_size = int(dp_size)
     part = _part(loss_agg_mode, mask, loss_scale_factor, release)
@@ -94,15 +99,15 @@ def aggregation(
     name, count = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and count is None and at_least(release, "0.7.1"):
         raise InputError(
-            f"{name} is required when dp_size > 1 (got dp_size={dp_size}): give the count of the "
-            "whole step."
+            f"{name} is required when dp_size > 1 (got dp_size={dp_size}): pass the count of the "
+            "complete step."
         )
     counts = Totals.of_call(mask, dp_size)
     if not at_least(release, "0.7.0"):
         counts = replace(counts, tokens=counts.tokens + guard(mask))
     if batch_num_tokens is not None:
-        counts = replace(counts, tokens=number(batch_num_tokens))
-    rows = number(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
+        counts = replace(counts, tokens=as_count(batch_num_tokens))
+    rows = as_count(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
     return Aggregation(part, counts if rows is None else replace(counts, sequences=rows))
 
 
@@ -131,8 +136,8 @@ def agg_loss(
     *,
     release: str | None = None,
 ) -> Tensor:
-    """verl's `agg_loss`: a `[B, T]` loss to a scalar. Nothing valid gives 0 (verl from 0.7.0: NaN).
-    See `aggregation`.
+    """verl's `agg_loss`: the average of a `[B, T]` loss, 0-dim. Without a valid token it is 0 (verl
+    since 0.7.0: NaN). See `aggregation`.
     """
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     part, totals = aggregation(loss_agg_mode, loss_mask, *counts, release=release)
@@ -177,7 +182,7 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "k3", "abs"]] = {
 
 
 def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
-    """The KL part of verl's name; with a "+" at its end the gradient is that of k2."""
+    """The KL part with this name in verl; a name that ends with "+" has the gradient of k2."""
     if not isinstance(kl_penalty, str):
         raise InputError(
             f"kl_penalty must be the name of an estimator, got {description(kl_penalty)}."
@@ -185,7 +190,7 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
     name = kl_penalty.removesuffix("+")
     if name == "full":
         raise NotOfferedError(
-            'kl_penalty="full" needs the logits of the whole vocabulary; use one of the estimators.'
+            'kl_penalty="full" needs the logits of all vocabulary entries; use an estimator.'
         )
     if name not in KL_ESTIMATORS:
         raise NotOfferedError(unknown_name("kl_penalty", kl_penalty, [*KL_ESTIMATORS, "k3+"]))
@@ -198,18 +203,14 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
 def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
     # verl takes tensors of any shape.
     x, ref = (y.reshape(-1, y.shape[-1] if y.dim() else 1) for y in (logprob, ref_logprob))
-    every = torch.ones_like(x, dtype=torch.bool)
-    tokens = Inputs(
-        logp=x, advantages=torch.zeros_like(x, requires_grad=False), mask=every, ref_logp=ref
-    ).tokens()
+    zeros = torch.zeros_like(x, requires_grad=False)
+    tokens = Inputs(logp=x, advantages=zeros, mask=mask_or_all(None, x), ref_logp=ref).tokens()
     return part(tokens).reshape(logprob.shape)
 
 
 @drop_in
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """verl's `kl_penalty`: the estimate of each token, shaped as the log-probabilities; "+" forms
-    have the gradient of k2.
-    """
+    """verl's `kl_penalty`: one estimate per log-probability; "+" forms have the gradient of k2."""
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 
 
@@ -218,12 +219,11 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     """verl's `kl_penalty_forward`: `kl_penalty` without the "+" forms."""
     if isinstance(kl_penalty, str) and kl_penalty.endswith("+"):
         raise NotOfferedError(
-            f"kl_penalty={kl_penalty!r}: the + forms belong to kl_penalty, not to "
-            "kl_penalty_forward."
+            f"kl_penalty={kl_penalty!r}: kl_penalty_forward has no + forms; use kl_penalty."
         )
     return _kl_of_tokens(logprob, ref_logprob, kl_part(kl_penalty))
 
 
 def mean(record: Any, mask: Tensor) -> Tensor:
-    """A share as verl averages it, with its guard in the denominator: 0 where nothing is valid."""
+    """A share with verl's guard in the denominator: 0 if nothing is valid."""
     return share(guarded_mean(record, guard(mask)), mask)

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.compat.verl.aggregation import kl_penalty
-from policyloss.compat.verl.calls import read
-from policyloss.compat.verl.settings import PREFIX
+from policyloss.compat.verl.settings import PREFIX, read
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, on_support, terms
 

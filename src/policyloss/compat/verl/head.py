@@ -1,10 +1,10 @@
-"""verl's fused heads (`use_fused_kernels`) computed by the head of this library: its torch backend,
-`FusedLinearForPPO`, and its Triton backend, `linear_cross_entropy`, also over a vocabulary that is
-cut over ranks.
+"""verl's fused heads (`use_fused_kernels`), computed by the head of this library: the torch backend
+`FusedLinearForPPO` of `verl.utils.experimental.torch_functional`, and the Triton backend
+`verl.utils.kernel.linear_cross_entropy`, also for a vocabulary that is cut over ranks.
 
-They return log-probabilities and entropies to verl, which computes the loss elsewhere, from
-tensors that the head does not see. So the gradient is computed in the backward, with a fourth
-matmul or kept probabilities; head and loss in one pass is not possible in this seat.
+Both return log-probabilities and entropies, and verl computes the loss elsewhere, from tensors that
+the head does not get. So the backward computes the gradient, with a fourth matmul or stored
+probabilities; one pass for head and loss is not possible here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.compat.patching import swap
-from policyloss.compat.verl.counts import share_of_gradient
+from policyloss.compat.hooks import Patch
+from policyloss.compat.verl.parts import share_of_gradient
 from policyloss.errors import SpecError, unknown_name
 from policyloss.head.linear import linear_logprobs
 
 TORCH, TRITON = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
 BACKENDS = ("torch", "liger")
-_replaced: list[tuple[Any, Any]] = []
+_patch = Patch("verl")
 
 
 class FusedLinearForPPO(torch.nn.Module):
-    """verl's module of this name. chunk_size and impl_backend change no number here: rows are cut
-    by the plan of the head.
+    """verl's module of this name. chunk_size and impl_backend change no number here: the plan of
+    the head decides how rows are cut.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
@@ -49,6 +49,7 @@ class FusedLinearForPPO(torch.nn.Module):
         out = linear_logprobs(
             hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True
         )
+        assert out.entropy is not None
         return out.logp.float(), out.entropy.to(hidden_states.dtype)
 
 
@@ -62,11 +63,11 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """verl's function of this name. → log-probabilities and entropies, float32, flat `[N]`.
 
-    With a process group, weight holds this rank's entries, and the gradients of hidden add up over
-    the ranks to the complete one, as verl's do.
+    With a process group, weight holds the vocabulary entries of this rank, and the gradient of
+    hidden is the sum over the ranks, as in verl.
     """
     if reduction != "none":
-        raise SpecError(f"reduction={reduction!r}: verl's models use 'none', and so does this.")
+        raise SpecError(f"reduction={reduction!r} is not supported; verl's models use 'none'.")
     if dist_process_group is not None:
         hidden = share_of_gradient(hidden, torch.distributed.get_world_size(dist_process_group))
     out = linear_logprobs(
@@ -77,21 +78,23 @@ def linear_cross_entropy(
         entropy=True,
         vocab_group=dist_process_group,
     )
+    assert out.entropy is not None
     return out.logp.float(), out.entropy.float()
 
 
 def install_head() -> list[str]:
-    """Let an installed verl compute with these where `use_fused_kernels` is set; returns what was
-    replaced. verl's workers are separate processes, so call it in each
+    """Replace both fused heads of an installed verl, which it uses if `use_fused_kernels` is set;
+    returns the names that were replaced.
+
+    verl's workers are separate processes, so call it in each
     (`external_lib=policyloss.compat.verl.head_hook`). A second call changes nothing.
     """
-    if not _replaced:
-        seats = ((TORCH, FusedLinearForPPO), (TRITON, linear_cross_entropy))
-        _replaced.extend((getattr(import_module(m), new.__name__), new) for m, new in seats)
-    return swap("verl", _replaced)
+    if not _patch.pairs:
+        ours = ((TORCH, FusedLinearForPPO), (TRITON, linear_cross_entropy))
+        _patch.pairs.extend((getattr(import_module(m), new.__name__), new) for m, new in ours)
+    return _patch.apply()
 
 
 def uninstall_head() -> None:
     """Restore verl's heads."""
-    swap("verl", [(new, old) for old, new in _replaced])
-    _replaced.clear()
+    _patch.undo()

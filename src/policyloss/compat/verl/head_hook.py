@@ -1,5 +1,5 @@
-"""Importing this puts the head of this library into the installed verl, where `use_fused_kernels`
-is set, and registers every preset: set `actor_rollout_ref.model.external_lib` to this module.
+"""Importing this module replaces the fused heads of the installed verl (`use_fused_kernels`) and
+registers every preset: set `actor_rollout_ref.model.external_lib` to it.
 """
 
 from policyloss.compat.verl.head import install_head

@@ -1,13 +1,13 @@
-"""Importing this registers every preset in the installed verl, and the estimates of its
-distillation: set `actor_rollout_ref.model.external_lib` to this module.
+"""Importing this module registers every preset and the distillation estimates in the installed
+verl: set `actor_rollout_ref.model.external_lib` to it.
 
-With `VERL_USE_EXTERNAL_MODULES` set to it as well, the process that starts the run knows the names
+With `VERL_USE_EXTERNAL_MODULES` set to it as well, the process that starts the run has the names
 too, and checks the complete configuration.
 """
 
 from policyloss.compat.verl.distillation import register_distillation
 from policyloss.compat.verl.registry import register
-from policyloss.compat.verl.settings import check_when_verl_does
+from policyloss.compat.verl.settings import extend_validation
 
 
 def _distillation() -> tuple[str, ...]:
@@ -20,4 +20,4 @@ def _distillation() -> tuple[str, ...]:
 
 
 NAMES = (*register(), *_distillation())
-CHECKED = check_when_verl_does()
+CHECKED = extend_validation()

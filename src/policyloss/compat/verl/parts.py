@@ -1,27 +1,72 @@
-"""The library's parts with verl's numbers: batch-wide statistics of one call alone, and 1e-8 added
-to a count.
+"""verl's variants of the library's parts, with statistics of one call and 1e-8 added to a count,
+and the means and shares of its report.
 
 Statistics of one call depend on how the batch is cut. `CovClip` and `CovKL` are the same losses
-with statistics of the optimizer step; use those unless you must reproduce a run.
+with statistics of the optimizer step; use them unless you must reproduce a run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from policyloss.compat.verl.counts import masked_mean
 from policyloss.functional import trust
-from policyloss.parts.correction import Corrected
-from policyloss.parts.precomputed import GivenWeight
+from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.stats import beyond
+from policyloss.parts.correction import Corrected, GivenWeight
 from policyloss.parts.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
 
 
+def masked_mean(x: Tensor, mask: Tensor, epsilon: float = 0.0) -> Tensor:
+    """`Σ x / (n + epsilon)` over the n valid tokens, 0-dim, in the dtype of x (for flags, in the
+    accumulator's).
+    """
+    x = x.to(accumulator_dtype(x.device)) if x.dtype == torch.bool else x
+    return torch.where(mask, x, 0).sum() / (mask.sum().to(x.dtype) + epsilon)
+
+
+def outside_by_sign(
+    log_ratio: Tensor,
+    eps_low: float,
+    eps_high: float,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The shares of valid tokens outside [-eps_low, eps_high] with A > 0, and with A < 0. epsilon:
+    as in `masked_mean`.
+    """
+    outside = beyond(log_ratio, (-eps_low, eps_high))
+    positive, negative = outside & (advantages > 0), outside & (advantages < 0)
+    return masked_mean(positive, mask, epsilon), masked_mean(negative, mask, epsilon)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / ctx.ranks, None
+
+
+def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
+    """`x`, with its gradient divided by the number of ranks, because each rank computes the
+    complete gradient and verl adds them up.
+    """
+    share: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return share
+
+
 @dataclass(frozen=True)
 class OfThisCall:
-    """A part that needs batch-wide statistics and gets those of this call alone."""
+    """A part that needs statistics of the step, with those of this call instead."""
 
     part: CovClip | CovKL
 
@@ -31,10 +76,8 @@ class OfThisCall:
 
 @dataclass(frozen=True)
 class LocalCovClip:
-    """Clip-Cov over one call. As in verl, torch's random generator draws the tokens to drop
-    (`torch.randperm`).
-
-    epsilon: added to the number of tokens in the two means (verl: 1e-8).
+    """Clip-Cov over one call. As in verl, `torch.randperm` draws the tokens to drop. epsilon: added
+    to the number of tokens in the two means (verl: 1e-8).
     """
 
     part: CovClip
@@ -55,12 +98,12 @@ class LocalCovClip:
 
 @dataclass(frozen=True)
 class MeanAdvantageGeometricClip:
-    """GMPO with one advantage per sequence, the mean of its tokens':
-    `-(Σ A / (L + epsilon))·ratio`, as verl computes it.
+    """GMPO with one advantage per sequence, the mean of its tokens:
+    `-(Σ A / (L + epsilon))·ratio`, as in verl. epsilon is also added to the length in the geometric
+    mean of the ratio.
 
-    Averaged over a sequence it is `GeometricClip`; where a sequence's advantages nearly cancel, its
-    rounding is verl's.
-    epsilon: also added to the length in the ratio's geometric mean.
+    Averaged over a sequence it is `GeometricClip`, with verl's rounding where the advantages of a
+    sequence nearly cancel.
     """
 
     part: GeometricClip

@@ -1,13 +1,14 @@
-"""verl's rollout correction under verl's names: importance weights, rejection masks and their
-metrics, on `[B, T]` tensors.
+"""verl's rollout correction (verl/trainer/ppo/rollout_corr_helper.py) under verl's names:
+importance weights, rejection masks and their metrics, on `[B, T]` tensors.
 
 `log_ratio` is log(π_train / π_rollout). Metrics are Python floats under verl's names. `release`
-says which release's numbers to return where verl changed them (None: the current release). A NaN at
-a valid token is kept and shows, where verl silently drops the token.
+selects the numbers of an older release (None: the current one). A NaN at a valid token stays a NaN,
+where verl silently drops the token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,28 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.compat.arguments import drop_in
-from policyloss.compat.releases import at_least
-from policyloss.compat.verl.calls import read
-from policyloss.compat.verl.rollout_metrics import policy_gap
+from policyloss.arguments import check_choice
+from policyloss.compat.arguments import at_least, drop_in
+from policyloss.compat.verl import rollout_metrics as measures
+from policyloss.compat.verl.aggregation import EPSILON
+from policyloss.compat.verl.rollout_metrics import Means, policy_gap
 from policyloss.compat.verl.rollout_thresholds import (
     SUPPORTED_ROLLOUT_RS_OPTIONS,
     TOKEN_LEVEL_ROLLOUT_RS_OPTIONS,
+    RejectionRule,
+    reciprocal_band,
+    rejection_rules,
+    weight_bounds,
 )
-from policyloss.compat.verl.rollout_weights import (
-    SAFETY_BOUND,
-    Metrics,
-    compute_is_metrics,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-    compute_rs_metrics,
-    means_of,
-    refuse_from_071,
-    report,
-    veto,
-)
-from policyloss.errors import InputError
-from policyloss.functional.masking import difference
+from policyloss.compat.verl.settings import read
+from policyloss.errors import InputError, SpecError
+from policyloss.functional.correction import importance_weight, within
+from policyloss.functional.kl import estimate
+from policyloss.functional.masking import bound, difference, fill
 
 __all__ = [
     "SAFETY_BOUND",
@@ -55,10 +52,252 @@ __all__ = [
     "compute_rs_metrics",
 ]
 
+SAFETY_BOUND = 20.0
+Metrics = dict[str, float]
+# How each level of a weight reduces the log-weights of the tokens.
+LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
+
+
+def report(prefix: str, statistics: Mapping[str, Tensor | float]) -> Metrics:
+    """Statistics as Python floats, under verl's names."""
+    return {f"{prefix}{name}": float(value) for name, value in statistics.items()}
+
+
+def means_of(response_mask: Tensor) -> Means:
+    """verl's means over the valid tokens; an error if there is none."""
+    if not response_mask.any():
+        raise InputError("response_mask has no valid token; at least one is needed.")
+    return Means.of(response_mask, EPSILON)
+
+
+@drop_in
+@torch.no_grad()
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: str | float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    *,
+    release: str | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Importance weights `[B, T]`, 0 at masked positions, and their metrics.
+
+    A weight is `exp(log_ratio)` of the "token", or the product of these over the "sequence". A
+    single threshold truncates it; with "lower_upper" it is 0 outside of the two bounds.
+    `rollout_is_batch_normalize` then divides by the mean (over all ranks if `torch.distributed` is
+    initialised).
+    """
+    check_choice("rollout_is", rollout_is, ("token", "sequence"), SpecError)
+    low, high = weight_bounds(rollout_is_threshold, release)
+    means = means_of(response_mask)
+    log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_is])
+    raw = means.filled(importance_weight(log_weight, SAFETY_BOUND))
+    weights = measures.bounded_weight(raw, low, high)
+    metrics = compute_is_metrics(
+        # Before 0.8.0 verl measured the weights before it truncated them.
+        weights if at_least(release, "0.8.0") else raw,
+        raw,
+        log_weight if rollout_is == "token" else log_weight[:, :1],
+        response_mask,
+        rollout_is,
+        high,
+        low,
+        release=release,
+    )
+    if low is not None:
+        outside = measures.rejected_tokens(within(raw, low, high), means)
+        metrics["rollout_is_oob_ratio"] = float(outside)
+    if rollout_is_batch_normalize:
+        # The first release averaged empty rows too, and on each rank alone.
+        is_first, dist = not at_least(release, "0.7.0"), torch.distributed
+        alone = is_first or not (dist.is_available() and dist.is_initialized())
+        over, group = f"{rollout_is}s", None if alone else dist.group.WORLD
+        weights, factor = measures.normalised(
+            weights, means, over, empty_sequences=is_first, least=EPSILON, group=group
+        )
+        metrics["rollout_is_batch_norm_factor"] = float(factor)
+    return weights, metrics
+
+
+@drop_in
+@torch.no_grad()
+def compute_is_metrics(
+    rollout_is_weights: Tensor,
+    raw_rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
+    response_mask: Tensor,
+    rollout_is: str,
+    rollout_is_threshold: float,
+    rollout_is_threshold_lower: float | None = None,
+    *,
+    release: str | None = None,
+) -> Metrics:
+    """Statistics of the applied weights, and the shares of raw weights outside the bounds (the
+    default lower bound is 1/upper).
+
+    Up to 0.8.0 the applied weights decided which sequences lie outside. Before 0.8.0
+    `rollout_is_weights` were the raw weights, and their spread was computed after a clamp to both
+    bounds.
+    """
+    means = means_of(response_mask)
+    low, high = reciprocal_band(rollout_is_threshold, rollout_is_threshold_lower)
+    if rollout_is == "sequence":
+        limits = measures.sequence_weight_limits(log_ratio_for_metrics, low, high, SAFETY_BOUND)
+    else:
+        limits = measures.token_weight_limits(
+            rollout_is_weights, raw_rollout_is_weights, means, low, high
+        )
+    least = 0.0 if at_least(release, "0.8.0") else low
+    statistics = {**limits, **measures.weight_spread(rollout_is_weights, means, least, high)}
+    if rollout_is_weights.dim() > 1:
+        judged = raw_rollout_is_weights if at_least(release, "0.9.0") else rollout_is_weights
+        statistics |= measures.weights_by_sequence(rollout_is_weights, judged, means, low, high)
+    return report("rollout_is_", statistics)
+
+
+@drop_in
+@torch.no_grad()
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: str | float | None = None,
+    *,
+    rollout_rs_threshold_lower: float | None = None,
+    release: str | None = None,
+) -> tuple[Tensor, Metrics]:
+    """`response_mask` without the tokens that any option rejects, with the metrics of each option
+    and of all options together.
+
+    Up to 0.7.0 `rollout_rs` was "token", "sequence" or "geometric", with bounds on the weight:
+    `rollout_rs_threshold` and `rollout_rs_threshold_lower` (None: the reciprocal).
+    """
+    if not at_least(release, "0.7.1"):
+        if rollout_rs_threshold is None:
+            raise SpecError(f"rollout_rs={rollout_rs!r} needs rollout_rs_threshold.")
+        low, high = reciprocal_band(float(rollout_rs_threshold), rollout_rs_threshold_lower)
+        return _rejection_by_weight(log_ratio, means_of(response_mask), rollout_rs, low, high)
+    refuse_from_071("rollout_rs_threshold_lower", rollout_rs_threshold_lower, release)
+    if log_ratio.shape[0] == 0 and isinstance(rollout_rs, str) and rollout_rs_threshold is not None:
+        return response_mask, {}
+    rules = rejection_rules(rollout_rs, rollout_rs_threshold, release)
+    means = means_of(response_mask)
+    log_weight = bound(means.filled(log_ratio), SAFETY_BOUND)
+    kept = means.valid
+    metrics: Metrics = {}
+    for rule in rules:
+        keep, rule_metrics = _apply(rule, log_weight, means)
+        kept = kept & keep
+        metrics |= rule_metrics
+    shares = {
+        "masked_fraction": measures.rejected_tokens(kept, means, log_weight.dtype),
+        "seq_masked_fraction": measures.rejected_sequences(kept, means),
+    }
+    metrics |= report("rollout_rs_", shares)
+    return fill(response_mask, kept).to(response_mask.dtype), metrics
+
+
+def _rejection_by_weight(
+    log_ratio: Tensor, means: Means, rollout_rs: str, low: float, high: float
+) -> tuple[Tensor, Metrics]:
+    """The rejection of releases up to 0.7.0, by the weight of a token, of a sequence, or its
+    geometric mean: a float mask as in verl, 0 outside [low, high], and the metrics of both.
+    """
+    check_choice("rollout_rs", rollout_rs, LEVELS, SpecError)
+    log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_rs])
+    weight = importance_weight(log_weight, SAFETY_BOUND)
+    keep = within(weight, low, high)
+    if rollout_rs == "token":
+        judged, limits = means, measures.token_weight_limits(weight, weight, means, low, high)
+    else:
+        judged = means.everywhere
+        limits = measures.sequence_weight_limits(log_weight[:, :1], low, high, SAFETY_BOUND)
+    metrics = {
+        **limits,
+        **measures.weight_spread(weight, means, low, high),
+        **measures.weights_by_sequence(weight, weight, means, low, high),
+        "masked_fraction": measures.rejected_tokens(keep, means),
+        "seq_masked_fraction": measures.rejected_sequences(keep, judged),
+    }
+    mask = fill(means.mask, keep, torch.promote_types(means.mask.dtype, torch.float32))
+    return mask, report("rollout_rs_", metrics)
+
+
+def _apply(rule: RejectionRule, log_weight: Tensor, means: Means) -> tuple[Tensor, Metrics]:
+    """The tokens that one rule keeps, and its metrics."""
+    estimates = estimate(log_weight, rule.estimator, as_written="exp(d) - 1 - d")
+    stat, dtype = means.reduced(estimates, rule.reduce), log_weight.dtype
+    keep = within(stat, rule.low, rule.high)
+    by_sequence = rule.option not in TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
+    of_sequence, nonempty = stat[:, 0] if by_sequence else None, means.nonempty
+    statistics = {
+        **measures.rejection_statistics(
+            stat, of_sequence, nonempty, means, rule.low, rule.high, by_sequence=by_sequence
+        ),
+        "masked_fraction": measures.rejected_tokens(keep, means, dtype),
+        "seq_masked_fraction": measures.rejected_sequences(keep, means, "nonempty", dtype),
+    }
+    return keep, report(f"rollout_rs_{rule.option}_", statistics)
+
+
+@drop_in
+@torch.no_grad()
+def compute_rs_metrics(
+    option_name: str,
+    rs_statistic: Tensor,
+    response_mask: Tensor,
+    seq_valid_mask: Tensor,
+    *,
+    level: str,
+    per_sequence_values: Tensor | None,
+    rollout_rs_threshold: float,
+    rollout_rs_threshold_lower: float,
+    apply_lower_threshold: bool,
+) -> Metrics:
+    """Statistics of the number that one option compares with its bounds."""
+    values = per_sequence_values
+    statistics = measures.rejection_statistics(
+        rs_statistic,
+        values.squeeze(-1) if values is not None and values.dim() > 1 else values,
+        seq_valid_mask,
+        means_of(response_mask),
+        rollout_rs_threshold_lower if apply_lower_threshold else None,
+        rollout_rs_threshold,
+        by_sequence=level == "sequence",
+    )
+    return report(f"rollout_rs_{option_name}_", statistics)
+
+
+def refuse_from_071(name: str, value: Any, release: str | None) -> None:
+    """Raise if an argument was passed that verl removed in 0.7.1."""
+    if value is not None:
+        raise SpecError(
+            f'{name}={value!r} was removed from verl in 0.7.1; pass release="0.7.0" to use it (got '
+            f"release={release!r})."
+        )
+
+
+def veto(
+    mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
+) -> tuple[Tensor, Metrics]:
+    """The mask after the veto of releases up to 0.7.0, and its two metrics."""
+    vetoed_shares = dict.fromkeys(("sequences", "tokens"), 0.0)
+    if threshold is not None:
+        if threshold <= 0:
+            raise SpecError(f"rollout_token_veto_threshold must be positive, got {threshold!r}.")
+        keep, shares = measures.vetoed(log_ratio, means, threshold)
+        mask = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32))
+        vetoed_shares = report("", shares)
+    return mask, {
+        "rollout_is_veto_fraction": vetoed_shares["sequences"],
+        "rollout_is_catastrophic_token_fraction": vetoed_shares["tokens"],
+    }
+
 
 @dataclass
 class TensorBatch:
-    """What stands for `verl.DataProto` without verl: tensors by name, and `union`."""
+    """Stands in for `verl.DataProto` where verl is not installed: tensors by name, and `union`."""
 
     batch: dict[str, Tensor]
 
@@ -69,7 +308,7 @@ class TensorBatch:
 
 
 def _data_proto(tensors: dict[str, Tensor]) -> Any:
-    """verl's `DataProto` of these tensors, or the stand-in for it."""
+    """These tensors as verl's `DataProto`, or as a `TensorBatch` without verl."""
     try:
         protocol = import_module("verl.protocol")
     except ImportError:
@@ -93,25 +332,21 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_token_veto_threshold: float | None = None,
     release: str | None = None,
 ) -> tuple[Any, Tensor, Metrics]:
-    """Weights (a `DataProto` with "rollout_is_weights", or None), the mask after rejection, and all
-    metrics under "rollout_corr/".
+    """The weights (a `DataProto` with "rollout_is_weights", or None), the mask after rejection, and
+    all metrics under "rollout_corr/".
 
-    Without verl the weights come in a `TensorBatch`, which has the same `.batch`.
+    Where verl is not installed, the weights come in a `TensorBatch` with the same `.batch`.
     `rollout_rs_threshold_lower` and `rollout_token_veto_threshold` belong to releases up to 0.7.0,
-    whose veto rejects a sequence with a token of smaller weight.
+    where the veto rejects every sequence that has a token of smaller weight.
     """
     means = means_of(response_mask)
     dtype = torch.promote_types(old_log_prob.dtype, rollout_log_prob.dtype)
     log_ratio = difference(old_log_prob, rollout_log_prob, means.valid, dtype)
     weights, metrics, mask = None, Metrics(), response_mask.clone()
     if rollout_is is not None and rollout_is_threshold is not None:
+        options = (rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
         weights, new_metrics = compute_rollout_correction_weights(
-            log_ratio,
-            response_mask,
-            rollout_is,
-            rollout_is_threshold,
-            rollout_is_batch_normalize,
-            release=release,
+            log_ratio, response_mask, *options, release=release
         )
         metrics |= new_metrics
     if rollout_rs is not None:
@@ -131,7 +366,7 @@ def compute_rollout_correction_and_rejection_mask(
         metrics |= new_metrics
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     proto = None if weights is None else _data_proto({"rollout_is_weights": weights})
-    return proto, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return proto, mask, report("rollout_corr/", metrics)
 
 
 @drop_in
@@ -139,23 +374,22 @@ def compute_rollout_correction_and_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, Any]:
-    """`rollout_metrics.policy_gap` of trainer and rollout engine, without prefix."""
-    return report(
-        "", policy_gap(old_log_prob, rollout_log_prob, means_of(response_mask), SAFETY_BOUND)
-    )
+    """Perplexities and divergences of trainer and rollout engine (`rollout_metrics.policy_gap`)."""
+    means = means_of(response_mask)
+    return report("", policy_gap(old_log_prob, rollout_log_prob, means, SAFETY_BOUND))
 
 
 @drop_in
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> Metrics:
-    """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/"."""
+    """`compute_offpolicy_metrics` of the current policy, with the prefix "rollout_corr/"."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
-    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return report("rollout_corr/", metrics)
 
 
 def correction_options(config: Any, release: str | None) -> dict[str, Any]:
-    """The options of `compute_rollout_correction_and_rejection_mask` in a config of `release`."""
+    """The arguments of `compute_rollout_correction_and_rejection_mask` from a config of verl."""
     defaults = {
         "rollout_is": None,
         "rollout_is_threshold": 2.0,
@@ -173,8 +407,8 @@ def correction_options(config: Any, release: str | None) -> dict[str, Any]:
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any, *, release: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Correct a `DataProto` (or `TensorBatch`) as the config says: change its response_mask, and
-    add rollout_is_weights if the config asks for them.
+    """Apply the config to a `DataProto` (or `TensorBatch`): change its response_mask, and add
+    rollout_is_weights if `rollout_is` is set.
     """
     tensors = batch.batch
     weights, tensors["response_mask"], metrics = compute_rollout_correction_and_rejection_mask(
@@ -190,11 +424,11 @@ def compute_rollout_correction_and_add_to_batch(
 def apply_bypass_mode(
     batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None
 ) -> None:
-    """Make the rollout policy the old one, in the batch, and set loss_mode to "bypass_mode"."""
+    """Use the rollout policy as the old policy of the batch, and set loss_mode "bypass_mode"."""
     if "rollout_log_probs" not in batch.batch:
         raise InputError(
-            "bypass mode needs rollout_log_probs in the batch; configure the rollout with "
-            "calculate_log_probs=true."
+            "bypass mode needs rollout_log_probs in the batch; set calculate_log_probs=true for "
+            "the rollout."
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     with _open(policy_loss_config):
@@ -203,7 +437,7 @@ def apply_bypass_mode(
 
 
 def _open(config: Any) -> Any:
-    """A context in which new keys may be set, for which an OmegaConf node must be opened."""
+    """A context that allows new keys: OmegaConf refuses them unless its node is opened."""
     try:
         omegaconf = import_module("omegaconf")
     except ImportError:

@@ -1,15 +1,14 @@
-"""verl's diagnostics of how far the inference engine is from the trainer in one batch. All are pure
-functions of detached tensors.
+"""The metrics of verl's rollout correction (verl/trainer/ppo/rollout_corr_helper.py): how far the
+inference engine is from the trainer in one batch. All are pure functions of detached tensors.
 
 Legend: `logp` are the trainer's and `rollout_logp` the engine's log-probabilities, d = logp −
 rollout_logp, and a weight is `exp(d)`; all are token-shaped. S sequences. Results are 0-dim tensors
-by name. They are computed in the dtype of the inputs and in the order they are written: a variance
-as E[x²] − E[x]² depends on every rounding, and these numbers are compared with verl's.
+by name, computed in the dtype of the inputs and in verl's order: a variance E[x²] − E[x]² depends
+on every rounding, and these numbers must be verl's.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,7 @@ class Means:
     """Means over a batch's valid tokens and over those of each sequence.
 
     mask: bool or 0/1, token-shaped; counts are sums in its dtype. epsilon is added to every count
-    before dividing: 0 is exact, but an empty sequence is then 0/0; verl uses 1e-8, and its mean
+    before dividing: 0 is exact, but the mean of an empty sequence is then 0/0; with verl's 1e-8 it
     is 0.
     """
 
@@ -41,7 +40,7 @@ class Means:
 
     @classmethod
     def of(cls, mask: Tensor, epsilon: float = 0.0) -> Means:
-        """The means over rows `[B, T]`, or over tokens `[N]` that are one sequence."""
+        """The means over rows `[B, T]`, or over the tokens `[N]` of one sequence."""
         return cls(mask, Sequences(tuple(mask.shape)), epsilon)
 
     @property
@@ -85,17 +84,17 @@ class Means:
 
 
 def _share(flags: Tensor) -> Tensor:
-    """How many of `flags` are True, as a share of all of them, in float32."""
+    """The share of `flags` that are True, in float32."""
     return flags.float().mean()
 
 
 def _log(threshold: float, like: Tensor) -> Tensor:
-    """The logarithm of a bound in torch's default dtype, with which verl compares."""
+    """The logarithm of a bound in torch's default dtype, as in verl."""
     return torch.tensor(float(threshold), device=like.device).log()
 
 
 def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statistics:
-    """The shares beyond the bounds; a `low` of None does not bind and is not reported."""
+    """The shares beyond the bounds; without a lower bound its share is left out."""
     above = {"fraction_high": average(x > high)}
     return above if low is None else {**above, "fraction_low": average(x < low)}
 
@@ -103,8 +102,8 @@ def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statisti
 def _of_sequences(
     values: Tensor, judged: Tensor, low: float | None, high: float, center: float
 ) -> Statistics:
-    """Statistics of one number per sequence, `[S]`. judged: what is compared with the bounds.
-    center: what the deviation is measured from.
+    """Statistics of one number per sequence, `[S]`. judged: the numbers to compare with the bounds.
+    center: the origin of the deviation.
     """
     statistics = {
         "mean": values.mean(),
@@ -157,16 +156,6 @@ def _perplexity(whose: str, mean_logp: Tensor) -> Statistics:
     return {f"{whose}_ppl": (-mean_logp).exp().mean(), f"{whose}_log_ppl": (-mean_logp).mean()}
 
 
-def reciprocal_band(high: float, low: float | None = None) -> tuple[float, float]:
-    """(low, high); without `low` the band is 1/high … high, symmetric in the logarithm."""
-    return (1.0 / high if low is None else low), high
-
-
-def in_nats(low: float, high: float) -> tuple[float, float]:
-    """The bounds of a ratio as bounds of its logarithm."""
-    return math.log(low), math.log(high)
-
-
 def bounded_weight(weight: Tensor, low: float | None, high: float) -> Tensor:
     """Without `low`, TIS: `min(w, high)`. With it, IcePop: w where low ≤ w ≤ high, else 0."""
     return (
@@ -183,12 +172,12 @@ def normalised(
     least: float = 1e-8,
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """`weight` divided by its mean, and that mean: over the valid "tokens", or over the "sequences"
-    (of each one's mean weight).
+    """`weight` divided by its mean, and that mean: over the valid "tokens", or over the mean
+    weights of the "sequences".
 
-    A mean that is not above `least` counts as 1, so that weights which are all 0 stay 0.
-    empty_sequences: whether they count too, with weight 0. With a process group the mean is taken
-    over its ranks. Only the mean over the tokens of one process has epsilon in its last division.
+    A mean that is not above `least` counts as 1, so weights that are all 0 stay 0. empty_sequences:
+    whether empty sequences count, with weight 0. With a process group the mean is over its ranks.
+    Only the mean over the tokens of one process has epsilon in its last division.
     """
     if over == "tokens":
         x, counted = means.filled(weight), means.mask
@@ -204,7 +193,7 @@ def normalised(
 def token_weight_limits(
     weight: Tensor, raw: Tensor, means: Means, low: float, high: float
 ) -> Statistics:
-    """Extremes of the applied weight, and the shares of tokens with a raw one beyond a bound."""
+    """Extremes of the applied weight, and the shares of tokens with a raw weight beyond a bound."""
     largest, smallest = extremes(weight, means.valid)
     return {
         "max": largest,
@@ -218,9 +207,7 @@ def sequence_weight_limits(
     log_weight: Tensor, low: float, high: float, log_clamp: float = 20.0
 ) -> Statistics:
     """The same from one log-weight per sequence, `[S]` or `[S, 1]`, compared in logarithms; every
-    sequence counts.
-
-    The largest weight is `exp(min(max log_weight, log_clamp))`; the smallest is not clamped.
+    sequence counts. The largest weight is clamped to `exp(log_clamp)`, the smallest is not.
     """
     return {
         "max": log_weight.max().clamp(max=log_clamp).exp(),
@@ -260,8 +247,8 @@ def weights_by_sequence(
     """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0);
     deviation is from 1.
 
-    The mean of `judged`, such as the weight before it was truncated, decides which sequences count
-    as above `high` or below `low`.
+    The mean of `judged` (such as the weight before truncation) decides which sequences are above
+    `high` or below `low`.
     """
     values = means.of_sequences(weight)
     return _of_sequences(values, means.of_sequences(judged), low, high, center=1.0)
@@ -276,12 +263,12 @@ def rejection_statistics(
     high: float,
     by_sequence: bool,
 ) -> Statistics:
-    """Statistics of the number that decides a rejection. Tokens with `low <= stat <= high` are
-    kept; a `low` of None does not bind.
+    """Statistics of the number that decides a rejection: tokens with `low <= stat <= high` are
+    kept; None is no lower bound.
 
-    stat: token-shaped; of_sequence: the same number once per sequence `[S]`, None for the mean of
-    each. by_sequence: whether max, min and the shares beyond the bounds are taken over the
-    sequences that have a valid token, or over the valid tokens.
+    stat: token-shaped. of_sequence: the same number per sequence `[S]` (None: its mean).
+    by_sequence: whether max, min and the shares beyond the bounds are taken over the sequences with
+    a valid token, or over the valid tokens.
     """
     values = (means.of_sequences(stat) if of_sequence is None else of_sequence)[nonempty]
     if by_sequence and values.numel():
@@ -320,11 +307,8 @@ def rejected_sequences(
 
 
 def vetoed(log_weight: Tensor, means: Means, low: float) -> tuple[Tensor, Statistics]:
-    """Which tokens survive a veto (bool): those of sequences without a valid token of weight below
-    `low`.
-
-    It also returns the share of all sequences that are vetoed, and the share of valid tokens that
-    veto.
+    """The tokens that survive a veto (bool): all tokens of the sequences without a valid token of
+    weight below `low`. Also the share of sequences that are vetoed, and of valid tokens that veto.
     """
     impossible = (log_weight < _log(low, log_weight)) & means.valid
     keep = ~any_in_sequence(impossible, means.sequences)

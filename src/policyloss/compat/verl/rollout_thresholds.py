@@ -1,12 +1,12 @@
-"""verl's words for the bounds of a rollout correction: "2.0", "0.5_2.0", "token_k1,seq_max_k3"."""
+"""Parses the options of verl's rollout correction: "token_k1,seq_max_k3" and "2.0", "0.5_2.0"."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from policyloss.arguments import is_number
-from policyloss.compat.releases import at_least
-from policyloss.compat.verl.rollout_metrics import in_nats, reciprocal_band
+from policyloss.compat.arguments import at_least
 from policyloss.errors import SpecError, safe_repr, unknown_name
 
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
@@ -17,11 +17,11 @@ SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | {
 
 
 class ThresholdTypeError(SpecError, TypeError):
-    """A threshold of a wrong type: a TypeError as in verl, and a ValueError as all errors here."""
+    """A threshold of a wrong type: a TypeError as in verl, a ValueError as every error here."""
 
 
-class Rule(NamedTuple):
-    """Keeps `low <= reduce(estimator) <= high`, in nats; a low of None does not bind."""
+class RejectionRule(NamedTuple):
+    """Keep `low <= reduce(estimator) <= high`, in nats; None is no lower bound."""
 
     option: str
     estimator: str
@@ -31,23 +31,16 @@ class Rule(NamedTuple):
 
 
 def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | None, float]:
-    """`rollout_is_threshold` as (low, high): a number or "2.0" has no low (truncate), "0.5_2.0" has
-    one (IcePop, from 0.8.0).
+    """`rollout_is_threshold` as (low, high): a number or "2.0" has no lower bound (truncation),
+    "0.5_2.0" has one (IcePop, since 0.8.0).
     """
-    if not isinstance(threshold, str) and not is_number(threshold):
-        not_this = ", not a boolean" if isinstance(threshold, bool) else ""
-        raise ThresholdTypeError(
-            "rollout_is_threshold must be a number or a string such as '2.0' or "
-            f"'0.5_2.0'{not_this}; got {safe_repr(threshold)}."
-        )
+    _check_type("rollout_is_threshold", threshold, "such as '2.0' or '0.5_2.0'")
     if isinstance(threshold, str) and not at_least(release, "0.8.0"):
         raise ThresholdTypeError(
             f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with "
             f"release={release!r}."
         )
-    low, high = _bounds(
-        "rollout_is_threshold", threshold.strip() if isinstance(threshold, str) else threshold
-    )
+    low, high = _bounds("rollout_is_threshold", str(threshold).strip())
     if low is not None and low > high:
         raise SpecError(f"rollout_is_threshold must have lower <= upper, got {threshold!r}.")
     return low, high
@@ -55,19 +48,19 @@ def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | N
 
 def rejection_rules(
     rollout_rs: Any, rollout_rs_threshold: Any, release: str | None = None
-) -> list[Rule]:
-    """`rollout_rs` and `rollout_rs_threshold`, comma-separated, as rules. There is one threshold
-    for all options, or one for each.
+) -> list[RejectionRule]:
+    """The comma-separated `rollout_rs` and `rollout_rs_threshold` as rules, with one threshold for
+    all options or one for each.
 
-    For k1 the bounds are on the ratio π_rollout/π_train ("0.5_2.0", for which "2.0" is short); k2
-    and k3 have one, on the estimate.
+    For k1 the two bounds are on the ratio π_rollout/π_train ("2.0" is short for "0.5_2.0"); k2 and
+    k3 have one bound, on the estimate.
     """
     if not isinstance(rollout_rs, str):
         raise SpecError(
             f"rollout_rs must be a string of comma-separated options, got {safe_repr(rollout_rs)}."
         )
     if rollout_rs_threshold is None:
-        raise SpecError(f"rollout_rs_threshold must be given with rollout_rs={rollout_rs!r}.")
+        raise SpecError(f"rollout_rs={rollout_rs!r} needs rollout_rs_threshold.")
     options = list(dict.fromkeys(_parts(rollout_rs)))
     if not options:
         raise SpecError(
@@ -77,23 +70,18 @@ def rejection_rules(
     for option in options:
         if option not in SUPPORTED_ROLLOUT_RS_OPTIONS:
             raise SpecError(unknown_name("rollout_rs option", option, SUPPORTED_ROLLOUT_RS_OPTIONS))
-    if not isinstance(rollout_rs_threshold, str) and not is_number(rollout_rs_threshold):
-        raise ThresholdTypeError(
-            "rollout_rs_threshold must be a number or a string of one bound per option, got "
-            f"{safe_repr(rollout_rs_threshold)}."
-        )
+    _check_type("rollout_rs_threshold", rollout_rs_threshold, "of one bound per option")
     thresholds = _parts(str(rollout_rs_threshold))
     if len(thresholds) not in (1, len(options)):
         raise SpecError(
             f"rollout_rs_threshold={rollout_rs_threshold!r} has {len(thresholds)} bounds for the "
-            f"{len(options)} options of rollout_rs={rollout_rs!r}; give one for all, or one for "
-            "each."
+            f"{len(options)} options of rollout_rs={rollout_rs!r}; pass one for all, or one each."
         )
-    each = thresholds if len(thresholds) == len(options) else [thresholds[0] for _ in options]
+    each = thresholds if len(thresholds) == len(options) else thresholds * len(options)
     return [_rule(option, text, release) for option, text in zip(options, each, strict=True)]
 
 
-def _rule(option: str, text: str, release: str | None) -> Rule:
+def _rule(option: str, text: str, release: str | None) -> RejectionRule:
     """One option with its bound."""
     level, estimator = option.rsplit("_", 1)
     reduce = level.removeprefix("seq_")
@@ -104,7 +92,7 @@ def _rule(option: str, text: str, release: str | None) -> Rule:
                 f"rollout_rs_threshold for {option} must be a single upper bound without '_', got "
                 f"{text!r}."
             )
-        return Rule(option, estimator, reduce, None, high)
+        return RejectionRule(option, estimator, reduce, None, high)
     low, high = reciprocal_band(high, low)
     if low <= 0:
         raise SpecError(
@@ -114,18 +102,30 @@ def _rule(option: str, text: str, release: str | None) -> Rule:
         raise SpecError(
             f"rollout_rs_threshold for {option} must have lower <= upper, got {text!r}."
         )
-    return Rule(option, estimator, reduce, *in_nats(low, high))
+    return RejectionRule(option, estimator, reduce, math.log(low), math.log(high))
+
+
+def reciprocal_band(high: float, low: float | None = None) -> tuple[float, float]:
+    """(low, high); without `low` the band is 1/high … high, symmetric in the logarithm."""
+    return (1.0 / high if low is None else low), high
 
 
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _bounds(called: str, threshold: float | str) -> tuple[float | None, float]:
-    """(low, high) of a number, "high" or "low_high". called: what an error names."""
-    words = threshold.split("_", 1) if isinstance(threshold, str) else [str(threshold)]
+def _check_type(called: str, threshold: Any, form: str) -> None:
+    if not isinstance(threshold, str) and not is_number(threshold):
+        not_this = ", not a boolean" if isinstance(threshold, bool) else ""
+        raise ThresholdTypeError(
+            f"{called} must be a number or a string {form}{not_this}; got {safe_repr(threshold)}."
+        )
+
+
+def _bounds(called: str, threshold: str) -> tuple[float | None, float]:
+    """(low, high) of "high" or "low_high". called: the argument that an error names."""
     try:
-        numbers = [float(word) for word in words]
+        numbers = [float(word) for word in threshold.split("_", 1)]
     except ValueError as error:
         raise SpecError(
             f"{called} must be a number or two joined by '_', such as '0.5_2.0', got {threshold!r}."

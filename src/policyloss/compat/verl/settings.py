@@ -1,57 +1,48 @@
-"""How verl's settings go with a loss of this library: which of them the loss overrides, and which
-it needs. A preset fills its slots itself, so verl's numbers for the same things have no effect. If
-one of them was set, a warning names it once.
+"""verl's settings: fields of its configs, and how they go with a loss of this library. A preset has
+its own numbers, so verl's settings for the same numbers have no effect; one warning names those
+that were changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from policyloss.arguments import check_number, check_scalar
 from policyloss.catalogue import PRESETS
-from policyloss.compat.notices import check_advantages, default_of, warn_once
-from policyloss.compat.patching import swap
-from policyloss.compat.verl.calls import read
-from policyloss.errors import SpecError
-from policyloss.parts.aggregate import (
-    SeqMeanTokenMean,
-    SeqMeanTokenSum,
-    SeqMeanTokenSumNorm,
-    TokenMean,
-    TokenSum,
-)
+from policyloss.compat.hooks import check_advantages, default_of, swap, warn_once
+from policyloss.errors import InputError, SpecError
+from policyloss.parts import aggregate
 from policyloss.spec import LossSpec
 
 PREFIX = "policyloss/"
 # verl's names for the averages that a preset may have.
 MODES = {
-    TokenMean: "token-mean",
-    TokenSum: "token-sum",
-    SeqMeanTokenSum: "seq-mean-token-sum",
-    SeqMeanTokenMean: "seq-mean-token-mean",
-    SeqMeanTokenSumNorm: "seq-mean-token-sum-norm",
+    aggregate.TokenMean: "token-mean",
+    aggregate.TokenSum: "token-sum",
+    aggregate.SeqMeanTokenSum: "seq-mean-token-sum",
+    aggregate.SeqMeanTokenMean: "seq-mean-token-mean",
+    aggregate.SeqMeanTokenSumNorm: "seq-mean-token-sum-norm",
 }
-# Options of the actor, verl's defaults, and the fields of the trust region that say the same.
-_OF_THE_ACTOR: dict[str, tuple[Any, tuple[str, ...]]] = {
+# Options of the actor: verl's default, and the fields of the trust region with the same meaning.
+_TRUST_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "clip_ratio": (0.2, ("eps_low", "eps_high")),
     "clip_ratio_low": (0.2, ("eps_low",)),
     "clip_ratio_high": (0.2, ("eps_high",)),
     "clip_ratio_c": (3.0, ("dual",)),
     "tau_pos": (1.0, ("tau_positive",)),
     "tau_neg": (1.05, ("tau_negative",)),
+    "policy_loss.clip_cov_ratio": (2e-4, ("fraction",)),
+    "policy_loss.clip_cov_lb": (1.0, ("cov_low",)),
+    "policy_loss.clip_cov_ub": (5.0, ("cov_high",)),
+    "policy_loss.kl_cov_ratio": (2e-4, ("fraction",)),
+    "policy_loss.ppo_kl_coef": (0.1, ("coef",)),
+    "policy_loss.dro_beta": (None, ("beta",)),
 }
-_OF_ONE_LOSS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "clip_cov_ratio": (2e-4, ("fraction",)),
-    "clip_cov_lb": (1.0, ("cov_low",)),
-    "clip_cov_ub": (5.0, ("cov_high",)),
-    "kl_cov_ratio": (2e-4, ("fraction",)),
-    "ppo_kl_coef": (0.1, ("coef",)),
-    "dro_beta": (None, ("beta",)),
-}
-# The estimators of `policyloss.advantage` that verl's stand for. "grpo" is divided by the standard
-# deviation unless algorithm.norm_adv_by_std_in_grpo is false.
+# algorithm.adv_estimator, and the estimator of `policyloss.advantage`. "grpo" divides by the
+# standard deviation unless algorithm.norm_adv_by_std_in_grpo is false.
 _ESTIMATORS = {
     **{name: name for name in ("gae", "grpo", "rloo", "opo", "gpg", "gdpo", "remax")},
     "grpo_vectorized": "grpo",
@@ -60,14 +51,67 @@ _ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+_MISSING = object()
+
+
+def read(config: Any, name: str, default: Any = None) -> Any:
+    """A field of a verl config (a dataclass, an OmegaConf node or a mapping), or `default`."""
+    if config is None:
+        raise InputError(
+            "config was not given; pass verl's ActorConfig (for advantages, its AlgoConfig), or an "
+            "object with its attributes."
+        )
+    value = getattr(config, name, _MISSING)
+    if value is _MISSING and hasattr(config, "get"):
+        value = config.get(name, _MISSING)
+    return default if value is _MISSING else value
+
+
+def read_number(config: Any, name: str) -> float:
+    """A field of a verl config that must be a number."""
+    value = read(config, name)
+    if value is None:
+        raise InputError(f"config.{name} is missing; it must be a number.")
+    check_scalar(f"config.{name}", value)
+    return float(value)
+
+
+def either(value: Any, default: Any) -> Any:
+    """`value`, or `default` if it is None."""
+    return default if value is None else value
+
+
+def policy_options(config: Any) -> Any:
+    """`config.policy_loss`, the options that only one loss reads."""
+    options = read(config, "policy_loss")
+    if options is None:
+        raise InputError("config.policy_loss is missing; this loss reads its settings from there.")
+    return options
+
+
+def clip_range(config: Any) -> tuple[float, float]:
+    """`clip_ratio_low` and `clip_ratio_high`; the default of each is `clip_ratio`."""
+    both = read(config, "clip_ratio")
+    low, high = (either(read(config, f"clip_ratio_{side}"), both) for side in ("low", "high"))
+    if low is None or high is None:
+        raise InputError(
+            "config.clip_ratio is missing; set it, or both clip_ratio_low and clip_ratio_high."
+        )
+    check_scalar("config.clip_ratio_low", low)
+    check_scalar("config.clip_ratio_high", high)
+    return float(low), float(high)
+
+
+def check_dual(clip_ratio_c: float) -> float:
+    """The limit of verl's dual clip, which is always on and must be above 1."""
+    check_scalar("clip_ratio_c", clip_ratio_c)
+    hint = "It is the largest ratio where A < 0."
+    return check_number("clip_ratio_c", float(clip_ratio_c), above=1, error=SpecError, hint=hint)
 
 
 def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: str) -> None:
     """Warn once about the settings of verl's actor that were changed and that `spec` overrides."""
-    overridden = list(_overridden_numbers(spec, config, "", _OF_THE_ACTOR))
-    options = read(config, "policy_loss")
-    if options is not None:
-        overridden.extend(_overridden_numbers(spec, options, "policy_loss.", _OF_ONE_LOSS))
+    overridden = list(_overridden_numbers(spec, config))
     if loss_agg_mode not in ("token-mean", MODES.get(type(spec.aggregate))):
         overridden.append(f"loss_agg_mode={loss_agg_mode}")
     if overridden:
@@ -80,40 +124,40 @@ def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: st
         )
 
 
-def _overridden_numbers(
-    spec: LossSpec, config: Any, prefix: str, options: dict[str, tuple[Any, tuple[str, ...]]]
-) -> Iterator[str]:
-    for option, (default, fields) in options.items():
-        value = read(config, option, default)
-        if value is None or value == default_of(config, option, default):
+def _overridden_numbers(spec: LossSpec, actor: Any) -> Iterator[str]:
+    for option, (default, fields) in _TRUST_OPTIONS.items():
+        section, _, name = option.rpartition(".")
+        config = read(actor, section) if section else actor
+        value = None if config is None else read(config, name, default)
+        if value is None or value == default_of(config, name, default):
             continue
         if any(getattr(spec.trust, field, None) != value for field in fields):
-            yield f"{prefix}{option}={value!r}"
+            yield f"{option}={value!r}"
 
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
-    """`spec` with the horizon `actor.loss_scale_factor`; it is an error if the two differ."""
+    """`spec` with the horizon `actor.loss_scale_factor`; an error if it has another one."""
     tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
     if spec.needs_horizon and tokens is None:
         raise SpecError(
             f"{PREFIX}{name} divides by the generation budget of your run, which verl does not "
-            "tell a policy loss: set actor_rollout_ref.actor.loss_scale_factor to the value of "
+            "pass to a policy loss: set actor_rollout_ref.actor.loss_scale_factor to the value of "
             "data.max_response_length."
         )
     if None not in (tokens, chosen) and tokens != chosen:
         raise SpecError(
             f"{PREFIX}{name} divides by the horizon {chosen!r}, but "
-            f"actor.loss_scale_factor={tokens!r}; give both the same value, or leave one of them "
-            "out."
+            f"actor.loss_scale_factor={tokens!r}; set both to the same value, or only one of them."
         )
     return spec if tokens is None else spec.for_run(tokens)
 
 
 def check_config(config: Any) -> None:
-    """Check the complete configuration of a verl run whose `loss_mode` is one of this library's.
-    config: what verl's main function gets. It is a warning if the preset is defined with other
-    advantages than `algorithm.adv_estimator` computes, and an error if the preset needs a horizon
-    that is not set. Other loss modes are not checked.
+    """Check the complete configuration of a verl run, the argument of verl's main function, if its
+    `loss_mode` is a preset of this library.
+
+    A warning is issued if the preset is defined with other advantages than
+    `algorithm.adv_estimator` computes, and an error is raised if a horizon is missing.
     """
     actor = read(read(config, "actor_rollout_ref"), "actor")
     mode = str(read(read(actor, "policy_loss"), "loss_mode", ""))
@@ -137,27 +181,26 @@ def _setting_for(advantage: str) -> str:
     return f"set algorithm.adv_estimator={theirs}" if theirs else ""
 
 
-def check_when_verl_does() -> bool:
-    """Make verl's check of its configuration run `check_config` as well; returns whether verl has
-    such a check. verl makes it in the process that the user starts, so the hook must be imported
-    there too: `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers know only the
-    actor's settings.
+def extend_validation() -> bool:
+    """Make verl's `validate_config` call `check_config` as well; returns whether verl has it.
+
+    verl validates in the process that the user starts, so that process must import the hook too:
+    `VERL_USE_EXTERNAL_MODULES=policyloss.compat.verl.hook`. The workers get only the actor's
+    settings.
     """
     try:
-        checked = import_module("verl.utils.config").validate_config
+        validate_config = import_module("verl.utils.config").validate_config
     except (ModuleNotFoundError, AttributeError):
         return False
-    if not hasattr(checked, "checks_policyloss"):
-        swap("verl", [(checked, _followed_by_ours(checked))])
-    return True
+    if hasattr(validate_config, "checks_policyloss"):
+        return True
 
-
-def _followed_by_ours(validate_config: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(validate_config)
-    def both(config: Any, *args: Any, **kwargs: Any) -> Any:
+    def validate_both(config: Any, *args: Any, **kwargs: Any) -> Any:
         result = validate_config(config, *args, **kwargs)
         check_config(config)
         return result
 
-    both.checks_policyloss = True  # type: ignore[attr-defined]
-    return both
+    validate_both.checks_policyloss = True  # type: ignore[attr-defined]
+    swap("verl", [(validate_config, validate_both)])
+    return True

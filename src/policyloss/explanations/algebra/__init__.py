@@ -1,0 +1,1 @@
+"""The symbolic algebra behind the printed formulas; README.md beside this file describes it."""

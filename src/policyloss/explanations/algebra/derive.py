@@ -1,0 +1,262 @@
+"""From a part to the lines of its formula: run it on symbols, and name what is used twice.
+
+The names are those of local variables in the part's code: where it says `tau = …` and τ is used
+twice, the formula has a line `tau = …`. A part whose derived formula would be hard to read, or that
+symbols cannot follow, states its formula in a method `formula`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from policyloss.explanations.algebra.expression import TRUE, Expression, name, parse, unstopped
+from policyloss.explanations.algebra.symbols import (
+    Symbol,
+    SymbolicSequences,
+    Written,
+    expression_of,
+)
+from policyloss.inputs import DIFFERENTIATED
+from policyloss.parts.correction import Corrected
+from policyloss.parts.data import has_fields
+from policyloss.parts.trust import Surrogate
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens
+
+Lines = list[tuple[str, Expression]]
+# Every formula has lines for these two, so they are replaced wherever they occur.
+_KNOWN = {
+    parse("exp(log_ratio)"): name("ratio"),
+    parse("old_logp - rollout_logp"): name("log_weight"),
+}
+
+
+@torch.enable_grad()
+def symbolic_tokens(anchor: str) -> Tokens:
+    """`Tokens` made of symbols. The mask is True: a formula speaks of valid tokens only."""
+    arguments = ("logp", *DIFFERENTIATED, *LOGP_ARGUMENTS.values())
+    tokens: Any = {
+        "mask": Symbol(TRUE),
+        "sequences": SymbolicSequences(),
+        "advantages": Symbol(name("advantages")),
+        "dtype": torch.float64,
+        "raw": _SymbolicExtras({argument: Symbol(name(argument)) for argument in arguments}),
+        "anchor": anchor,
+        "raw_log_ratio": Symbol(name("log_ratio")),
+        "ratio_value": Symbol(name("ratio")),
+    }
+    return Tokens(**tokens)
+
+
+class _SymbolicExtras(dict[str, Any]):
+    """Arguments by name. A tensor of `extras`, which may have any name, is made when asked for."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key.startswith("extras."):
+            return Symbol(name(key.removeprefix("extras.")))
+        return super().get(key, default)
+
+
+class _Recorder:
+    """The names of the local variables of the functions that run, by the expressions they hold."""
+
+    def __init__(self) -> None:
+        self.labels: dict[Expression, str] = {}
+        self.every_label: dict[str, Expression] = {}
+        self.stated: set[Expression] = set()
+        self.suffix = ""
+
+    def record(self, expression: Expression, label: str) -> None:
+        self.labels.setdefault(unstopped(expression), label + self.suffix)
+        self.every_label[label + self.suffix] = unstopped(expression)
+
+    def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
+        """The result of a part that states its formula.
+
+        Every line keeps its name. A line is a text, or another part, which is run.
+        """
+        lines: dict[str, Expression] = {}
+        label = ""
+        for label, line in part.formula(t.anchor):
+            if isinstance(line, str):
+                lines[label] = with_names(parse(line), lines)
+            else:
+                lines[label] = expression_of(_runnable(line, self)(t).loss)
+            self.labels[unstopped(lines[label])] = label + self.suffix
+            self.record(lines[label], label)
+            self.stated.add(unstopped(lines[label]))
+        last: Any = Symbol(lines[label])
+        self.stated.discard(unstopped(lines[label]))
+        return Corrected(keep=last) if label == "keep" else Surrogate(last)
+
+    @contextmanager
+    def inside(self, field: str) -> Iterator[None]:
+        """While a part inside another part runs, end its names in the field that holds it."""
+        before, self.suffix = self.suffix, f"_{field}{self.suffix}"
+        yield
+        self.suffix = before
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the local variables of every function that returns."""
+
+        def look(frame: FrameType, event: str, argument: Any) -> None:
+            code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+            if event == "return" and not module.startswith(__package__):
+                first = code.co_argcount + code.co_kwonlyargcount
+                # The last name is the most telling.
+                for label in reversed(code.co_varnames[first:]):
+                    value = frame.f_locals.get(label)
+                    if isinstance(value, Symbol):
+                        self.record(value.expression, label)
+
+        before = sys.getprofile()
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+class Derived(NamedTuple):
+    """The derived formula of a part.
+
+    lines: for each result of the part ("loss" alone, or the fields of a `Corrected`) the lines that
+    lead to it; the last one has the name of the result. other_names: the second name of a line that
+    two parts inside a part share, and the name that is printed.
+    """
+
+    lines: dict[str, Lines]
+    other_names: dict[str, str]
+
+
+def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | None:
+    """The formula of what `part` returns for `t`; None if symbols cannot follow it.
+
+    taken: whether a name already means something.
+    """
+    recorder = _Recorder()
+    try:
+        with torch.enable_grad(), recorder.watching():
+            result = _runnable(part, recorder)(t)
+        if isinstance(result, Surrogate):
+            result = result.loss
+        fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
+        roots = {key: _known(expression_of(x)) for key, x in fields.items() if x is not None}
+    except Exception:  # a user's function may do anything; then it is printed as its name
+        return None
+    labels = {_known(expression): label for expression, label in recorder.labels.items()}
+    stated = {_known(expression) for expression in recorder.stated}
+    usable = {x: label for x, label in labels.items() if label.isidentifier() and not taken(label)}
+    chosen = _chosen(roots, usable, stated)
+    every = {label: chosen.get(_known(x), label) for label, x in recorder.every_label.items()}
+    return Derived(
+        _in_order(roots, chosen), {label: line for label, line in every.items() if label != line}
+    )
+
+
+def with_names(x: Expression, meanings: dict[str, Expression]) -> Expression:
+    """`x` with each name that has a meaning replaced by it."""
+    return x.replaced(lambda y: meanings.get(str(y.value)) if y.operator == "name" else None)
+
+
+def _known(x: Expression) -> Expression:
+    return x.replaced(_KNOWN.get)
+
+
+def _runnable(part: Any, recorder: _Recorder) -> Any:
+    """`part` with numbers that remember how they are written, or what it states as its formula."""
+    if hasattr(part, "formula"):
+        return partial(recorder.state, part)
+    if not has_fields(part):
+        return part
+    written = copy.copy(part)
+    for field in dataclasses.fields(part):
+        object.__setattr__(
+            written, field.name, _written(field.name, getattr(part, field.name), recorder)
+        )
+    return written
+
+
+def _written(field: str, value: Any, recorder: _Recorder) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_written(field, v, recorder) for v in value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Written(value)
+    if callable(value) and has_fields(value):
+        inner = _runnable(value, recorder)
+
+        def run(t: Tokens) -> Surrogate:
+            with recorder.inside(field):
+                result = inner(t)
+            return result if isinstance(result, Surrogate) else Surrogate(result)
+
+        return run
+    return value
+
+
+def _chosen(
+    roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]
+) -> dict[Expression, str]:
+    """The subexpressions that get a line of their own, and its name.
+
+    Of those that have a label: the ones that were stated, are used twice, or join several tests.
+    """
+    uses: Counter[Expression] = Counter()
+
+    def count(x: Expression) -> None:
+        uses[x] += 1
+        if uses[x] == 1 or unstopped(x) not in labels:
+            for argument in x.arguments:
+                count(argument)
+
+    for root in roots.values():
+        count(root)
+    chosen: dict[Expression, str] = {}
+    for x in uses:
+        label = labels.get(unstopped(x))
+        trivial = x.is_leaf or x.operator == "negative" or x.calls("sg")
+        if label is None or label in chosen.values() or trivial:
+            continue
+        joins_tests = _joins_tests(x) and x not in roots.values()
+        if uses[x] > 1 or joins_tests or unstopped(x) in stated:
+            chosen[x] = label
+    return chosen
+
+
+def _joins_tests(x: Expression) -> bool:
+    return (x.calls("where") and x.is_boolean) or x.operator in ("&", "|")
+
+
+def _in_order(roots: dict[str, Expression], chosen: dict[Expression, str]) -> dict[str, Lines]:
+    """The chosen subexpressions and the roots as lines, each after those it uses."""
+    written: set[str] = set()
+
+    def short(x: Expression, lines: Lines) -> Expression:
+        if x in chosen:
+            if chosen[x] not in written:
+                written.add(chosen[x])
+                lines.append((chosen[x], body(x, lines)))
+            return name(chosen[x])
+        return body(x, lines)
+
+    def body(x: Expression, lines: Lines) -> Expression:
+        return Expression(
+            x.operator, tuple(short(argument, lines) for argument in x.arguments), x.value
+        )
+
+    result: dict[str, Lines] = {}
+    for key, root in roots.items():
+        result[key] = []
+        last = short(root, result[key])
+        result[key].append((key, last))
+    return result

@@ -1,0 +1,330 @@
+"""A teacher beside a head: its logits of any rows, and the divergence from the student's.
+
+Legend: N tokens, V vocabulary entries of this rank, K entries of a support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import check_tensor, description
+from policyloss.errors import InputError
+from policyloss.functional.divergence import Measure, support_of
+from policyloss.functional.masking import compute_dtype
+from policyloss.head.head import Head, Index, Rows, operands
+from policyloss.head.matmul import Room, product
+from policyloss.head.softmax_rows import (
+    Scaling,
+    Statistics,
+    finished,
+    row_partials,
+    scaled,
+)
+from policyloss.head.teacher.rows import (
+    Entries,
+    PairRows,
+    PairStatistics,
+    pair_gradient,
+    pair_statistics,
+    support_gradient,
+    values_at,
+)
+from policyloss.head.validate import (
+    check_matrices,
+    check_softcap,
+    inverse_temperature,
+    later,
+    refuse_strays,
+    strays,
+    unusable_temperatures,
+)
+from policyloss.spec import LossSpec
+from policyloss.teacher import Teacher, TopK, refuse_counts
+
+
+class Compared(NamedTuple):
+    """Some rows and their teacher, when the divergence is known.
+
+    numbers: what the way back needs, of whole rows or of a support. teacher: the teacher's logits
+    of these rows, for whole rows. first: the first vocabulary entry of the logits they go with.
+    """
+
+    measure: Measure
+    numbers: PairStatistics | Entries
+    teacher: PairRows | None = None
+    first: int = 0
+
+    def write_gradient(
+        self,
+        z: Tensor,
+        out: Tensor,
+        rows: Rows,
+        s: Statistics,
+        dlogp: Tensor | None,
+        dentropy: Tensor | None,
+        ddivergence: Tensor,
+    ) -> None:
+        """Write the gradient of the logits z to `out`, as `row_gradient` does."""
+        derivatives = (dlogp, dentropy, ddivergence)
+        of_rows = (z, out, rows.ids, s, derivatives, rows.scaling)
+        if isinstance(self.numbers, Entries):
+            support_gradient(*of_rows, self.numbers, self.first)
+        else:
+            assert self.teacher is not None
+            pair_gradient(*of_rows, self.teacher, self.numbers, self.measure)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a student's head is compared with, ready for any rows: one of the three below.
+
+    head: the teacher's. logits: the teacher's, `[N, V]`. known: entries `[N, K]` and the teacher's
+    log-probabilities of them. size: of the student's vocabulary, over all ranks. width: of the
+    student's hidden states.
+    """
+
+    measure: Measure
+    size: int
+    width: int
+    head: Head | None = None
+    logits: Tensor | None = None
+    known: TopK | None = None
+
+    @property
+    def makes_logits(self) -> bool:
+        """Whether the teacher's logits are computed or copied window by window."""
+        return self.known is None
+
+    @property
+    def matmul(self) -> float:
+        """What the teacher's logits cost, in matmuls of the student's size."""
+        if self.head is None:
+            return 0.0
+        return self.head.hidden.shape[1] / self.width
+
+    def room(self, rows: int, columns: int | None = None) -> Room | None:
+        """Memory for the teacher's logits of so many rows; None if none are computed."""
+        return None if self.head is None else self.head.room(rows, columns)
+
+    def teacher_rows(
+        self, at: Index, room: Room | None, columns: slice | None = None
+    ) -> PairRows | None:
+        """The teacher's logits of the rows at `at`, of all entries or some."""
+        if self.head is None:
+            if self.logits is None:
+                return None
+            u = self.logits[at]
+            return PairRows(u if columns is None else u[:, columns], Scaling())
+        assert room is not None
+        rows = self.head.rows(at)
+        weight = self.head.weight if columns is None else self.head.weight[columns]
+        u = room.logits(rows.hidden.shape[0], weight.shape[0])
+        product(rows.hidden, weight.t(), u)
+        return PairRows(u, rows.scaling if columns is None else rows.scaling.of_columns(columns))
+
+    def compared(
+        self, head: Head, rows: Rows, at: Index, z: Tensor, room: Room | None, entropy: bool
+    ) -> tuple[Statistics, Compared]:
+        """The student's statistics and the divergence of the rows at `at`, whose logits are z."""
+        vocabulary, here = head.vocabulary, head.ids_here(rows, z)
+        teacher = self.teacher_rows(at, room)
+        if teacher is not None and self.measure.top is None:
+            s, pair = pair_statistics(
+                z, rows.ids, rows.scaling, teacher, self.measure, vocabulary, here, entropy
+            )
+            return s, Compared(self.measure, pair, teacher, vocabulary.first)
+        s = finished(vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here))
+        if teacher is None:
+            ids, keep, of_teacher = self._known_entries(head, rows, at, z)
+        else:
+            partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
+            lse = finished(vocabulary.merged(partials, here)).lse
+            both = (scaled(z, rows.scaling), scaled(*teacher))
+            k = min(self.measure.k or 0, vocabulary.size)
+            ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)
+            values = values_at(teacher.u, ids, teacher.scaling, vocabulary)
+            of_teacher = values - lse.unsqueeze(-1)
+        student = values_at(z, ids, rows.scaling, vocabulary) - s.lse.unsqueeze(-1)
+        entries = Entries.of(ids, keep, student, of_teacher, self.measure)
+        return s, Compared(self.measure, entries, None, vocabulary.first)
+
+    def counts(self, valid: Tensor | None) -> Tensor | None:
+        """How many values are certainly wrong, on the device; None if none can be. valid: flat."""
+        if self.known is not None:
+            return self.known.counts(self.size, valid)
+        rate = None if self.head is None else self.head.inverse_temperature
+        return unusable_temperatures(rate, valid).sum() if isinstance(rate, Tensor) else None
+
+    def refuse(self, counts: Any) -> None:
+        """Raise if `counts`, read back, show a teacher that cannot be used."""
+        if self.known is not None:
+            refuse_counts(counts, self.size)
+        elif counts:
+            raise InputError(
+                f"teacher.temperature is not a positive number at {counts} token(s) of the mask."
+            )
+
+    def _known_entries(
+        self, head: Head, rows: Rows, at: Index, z: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The entries of a `TopK`, which of them count, and the teacher's log-probabilities."""
+        assert self.known is not None
+        ids, logp = self.known.ids[at], self.known.logp[at]
+        keep = ids >= 0
+        k = self.measure.k
+        if self.measure.top == "teacher" and k is not None and k < ids.shape[-1]:
+            least = torch.where(keep, logp, -torch.inf).topk(k, -1).indices
+            keep &= torch.zeros_like(keep).scatter_(-1, least, True)
+        if self.measure.top == "intersection" and k is not None:
+            vocabulary = head.vocabulary
+            top = vocabulary.top(scaled(z, rows.scaling), min(k, vocabulary.size)).sort(-1).values
+            place = torch.searchsorted(top, ids.contiguous()).clamp(max=top.shape[-1] - 1)
+            keep &= top.gather(-1, place) == ids
+        return ids, keep, logp
+
+
+def examined(
+    head: Head,
+    comparison: Comparison | None,
+    at: Index,
+    room: Room,
+    beside: Room | None,
+    entropy: bool,
+) -> tuple[Rows, Tensor, Statistics]:
+    """The rows at `at` with what is known of their teacher, their logits in `room`, and statistics.
+
+    beside: memory for the teacher's logits.
+    """
+    rows = head.rows(at)
+    if comparison is None:
+        return rows, *head.forward(rows, room, entropy)
+    z = head.logits(rows, room)
+    s, compared = comparison.compared(head, rows, at, z, beside, entropy)
+    return rows._replace(compared=compared), z, s
+
+
+def asked(head: Head, comparison: Comparison | None, valid: Tensor | None) -> Callable[[], None]:
+    """Ask the device which values cannot be used; the result waits for its answer, and raises.
+
+    Ask when the device has work, so that it need not wait for the question.
+    """
+    stray = later(strays(head, valid))
+    counts = None if comparison is None else comparison.counts(valid)
+    wrong = None if counts is None else later(counts)
+
+    def answer() -> None:
+        refuse_strays(stray(), head, valid)
+        if comparison is not None and wrong is not None:
+            comparison.refuse(wrong())
+
+    return answer
+
+
+def comparison_of(
+    teacher: Any, measure: Measure, head: Head, tokens: tuple[int, ...]
+) -> Comparison:
+    """The teacher of a call, checked but for the values of a `TopK`.
+
+    head: the student's. tokens: the shape of the student's tokens.
+    """
+    if head.tiles is not None:
+        raise InputError(
+            "exact() does not cover a teacher: the comparison of two distributions has no fixed "
+            "order of sums. Leave the mode for this call."
+        )
+    entries = head.weight.shape[0]
+    if isinstance(teacher, TopK):
+        return _of_top_k(teacher, measure, head, tokens)
+    if measure.top is None and measure.kind == "generalised":
+        measure = measure._replace(kind="reverse")  # the probabilities of either sum to 1
+    of_student = (measure, head.vocabulary.size, head.hidden.shape[1])
+    if isinstance(teacher, Tensor):
+        check_tensor("teacher", teacher, "float", like=("hidden", head.hidden))
+        _check_tokens("teacher", teacher, tokens, "V")
+        _check_entries("teacher", teacher.shape[-1], entries, "teacher[..., :{n}]")
+        return Comparison(*of_student, logits=teacher.detach().reshape(-1, entries))
+    if not isinstance(teacher, Teacher):
+        raise InputError(
+            "teacher must be a Teacher (hidden states and weight), a TopK (ids and logp) or a "
+            f"tensor of logits, got {description(teacher)}."
+        )
+    return Comparison(*of_student, head=_teacher_head(teacher, head, tokens))
+
+
+def _teacher_head(teacher: Teacher, head: Head, tokens: tuple[int, ...]) -> Head:
+    check_matrices(teacher.hidden, teacher.weight, teacher.bias, "teacher.")
+    check_tensor("teacher.hidden", teacher.hidden, like=("hidden", head.hidden))
+    _check_tokens("teacher.hidden", teacher.hidden, tokens, "D")
+    _check_entries(
+        "teacher.weight", teacher.weight.shape[0], head.weight.shape[0], "teacher.prefix({n})"
+    )
+    check_softcap(teacher.softcap)
+    x, w, b = operands(teacher.hidden, teacher.weight, teacher.bias)
+    rate = inverse_temperature(teacher.temperature, tokens, compute_dtype(x), x.device)
+    return replace(
+        head, hidden=x, weight=w, bias=b, inverse_temperature=rate, softcap=teacher.softcap
+    )
+
+
+def _of_top_k(teacher: TopK, measure: Measure, head: Head, tokens: tuple[int, ...]) -> Comparison:
+    check_tensor("teacher.logp", teacher.logp, "float", like=("hidden", head.hidden))
+    _check_tokens("teacher.ids", teacher.ids, tokens, "K")
+    if measure.top in ("student", "union"):
+        raise InputError(
+            f"top={measure.top!r} needs the teacher's probability of entries that a TopK may not "
+            "hold; pass a TopK of the entries that you mean with top=None, or a Teacher."
+        )
+    k = teacher.ids.shape[-1]
+    ids = teacher.ids.reshape(-1, k).to(torch.int64)
+    logp = teacher.logp.detach().reshape(-1, k)
+    of_student = (measure, head.vocabulary.size, head.hidden.shape[1])
+    return Comparison(*of_student, known=TopK(ids, logp))
+
+
+def _check_tokens(name: str, x: Tensor, tokens: tuple[int, ...], last: str) -> None:
+    if tuple(x.shape[:-1]) != tokens or x.dim() < 2:
+        raise InputError(
+            f"{name} has shape {tuple(x.shape)}; give one row per token of the student, "
+            f"({', '.join(map(str, tokens))}, {last})."
+        )
+
+
+def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
+    if theirs == ours:
+        return
+    n = min(theirs, ours)
+    how = cut.format(n=n) if theirs > ours else f"weight[:{n}] and bias[:{n}] of the student"
+    raise InputError(
+        f"{name} has {theirs} vocabulary entries and the student's weight {ours}. If their first "
+        f"{n} entries are the same tokens, compare those: pass {how}."
+    )
+
+
+def comparison_of_spec(
+    spec: LossSpec, teacher: Any, head: Head, tokens: tuple[int, ...]
+) -> Comparison | None:
+    """The teacher that the spec's divergence compares with; None if it has none."""
+    part = spec.divergence
+    if part is None and teacher is not None:
+        raise InputError(
+            "teacher is given, but nothing in the spec compares with it; put a Divergence into its "
+            "kl slot, or leave teacher out."
+        )
+    if part is None:
+        return None
+    if teacher is None:
+        raise InputError(
+            "this loss has a Divergence, which compares with a teacher; pass teacher= (a Teacher, "
+            "a TopK or logits)."
+        )
+    if head.support is not None:
+        raise InputError(
+            "linear_policy_loss got a teacher and a support, but the teacher's distribution is "
+            "over the whole vocabulary; leave out one of them."
+        )
+    return comparison_of(teacher, part.measure, head, tokens)

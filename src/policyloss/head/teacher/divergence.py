@@ -1,0 +1,138 @@
+"""`linear_divergence` and `divergence`: how far a student's distributions are from a teacher's.
+
+Per-token numbers with their gradient, from hidden states or from logits that exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from policyloss.arguments import check_tensor
+from policyloss.errors import InputError
+from policyloss.functional.masking import compute_dtype
+from policyloss.head.head import Head, Rows
+from policyloss.head.linear import Outputs, head_of, rows_with_gradient
+from policyloss.head.plans import Plan
+from policyloss.head.softmax_rows import Statistics
+from policyloss.head.teacher.comparison import Comparison, comparison_of
+from policyloss.head.validate import check_logits, check_mask, check_softcap, inverse_temperature
+from policyloss.head.vocab_parallel import Vocabulary
+from policyloss.parts.divergence import Divergence
+from policyloss.teacher import Teacher, TopK
+
+Kind = Literal["forward", "reverse", "jsd", "generalised"]
+Top = Literal["student", "teacher", "union", "intersection"]
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Teacher | TopK | Tensor,
+    *,
+    kind: Kind,
+    beta: float = 0.5,
+    tail: bool = True,
+    top: Top | None = None,
+    k: int | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_group: Any = None,
+    plan: str | Plan = "auto",
+) -> Tensor:
+    """The divergence of each token's distributions, from the hidden states of both models.
+
+    With `s = log_softmax((hidden @ weight.T + bias) / temperature)` and t the teacher's, "forward"
+    is `(t.exp() * (t - s)).sum(-1)`, "reverse" `(s.exp() * (s - t)).sum(-1)`, "jsd" GKD's with the
+    mixture (1−beta)·student + beta·teacher; see `Divergence` for the options. The logits of both
+    models are made a window at a time in float32. The gradient reaches hidden, weight and bias of
+    the student, and never the teacher.
+
+    hidden: `[..., D]`. weight: `[V, D]`. teacher: a `Teacher` (hidden states of any width, and a
+    head), a `TopK`, or logits that exist, `[..., V]`. mask, bias, temperature, softcap,
+    vocab_group: as in `linear_logprobs`; with a vocab_group the teacher's weight or logits are this
+    rank's entries too. plan: "auto", "recompute" (six matmuls, two of them the teacher's; least
+    memory), "stash" (four; keeps the gradient of every logit in the type of the weight) or a
+    `Plan`.
+    → `[...]` float32 (float64 for float64), 0 where mask is False.
+    """
+    check_tensor("hidden", hidden, "float")
+    tokens = tuple(hidden.shape[:-1])
+    # No token is looked up, so any id does.
+    ids = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
+    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+    part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
+    comparison = comparison_of(teacher, part.measure, head, tokens)
+    outputs = Outputs(logp=False, comparison=comparison)
+    flat = rows_with_gradient((hidden, weight, bias), head, mask, plan, outputs)[2]
+    numbers: Tensor = flat.view(tokens)
+    return numbers
+
+
+def divergence(
+    logits: Tensor,
+    teacher: TopK | Tensor,
+    *,
+    kind: Kind,
+    beta: float = 0.5,
+    tail: bool = True,
+    top: Top | None = None,
+    k: int | None = None,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """`linear_divergence` from logits that exist, `[..., V]`; the gradient reaches the logits.
+
+    teacher: logits of the same shape, or a `TopK`. The other arguments are those of
+    `linear_divergence`. → `[...]` float32 (float64 for float64), 0 where mask is False.
+    """
+    check_logits(logits)
+    if isinstance(teacher, Teacher):
+        raise InputError(
+            "divergence compares logits that exist; with a Teacher use linear_divergence, which "
+            "makes the logits of both models a window at a time."
+        )
+    check_softcap(softcap)
+    tokens = tuple(logits.shape[:-1])
+    z = logits.reshape(-1, logits.shape[-1])
+    rate = inverse_temperature(temperature, tokens, compute_dtype(z), z.device)
+    ids = torch.zeros(z.shape[0], dtype=torch.int64, device=z.device)
+    part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
+    # Columns of logits in the place of a weight's rows: the head is asked for their number only.
+    head = Head(z, z.t(), ids, None, rate, softcap, Vocabulary(z.shape[1], z.shape[1]))
+    comparison = comparison_of(teacher, part.measure, head, tokens)
+    valid = check_mask(mask, ids.view(tokens))
+    numbers: Tensor = _Divergence.apply(z, head, comparison, valid)  # type: ignore[no-untyped-call]
+    counts = comparison.counts(valid)
+    if counts is not None:
+        comparison.refuse(counts.tolist())
+    return numbers.view(tokens)
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, head: Head, comparison: Comparison, valid: Tensor | None
+    ) -> Tensor:
+        everywhere = slice(None)
+        rows = Rows(z, head.ids, head.scaling(everywhere))
+        s, compared = comparison.compared(head, rows, everywhere, z.detach(), None, entropy=False)
+        ctx.save_for_backward(z, valid)
+        ctx.rows, ctx.s = rows._replace(hidden=head.hidden, compared=compared), s
+        value = compared.numbers.divergence
+        return value.clone() if valid is None else torch.where(valid, value, 0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        z, valid = ctx.saved_tensors
+        s: Statistics = ctx.s
+        slope = grads[0] if valid is None else torch.where(valid, grads[0], 0)
+        out = torch.empty_like(z, memory_format=torch.contiguous_format)
+        ctx.rows.write_gradient(z, out, s, (None, None, slope.to(s.lse.dtype)))
+        return out, None, None, None

@@ -1,0 +1,273 @@
+"""Rows of two distributions, a student's and a teacher's: their divergence and its gradient.
+
+Legend: R rows, V vocabulary entries (of this rank's shard), z the student's raw logits `[R, V]`, u
+the teacher's. For one row, with ls and lt the log-probabilities of both,
+
+    divergence = Σ terms(ls, lt)               total = Σ slopes(ls, lt), −1 of the forward KL
+    dz = [policy's gradient + ddivergence·(slopes(ls, lt) − p_s·total)] · d(scaled z)/dz
+
+`terms` and `slopes` are those of `functional.divergence`; over whole rows the generalised kind is
+the reverse KL, and only the latter is met here. The functions here are plain PyTorch and
+the reference; on a GPU the Triton kernels of `kernels` take their place over whole rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss.functional.divergence import (
+    Measure,
+    on_support,
+    slopes,
+    support_slopes,
+    terms,
+)
+from policyloss.head.softmax_rows import (
+    Partials,
+    Scaling,
+    Statistics,
+    blocks,
+    finished,
+    kernels_for,
+    policy_gradient,
+    row_gradient,
+    row_partials,
+    scaled,
+    target_gradient,
+    through_scaling,
+    without_silent_rows,
+)
+from policyloss.head.vocab_parallel import Vocabulary
+
+KERNELS = "policyloss.head.teacher.kernels"
+
+
+class PairStatistics(NamedTuple):
+    """What the way back needs of whole rows, `[R]` each.
+
+    lse: of the teacher's scaled logits. total: the sum of the slopes.
+    """
+
+    divergence: Tensor
+    lse: Tensor
+    total: Tensor
+
+
+class PairRows(NamedTuple):
+    """The teacher's logits of some rows, and what is done to them."""
+
+    u: Tensor
+    scaling: Scaling
+
+
+def pair_statistics(
+    z: Tensor,
+    ids: Tensor,
+    scaling: Scaling,
+    teacher: PairRows,
+    measure: Measure,
+    vocabulary: Vocabulary,
+    here: Tensor,
+    entropy: bool,
+) -> tuple[Statistics, PairStatistics]:
+    """The student's statistics and the divergence from the teacher, over all shards. → `[R]` each.
+
+    here: which ids this rank holds.
+    """
+    fused = kernels_for(z, scaling, KERNELS)
+    if fused is not None:
+        return _fused_statistics(
+            fused, z, ids, scaling, teacher, measure, vocabulary, here, entropy
+        )
+    s = finished(vocabulary.merged(row_partials(z, ids, scaling, entropy), here))
+    partials = row_partials(teacher.u, ids, teacher.scaling, False)
+    lse = finished(vocabulary.merged(partials, here)).lse
+    sums = []
+    for b in blocks(z):
+        ls, lt = _log_probabilities(z[b], s.lse[b], scaling.of_rows(b), teacher, lse[b], b)
+        each = torch.stack([terms(ls, lt, measure).sum(-1), slopes(ls, lt, measure).sum(-1)])
+        sums.append(each)
+    divergence, total = vocabulary.summed(torch.cat(sums, -1))
+    return s, PairStatistics(divergence, lse, _total(divergence, total, measure))
+
+
+def _total(divergence: Tensor, total: Tensor, measure: Measure) -> Tensor:
+    """The sum of the slopes, exactly −1 of the forward KL and the divergence of the reverse."""
+    if measure.form == "forward":
+        return torch.full_like(divergence, -1)
+    return total if measure.form == "jsd" else divergence
+
+
+def _fused_statistics(
+    fused: Any,
+    z: Tensor,
+    ids: Tensor,
+    scaling: Scaling,
+    teacher: PairRows,
+    measure: Measure,
+    vocabulary: Vocabulary,
+    here: Tensor,
+    entropy: bool,
+) -> tuple[Statistics, PairStatistics]:
+    """One read of both rows for a KL, two for a JSD, whose mixture is known after the first."""
+    form = measure.form
+    ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, form, entropy)
+    student, teacher_rows = vocabulary.merged(ours, here), vocabulary.merged(theirs, here)
+    s, lse = finished(student), finished(teacher_rows).lse
+    if form == "jsd":
+        of_student, of_teacher = vocabulary.summed(
+            fused.mixture_sums(z, s.lse, scaling, teacher.u, lse, teacher.scaling, measure.beta)
+        )
+        total = (1 - measure.beta) * of_student
+        return s, PairStatistics(measure.beta * of_teacher + total, lse, total)
+    weighing, merged = (theirs, teacher_rows) if form == "forward" else (ours, student)
+    cross = vocabulary.summed(cross * _shrink(weighing, merged)) / merged.sum
+    # The mean of (log p_t − log p_s) up to the normalisers, whose large parts cancel first.
+    shift = (teacher_rows.max - student.max) + (teacher_rows.sum.log() - student.sum.log())
+    divergence = cross - shift if form == "forward" else cross + shift
+    return s, PairStatistics(divergence, lse, _total(divergence, divergence, measure))
+
+
+def _shrink(p: Partials, merged: Partials) -> Tensor:
+    """What a shard's sums are multiplied by to be measured from the maximum of all shards."""
+    return torch.where(p.max == merged.max, 1, (p.max - merged.max).exp())
+
+
+def pair_gradient(
+    z: Tensor,
+    out: Tensor,
+    ids: Tensor,
+    s: Statistics,
+    derivatives: tuple[Tensor | None, Tensor | None, Tensor],
+    scaling: Scaling,
+    teacher: PairRows,
+    pair: PairStatistics,
+    measure: Measure,
+) -> None:
+    """Write dz into `out` `[R, V]`, which may lie over z as in `row_gradient`.
+
+    derivatives: of the loss by each row's logp, entropy and divergence, `[R]`.
+    """
+    dlogp, dentropy, ddivergence = derivatives
+    if dlogp is None:
+        dlogp = torch.zeros_like(ddivergence)
+    h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
+    target = target_gradient(s.logp, h, dlogp, dh)
+    fused = kernels_for(z, scaling, KERNELS)
+    if fused is not None:
+        fused.pair_gradient(
+            z, out, ids, s.lse, h, dlogp, dh, target, scaling, *teacher, pair, ddivergence, measure
+        )
+        return
+    for b in blocks(z):
+        ls, lt = _log_probabilities(z[b], s.lse[b], scaling.of_rows(b), teacher, pair.lse[b], b)
+        d = slopes(ls, lt, measure) - ls.exp() * pair.total[b].unsqueeze(-1)
+        d = d.mul_(ddivergence[b].unsqueeze(-1))
+        silent = (dlogp[b] == 0) & (ddivergence[b] == 0)
+        spread = None
+        if h is not None and dh is not None:
+            spread, silent = (h[b], dh[b]), silent & (dh[b] == 0)
+        d += policy_gradient(ls, ids[b], dlogp[b], spread, target[b])
+        d = through_scaling(d, z[b], scaling.of_rows(b))
+        out[b].copy_(without_silent_rows(d, silent))
+
+
+def _log_probabilities(
+    z: Tensor, lse: Tensor, scaling: Scaling, teacher: PairRows, teacher_lse: Tensor, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of a block of rows, of the student and of the teacher."""
+    u = scaled(teacher.u[rows], teacher.scaling.of_rows(rows)).to(lse.dtype)
+    return scaled(z, scaling) - lse.unsqueeze(-1), u - teacher_lse.unsqueeze(-1)
+
+
+class Entries(NamedTuple):
+    """A support and what the way back needs of it. divergence: `[R]`; the others `[R, K]`.
+
+    ids: global. keep: which entries count. logp: the student's. slopes: the derivatives of the
+    divergence by them, 0 where keep is False.
+    """
+
+    divergence: Tensor
+    ids: Tensor
+    keep: Tensor
+    logp: Tensor
+    slopes: Tensor
+
+    @classmethod
+    def of(
+        cls, ids: Tensor, keep: Tensor, student: Tensor, teacher: Tensor, measure: Measure
+    ) -> Entries:
+        """Compare the log-probabilities of student and teacher, `[R, K]` each."""
+        teacher = teacher.to(student.dtype)
+        slopes = support_slopes(student, teacher, measure, keep)
+        return cls(on_support(student, teacher, measure, keep), ids, keep, student, slopes)
+
+
+def values_at(z: Tensor, ids: Tensor, scaling: Scaling, vocabulary: Vocabulary) -> Tensor:
+    """The scaled logits at global `ids` `[R, K]`, from whichever shard holds them. → `[R, K]`."""
+    column = ids - vocabulary.first
+    here = (column >= 0) & (column < z.shape[1])
+    column = torch.where(here, column, 0)
+    bias = None if scaling.bias is None else scaling.bias[column]
+    values = scaled(z.gather(1, column), scaling._replace(bias=bias))
+    return values if vocabulary.group is None else vocabulary.summed(torch.where(here, values, 0))
+
+
+def support_gradient(
+    z: Tensor,
+    out: Tensor,
+    ids: Tensor,
+    s: Statistics,
+    derivatives: tuple[Tensor | None, Tensor | None, Tensor],
+    scaling: Scaling,
+    entries: Entries,
+    first: int,
+) -> None:
+    """Write dz into `out` `[R, V]`, which may lie over z as in `row_gradient`.
+
+    ids: `[R]`, counted from `first`, the first of these columns. derivatives: of the loss by each
+    row's logp, entropy and divergence, `[R]`. The gradients at the id and at the entries come from
+    their exact log-probabilities: a model is sure of most tokens, and 1 − p would round away.
+    """
+    dlogp, dentropy, ddivergence = derivatives
+    dlogp = torch.zeros_like(ddivergence) if dlogp is None else dlogp
+    slopes = entries.slopes * ddivergence.unsqueeze(-1)
+    total = dlogp + slopes.sum(-1)
+    row_gradient(z, out, torch.full_like(ids, -1), s, total, dentropy, scaling)
+    columns = torch.cat([entries.ids - first, ids.unsqueeze(-1)], -1)
+    is_id = columns == ids.unsqueeze(-1)
+    of_id = torch.where(is_id[:, :-1], slopes, 0).sum(-1) + dlogp
+    direct = torch.where(is_id, of_id.unsqueeze(-1), torch.nn.functional.pad(slopes, (0, 1)))
+    logp = torch.cat([entries.logp, s.logp.unsqueeze(-1)], -1)
+    p = logp.exp()
+    d = -direct * torch.expm1(logp) - p * (total.unsqueeze(-1) - direct)
+    silent = (dlogp == 0) & (ddivergence == 0)
+    if dentropy is not None and s.entropy is not None:
+        d -= dentropy.unsqueeze(-1) * p * (logp.clamp(min=-1e4) + s.entropy.unsqueeze(-1))
+        silent &= dentropy == 0
+    d = d * _rate(logp + s.lse.unsqueeze(-1), scaling)
+    active = torch.nn.functional.pad(entries.keep, (0, 1), value=True)
+    active &= (columns >= 0) & (columns < z.shape[1])
+    _write(out, columns, d.masked_fill(silent.unsqueeze(-1), 0).to(out.dtype), active)
+
+
+def _rate(values: Tensor, scaling: Scaling) -> Tensor | float:
+    """The derivative of scaled logits `[R, K]` by the raw ones."""
+    t = scaling.inverse_temperature
+    rate = t.to(values.dtype).unsqueeze(-1) if isinstance(t, Tensor) else t
+    return rate if scaling.softcap is None else rate * (1 - (values / rate / scaling.softcap) ** 2)
+
+
+def _write(out: Tensor, columns: Tensor, d: Tensor, active: Tensor) -> None:
+    """`out[row, column] = d` where `active`, without reading back how many there are.
+
+    What is not active repeats the first active entry of its row, or what stands in column 0.
+    """
+    some = active.any(-1, keepdim=True)
+    first = active.to(torch.uint8).argmax(-1, keepdim=True)
+    column = torch.where(some, columns.gather(1, first), 0)
+    value = torch.where(some, d.gather(1, first), out[:, :1])
+    out.scatter_(1, torch.where(active, columns, column), torch.where(active, d, value))

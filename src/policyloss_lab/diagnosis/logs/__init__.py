@@ -1,1 +1,0 @@
-"""What the scalar logs of a run say is wrong, whoever wrote them."""

@@ -1,0 +1,184 @@
+"""`doctor_run`: reads the logs of a run and returns its symptoms as a `RunDiagnosis`; `LogWatch`
+does the same while the run is training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policyloss import notebook
+from policyloss.errors import InputError
+from policyloss_lab import limits
+from policyloss_lab.diagnosis.curves import Curve, Log, LogThresholds
+from policyloss_lab.diagnosis.symptoms import DETECTORS, Finding, not_finite
+from policyloss_lab.logs.names import NAMES, canonical, step_of
+from policyloss_lab.logs.scalars import rows_of
+from policyloss_lab.logs.trackers import Row
+from policyloss_lab.reading import open_file, parse_object
+
+
+@dataclass(frozen=True)
+class RunDiagnosis:
+    """The symptoms of a run. findings: causes before their possible effects. steps: the number of
+    judged steps. metrics: the recognised curves.
+    """
+
+    findings: tuple[Finding, ...]
+    steps: int
+    metrics: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is no symptom."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as plain data."""
+        rows = [finding._asdict() for finding in self.findings]
+        return {"findings": rows, "steps": self.steps, "metrics": list(self.metrics)}
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        looked = [f"  looked at: {', '.join(self.metrics)}"]
+        if missing := sorted(set(NAMES) - set(self.metrics)):
+            looked.append(f"  not in the log, so not judged: {', '.join(missing)}")
+        if self.healthy:
+            return "\n".join([f"healthy: no symptom in {self.steps} steps", *looked])
+        lines = [f"{_count(self.findings)} in {self.steps} steps"]
+        for f in self.findings:
+            since = f", from step {f.step}" if f.step else ""
+            lines += ["", f.cause + since, f"  {f.evidence}", f"  remedy: {f.remedy}"]
+        return "\n".join([*lines, "", *looked])
+
+    def _repr_html_(self) -> str:
+        rows = [(f.cause, f.step, f.evidence, f.remedy) for f in self.findings]
+        title = "healthy" if self.healthy else _count(rows)
+        return notebook.heading(title) + notebook.table(
+            ("symptom", "from step", "evidence", "remedy"), rows
+        )
+
+
+def _count(findings: Sequence[object]) -> str:
+    return f"{len(findings)} symptom{'s' if len(findings) > 1 else ''}"
+
+
+def doctor_run(path: str | Path, thresholds: LogThresholds | None = None) -> RunDiagnosis:
+    """Diagnose the logs in `path`. docs/doctor.md lists the formats and the symptoms."""
+    return diagnose_rows(read_log(path), thresholds, _rollouts(Path(path)))
+
+
+def diagnose_rows(
+    rows: Sequence[Mapping[str, float]],
+    thresholds: LogThresholds | None = None,
+    rollouts: Sequence[Mapping[str, Any]] = (),
+) -> RunDiagnosis:
+    """Diagnose rows of numbers, each with its step."""
+    limits = thresholds or LogThresholds()
+    curves: dict[str, Curve] = {}
+    raw: dict[str, Curve] = {}
+    steps: set[int] = set()
+    for row in rows:
+        step = step_of(row)
+        if step is None or step < 0:
+            continue
+        steps.add(step)
+        for name, value in canonical(row).items():
+            curves.setdefault(name, []).append((step, value))
+        for name, value in row.items():
+            raw.setdefault(name, []).append((step, float(value)))
+    longest = max((len(curve) for curve in curves.values()), default=0)
+    log = Log(curves, raw, rollouts, limits)
+    detectors = DETECTORS if longest >= limits.least_steps else (not_finite,)
+    findings = [finding for test in detectors if (finding := test(log)) is not None]
+    if not curves and not findings:
+        raise InputError(
+            "no metric of these logs is known here; they need at least one of reward, entropy, "
+            "grad_norm, length, clip fractions or KL."
+        )
+    if longest < limits.least_steps and not findings:
+        raise InputError(
+            f"a verdict needs at least {limits.least_steps} steps, and this log has {longest}."
+        )
+    return RunDiagnosis(tuple(findings), longest or len(steps), tuple(sorted(curves)))
+
+
+def _rollouts(path: Path) -> list[dict[str, Any]]:
+    """The stored completions of a run directory of ours; [] if there are none."""
+    path = (path if path.is_dir() else path.parent) / "rollouts.jsonl"
+    try:
+        with open_file(path, limits.ROLLOUT_BYTES) as file:
+            return [row for line in file if (row := parse_object(line)) is not None]
+    except (InputError, OSError):
+        return []
+
+
+class LogWatch:
+    """Diagnoses a log while it is written, and reports each symptom once. every: the number of rows
+    between two diagnoses.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        self.every = every
+        self.rows: list[dict[str, float]] = []
+        self.named: set[str] = set()
+
+    def read(self, step: int, row: Mapping[str, Any]) -> list[Finding]:
+        """Add a row; returns new symptoms if a diagnosis is due."""
+        numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
+        self.rows.append({**numbers, "step": step})
+        return self.look() if len(self.rows) % self.every == 0 else []
+
+    def look(self) -> list[Finding]:
+        """The symptoms that were not returned before; [] while there are too few rows."""
+        try:
+            verdict = diagnose_rows(self.rows)
+        except InputError:
+            return []
+        new = [finding for finding in verdict.findings if finding.cause not in self.named]
+        self.named.update(finding.cause for finding in new)
+        return new
+
+
+def read_log(path: str | Path) -> list[Row]:
+    """One row of numbers for each step, in the order of steps; an `InputError` if `path` is no log.
+
+    path: a run directory of ours or of TRL, or a file: metrics.jsonl, trainer_state.json, verl's
+    JSONL or console output, TensorBoard events, W&B's `.wandb`, a CSV export of W&B or trackio.
+    """
+    merged: dict[int, Row] = {}
+    for file in _log_files(Path(path)):
+        try:
+            with open_file(file, limits.LOG_BYTES) as handle:
+                for step, row in rows_of(handle, str(file)):
+                    merged.setdefault(step, {"step": float(step)}).update(row)
+                    if len(merged) > limits.LOG_STEPS:
+                        most = f"{limits.LOG_STEPS:,} steps"
+                        raise InputError(f"{file} holds more than {most}; give a part of it.")
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
+    if not merged:
+        raise InputError(f"{path} holds no row with a step and numbers; it is no log of a run.")
+    return [merged[step] for step in sorted(merged)]
+
+
+def _log_files(path: Path) -> list[Path]:
+    """The log of a directory; TensorBoard writes one file for each start of a run."""
+    if not path.is_dir():
+        return [path]
+    states = sorted(path.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
+    for file in (path / "metrics.jsonl", path / "trainer_state.json", *states[-1:]):
+        if file.exists():
+            return [file]
+    if events := sorted(path.glob("events.out.tfevents*")):
+        return events
+    raise InputError(
+        f"{path} holds neither metrics.jsonl, trainer_state.json nor TensorBoard events."
+    )

@@ -1,0 +1,316 @@
+"""`Diagnosis`: the verdict of `doctor`, and the causes that it can name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from policyloss import notebook
+from policyloss.parts.correction import Band, Reject, SequenceMask, Truncate
+
+
+class Alternative(NamedTuple):
+    """A tested hypothesis. unexplained: the share of the scale of the differences that it leaves, 1
+    for all of it.
+    """
+
+    cause: str
+    sentence: str
+    unexplained: float
+    score: float
+
+    @property
+    def leaves(self) -> str:
+        """`unexplained` in words; a hypothesis that makes things worse leaves all."""
+        return f"{self.unexplained:.0%}" if self.unexplained < 0.995 else "all"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The cause of a mismatch between engine and trainer.
+
+    cause: a name of `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the largest
+    first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for the slot of
+    that name that would have bounded the damage, or None. floor: the measured noise, in nats of an
+    unlikely token. details: the fitted numbers. alternatives: the other tested hypotheses, best
+    first.
+    """
+
+    cause: str
+    causes: tuple[str, ...]
+    confidence: float
+    evidence: tuple[str, ...]
+    remedy: str
+    correction: tuple[Correction, ...] | None
+    floor: float
+    tokens: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.cause == "healthy"
+
+    @property
+    def title(self) -> str:
+        """The causes in a few words."""
+        return " and ".join(CAUSES[cause].title for cause in self.causes)
+
+    def because_of(self, cause: str, evidence: Sequence[str]) -> Diagnosis:
+        """The diagnosis with a certain cause in the first place."""
+        return replace(
+            self,
+            cause=cause,
+            causes=(cause,),
+            confidence=0.99,
+            evidence=(*evidence, *(e for e in self.evidence if e not in evidence)),
+            remedy=CAUSES[cause].remedy,
+            correction=CAUSES[cause].correction,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as plain data; the correction as the repr of its parts."""
+        return {
+            "cause": self.cause,
+            "causes": list(self.causes),
+            "confidence": round(self.confidence, 4),
+            "tokens": self.tokens,
+            "floor": _json_number(self.floor),
+            "evidence": list(self.evidence),
+            "remedy": self.remedy,
+            "correction": None if self.correction is None else [repr(p) for p in self.correction],
+            "details": {name: _json_number(value) for name, value in self.details.items()},
+            "alternatives": [
+                {
+                    **a._asdict(),
+                    "unexplained": _json_number(a.unexplained),
+                    "score": _json_number(a.score),
+                }
+                for a in self.alternatives
+            ],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        lines = [f"{self.title} (confidence {self.confidence:.0%}, {self.tokens} tokens)"]
+        lines += [f"  {sentence}" for sentence in self.evidence]
+        lines += [f"remedy: {self.remedy}"]
+        if self.correction:
+            lines.append(f"until then: correction={_parts(self.correction)}")
+        if self.alternatives:
+            lines.append("also tested, with the share that each leaves unexplained:")
+            lines += [
+                f"  {a.leaves:>5}  {CAUSES[a.cause].title}: {a.sentence}"
+                for a in self.alternatives[:5]
+                if a.cause in CAUSES
+            ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (a.leaves, CAUSES[a.cause].title, a.sentence)
+            for a in self.alternatives
+            if a.cause in CAUSES
+        ]
+        until = f"Until then: correction={_parts(self.correction)}" if self.correction else ""
+        return (
+            notebook.heading(f"{self.title} (confidence {self.confidence:.0%})")
+            + notebook.listed(self.evidence)
+            + notebook.paragraphs(f"Remedy: {self.remedy}", until)
+            + notebook.table(("unexplained", "cause", "hypothesis"), rows)
+        )
+
+
+def _parts(correction: tuple[Correction, ...]) -> str:
+    texts = [repr(part) for part in correction]
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
+
+
+def _json_number(value: Any) -> Any:
+    """A number that strict JSON can hold, with six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value
+
+
+Correction = Truncate | Band | SequenceMask | Reject
+
+
+class Cause(NamedTuple):
+    """title: a few words. remedy: instructions. correction: parts that bound the damage until then;
+    None where a weight would only hide a bug.
+    """
+
+    title: str
+    remedy: str
+    correction: tuple[Correction, ...] | None = None
+
+
+TIS = (Truncate(2.0),)
+ICEPOP = (Band(0.5, 5.0),)
+STALE = (Truncate(2.0), SequenceMask(0.5, 2.0, weight=None))
+
+CAUSES: dict[str, Cause] = {
+    "healthy": Cause("healthy", "Nothing needs to be done."),
+    "not_explained": Cause(
+        "not explained",
+        "No known cause fits. Pass model= and prompts=, or more tokens; compare one sequence by "
+        "hand, token by token.",
+        ICEPOP,
+    ),
+    "temperature": Cause(
+        "a temperature on one side only",
+        "Score with the temperature that the engine samples with (pl.logprobs(…, temperature=τ)), "
+        "and let the engine report processed log-probabilities (vLLM: "
+        'logprobs_mode="processed_logprobs"), or sample at temperature 1.',
+        TIS,
+    ),
+    "top_p": Cause(
+        "top-p renormalised on one side only",
+        "Sample with top_p=1, or let the engine report raw log-probabilities, or normalise over "
+        "the kept tokens on both sides.",
+        TIS,
+    ),
+    "top_k": Cause(
+        "top-k renormalised on one side only",
+        "Sample without top_k, or let the engine report raw log-probabilities, or normalise over "
+        "the kept tokens on both sides.",
+        TIS,
+    ),
+    "min_p": Cause(
+        "min-p renormalised on one side only",
+        "Sample without min_p, or let the engine report raw log-probabilities, or normalise over "
+        "the kept tokens on both sides.",
+        TIS,
+    ),
+    "shift": Cause(
+        "numbers one token off",
+        "logits[:, t] predict the token at t + 1: slice logits[:, :-1] and ids[:, 1:], once, and "
+        "check that the engine's list begins with the first sampled token.",
+    ),
+    "rows_permuted": Cause(
+        "rows in another order",
+        "Sort both sides by a request id before they are put side by side; an engine returns "
+        "requests in the order in which they finish.",
+    ),
+    "reencoded": Cause(
+        "the text was encoded again",
+        "Keep the token ids that the engine sampled, and train on those; text that is decoded and "
+        "encoded again is cut into other tokens.",
+        (Reject("k3", "max", high=0.5),),
+    ),
+    "prompt_in_mask": Cause(
+        "prompt tokens in the mask",
+        "Let the mask begin at the first sampled token; the engine has no number for the prompt.",
+    ),
+    "end_token": Cause(
+        "the end token",
+        "Let both sides count the end token, or neither: the engine samples it, and lists it only "
+        "if it is asked to.",
+    ),
+    "padding_in_mask": Cause(
+        "padding in the mask", "Let the mask end with the end token of each row."
+    ),
+    "copy": Cause(
+        "rollout_logp is a copy of old_logp",
+        "Pass what the engine reported as rollout_logp. If the engine's numbers are meant to serve "
+        "as old_logp, no correction can see a mismatch.",
+    ),
+    "bos": Cause(
+        "the first token (BOS) doubled or missing",
+        "Encode prompts once, with add_special_tokens=False after a chat template, and hand ids to "
+        "the engine, not text.",
+        ICEPOP,
+    ),
+    "template": Cause(
+        "another prompt or chat template",
+        "Render the template once, and hand the same token ids to both sides.",
+        ICEPOP,
+    ),
+    "stale_weights": Cause(
+        "weights of another step",
+        "Check that the engine receives the weights after every update, that its prefix cache is "
+        "emptied then, and that the number of steps it lags behind is the one you chose.",
+        STALE,
+    ),
+    "logp_bf16": Cause(
+        "log-probabilities stored in bf16",
+        "Keep log-probabilities in float32 from the softmax on.",
+        TIS,
+    ),
+    "logp_fp16": Cause(
+        "log-probabilities stored in fp16",
+        "Keep log-probabilities in float32 from the softmax on.",
+        TIS,
+    ),
+    "logits_bf16": Cause(
+        "logits rounded to bf16",
+        "Compute the head in float32 (vLLM: head_dtype), or upcast logits before the softmax.",
+        TIS,
+    ),
+    "logits_fp16": Cause(
+        "logits rounded to fp16", "Upcast logits to float32 before the softmax.", TIS
+    ),
+    "weights_bf16": Cause(
+        "weights in bf16 on one side only",
+        "Use one dtype on both sides: score with bf16 weights, or serve float32.",
+        TIS,
+    ),
+    "weights_fp16": Cause("weights in fp16 on one side only", "Use one dtype on both sides.", TIS),
+    "weights_int8": Cause(
+        "weights in int8 on one side only",
+        "Expect a mismatch from quantised rollouts, and correct for it, or serve the trainer's "
+        "dtype.",
+        STALE,
+    ),
+    "weights_fp8": Cause(
+        "weights in fp8 on one side only",
+        "Expect a mismatch from quantised rollouts, and correct for it, or serve the trainer's "
+        "dtype.",
+        STALE,
+    ),
+    "adapter_missing": Cause(
+        "an adapter that one side does not have",
+        "Load the adapter into the engine after every update, or merge it into the weights that "
+        "are sent.",
+        ICEPOP,
+    ),
+    "adapter_merged": Cause(
+        "an adapter merged into rounded weights",
+        "Merge in float32 and round once, or serve base and adapter apart, as the trainer does.",
+        TIS,
+    ),
+    "softcap": Cause(
+        "a soft cap missing or doubled",
+        "Apply final_logit_softcapping exactly once on both sides; fused heads take it as an "
+        "argument.",
+        TIS,
+    ),
+    "positions": Cause(
+        "padding that counts",
+        "Pass attention_mask, and position_ids = attention_mask.cumsum(-1) - 1, when rows are "
+        "padded on the left.",
+        ICEPOP,
+    ),
+    "dropout": Cause(
+        "dropout while scoring", "Call model.eval() before log-probabilities are computed.", TIS
+    ),
+    "router": Cause(
+        "other experts for some tokens",
+        "Replay the engine's routing in the trainer, keep routers in float32, and mask tokens with "
+        "a large ratio.",
+        ICEPOP,
+    ),
+    "vocab_shard": Cause(
+        "a shard of the vocabulary",
+        "Reduce maximum and sum over all ranks of the vocabulary-parallel group, and check the "
+        "offset of each rank's ids.",
+    ),
+}

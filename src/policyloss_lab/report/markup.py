@@ -1,0 +1,83 @@
+"""Text and assets of pages that open offline. Text from a run is escaped: nothing acts as markup,
+and nothing is invisible.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from policyloss.errors import visible
+
+
+def escaped(value: Any) -> str:
+    """`value` as HTML text, also for a quoted attribute; invisible characters become numbers."""
+    return html.escape(visible(str(value)), quote=True)
+
+
+def island(data: Any) -> str:
+    """JSON for a `<script>` element, escaped so that it cannot end the element."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII only
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """A number with `digits` significant digits and separated thousands; "–" for None."""
+    if value is None:
+        return "–"
+    if abs(value) < 1e15 and (isinstance(value, int) or abs(value) >= 10**digits):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def duration(seconds: float | int | None) -> str:
+    """Seconds as 42 s, 3 min 05 s or 2 h 07 min."""
+    if seconds is None:
+        return "–"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{seconds:.3g} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    if rounded >= 1e15:
+        return f"{seconds:.3g} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
+
+
+def listed(names: Sequence[str], shown: int = 5) -> str:
+    """Names in a sentence: "a, b and c", or the first few and the number of others."""
+    if len(names) > shown + 1:
+        return f"{', '.join(names[:shown])} and {number(len(names) - shown)} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def asset(package: str, name: str) -> str:
+    """The text of a file in the folder `assets` of a package."""
+    return (files(package) / "assets" / name).read_text(encoding="utf-8")
+
+
+def content_policy(style: str, script: str, live: int = 0) -> str:
+    """A content policy that allows this style, this script and embedded pictures. Only a live page
+    may send requests, to its own server.
+    """
+    allowed = {
+        "script-src": f"'{_digest(script)}'",
+        "style-src": f"'{_digest(style)}'",
+        "img-src": "data:",
+    } | ({"connect-src": "'self'"} if live else {})
+    rules = [
+        "default-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        *(f"{name} {value}" for name, value in allowed.items()),
+    ]
+    return "; ".join(rules)
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,409 @@
+"""The sections of the page that need no script: verdict, runs, health, notes, losses, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from policyloss_lab.report.compare import flat
+from policyloss_lab.report.markup import duration, escaped, listed, number
+from policyloss_lab.report.verdict import WORDS
+
+_STATES = {
+    "finished": "finished",
+    "running": "still running",
+    "stopped": "stopped early",
+    "unknown": "",
+}
+
+
+_COLUMNS = (
+    "Verdict",
+    "Loss",
+    "Model",
+    "Task",
+    "Held-out accuracy",
+    "Reward",
+    "Steps",
+    "Time",
+    "Tokens",
+)
+
+
+def swatch(index: int) -> str:
+    """The mark in a run's colour."""
+    return f'<i class="swatch run{index % 8}"></i>'
+
+
+_UNKNOWN = ("–", "<b>unknown</b>")
+_VERDICTS = 8  # sentences that are visible at once
+_TALL = 12  # the table scrolls if it has more rows
+_HEALTHY = 3  # runs without a symptom that have a line each
+_SWATCHES = 6  # colours of runs that share a note
+_MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unclear": "?"}
+
+
+def verdict(data: Mapping[str, Any]) -> str:
+    """Whether the runs learn: one sentence, and one for each setting if there are several runs."""
+    runs, groups = data["runs"], data["groups"]
+    if len(runs) == 1:
+        title = _judged(runs[0]["verdict"]["state"], runs[0]["verdict"]["sentence"])
+        return f'<div id="verdict">{title}</div>'
+    states = [run["verdict"]["state"] for run in runs]
+    counts = {state: states.count(state) for state in WORDS if state in states}
+    worst = next(state for state in ("worse", "flat", *WORDS) if state in counts)
+    total = "; ".join(
+        f"{WORDS[state].lower()}: {count} of {len(runs)} runs" for state, count in counts.items()
+    )
+    lines = [f"<li>{_group_verdict(runs, group)}" for group in groups]
+    lines += [
+        f"<li>{escaped(listed([runs[i]['label'] for i in same]))} coincide: every metric is the "
+        "same at every step, so their lines lie on each other."
+        for same in data["identical"]
+    ]
+    more = (
+        f"<details><summary>{len(lines) - _VERDICTS} more</summary>"
+        f"<ul>{''.join(lines[_VERDICTS:])}</ul></details>"
+        if len(lines) > _VERDICTS
+        else ""
+    )
+    title = _judged(worst, f"{total[0].upper()}{total[1:]}.")
+    return f'<div id="verdict">{title}<ul>{"".join(lines[:_VERDICTS])}</ul>{more}</div>'
+
+
+def _judged(state: str, text: str) -> str:
+    return (
+        f'<p class="verdict {state}"><i aria-hidden="true">{_MARKS[state]}</i>{escaped(text)}</p>'
+    )
+
+
+def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> str:
+    """The verdict on a run, or on all seeds of one setting."""
+    name = f"{swatch(group['runs'][0])}<b><bdi>{escaped(group['label'])}</bdi></b>"
+    inside = [runs[i]["verdict"] for i in group["runs"]]
+    if len(inside) == 1:
+        return f"{name}: {escaped(inside[0]['sentence'])}"
+    states = [verdict["state"] for verdict in inside]
+    text = "; ".join(
+        f"{WORDS[state].lower()}: {states.count(state)} of {len(states)}"
+        for state in WORDS
+        if state in states
+    )
+    if end := group["end"]:
+        share = end["metric"] == "held_out"
+        what = "Held-out accuracy" if share else "Reward"
+        mean, low, high = (_amount(end[key], share=share) for key in ("mean", "low", "high"))
+        text += f". {what} at the end: {mean} on average, from {low} to {high}"
+    return f"{name}: {escaped(text)}."
+
+
+def overview(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A table with one row per run: verdict, loss, model, progress and results. Columns without
+    data are left out.
+    """
+    table = [_overview_cells(run) for run in runs]
+    known = [c for i, c in enumerate(_COLUMNS) if any(cells[i] not in _UNKNOWN for cells in table)]
+    head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))
+    rows = "".join(
+        f'<tr><th scope=row title="{escaped(run["path"])}">{swatch(i)}'
+        f"<bdi>{escaped(run['label'])}</bdi>"
+        + "".join(
+            f'<td data-name="{name}">{cell}'
+            for name, cell in zip(_COLUMNS, cells, strict=True)
+            if name in known
+        )
+        for i, (run, cells) in enumerate(zip(runs, table, strict=True))
+    )
+    tall = " tall" if len(runs) > _TALL else ""
+    return (
+        f'<div class="wide{tall}"><table class="runs '
+        f'stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of a run, one for each of `_COLUMNS`."""
+    s = run["summary"]
+    steps = number(s["steps"]) + (
+        f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
+    )
+    state = _STATES[s["state"]]
+    verdict = run["verdict"]["state"]
+    shown = {**s, **run["levels"]}  # smoothed numbers, because one step is noisy
+    return (
+        f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
+        f"{WORDS[verdict].lower()}</span>",
+        f"<b>{escaped(run['loss']['name'])}</b>",
+        escaped(s["model"] or "–"),
+        escaped(s["task"] or "–"),
+        _change(shown["held_out"], share=True),
+        _change(shown["reward"]),
+        f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
+        duration(s["seconds"]),
+        number(s["tokens"]),
+    )
+
+
+def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
+    if change is None:
+        return '<span class="quiet">not measured</span>'
+    first, last = (_amount(change[key], share=share) for key in ("first", "last"))
+    over = change.get("over", 1)
+    means = f"means of {over} steps, " if over > 1 else ""
+    where = f"step {change['first_step']} → step {change['last_step']}"
+    title = f"{means}{where}; best {number(change['best'])}"
+    return (
+        f'<span class="change" title="{title}"><span class="quiet">{first} →</span> '
+        f"<b>{last}</b></span>"
+    )
+
+
+def _amount(value: float | int, *, share: bool) -> str:
+    return f"{100 * value:.1f} %" if share else number(value)
+
+
+def notes(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The notes about missing or odd data; "" if there are none."""
+    items = shared_notes(runs)
+    if not items:
+        return ""
+    lines = "".join(
+        f"<li>{''.join(map(swatch, at[:_SWATCHES]))}<bdi>{escaped(names)}</bdi>: {escaped(note)}"
+        for note, (names, at) in items.items()
+    )
+    opened = " open" if len(items) < 6 else ""
+    return (
+        f'<details class="notes"{opened}><summary>Notes on the data '
+        f"({len(items)})</summary><ul>{lines}</ul></details>"
+    )
+
+
+def shared_notes(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list[int]]]:
+    """Each note once, with the names and the indices of its runs."""
+    places: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        for note in dict.fromkeys(run["notes"]):
+            places.setdefault(note, []).append(i)
+    return {note: (listed([runs[i]["label"] for i in at]), at) for note, at in places.items()}
+
+
+def health(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The symptoms of each run that has enough steps; "" if none has."""
+    lines, count, healthy = [], 0, []
+    for i, run in enumerate(runs):
+        name = f"<li>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>: "
+        count += len(run["health"])
+        for row in run["health"]:
+            since = f" from step {row['step']}" if row["step"] else ""
+            lines.append(
+                f"{name}<b>{escaped(row['cause'])}</b>{since}: {escaped(row['evidence'])}."
+                f"<br>Remedy: {escaped(row['remedy'])}"
+            )
+        if run["judged_steps"] and not run["health"]:
+            healthy.append((run["label"], f"{name}no symptom in {run['judged_steps']} steps"))
+    if len(healthy) > _HEALTHY:
+        names = escaped(listed([label for label, _ in healthy]))
+        lines.append(f"<li>No symptom in {len(healthy)} runs: {names}")
+    else:
+        lines += [line for _, line in healthy]
+    if not lines:
+        return ""
+    title = f"{count or 'no'} symptom{'s' if count > 1 else ''}"
+    items = "".join(lines)
+    return (
+        f'<details class="notes" open><summary>Health: {title}</summary><ul>{items}</ul></details>'
+    )
+
+
+def losses(data: Mapping[str, Any]) -> str:
+    """A card for each different loss, and the differences from the first."""
+    cards: list[tuple[Any, list[int]]] = []
+    for i, run in enumerate(data["runs"]):
+        same = next(
+            (users for spec, users in cards if spec == run["loss"]["spec"] and spec is not None),
+            None,
+        )
+        if same is None:
+            cards.append((run["loss"]["spec"], [i]))
+        else:
+            same.append(i)
+    differ = "".join(_difference(d) for d in data["differences"]["loss"])
+    return (
+        differ
+        + f'<div class="cards">{"".join(_loss(data["runs"], users) for _, users in cards)}</div>'
+    )
+
+
+def _difference(difference: Mapping[str, Any]) -> str:
+    a, b = (f"<bdi>{escaped(difference[side])}</bdi>" for side in ("a", "b"))
+    columns = {"a": a, "b": b, "meaning": "What it means"}
+    head = "<th scope=col>Slot" + "".join(f"<th scope=col>{title}" for title in columns.values())
+    rows = ""
+    for change in difference["changes"]:
+        cells = (
+            escaped(change[name]) if name == "meaning" else f"<code>{escaped(change[name])}</code>"
+            for name in columns
+        )
+        rows += f"<tr><th scope=row>{escaped(change['slot'])}" + "".join(
+            f"<td>{cell}" for cell in cells
+        )
+    extra = "".join(f"<p>{escaped(note)}</p>" for note in difference["notes"])
+    table = f'<table class="stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table>'
+    key = f'<p class="quiet">a is the loss of {a}, b that of {b}.</p>'
+    return f'<div class="card"><h3>How the losses differ</h3>{key}{table}{extra}</div>'
+
+
+def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
+    loss = runs[users[0]]["loss"]
+    used = " ".join(f"{swatch(i)}<bdi>{escaped(runs[i]['label'])}</bdi>" for i in users)
+    explanation = loss["explain"]
+    if explanation is None:
+        why = (
+            "The files of the run do not say which loss it was trained with."
+            if loss["spec"] is None
+            else "This loss cannot be explained; see the notes on the data."
+        )
+        return (
+            f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p '
+            f'class="quiet">{why}</p></div>'
+        )
+    formula = "\n".join(f"{line['name']} = {line['expression']}" for line in explanation["formula"])
+    words = "".join(
+        f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in explanation["words"].items()
+    )
+    none = _no_gradient(explanation["zero_gradient"])
+    numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in explanation["numbers"]])
+    traps = "".join(f"<li>{escaped(trap['text'])}" for trap in explanation["traps"])
+    preset = f"preset {explanation['preset']}" if explanation["preset"] else ""
+    title = " · ".join(filter(None, (preset, explanation["paper"])))
+    heading = f"<h3>{escaped(explanation['title'])}</h3>"
+    return f"""<div class="card loss">{heading}\
+<p>{used} <span class="quiet">{escaped(title)}</span></p>
+<pre dir="ltr">{escaped(formula)}</pre><dl>{words}</dl>
+{_folded("Which tokens get no gradient", none) if none else ""}
+{_folded("Every number and where it comes from", f"<table>{numbers}</table>")}
+{_folded("Traps", f"<ul>{traps}</ul>") if traps else ""}
+{_folded("All of it as text", f'<pre dir="ltr">{escaped(loss["text"])}</pre>')}</div>"""
+
+
+def _no_gradient(zero: Mapping[str, Any]) -> str:
+    """The conditions of `explain`: those of a single token, and those of its group."""
+    parts = []
+    if zero["alone"]:
+        parts += [
+            "<p>Where one of these holds, the policy term gives a token exactly none:</p>",
+            _conditions(zero["alone"]),
+        ]
+    if zero["together"]:
+        parts += [
+            f"<p>And where every token of its {escaped(zero['group'])} meets one of these:</p>",
+            _conditions(zero["together"]),
+        ]
+    if parts and zero["still_moved_by"]:
+        parts.append(f"<p>{escaped(zero['still_moved_by'])}</p>")
+    return "".join(parts)
+
+
+def _conditions(conditions: Iterable[Mapping[str, str]]) -> str:
+    return f"<table>{_rows([(c['expression'], c['meaning']) for c in conditions])}</table>"
+
+
+def _rows(rows: Iterable[Sequence[str]]) -> str:
+    return "".join(
+        f"<tr><th scope=row><code>{escaped(row[0])}</code>"
+        + "".join(f"<td>{escaped(v)}" for v in row[1:])
+        for row in rows
+    )
+
+
+def _folded(title: str, body: str) -> str:
+    return f'<details><summary>{escaped(title)}</summary><div class="wide">{body}</div></details>'
+
+
+def settings(data: Mapping[str, Any], name: str) -> str:
+    """The settings of all runs side by side: differing settings first, then changed ones, then the
+    complete list, folded. Defaults are marked.
+    """
+    runs = data["runs"]
+    tables = [flat(run[name]) for run in runs]
+    defaults = [flat(run["defaults"]) if name == "config" else {} for run in runs]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    if not keys:
+        return '<p class="quiet">None was recorded.</p>'
+    rows = {key: [table.get(key) for table in tables] for key in keys}
+    differing = [row["key"] for row in data["differences"][name]]
+    changed = [
+        key
+        for key, values in rows.items()
+        if key not in differing
+        and any(key in usual and usual[key] != v for usual, v in zip(defaults, values, strict=True))
+    ]
+    parts = []
+    if len(runs) > 1:
+        parts.append(
+            f"<h3>Different</h3>{_table(runs, rows, differing, defaults)}"
+            if differing
+            else '<p class="quiet">The same in all runs.</p>'
+        )
+    if changed:
+        parts.append(f"<h3>Set by hand</h3>{_table(runs, rows, changed, defaults)}")
+    complete = _table(runs, rows, keys, defaults)
+    return complete if not parts else "".join(parts) + _folded(f"All {len(keys)}", complete)
+
+
+def _table(
+    runs: Sequence[Mapping[str, Any]],
+    rows: Mapping[str, Sequence[str | None]],
+    keys: Iterable[str],
+    defaults: Sequence[Mapping[str, str]],
+) -> str:
+    head = "".join(
+        f"<th scope=col>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>" for i, run in enumerate(runs)
+    )
+    body = "".join(
+        f"<tr><th scope=row>{escaped(key)}"
+        + "".join(
+            _cell(value, key in usual and usual[key] == value)
+            for value, usual in zip(rows[key], defaults, strict=True)
+        )
+        for key in keys
+    )
+    return (
+        '<div class="wide"><table '
+        f'class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _cell(value: str | None, is_default: bool) -> str:
+    mark = ' <span class="quiet">(default)</span>' if is_default else ""
+    return f"<td><bdi>{'–' if value is None else escaped(value)}</bdi>{mark}"
+
+
+def origins(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the metrics with another name in the files of a run; "" if there are none."""
+    places = [i for i, run in enumerate(runs) if run["names"]]
+    names = sorted({name for i in places for name in runs[i]["names"]})
+    if not names:
+        return ""
+    head = "".join(
+        f'<th scope=col title="{escaped(runs[i]["source"])}"><bdi>{escaped(runs[i]["label"])}</bdi>'
+        for i in places
+    )
+    rows = "".join(
+        f"<tr><th scope=row><code>{escaped(name)}</code>"
+        + "".join(f"<td>{_name(runs[i]['names'].get(name))}" for i in places)
+        for name in names
+    )
+    sources = "".join(
+        f"<li><bdi>{escaped(runs[i]['label'])}</bdi>: {escaped(runs[i]['source'])}" for i in places
+    )
+    return (
+        f"<p>These runs were read from other trainers' files:</p><ul>{sources}</ul>"
+        f"<details><summary>{len(names)} metrics have another name in the files</summary><div "
+        f'class="wide"><table class="settings"><thead><tr><th scope=col>Here{head}</thead><tbody>'
+        f"{rows}</tbody></table></div></details>"
+    )
+
+
+def _name(name: str | None) -> str:
+    return "–" if name is None else f"<code>{escaped(name)}</code>"
