@@ -27,7 +27,7 @@ from policyloss_train.advantages import judge
 from policyloss_train.attention import Attention
 from policyloss_train.batches import Pack, minibatches
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks, synchronised, unwrapped
+from policyloss_train.distributed import Ranks, synchronised, unwrap
 from policyloss_train.models import load_weights, weights
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
@@ -131,7 +131,7 @@ class Learner:
 
     def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the policy alone the weights of a checkpoint."""
-        load_weights(self._stored(unwrapped(self.policy)), subtree(tensors, "policy"))
+        load_weights(self._stored(unwrap(self.policy)), subtree(tensors, "policy"))
 
     def _stored(self, module: nn.Module) -> dict[str, Tensor]:
         """The weights of a module that a checkpoint holds."""
@@ -141,9 +141,9 @@ class Learner:
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """What learns, by its name in a checkpoint, and without the wrapper of DDP."""
-        trained = [("policy", unwrapped(self.policy), self.optimizer)]
+        trained = [("policy", unwrap(self.policy), self.optimizer)]
         if self.critic is not None and self.critic_optimizer is not None:
-            trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
+            trained.append(("critic", unwrap(self.critic), self.critic_optimizer))
         return trained
 
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int) -> Learned:
@@ -214,7 +214,7 @@ class Learner:
     def _frozen(self, pack: Pack) -> Pack:
         """The pack with what the reference and the critic say of it, before anything is updated."""
         if "ref_logp" in self.spec.reads:
-            policy: Any = unwrapped(self.policy)
+            policy: Any = unwrap(self.policy)
             with nullcontext() if self.reference is not None else without_adapter(policy.model):
                 reference = self.reference or self.policy
                 ref_logp = self._of_pack(pack, partial(self.logprobs, reference))
@@ -285,7 +285,7 @@ class Learner:
     @property
     def attention(self) -> Attention:
         """How sequences go through the policy."""
-        policy: Any = unwrapped(self.policy)
+        policy: Any = unwrap(self.policy)
         attention: Attention = policy.attention
         return attention
 

@@ -1,5 +1,5 @@
-"""AdamW: torch's own, one for weights of half precision, and one whose moments have 8 bits; and
-what becomes of the learning rate.
+"""AdamW: torch's own, one for weights of half precision, and one with 8-bit moments; their state in
+checkpoints, and the schedule of the learning rate.
 """
 
 from __future__ import annotations
