@@ -154,10 +154,11 @@ class Learner:
         """
         config, pack = self.config, self._frozen(pack.to(self.ranks.device))
         place = {index: i for i, index in enumerate(indices)}
+        seed = (config.seed * 1_000_003 + step) * 1_009
         shares = [
             [place[index] for index in chosen if index in place]
             for epoch in range(config.epochs)
-            for chosen in minibatches(total, config.minibatches, _mixed(config.seed, step, epoch))
+            for chosen in minibatches(total, config.minibatches, seed + epoch)
         ]
         # A loss that is measured before its first backward reads the old ones there already; so do
         # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
@@ -254,7 +255,7 @@ class Learner:
         """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
         sharded module is a collective.
         """
-        parts = self._cut(pack.lengths)
+        parts = self.attention.cut(pack.lengths, self.config.micro_tokens)
         most = max(self.ranks.gather(len(parts)))
         rows: dict[int, Tensor] = {}
         for part in [*parts, *[parts[-1]] * (most - len(parts))]:
@@ -274,13 +275,10 @@ class Learner:
         if not mine:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
-        parts = self._cut([pack.lengths[i] for i in mine])
+        lengths = [pack.lengths[i] for i in mine]
+        parts = self.attention.cut(lengths, self.config.micro_tokens)
         members = [[mine[i] for i in part] for part in parts]
         return [pack.select(chosen) for chosen in members], members
-
-    def _cut(self, lengths: list[int]) -> list[list[int]]:
-        """Which sequences go through the policy together."""
-        return self.attention.cut(lengths, self.config.micro_tokens)
 
     @property
     def attention(self) -> Attention:
@@ -391,8 +389,3 @@ def _summary(updates: Sequence[Update]) -> tuple[dict[str, float], float]:
     n, norm = max(len(updates), 1), sum(update.norm for update in updates)
     metrics = sum((update.metrics for update in updates), Metrics()).compute()
     return {name: x / n if name == "loss" else x for name, x in metrics.items()}, norm / n
-
-
-def _mixed(seed: int, step: int, epoch: int) -> int:
-    """One seed of three numbers."""
-    return (seed * 1_000_003 + step) * 1_009 + epoch
