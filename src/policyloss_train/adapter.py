@@ -43,7 +43,7 @@ def add_adapter(model: Any, config: TrainConfig) -> None:
 
 @contextmanager
 def without_adapter(model: Any) -> Iterator[None]:
-    """The model as it is without its adapters; one that has none is left as it is."""
+    """Disable the adapters of the model, if it has any."""
     if not has_adapter(model):
         yield
         return
@@ -55,8 +55,8 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def written_whole(model: Any) -> Iterator[None]:
-    """Inside, transformers writes the model and not its adapters alone."""
+def saving_all_weights(model: Any) -> Iterator[None]:
+    """Inside, transformers saves the complete model, not only its adapters."""
     adapted = has_adapter(model)
     model._hf_peft_config_loaded = False
     try:
@@ -72,7 +72,7 @@ def has_adapter(model: Any) -> bool:
 
 @contextmanager
 def base_trained(model: Any) -> Iterator[None]:
-    """Inside, the model without its adapters is what learns."""
+    """Inside, the base model is trained and its adapters are disabled."""
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     with without_adapter(model):
         if has_adapter(model):
@@ -87,7 +87,7 @@ def base_trained(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of a model without adapters that says the same, by the names of that model."""
+    """State dict with the adapters merged, under the names of the base model."""
     merged: dict[str, Tensor] = {}
     for name, x in model.state_dict().items():
         if _is_of_adapter(name):

@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +78,13 @@ class Rows:
         ids, lengths = micro["ids"], micro["lengths"]
         rows, width = len(lengths), max(lengths)
         if ids.shape[0] == rows * width:
-            return _last(body(input_ids=ids.view(rows, width), use_cache=False)).flatten(0, 1)
+            out = body(input_ids=ids.view(rows, width), use_cache=False)
+            return cast("Tensor", out.last_hidden_state.flatten(0, 1))
         places = torch.cat([torch.arange(n) + row * width for row, n in enumerate(lengths)])
         places = places.to(ids.device)
         padded = ids.new_zeros(rows * width).index_copy(0, places, ids)  # any id that there is
-        hidden = _last(body(input_ids=padded.view(rows, width), use_cache=False))
-        return hidden.flatten(0, 1).index_select(0, places)
+        out = body(input_ids=padded.view(rows, width), use_cache=False)
+        return cast("Tensor", out.last_hidden_state.flatten(0, 1).index_select(0, places))
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Alone:
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """By a call of the body for each sequence."""
         rows = torch.split(micro["ids"], micro["lengths"])
-        return torch.cat([_last(body(input_ids=x[None], use_cache=False))[0] for x in rows])
+        outs = [body(input_ids=x[None], use_cache=False) for x in rows]
+        return torch.cat([out.last_hidden_state[0] for out in outs])
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Packed:
             where["attention_mask"] = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         positions = micro["position_ids"][None]
         out = body(input_ids=ids[None], position_ids=positions, use_cache=False, **where)
-        return _last(out)[0]
+        return cast("Tensor", out.last_hidden_state[0])
 
 
 @torch.no_grad()
@@ -324,8 +326,3 @@ def _varlen(
     out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out
-
-
-def _last(output: Any) -> Tensor:
-    hidden: Tensor = output.last_hidden_state
-    return hidden

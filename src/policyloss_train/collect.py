@@ -141,8 +141,8 @@ class Collector:
 
     Its state: `cursor`, its place in the prompts; `draws`, how often it has sampled; and `queue`,
     the completions that wait for their step (`staleness`). unusable: the training prompts that are
-    passed over; the others keep their places. at: told what begins. ahead: what `thread` samples
-    while the policy learns; there is nothing between two steps, when a checkpoint is written.
+    skipped; the others keep their places. at: progress callback. ahead: the pending prefetch of
+    `thread`, empty at checkpoints.
     """
 
     config: TrainConfig
@@ -364,7 +364,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
-        """The means of `results`, of all ranks. success: the score from which on one is right."""
+        """The means of `results`, of all ranks. success: the smallest correct score."""
         if not results:
             raise InputError("there is nothing to evaluate: 0 examples; give at least one.")
         n = len(results)
@@ -376,7 +376,7 @@ class Evaluation(NamedTuple):
 def score_answers(
     examples: Sequence[Example], samples: Sequence[Sample], score: Reward
 ) -> list[Result]:
-    """What was sampled for each example, scored."""
+    """The result of each example: the sampled text, its score and its length."""
     return [
         Result(e.id, s.text, float(score(e, s.text)), len(s.completion_ids))
         for e, s in zip(examples, samples, strict=True)

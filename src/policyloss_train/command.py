@@ -1,4 +1,4 @@
-"""`policyloss train`, `eval`, `sample`: each reads its options and does one thing."""
+"""`policyloss train`, `eval`, `sample` and `export`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policyloss.commands import read_options
 from policyloss.errors import InputError
 from policyloss.output import temporary_prefix
 from policyloss_lab.runs.files import make_folder, refuse_name, sync, write_error
-from policyloss_train.adapter import has_adapter, merged_weights, written_whole
+from policyloss_train.adapter import has_adapter, merged_weights, saving_all_weights
 from policyloss_train.arguments import read_arguments
 from policyloss_train.chat import with_template
 from policyloss_train.collect import Evaluation, Result, score_answers
@@ -245,7 +245,7 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
             if adapter or not has_adapter(model):
                 model.save_pretrained(temporary)
             else:
-                with written_whole(model):
+                with saving_all_weights(model):
                     model.save_pretrained(temporary, state_dict=merged_weights(model))
         tokenizer.save_pretrained(temporary)
         for file in (*(file for file in temporary.rglob("*") if file.is_file()), temporary):

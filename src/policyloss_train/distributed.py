@@ -95,7 +95,9 @@ def _check_device(kind: str) -> None:
             )
 
 
-def wrapped(module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]) -> nn.Module:
+def wrap_for_ranks(
+    module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]
+) -> nn.Module:
     """`module` for training on these ranks. layers: what "fsdp" gathers one at a time."""
     if ranks.world == 1:
         return module
@@ -108,7 +110,7 @@ def wrapped(module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Modu
     return module
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """The module inside DDP's wrapper; FSDP changes a module in its place."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner

@@ -27,7 +27,7 @@ from policyloss_train.advantages import judge
 from policyloss_train.attention import Attention
 from policyloss_train.batches import Pack, minibatches
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks, synchronised, unwrapped
+from policyloss_train.distributed import Ranks, synchronised, unwrap
 from policyloss_train.models import load_weights, weights
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
@@ -131,7 +131,7 @@ class Learner:
 
     def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the policy alone the weights of a checkpoint."""
-        load_weights(self._stored(unwrapped(self.policy)), subtree(tensors, "policy"))
+        load_weights(self._stored(unwrap(self.policy)), subtree(tensors, "policy"))
 
     def _stored(self, module: nn.Module) -> dict[str, Tensor]:
         """The weights of a module that a checkpoint holds."""
@@ -141,9 +141,9 @@ class Learner:
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """What learns, by its name in a checkpoint, and without the wrapper of DDP."""
-        trained = [("policy", unwrapped(self.policy), self.optimizer)]
+        trained = [("policy", unwrap(self.policy), self.optimizer)]
         if self.critic is not None and self.critic_optimizer is not None:
-            trained.append(("critic", unwrapped(self.critic), self.critic_optimizer))
+            trained.append(("critic", unwrap(self.critic), self.critic_optimizer))
         return trained
 
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int) -> Learned:
@@ -154,10 +154,11 @@ class Learner:
         """
         config, pack = self.config, self._frozen(pack.to(self.ranks.device))
         place = {index: i for i, index in enumerate(indices)}
+        seed = (config.seed * 1_000_003 + step) * 1_009
         shares = [
             [place[index] for index in chosen if index in place]
             for epoch in range(config.epochs)
-            for chosen in minibatches(total, config.minibatches, _mixed(config.seed, step, epoch))
+            for chosen in minibatches(total, config.minibatches, seed + epoch)
         ]
         # A loss that is measured before its first backward reads the old ones there already; so do
         # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
@@ -214,7 +215,7 @@ class Learner:
     def _frozen(self, pack: Pack) -> Pack:
         """The pack with what the reference and the critic say of it, before anything is updated."""
         if "ref_logp" in self.spec.reads:
-            policy: Any = unwrapped(self.policy)
+            policy: Any = unwrap(self.policy)
             with nullcontext() if self.reference is not None else without_adapter(policy.model):
                 reference = self.reference or self.policy
                 ref_logp = self._of_pack(pack, partial(self.logprobs, reference))
@@ -254,7 +255,7 @@ class Learner:
         """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
         sharded module is a collective.
         """
-        parts = self._cut(pack.lengths)
+        parts = self.attention.cut(pack.lengths, self.config.micro_tokens)
         most = max(self.ranks.gather(len(parts)))
         rows: dict[int, Tensor] = {}
         for part in [*parts, *[parts[-1]] * (most - len(parts))]:
@@ -274,18 +275,15 @@ class Learner:
         if not mine:
             empty = pack.select([0])
             return [empty.with_tokens(mask=torch.zeros_like(empty.tokens["mask"]))], [[]]
-        parts = self._cut([pack.lengths[i] for i in mine])
+        lengths = [pack.lengths[i] for i in mine]
+        parts = self.attention.cut(lengths, self.config.micro_tokens)
         members = [[mine[i] for i in part] for part in parts]
         return [pack.select(chosen) for chosen in members], members
-
-    def _cut(self, lengths: list[int]) -> list[list[int]]:
-        """Which sequences go through the policy together."""
-        return self.attention.cut(lengths, self.config.micro_tokens)
 
     @property
     def attention(self) -> Attention:
         """How sequences go through the policy."""
-        policy: Any = unwrapped(self.policy)
+        policy: Any = unwrap(self.policy)
         attention: Attention = policy.attention
         return attention
 
@@ -391,8 +389,3 @@ def _summary(updates: Sequence[Update]) -> tuple[dict[str, float], float]:
     n, norm = max(len(updates), 1), sum(update.norm for update in updates)
     metrics = sum((update.metrics for update in updates), Metrics()).compute()
     return {name: x / n if name == "loss" else x for name, x in metrics.items()}, norm / n
-
-
-def _mixed(seed: int, step: int, epoch: int) -> int:
-    """One seed of three numbers."""
-    return (seed * 1_000_003 + step) * 1_009 + epoch

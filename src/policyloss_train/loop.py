@@ -76,7 +76,7 @@ def train(
 
 
 def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
-    """The run directory, made or opened again, with the options of now."""
+    """Create or reopen the run directory, with the current options."""
     options = replace(config, **unstarted()).to_dict()
     run = (
         RunDir.open(config.out)
@@ -118,8 +118,8 @@ class Training:
         self.token_log = TokenLog(config, spec, self.task, self.tokenizer, ends, warn)
         rollout = make_rollout(config, self.setup, warn)
         self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
-        # All that changes in a run beside the number of the step, by its name in a checkpoint.
-        self.changing: dict[str, Stateful] = {"learner": self.learner, "collector": self.collector}
+        # The objects with state, by their names in a checkpoint.
+        self.stateful: dict[str, Stateful] = {"learner": self.learner, "collector": self.collector}
         self.checkpoints = config.out / "checkpoints"
         # A failing reward must not end an evaluation.
         self.score = tolerant_reward(self.task, config.reward_timeout, warn)
@@ -193,11 +193,11 @@ class Training:
         self.watch.at(f"step {self.step}, writing a checkpoint")
         if self.run_dir is not None:
             self.run_dir.sync()
-        store(self.checkpoints, self.step, self.changing, self.ranks, keep=self.config.keep)
+        store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
 
     def _restore(self) -> None:
         """Continue from the last good checkpoint, and drop what was logged after it."""
-        self.step = restore(self.checkpoints, self.changing, self.ranks, self.learner.layout())
+        self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
         if self.run_dir is not None:
             self.run_dir.truncate(self.step)
         self.ranks.barrier()
@@ -244,7 +244,7 @@ class Training:
         return bool(every) and (self.step % every == 0 or (first and self.step == 1))
 
     def _learn(self, completions: Completions) -> Learned:
-        """One step of learning, with the learning rate of now."""
+        """One step of learning, with the learning rate of this step."""
         self.at("learning")
         learner, config = self.learner, self.config
         share, rates = rate(config, self.step), (config.lr, config.critic_lr)

@@ -1,5 +1,5 @@
-"""Models: a tiny one made on the spot, or any causal language model of Hugging Face; its body and
-head; and a critic made of it.
+"""Models: a new tiny one, or any causal language model of Hugging Face; their weights and heads,
+and how their blocks run.
 """
 
 from __future__ import annotations

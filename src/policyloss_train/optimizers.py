@@ -1,5 +1,5 @@
-"""AdamW: torch's own, one for weights of half precision, and one whose moments have 8 bits; and
-what becomes of the learning rate.
+"""AdamW: torch's own, one for weights of half precision, and one with 8-bit moments; their state in
+checkpoints, and the schedule of the learning rate.
 """
 
 from __future__ import annotations
@@ -204,31 +204,21 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of `optimizer` as tensors named `parameter/key`, not copied, and numbers for JSON.
 
-    Numbers: its class, the options of each group (lr, betas, …) with the names of its parameters,
-    and state that is not a tensor. The names are those of `model.named_parameters()`, so the order
-    in which parameters were given to the optimizer does not matter.
+    Numbers: its class, and the options of each group (lr, betas, …) with the names of its
+    parameters. The names are those of `model.named_parameters()`, so the order of the parameters in
+    the optimizer does not matter.
     """
-    names = _names(model, optimizer)
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for parameter, state in optimizer.state.items():
-        name = names[parameter]
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                plain.setdefault(name, {})[key] = value
-            else:
-                raise InputError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of "
-                    f"{name}; a checkpoint holds tensors and numbers only. Use an optimizer such "
-                    "as AdamW or SGD."
-                )
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    tensors = {
+        f"{names[parameter]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
     groups = [
         {"parameters": [names[p] for p in group["params"]], "options": _options(group)}
         for group in optimizer.param_groups
     ]
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": plain}
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": {}}
 
 
 def load_optimizer_state(
@@ -242,9 +232,9 @@ def load_optimizer_state(
     `optimizer.load_state_dict` would not do: it casts a float32 moment of a bfloat16 parameter to
     bfloat16.
     """
-    names = _names(model, optimizer)
+    parameters = dict(model.named_parameters())
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     _refuse_other_optimizer(optimizer, names, numbers)
-    parameters = {name: parameter for parameter, name in names.items()}
     # A step count stays on the host, unless a fused or captured step reads it on the device.
     on_device = {
         names[p]
@@ -253,17 +243,10 @@ def load_optimizer_state(
         if group.get("fused") or group.get("capturable")
     }
     state: dict[Tensor, dict[str, Any]] = {}
-    for name, plain in numbers["state"].items():
-        state.setdefault(parameters[name], {}).update(plain)
     for place, value in tensors.items():
         name, _, key = place.rpartition("/")
-        if name not in parameters:
-            raise InputError(
-                f"the checkpoint holds {key!r} of {name!r}, which is not a parameter of the "
-                "optimizer."
-            )
         parameter = parameters[name]
-        # An optimizer says itself what it holds in another shape or type than its parameters have.
+        # `AdamW8bit` has state of another shape or type than its parameters.
         fits = getattr(optimizer, "fits", lambda *state: False)(parameter, key, value)
         _refuse_other_form(place, value, parameter, fits)
         device = "cpu" if key == "step" and name not in on_device else parameter.device
@@ -300,28 +283,10 @@ def _refuse_other_form(place: str, value: Tensor, parameter: Tensor, fits: bool)
             f"{place} in the checkpoint is {tuple(value.shape)}, but the parameter is "
             f"{tuple(parameter.shape)}."
         )
-    if value.dim() and hasattr(parameter, "placements") != hasattr(value, "placements"):
-        raise InputError(
-            f"{place} is whole but its parameter is sharded, or the reverse; give `load` a layout "
-            "for it."
-        )
     if not fits and value.is_floating_point() != parameter.is_floating_point():
         raise InputError(
             f"{place} in the checkpoint is {value.dtype}, but the parameter is {parameter.dtype}."
         )
-
-
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
-    """The name of each parameter of `optimizer`."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    unknown = [tuple(p.shape) for p in parameters if p not in names]
-    if unknown:
-        raise InputError(
-            f"the optimizer holds parameters of shapes {unknown} that the model does not have; "
-            "give the model they are of."
-        )
-    return {p: names[p] for p in parameters}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

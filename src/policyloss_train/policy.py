@@ -1,5 +1,5 @@
-"""A causal language model as the loss sees it: from the tokens of a micro-batch to their hidden
-states, and from there, by its head, to log-probabilities or to the loss.
+"""Policy and critic: from the tokens of a micro-batch to hidden states, and from there to
+log-probabilities, the loss, or values.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def loss_and_numbers(
     more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
 
     def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
-        # The teacher's states are made for each micro-batch anew, so that no more of them are held.
+        # The teacher runs once per micro-batch, so that only the states of one are in memory.
         reads = teacher is not None and divergence is not None
         taught = _at(teacher, micro, config.temperature) if reads else None
         logits_of: dict[str, Any] = {"temperature": config.temperature, "softcap": softcap}
@@ -167,7 +167,7 @@ class Routing:
         self._counts[router] = self._counts.get(router, 0) + counts
 
     def busiest(self, ranks: Ranks) -> dict[str, float]:
-        """The metrics of `FORMULAS`, over all ranks. Then counts anew."""
+        """The metrics of `FORMULAS`, over all ranks. Then the counts start again at 0."""
         if not self._counts:
             return {}
         counts = ranks.sum(torch.stack(list(self._counts.values())).double())

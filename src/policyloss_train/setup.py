@@ -1,4 +1,6 @@
-"""What a run needs before its first step: task, tokenizer, policy, reference, teacher, critic."""
+"""Everything a run needs before its first step: task, tokenizer, policy, reference, teacher and
+critic; and warm-up, a short supervised start.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from policyloss_train.attention import choose
 from policyloss_train.batches import Pack
 from policyloss_train.chat import with_template
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks, wrapped
+from policyloss_train.distributed import Ranks, wrap_for_ranks
 from policyloss_train.learner import Learner
 from policyloss_train.models import (
     TINY,
@@ -155,13 +157,15 @@ def distribute(learner: Learner) -> None:
     config, ranks = learner.config, learner.ranks
     if ranks.world == 1:
         return
-    learner.policy = wrapped(learner.policy, ranks, config.parallel, _layers(learner.policy.model))
+    learner.policy = wrap_for_ranks(
+        learner.policy, ranks, config.parallel, _layers(learner.policy.model)
+    )
     learner.optimizer = adamw(learner.policy, config.lr, config)
     if config.parallel == "fsdp":
         with torch.no_grad():  # the whole must be run before a part of it, which is what samples
             learner.logprobs(learner.policy, Pack.nothing().to(ranks.device).micro_batch())
     if learner.critic is not None:
-        learner.critic = wrapped(learner.critic, ranks, config.parallel, [])
+        learner.critic = wrap_for_ranks(learner.critic, ranks, config.parallel, [])
         learner.critic_optimizer = adamw(learner.critic, config.critic_lr, config)
 
 

@@ -1,4 +1,6 @@
-"""Where a run is: a thread that says so when nothing moves, and which rank the others wait for."""
+"""Checks while a run trains: where it is and which rank the others wait for (`Watch`), advice when
+it does not learn (`Hints`), and numbers that are not finite.
+"""
 
 from __future__ import annotations
 

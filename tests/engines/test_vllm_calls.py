@@ -26,7 +26,7 @@ from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import load
 from policyloss_train.rollout.protocol import Prompt, Sampling
-from policyloss_train.rollout.vllm_engine import VLLM, Report
+from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
 from policyloss_train.rollout.weights import PolicyWeights
 from policyloss_train.tasks import make_task
 
@@ -52,7 +52,7 @@ def learn(weights: PolicyWeights) -> None:
 
 def engine_of(weights: PolicyWeights) -> VLLM:
     config = TrainConfig(rollout="vllm", dtype="float32", top_p=0.9)
-    return VLLM(config, weights, 8, Report.of(config, weights.model.config.vocab_size), print)
+    return VLLM(config, weights, 8, TopLogprobs.of(config, weights.model.config.vocab_size), print)
 
 
 def go_through(engine: VLLM, weights: PolicyWeights) -> None:

@@ -19,7 +19,7 @@ from policyloss.errors import PolicyLossError
 from policyloss_train.rollout import servers as server_module
 from policyloss_train.rollout.protocol import Prompt, Sampling
 from policyloss_train.rollout.servers import Server
-from policyloss_train.rollout.vllm_engine import Report
+from policyloss_train.rollout.vllm_engine import TopLogprobs
 
 PROMPT = Prompt([20, 30], number=2, place=0)
 SAMPLING = Sampling(2, 1.0, 1.0, 2, (1,), seed=3, draw=5, support=True)
@@ -58,7 +58,7 @@ def generate(server: Server) -> Any:
 
 
 def called(address: str, call: Callable[[Server], Any], seconds: float = 30.0) -> Any:
-    return call(Server(address, seconds, Report(3, 99)))
+    return call(Server(address, seconds, TopLogprobs(3, 99)))
 
 
 def fault(address: str, call: Callable[[Server], Any], seconds: float = 30.0) -> str:

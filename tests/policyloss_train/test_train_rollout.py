@@ -27,7 +27,7 @@ from policyloss_train.rollout.protocol import (
     Prompt,
     RolloutError,
     Sampling,
-    checked,
+    check_completions,
 )
 from policyloss_train.rollout.weights import PolicyWeights
 
@@ -54,7 +54,9 @@ def test_seeds_follow_from_the_run_the_draw_and_the_place() -> None:
 
 def test_what_an_engine_returns_comes_in_order_with_its_numbers() -> None:
     other = dataclasses.replace(GOOD, ids=[5], logp=torch.tensor([-1.5]), finished=False)
-    pairs = checked("mine", PROMPTS, SAMPLING, [[GOOD, other], [GOOD]], vocabulary=30, version=2)
+    pairs = check_completions(
+        "mine", PROMPTS, SAMPLING, [[GOOD, other], [GOOD]], vocabulary=30, version=2
+    )
     assert [one for one, _ in pairs] == [GOOD, other, GOOD]
     assert [logp.tolist() for _, logp in pairs] == [[-0.5, -0.25], [-1.5], [-0.5, -0.25]]
     assert pairs[0][1].dtype == torch.float32
@@ -84,20 +86,24 @@ def test_what_an_engine_returns_comes_in_order_with_its_numbers() -> None:
 def test_what_an_engine_must_not_return(change: dict[str, Any], says: str) -> None:
     bad = dataclasses.replace(GOOD, **change)
     with pytest.raises(RolloutError, match=f"mine returned a completion {says}"):
-        checked("mine", PROMPTS, SAMPLING, [[GOOD, GOOD], [bad]], vocabulary=30, version=2)
+        check_completions(
+            "mine", PROMPTS, SAMPLING, [[GOOD, GOOD], [bad]], vocabulary=30, version=2
+        )
 
 
 def test_too_few_completions_are_an_error() -> None:
     with pytest.raises(RolloutError, match=r"asked for \[2, 1\] completions and returned \[2\]"):
-        checked("mine", PROMPTS, SAMPLING, [[GOOD, GOOD]], vocabulary=30, version=2)
+        check_completions("mine", PROMPTS, SAMPLING, [[GOOD, GOOD]], vocabulary=30, version=2)
     strange: tuple[Any, ...] = (None, 3, [None, None], [[GOOD, GOOD], [None]], [[GOOD, 1], ["x"]])
     for answer in strange:
         with pytest.raises(RolloutError, match=r"^mine "):
-            checked("mine", PROMPTS, SAMPLING, answer, vocabulary=30, version=2)
+            check_completions("mine", PROMPTS, SAMPLING, answer, vocabulary=30, version=2)
     for logp in (["x", "y"], [None, -1.0], [[-1.0], [-1.0]], [-1.0, 10**400], "xy"):
         bad = dataclasses.replace(GOOD, logp=logp)
         with pytest.raises(RolloutError, match=r"^mine "):
-            checked("mine", PROMPTS, SAMPLING, [[GOOD, GOOD], [bad]], vocabulary=30, version=2)
+            check_completions(
+                "mine", PROMPTS, SAMPLING, [[GOOD, GOOD], [bad]], vocabulary=30, version=2
+            )
 
 
 # ---------------------------------------------------------------- weights

@@ -20,14 +20,14 @@ from policyloss_train.distributed import Ranks
 from policyloss_train.rollout import servers as servers_module
 from policyloss_train.rollout.protocol import Prompt, RolloutError, Sampling
 from policyloss_train.rollout.servers import Servers
-from policyloss_train.rollout.vllm_engine import Report
+from policyloss_train.rollout.vllm_engine import TopLogprobs
 from policyloss_train.rollout.weights import PolicyWeights
 
 GENERATE = "/inference/v1/generate"
 SAMPLING = Sampling(6, 1.0, 1.0, 0, (1,), seed=3, draw=5)
 PROMPTS = [Prompt([20 + i, 30, 31], number=2, place=2 * i) for i in range(6)]
 ONE = Ranks(0, 1, torch.device("cpu"))
-NO_REPORT = Report(0, 100)
+NO_REPORT = TopLogprobs(0, 100)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ class Engine:
         weights: PolicyWeights,
         folder: Path,
         timeout: float = 0.6,
-        report: Report = NO_REPORT,
+        report: TopLogprobs = NO_REPORT,
     ) -> None:
         self.said: list[str] = []
         addresses = ",".join(server.address for server in servers)
@@ -241,15 +241,15 @@ def test_a_server_must_report_all_that_it_kept(model: str, tmp_path: Path) -> No
     with FakeServer(model) as server:
         config = TrainConfig(rollout=server.address, out=tmp_path / "run", top_k=5)
         with pytest.raises(InputError, match=r"reports 20 log-.* start it with --max-logprobs 69"):
-            Servers(config, ONE, Report.of(config, 100), print)
+            Servers(config, ONE, TopLogprobs.of(config, 100), print)
         server.most = -1  # as many as one likes
-        Servers(config, ONE, Report.of(config, 100), print).close()
+        Servers(config, ONE, TopLogprobs.of(config, 100), print).close()
 
 
 def test_a_server_that_reports_too_little_of_a_token_is_asked_again(
     pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
 ) -> None:
-    engine = Engine(pair, weights, tmp_path, report=Report(15, 100))
+    engine = Engine(pair, weights, tmp_path, report=TopLogprobs(15, 100))
     cut = dataclasses.replace(SAMPLING, top_k=5, support=True)
     expected = engine.servers.generate(PROMPTS, cut)
     kept = [one.support[1].diff() for group in expected for one in group if one.support]

@@ -34,7 +34,7 @@ from policyloss_train.rollout.protocol import (
     Prompt,
     RolloutError,
     Sampling,
-    checked,
+    check_completions,
 )
 from policyloss_train.rollout.session import Rollout
 from policyloss_train.sampler import Sample, complete, cut_at_stop, uniforms
@@ -215,17 +215,17 @@ def test_the_support_that_an_engine_returns_is_checked(kept: Any, says: str | No
     one = Completion([20, 1], [-0.5, -0.25], True, 2, kept)
     call = ("mine", [Prompt([7], 1, 0)], SAMPLING, [[one]], 30, 2)
     if says is None:
-        assert checked(*call)[0][0] is one
+        assert check_completions(*call)[0][0] is one
         return
     with pytest.raises(RolloutError, match=f"mine returned a completion {says}"):
-        checked(*call)
+        check_completions(*call)
 
 
 def test_an_engine_returns_a_support_for_all_or_for_none() -> None:
     one = Completion([20, 1], [-0.5, -0.25], True, 2, pair([20, 5, 1], [0, 2, 3]))
     both = [[one, dataclasses.replace(one, support=None)]]
     with pytest.raises(RolloutError, match="a support for some completions and not for others"):
-        checked("mine", [Prompt([7], 2, 0)], SAMPLING, both, 30, 2)
+        check_completions("mine", [Prompt([7], 2, 0)], SAMPLING, both, 30, 2)
 
 
 def test_an_engine_that_does_not_say_what_it_kept_is_named_once() -> None:

@@ -17,7 +17,7 @@ from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
 from policyloss_train.learner import Learner
 from policyloss_train.rollout.protocol import RolloutError
-from policyloss_train.rollout.vllm_engine import Report
+from policyloss_train.rollout.vllm_engine import TopLogprobs
 
 
 def names(calls: list[fake_vllm.Call]) -> list[str]:
@@ -123,7 +123,7 @@ def test_with_top_p_the_ratio_of_an_unchanged_policy_is_one(
 
 def test_how_many_log_probabilities_are_asked_for() -> None:
     def count(vocabulary: int, **options: Any) -> int:
-        return Report.of(TrainConfig(rollout="vllm", **options), vocabulary).count
+        return TopLogprobs.of(TrainConfig(rollout="vllm", **options), vocabulary).count
 
     assert count(150_000) == 0
     assert count(150_000, top_p=0.9, sampling_mask=False) == 0
@@ -143,10 +143,10 @@ def test_the_kept_tokens_are_those_with_a_probability() -> None:
     """
     ids = torch.tensor([[7, 3, 5], [2, 9, 4]])
     logp = torch.tensor([[-0.1, -9.0, -math.inf], [0.0, -9999.0, -9999.0]])
-    kept, offsets = Report(3, 10).support(ids, logp)
+    kept, offsets = TopLogprobs(3, 10).support(ids, logp)
     assert (kept.tolist(), offsets.tolist()) == ([7, 3, 2], [0, 2, 3])
     everything = torch.tensor([[-1.0, -1.0, -2.0]])
-    kept, offsets = Report(3, 3).support(ids[:1], everything)
+    kept, offsets = TopLogprobs(3, 3).support(ids[:1], everything)
     assert (kept.tolist(), offsets.tolist()) == ([7, 3, 5], [0, 3])
     with pytest.raises(RolloutError, match=r"vLLM kept 3 tokens or more, .* Use another --top-k"):
-        Report(3, 10).support(ids[:1], everything)
+        TopLogprobs(3, 10).support(ids[:1], everything)

@@ -127,7 +127,7 @@ class Engine(Protocol):
         return
 
 
-def checked(
+def check_completions(
     engine: str,
     prompts: Sequence[Prompt],
     sampling: Sampling,

@@ -1,5 +1,5 @@
-"""An engine of running vLLM servers. Prompts are dealt among those that answer and have the weights
-of now.
+"""An engine of running vLLM servers. Prompts are dealt to those that answer and have the current
+weights.
 
 A prompt whose server fails goes to another one. A server that was restarted is given the weights
 again before it gets prompts. New weights lie in a folder of the run, which the servers read.
@@ -39,7 +39,7 @@ from policyloss_train.rollout.protocol import (
     Weights,
     problem,
 )
-from policyloss_train.rollout.vllm_engine import Report, parameters
+from policyloss_train.rollout.vllm_engine import TopLogprobs, parameters
 
 AT_ONCE = 64  # requests to a server at one time; it batches those that it has
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0  # between two attempts
@@ -55,7 +55,7 @@ class Servers:
     concurrent = True
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, report: Report, warn: Callable[[str], None]
+        self, config: TrainConfig, ranks: Ranks, report: TopLogprobs, warn: Callable[[str], None]
     ) -> None:
         self._patience, self._ranks, self._warn = config.rollout_timeout, ranks, warn
         addresses = [address.strip().rstrip("/") for address in config.rollout.split(",")]
@@ -194,7 +194,7 @@ class ServerError(PolicyLossError):
 class Server:
     """timeout: seconds that an answer may take. report: what it must say of the tokens it kept."""
 
-    def __init__(self, address: str, timeout: float, report: Report) -> None:
+    def __init__(self, address: str, timeout: float, report: TopLogprobs) -> None:
         if not address.startswith(("http://", "https://")) or address.count("/") > 2:
             raise InputError(
                 f"--rollout names the server {address!r}; give addresses as http://host:port."

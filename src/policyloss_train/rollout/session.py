@@ -1,4 +1,4 @@
-"""An engine in a run: it is given weights when they have changed, and its answers are checked."""
+"""The engine that `--rollout` names, in a run: it gets new weights, and its answers are checked."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from policyloss_train.rollout.protocol import (
     Prompt,
     Sampling,
     Weights,
-    checked,
+    check_completions,
 )
 from policyloss_train.rollout.servers import Servers
-from policyloss_train.rollout.vllm_engine import VLLM, Report
+from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
 from policyloss_train.rollout.weights import PolicyWeights
 from policyloss_train.sampler import Completed, Sample, as_samples, cut_at_stop, encode, end_ids
 from policyloss_train.setup import Setup
@@ -58,14 +58,14 @@ class Rollout:
     version: int | None = None
 
     def ready(self, version: int) -> None:
-        """Let the engine have the weights of now. version: how many steps they have learned."""
+        """Give the engine the current weights. version: the number of steps they have learned."""
         if self.version != version:
             self.engine.wake()
             self.engine.update_weights(self.weights, version)
             self.version = version
 
     def rest(self) -> None:
-        """Leave the memory to the learner, after which the weights are others in any case."""
+        """Free GPU memory for the learner; the weights are reloaded afterwards."""
         self.engine.sleep()
         self.version = None
 
@@ -79,7 +79,7 @@ class Rollout:
         completions = self.engine.generate(prompts, sampling)
         vocabulary = vocabulary_size(self.model)
         engine = f"the rollout engine {self.name!r}"
-        pairs = checked(engine, prompts, sampling, completions, vocabulary, self.version)
+        pairs = check_completions(engine, prompts, sampling, completions, vocabulary, self.version)
         self._compare(sampling, any(one.support is not None for one, _ in pairs))
         rows = [
             (one.example, one.group, tokens)
@@ -122,7 +122,7 @@ class Rollout:
 
 
 def _completed(one: Completion, logp: Tensor, with_support: bool) -> Completed:
-    """What the learner reads of a completion, on the CPU."""
+    """The tensors of a completion that the learner reads, on the CPU."""
     if one.support is None or not with_support:
         return Completed(list(one.ids), logp)
     ids, offsets = one.support
@@ -156,7 +156,7 @@ def _engine(
             raise InputError(f"the rollout engine {name!r} is no function of config and weights.")
         engine: Engine = factory(config, weights)
         return engine
-    report = Report.of(config, vocabulary_size(setup.model))
+    report = TopLogprobs.of(config, vocabulary_size(setup.model))
     if name == "vllm":
         if ranks.world > 1:
             raise InputError(

@@ -41,7 +41,7 @@ class VLLM:
         config: TrainConfig,
         weights: Weights,
         longest: int,
-        report: Report,
+        report: TopLogprobs,
         warn: Callable[[str], None],
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights stay in memory
@@ -117,13 +117,13 @@ class VLLM:
         self._llm.update_weight_version(str(version))
 
     def sleep(self) -> None:
-        """Give up weights and cache, on a GPU that the learner needs: both come anew."""
+        """Free weights and KV cache on the GPU; the next update of the weights reloads them."""
         if self._sleeps:
             self._llm.sleep(level=2)
             self._asleep = True
 
     def wake(self) -> None:
-        """Take memory for weights; the cache follows when they are there."""
+        """Allocate memory for the weights; `update_weights` allocates the cache."""
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
 
@@ -171,14 +171,14 @@ MOST = 4096  # log-probabilities of a token, each of which is a number of Python
 
 
 @dataclass(frozen=True)
-class Report:
+class TopLogprobs:
     """How many log-probabilities vLLM must return for each token: 0 if nobody asks what it kept."""
 
     count: int
     vocabulary: int
 
     @classmethod
-    def of(cls, config: TrainConfig, vocabulary: int) -> Report:
+    def of(cls, config: TrainConfig, vocabulary: int) -> TopLogprobs:
         """As many as top-k may keep; without it, those of all tokens."""
         if not config.replays_support:
             return cls(0, vocabulary)

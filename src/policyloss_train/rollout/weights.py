@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from policyloss_train.adapter import merged_weights, written_whole
+from policyloss_train.adapter import merged_weights, saving_all_weights
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import without_bars
 from policyloss_train.run.shards import local_part
@@ -39,7 +39,7 @@ class PolicyWeights:
         if first:
             temporary = folder.with_name(f".{folder.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
-            with without_bars(), written_whole(self.model):
+            with without_bars(), saving_all_weights(self.model):
                 # A copy, because it takes tied tensors out.
                 self.model.save_pretrained(temporary, state_dict=dict(tensors))
             self._add_tied(temporary, tensors)

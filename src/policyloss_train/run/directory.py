@@ -128,7 +128,7 @@ class RunDir:
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
-        """Write config.json anew, for a run that goes on with other options."""
+        """Rewrite config.json, for a run that continues with other options."""
         contents = {**self.read_config(self.path), "config": config}
         files.replace_file(self.path / "config.json", files.to_json(contents, "run", indent=2))
         self.config = config

@@ -1,4 +1,8 @@
-"""All that changes in a run, to a checkpoint and back; each object gives and takes its state."""
+"""How a run continues: its state in checkpoints, and the options it was started with.
+
+A run directory is data, perhaps from somebody else. Code, models on the hub, addresses and services
+that its config.json names are used only if the command line names them too.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +64,8 @@ def restore(
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
         raise InputError(
-            f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start anew "
-            "in another --out."
+            f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start "
+            "again in another --out."
         )
     tensors, numbers = load(path, layout, group=ranks.group)
     with explained(path):

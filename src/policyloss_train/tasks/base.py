@@ -36,8 +36,8 @@ class Task:
     """Prompts to train on, others to evaluate on (no prompt is in both), and a score, by convention
     in [0, 1]; it raises `RewardError` where it fails.
 
-    train: the only prompts that warm-up and training see. success: the score from which on a
-    completion counts as right, and accuracy is the share of those that reach it. demonstration: a
+    train: the only prompts that warm-up and training see. success: the smallest score that
+    counts as correct; accuracy is the share of completions that reach it. demonstration: a
     completion that warm-up imitates, or None.
     """
 
