@@ -381,24 +381,42 @@ def options(student: Scaling, teacher: Scaling) -> dict[str, bool]:
 
 
 @triton.jit
-def _tile_gradient(
-    ls,
-    lt,
+def _write_tile(
+    z_row,
+    u_row,
+    out_row,
+    z_bias_ptr,
+    u_bias_ptr,
+    z_softcap,
+    u_softcap,
+    z_scale,
+    u_scale,
+    z_lse,
+    u_lse,
     base,
     bend,
     target,
     pull,
     total,
     beta,
-    column,
+    start,
     y,
+    V,
+    Z_BIAS: tl.constexpr,
+    U_BIAS: tl.constexpr,
+    Z_SOFTCAP: tl.constexpr,
+    U_SOFTCAP: tl.constexpr,
     FORM: tl.constexpr,
     ENTROPY: tl.constexpr,
+    NARROWING: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """ds of one tile, times the temperature's rate: the policy's gradient and the divergence's.
-
-    ls, lt: log-probabilities in powers of two.
-    """
+    """dz of one tile: the policy's gradient (`head.kernels._write_tile`) and the divergence's."""
+    column = start + tl.arange(0, BLOCK)
+    s = _scaled_tile(z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, MASKED)
+    t = _scaled_tile(u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, MASKED)
+    ls, lt = s - z_lse, t - u_lse
     p = tl.exp2(ls)
     d = p * (base + bend * tl.maximum(ls, NOTHING)) if ENTROPY else p * base
     d = tl.where(column == y, target, d)
@@ -409,14 +427,15 @@ def _tile_gradient(
     if FORM == 2:
         to_student, _ = _to_mixture(lt - ls, beta)
         d -= tl.where(p > 0, pull * p * ((1 - beta) * LN_2 * to_student + total), 0.0)
-    return d
-
-
-@triton.jit
-def _slope(s, scale, softcap):
-    """The slope of the softcap at scaled logits."""
-    bent = s / (scale * softcap)
-    return 1 - bent * bent
+    if Z_SOFTCAP:
+        bent = s / (z_scale * z_softcap)
+        d *= 1 - bent * bent
+    if NARROWING:
+        tl.debug_barrier()
+    if MASKED:
+        tl.store(out_row + column, d.to(out_row.dtype.element_ty), mask=column < V)
+    else:
+        tl.store(out_row + column, d.to(out_row.dtype.element_ty))
 
 
 @triton.jit
@@ -492,59 +511,19 @@ def _pair_gradient_kernel(
             base = -rate * (g + h * tl.load(entropy_ptr + row))
             bend = -rate * h * LN_2
         for start in range(0, full, BLOCK):
-            column = start + within
-            s = _scaled_tile(
-                z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, False
-            )
-            t = _scaled_tile(
-                u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, False
-            )
-            d = _tile_gradient(
-                s - z_lse,
-                t - u_lse,
-                base,
-                bend,
-                target,
-                pull,
-                total,
-                beta,
-                column,
-                y,
-                FORM,
-                ENTROPY,
-            )
-            if Z_SOFTCAP:
-                d *= _slope(s, z_scale, z_softcap)
-            if NARROWING:
-                tl.debug_barrier()
-            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty))
+            _write_tile(
+                z_row, u_row, out_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap,
+                z_scale, u_scale, z_lse, u_lse, base, bend, target, pull, total, beta,
+                start, y, V, Z_BIAS, U_BIAS, Z_SOFTCAP, U_SOFTCAP, FORM, ENTROPY,
+                NARROWING, False, BLOCK,
+            )  # fmt: skip
         if full < V:
-            column = full + within
-            s = _scaled_tile(
-                z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, True
-            )
-            t = _scaled_tile(
-                u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, True
-            )
-            d = _tile_gradient(
-                s - z_lse,
-                t - u_lse,
-                base,
-                bend,
-                target,
-                pull,
-                total,
-                beta,
-                column,
-                y,
-                FORM,
-                ENTROPY,
-            )
-            if Z_SOFTCAP:
-                d *= _slope(s, z_scale, z_softcap)
-            if NARROWING:
-                tl.debug_barrier()
-            tl.store(out_row + column, d.to(out_ptr.dtype.element_ty), mask=column < V)
+            _write_tile(
+                z_row, u_row, out_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap,
+                z_scale, u_scale, z_lse, u_lse, base, bend, target, pull, total, beta,
+                full, y, V, Z_BIAS, U_BIAS, Z_SOFTCAP, U_SOFTCAP, FORM, ENTROPY,
+                NARROWING, True, BLOCK,
+            )  # fmt: skip
 
 
 def pair_gradient(
