@@ -79,7 +79,7 @@ def compiled_run(loss: CompiledLoss, batch: Batch, totals: Any = None) -> Result
     logp, entropy = (x.detach().clone().requires_grad_() for x in (batch.logp, batch.entropy))
     carried = {"logp": logp, "entropy": entropy, "divergence": with_divergence(batch, entropy)}
     out = loss(**{**batch.kwargs, **carried}, totals=totals)
-    dlogp, dentropy = torch.autograd.grad(4 * out.loss, (logp, entropy))
+    dlogp, dentropy = torch.autograd.grad(4 * out.loss, (logp, entropy), materialize_grads=True)
     return Result(
         out.loss.detach(), batch.as_rows(dlogp / 4), batch.as_rows(dentropy / 4), out.metrics
     )
