@@ -13,7 +13,7 @@ from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.exact import arithmetic, stays_eager
+from policyloss.functional.exact import arithmetic, is_exact
 from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
@@ -96,12 +96,16 @@ def policy_loss(
     return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
 
 
-@stays_eager
 def loss_of(
     spec: LossSpec, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
 ) -> LossOutput:
     """`policy_loss` of collected arguments. step: the totals, None if local."""
     check_level(metrics)
+    # Not `stays_eager`: all functions that it decorates share the code of its wrapper, and with it
+    # dynamo's limit of recompilations.
+    if torch.compiler.is_compiling() and is_exact():
+        eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
+        return eager
     check_gradients(spec, inputs)
     if not torch.compiler.is_compiling():
         # Two kernels on a GPU. The module imports this one.
