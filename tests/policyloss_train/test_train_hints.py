@@ -134,12 +134,12 @@ def test_warm_up_on_a_user_s_data_never_happens_unasked(tmp_path: Path) -> None:
 def test_help_is_in_groups_and_has_a_sentence_for_every_option() -> None:
     declared = arguments_of(TrainConfig)
     assert list(dict.fromkeys(argument.title for argument in declared)) == [
-        "What is trained, and where it is written",
+        "Loss, task, model and run directory",
         "Sampling",
         "Advantages",
         "Learning",
-        "The critic, of losses with the advantage gae",
-        "The start, the weights and the machine",
+        "The critic of the advantage gae",
+        "Warm-up, weights and machine",
         "Evaluations, checkpoints and logs",
     ]
     assert [argument.name for argument in declared] == list(TrainConfig.__dataclass_fields__)

@@ -102,7 +102,7 @@ class TokenLog:
         return self._fitting("answers", step, groups, self.config.eval_every, size)
 
     def _row(self, step: int, s: Sample, examples: Sequence[Example]) -> dict[str, Any]:
-        """What is known of a completion before anything is learned from it."""
+        """The fields of a completion that do not depend on learning."""
         example, ids = examples[s.example], s.completion_ids.tolist()
         words = {token: self.tokenizer.decode([token]) for token in set(ids)}
         ended = "end" if ids[-1] in self.ends else "stop"
@@ -165,7 +165,7 @@ def stored_groups(samples: Sequence[Sample], rows: int) -> list[list[int]]:
 
 
 def _numbers(part: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a step of learning says of the tokens of one completion."""
+    """The learner's numbers for the tokens of one completion."""
     logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
     of_others = [name for name in _OF_POLICIES if name in part]
     return {
