@@ -144,9 +144,9 @@ def test_help_is_in_groups_and_has_a_sentence_for_every_option() -> None:
     ]
     assert [argument.name for argument in declared] == list(TrainConfig.__dataclass_fields__)
     learning = {a.name: a.meaning for a in declared if a.title == "Learning"}
-    assert learning["lora_rank"].startswith("Train adapters of this rank")
+    assert learning["lora_rank"].startswith("Train only adapters of this rank")
     text = parser_of("train", "", declared).format_help()
-    assert "\nLearning:\n  --epochs NUMBER       How often" in text
+    assert "\nLearning:\n  --epochs NUMBER       Passes" in text
     assert "  --betas NUMBER NUMBER\n" in text
     assert "  --lora-target TEXT [TEXT ...]\n" in text
     assert "  --overlong keep|mask|penalise\n" in text
