@@ -1,5 +1,5 @@
 """The reference trainer: sample, score, learn.
 
-The order of a run is in `loop`, an update in `learner`. `tasks` holds prompts and rewards, `run`
-the files of a run directory, `view` what a person sees of it.
+The order of a run is in `loop`, an update in `learner`. `tasks` holds prompts and rewards,
+`rollout` the sampling engines, `run` the files of a run directory, `view` the display and the logs.
 """

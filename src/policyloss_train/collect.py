@@ -90,7 +90,7 @@ class Completions:
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Completions:
-        """Back from what `state` returned."""
+        """The inverse of `state`."""
         lengths = numbers["lengths"]
         names = _RAGGED + (_SUPPORT if _SUPPORT[0] in tensors else ())
         ragged = {
@@ -202,7 +202,7 @@ class Collector:
             self.queue.append(self.collect())
 
     def close(self) -> None:
-        """Wait for what is being sampled, and end the engine."""
+        """Wait for the running draw, and close the engine."""
         if self.thread is not None:
             self.thread.shutdown(cancel_futures=True)
         self.rollout.engine.close()
@@ -343,7 +343,7 @@ def _differ(group: list[Sample]) -> bool:
 
 
 class Result(NamedTuple):
-    """What the model said to one example, by its id. length: tokens, with the end token."""
+    """The answer to one example, by its id. length: tokens, with the end token."""
 
     example: int
     text: str

@@ -1,7 +1,7 @@
 """One step of learning: from scored completions to updated weights.
 
-The order of things, which every policy-gradient method of the field shares: freeze what the old
-policy, the reference and the critic say of the completions; turn rewards into advantages; then take
+The order, which every policy-gradient method shares: freeze the numbers of the old policy, the
+reference and the critic at the completions; turn rewards into advantages; then take
 several optimizer steps on them, each divided by its own global counts (`policyloss.accumulate`), so
 that neither micro-batches nor ranks change the gradient.
 """
@@ -140,7 +140,7 @@ class Learner:
         }
 
     def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
-        """What learns, by its name in a checkpoint, and without the wrapper of DDP."""
+        """The trained modules, by their names in a checkpoint, without the wrapper of DDP."""
         trained = [("policy", unwrap(self.policy), self.optimizer)]
         if self.critic is not None and self.critic_optimizer is not None:
             trained.append(("critic", unwrap(self.critic), self.critic_optimizer))
@@ -213,7 +213,7 @@ class Learner:
 
     @torch.no_grad()
     def _frozen(self, pack: Pack) -> Pack:
-        """The pack with what the reference and the critic say of it, before anything is updated."""
+        """The pack with the numbers of reference, teacher and critic, before any update."""
         if "ref_logp" in self.spec.reads:
             policy: Any = unwrap(self.policy)
             with nullcontext() if self.reference is not None else without_adapter(policy.model):
@@ -229,7 +229,7 @@ class Learner:
 
     @property
     def advantages_by_teacher(self) -> bool:
-        """Whether the teacher speaks through the advantages: it does where the loss reads none."""
+        """Whether the advantages read the teacher: they do if the loss does not."""
         taught = any(getattr(part, "teaches", False) for part in self.spec.kl_parts)
         return self.teacher is not None and not taught
 
@@ -361,7 +361,7 @@ class Learner:
         return Update(metrics, norm, good)
 
     def _skip(self, loss: float, norm: float, why: str) -> None:
-        """Say what was not finite, on which rank, and end the run if it was so too often."""
+        """Warn of the numbers that are not finite, by rank; raise after too many such updates."""
         self.skipped_in_a_row += 1
         text = f"an update was skipped: its loss is {loss:.4g} and its gradient norm {norm:.4g}"
         for rank, share in enumerate(self.ranks.gather(why)):

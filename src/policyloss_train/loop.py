@@ -128,7 +128,7 @@ class Training:
         self.step = 0
 
     def at(self, where: str) -> None:
-        """Tell the watch what begins now."""
+        """Record the phase that begins now."""
         self.watch.at(f"step {self.step + 1}, {where}")
 
     def leave_out(self, split: str, places: frozenset[int]) -> None:
@@ -139,7 +139,7 @@ class Training:
             self.held_out = [example for i, example in enumerate(self.held_out) if i not in places]
 
     def run(self) -> int:
-        """Every step that is left. What ends it early says what is left of it."""
+        """Run the remaining steps. An error that ends the run names its last good checkpoint."""
         try:
             with self.watch:
                 return self._run()
@@ -196,7 +196,7 @@ class Training:
         store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
 
     def _restore(self) -> None:
-        """Continue from the last good checkpoint, and drop what was logged after it."""
+        """Continue from the last good checkpoint, and drop the lines logged after it."""
         self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
         if self.run_dir is not None:
             self.run_dir.truncate(self.step)
@@ -266,7 +266,7 @@ class Training:
         return learner.learn(pack, places, len(keys), self.step)
 
     def _learned(self, learned: Learned) -> dict[str, Any]:
-        """What a step of learning says of itself, by name."""
+        """The metrics of a step of learning, by name."""
         mask = learned.pack.tokens["mask"]
         chosen = learned.pack.tokens["advantages"][mask].double()
         n, total, squares = self.ranks.sum(
@@ -320,7 +320,7 @@ class Training:
             self.run_dir.answers(self.token_log.answers(self.step, first_samples, rewards, size))
 
     def _last_good(self) -> str:
-        """The sentence that says where to go on from."""
+        """A sentence with the last good checkpoint and the command that resumes it."""
         path = last_good(self.checkpoints)
         kept = f"The last good checkpoint is {path}" if path else "There is no good checkpoint"
         return f"{kept}; go on with: {resume_command(self.config)}"
@@ -333,7 +333,7 @@ class Training:
 
     @contextmanager
     def _interruptible(self) -> Iterator[Any]:
-        """A function that says whether Ctrl-C was pressed; a second one stops at once."""
+        """A function that returns whether Ctrl-C was pressed; a second Ctrl-C stops at once."""
         pressed: list[int] = []
 
         def press(number: int, frame: Any) -> None:

@@ -126,7 +126,7 @@ class Hints:
         self._hinted: set[str] = set()
 
     def look(self, metrics: Mapping[str, float]) -> None:
-        """Say what has held for several steps now, and was not said before."""
+        """Print each hint once, after its condition has held for several steps."""
         present = {name: (text, patience) for name, text, patience in self._holding(metrics)}
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in present})
         for name, (text, patience) in present.items():
@@ -135,7 +135,7 @@ class Hints:
                 self._say(text)
 
     def _holding(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, int]]:
-        """What holds in this step: its name, what to say, and after how many steps."""
+        """The conditions of this step: name, text of the hint, and steps to wait."""
         config = self._config
         if metrics["truncated"] == 1:
             yield (
@@ -177,7 +177,7 @@ class Hints:
 
 
 def mismatch_of(pack: Pack) -> str | None:
-    """What is wrong with the ratio of a policy that was not updated yet; None if nothing shows."""
+    """The problem with the ratio of a policy that was not updated yet; None if there is none."""
     tokens: dict[str, Any] = {
         name: pack.tokens[name] for name in ("rollout_logp", "old_logp", "mask")
     }

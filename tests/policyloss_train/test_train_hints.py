@@ -134,19 +134,19 @@ def test_warm_up_on_a_user_s_data_never_happens_unasked(tmp_path: Path) -> None:
 def test_help_is_in_groups_and_has_a_sentence_for_every_option() -> None:
     declared = arguments_of(TrainConfig)
     assert list(dict.fromkeys(argument.title for argument in declared)) == [
-        "What is trained, and where it is written",
+        "Loss, task, model and run directory",
         "Sampling",
         "Advantages",
         "Learning",
-        "The critic, of losses with the advantage gae",
-        "The start, the weights and the machine",
+        "The critic of the advantage gae",
+        "Warm-up, weights and machine",
         "Evaluations, checkpoints and logs",
     ]
     assert [argument.name for argument in declared] == list(TrainConfig.__dataclass_fields__)
     learning = {a.name: a.meaning for a in declared if a.title == "Learning"}
-    assert learning["lora_rank"].startswith("Train adapters of this rank")
+    assert learning["lora_rank"].startswith("Train only adapters of this rank")
     text = parser_of("train", "", declared).format_help()
-    assert "\nLearning:\n  --epochs NUMBER       How often" in text
+    assert "\nLearning:\n  --epochs NUMBER       Passes" in text
     assert "  --betas NUMBER NUMBER\n" in text
     assert "  --lora-target TEXT [TEXT ...]\n" in text
     assert "  --overlong keep|mask|penalise\n" in text

@@ -60,7 +60,7 @@ def store(
 def restore(
     folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]
 ) -> int:
-    """Let all be as the last good checkpoint says. → its step. layout: as in `checkpoint.load`."""
+    """Load the last good checkpoint. → its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
         raise InputError(
@@ -86,7 +86,7 @@ def stored_weights(
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Around the use of what a checkpoint holds: what is missing is the checkpoint's fault."""
+    """Around the use of a checkpoint's contents: an error about them names the checkpoint."""
     advice = " Remove it to go on from an older one."
     return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
 
@@ -245,7 +245,7 @@ def needs_name(option: str, value: str | None) -> bool:
 
 
 def resume_command(config: TrainConfig) -> str:
-    """What to type to go on with a run."""
+    """The command that resumes a run."""
     words = ["policyloss", "train", "--resume", "--out", str(config.out)]
     for name in MAY_BE_CODE:
         value = getattr(config, name)

@@ -73,7 +73,7 @@ class TokenLog:
         pack = learned.pack.with_tokens(logp=learned.logp, entropy=learned.entropy)
         pack = pack.with_tokens(
             clipped=clipped(pack, self.spec),
-            branch=token_branches(self.spec, **_arguments(pack), **_others(pack)),
+            branch=token_branches(self.spec, **_arguments(pack)),
         )
         parts = _parts(pack.select(places).to(torch.device("cpu")))
         of_step = {"groups": len({s.group for s in samples})}
@@ -81,8 +81,9 @@ class TokenLog:
             {**self._row(step, samples[i], self.task.train), **of_step, **_numbers(part)}
             for i, part in zip(places, parts, strict=True)
         ]
-        sizes = [len(group) for group in chosen]
-        return self._fitting("rollouts", step, _cut(rows, sizes), self.config.rollouts_every, size)
+        rest = iter(rows)
+        groups = [[next(rest) for _ in group] for group in chosen]
+        return self._fitting("rollouts", step, groups, self.config.rollouts_every, size)
 
     def answers(
         self, step: int, samples: Sequence[Sample], rewards: Sequence[float], size: int
@@ -101,7 +102,7 @@ class TokenLog:
         return self._fitting("answers", step, groups, self.config.eval_every, size)
 
     def _row(self, step: int, s: Sample, examples: Sequence[Example]) -> dict[str, Any]:
-        """What is known of a completion before anything is learned from it."""
+        """The fields of a completion that do not depend on learning."""
         example, ids = examples[s.example], s.completion_ids.tolist()
         words = {token: self.tokenizer.decode([token]) for token in set(ids)}
         ended = "end" if ids[-1] in self.ends else "stop"
@@ -163,14 +164,8 @@ def stored_groups(samples: Sequence[Sample], rows: int) -> list[list[int]]:
     return [every[i] for i in dict.fromkeys([*followed, *chosen])]
 
 
-def _cut(rows: list[dict[str, Any]], sizes: Sequence[int]) -> list[list[dict[str, Any]]]:
-    """The rows as groups of these sizes."""
-    rest = iter(rows)
-    return [[next(rest) for _ in range(size)] for size in sizes]
-
-
 def _numbers(part: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a step of learning says of the tokens of one completion."""
+    """The learner's numbers for the tokens of one completion."""
     logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
     of_others = [name for name in _OF_POLICIES if name in part]
     return {
@@ -193,12 +188,9 @@ def _short(x: Tensor) -> list[float]:
 
 
 def _arguments(pack: Pack) -> dict[str, Tensor]:
-    return {name: pack.tokens[name] for name in ("logp", "old_logp", "advantages", "mask")}
-
-
-def _others(pack: Pack) -> dict[str, Tensor]:
-    """The optional arguments of a loss that the pack holds."""
-    tokens = {name: pack.tokens[name] for name in _OF_POLICIES if name in pack.tokens}
+    """The arguments of a loss that the pack holds."""
+    names = ("logp", "old_logp", "advantages", "mask", *_OF_POLICIES)
+    tokens = {name: pack.tokens[name] for name in names if name in pack.tokens}
     return {**tokens, "cu_seqlens": pack.cu_seqlens, "group_ids": pack.sequences["group_ids"]}
 
 
@@ -207,7 +199,7 @@ def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
     bool: the derivative of the loss without its KL and entropy terms by logp is exactly 0 there.
     """
     t, logp = pack.tokens, pack.tokens["logp"].clone().requires_grad_()
-    tensors: dict[str, Any] = {**_arguments(pack), **_others(pack), "logp": logp}
+    tensors: dict[str, Any] = {**_arguments(pack), "logp": logp}
     with torch.enable_grad():
         bare = spec.replace(kl=None, entropy_coef=0.0)
         out = pl.policy_loss(bare, **tensors, totals="local")
