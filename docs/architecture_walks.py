@@ -99,7 +99,7 @@ def loss_walk() -> Walk:
 def head_walk() -> Walk:
     """From hidden states to the gradient of the weight."""
     from policyloss.functional.precomputed import _KnownGradients, with_known_gradients
-    from policyloss.head.backward import Sums
+    from policyloss.head.backward import GradientSums
     from policyloss.head.head import Head
     from policyloss.head.linear import head_of
     from policyloss.head.loss import linear_policy_loss
@@ -128,10 +128,10 @@ def head_walk() -> Walk:
         row_partials,
         Batch.gradients,
         token_losses,
-        Sums.add,
+        GradientSums.add,
         row_gradient,
         rounded_product,
-        Sums.finished,
+        GradientSums.finished,
         loss_of,
         with_known_gradients,
         _KnownGradients.backward,

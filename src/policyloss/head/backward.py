@@ -1,8 +1,14 @@
-"""The head's backward once the derivatives of all rows are known.
+"""The gradients of hidden states, weight and bias from the derivatives of all rows.
 
-It goes by columns of the vocabulary, or starts from kept probabilities:
 `dZ = row_gradient(logits, dlogp, dentropy)`, then `dhidden = dZ @ weight`,
-`dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`.
+`dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`. One routine for each plan:
+
+    one_pass            GradientSums          each window adds its own while its logits exist
+    stash               gradients_from_stash  from the probabilities that the forward kept
+    recompute           gradients_by_columns  logits again, all rows by some vocabulary entries
+    recompute, exact()  gradients_in_parts    logits again, in the tiles of the exact mode
+
+A second backward through a retained graph of "stash" has no stash any more, and recomputes.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from policyloss.head.teacher.comparison import Compared
 from policyloss.head.tiles import tree
 
 
-class Wanted(NamedTuple):
+class GradientTypes(NamedTuple):
     """The dtypes of the gradients that are needed; None where none is."""
 
     hidden: torch.dtype | None
@@ -30,7 +36,7 @@ class Wanted(NamedTuple):
     bias: torch.dtype | None
 
     @classmethod
-    def of(cls, *tensors: Tensor | None) -> Wanted:
+    def of(cls, *tensors: Tensor | None) -> GradientTypes:
         """The dtype of each tensor that requires a gradient; None if none is recorded for it."""
         on = torch.is_grad_enabled()
         return cls(
@@ -43,7 +49,7 @@ class Wanted(NamedTuple):
         return any(x is not None for x in self)
 
 
-# Of the loss by logp, by entropy and, with a teacher, by the divergence of each row, `[R]`.
+# d loss / d (logp, entropy, divergence), `[R]` each; the divergence only with a teacher.
 Derivatives = Sequence[Tensor | None]
 TeacherColumns = Callable[[slice], Compared]
 
@@ -69,7 +75,7 @@ def gradients_by_columns(
     s: Statistics,
     derivatives: Derivatives,
     columns: int,
-    wanted: Wanted,
+    wanted: GradientTypes,
     teacher: TeacherColumns | None = None,
 ) -> Gradients:
     """Compute the logits again, for all rows and some vocabulary entries at a time.
@@ -110,7 +116,7 @@ def gradients_in_parts(
     s: Statistics,
     derivatives: Derivatives,
     rows: int,
-    wanted: Wanted,
+    wanted: GradientTypes,
 ) -> Gradients:
     """Compute the logits again, a part of the vocabulary at a time: for the exact mode.
 
@@ -124,8 +130,8 @@ def gradients_in_parts(
     largest = max(c.stop - c.start for c in tiles.parts)
     all_windows = windows(n, rows * (w.shape[0] // largest), tiles)
     room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
-    # Sums over ranks or windows are rounded at the end.
-    sums = Wanted(
+    # GradientSums over ranks or windows are rounded at the end.
+    sums = GradientTypes(
         head.dtype
         if wanted.hidden is not None and head.vocabulary.group is not None
         else wanted.hidden,
@@ -194,7 +200,7 @@ def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return dz.sum(0, dtype=dtype).div_(scale)
 
 
-class Sums:
+class GradientSums:
     """Accumulates the gradients of windows that come one after another.
 
     gathered: how many rows of dlogits are kept until they are multiplied together; with 0, each
@@ -204,7 +210,7 @@ class Sums:
     """
 
     def __init__(
-        self, head: Head, wanted: Wanted, gathered: int = 0, all_gathered: bool = False
+        self, head: Head, wanted: GradientTypes, gathered: int = 0, all_gathered: bool = False
     ) -> None:
         self.head, self.wanted, self.all_gathered = head, wanted, all_gathered
         x, w = head.hidden, head.weight
@@ -326,7 +332,7 @@ def gradients_from_stash(
     s: Statistics,
     derivatives: Derivatives,
     kept: tuple[Tensor | None, Tensor | None],
-    wanted: Wanted,
+    wanted: GradientTypes,
 ) -> Gradients:
     """The gradients from what the forward kept, `[R, V]` each: probabilities, and the derivatives
     of the divergence from a teacher by the logits.

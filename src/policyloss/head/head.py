@@ -108,8 +108,9 @@ class Head:
         return self.vocabulary.merged(partials, self.ids_here(rows, z))
 
     def merged(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
-        """The partials of all windows. (To merge parts once takes a few small kernels, not a few
-        for each window.)
+        """The partials of all windows.
+
+        Merging once launches fewer kernels than merging per window.
         """
         tiles = self.tiles
         if tiles is None:

@@ -16,8 +16,8 @@ from policyloss.arguments import check_group
 from policyloss.functional.exact import is_exact, stays_eager
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import (
+    GradientTypes,
     TeacherColumns,
-    Wanted,
     gradients_by_columns,
     gradients_from_stash,
     gradients_in_parts,
@@ -27,7 +27,7 @@ from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Partials, Statistics, finished
 from policyloss.head.support import Support, SupportArgument
-from policyloss.head.teacher.comparison import Compared, Comparison, asked, examined
+from policyloss.head.teacher.comparison import Compared, Comparison, compute_rows, start_checks
 from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
@@ -104,7 +104,7 @@ def rows_with_gradient(
     valid = check_mask(mask, head.ids.view(sources[0].shape[:-1]))
     index = live_rows(valid)
     chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)
-    ask = partial(asked, head, outputs.comparison, valid)
+    ask = partial(start_checks, head, outputs.comparison, valid)
     return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
 
 
@@ -118,7 +118,7 @@ def head_of(
     vocab_group: Any,
     support: SupportArgument | None = None,
 ) -> Head:
-    """The head of these arguments. All is checked except the values of the ids (see `strays`)."""
+    """The head of these arguments, checked except for the values of the ids (`value_summary`)."""
     check_matrices(hidden, weight, bias)
     check_group("vocab_group", vocab_group)
     if vocab_group is None:  # with a group, all ranks raise together
@@ -149,7 +149,7 @@ def work_of(sources: Sources, head: Head, index: Tensor | None, outputs: Outputs
     """The work of a call that computes the rows at `index`."""
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
-    wanted = Wanted.of(*sources)
+    wanted = GradientTypes.of(*sources)
     work = Work(
         n,
         computed,
@@ -157,7 +157,7 @@ def work_of(sources: Sources, head: Head, index: Tensor | None, outputs: Outputs
         hidden_gradient=wanted.hidden is not None,
         weight_gradient=wanted.weight is not None or wanted.bias is not None,
     )
-    return work.beside(outputs.comparison)._replace(
+    return work.with_teacher(outputs.comparison)._replace(
         stashes=outputs.logp + (outputs.comparison is not None)
     )
 
@@ -183,7 +183,7 @@ class _LinearLogprobs(torch.autograd.Function):
         )
         stash, slopes = (
             head.weight.new_empty(live, head.weight.shape[0])
-            if plan.name == "stash" and kept
+            if plan.keeps_probabilities and kept
             else None
             for kept in (outputs.logp, comparison is not None)
         )
@@ -195,15 +195,14 @@ class _LinearLogprobs(torch.autograd.Function):
         for w in windows(live, plan.rows, head.tiles):
             at = w if index is None else index[w]
             if comparison is None and stash is None:
-                # Nobody needs the statistics of this window now. Those of all are finished
-                # together, so that a window is two kernels.
+                # Defer the statistics: one merge for all windows.
                 rows = head.rows(at)
                 z = head.logits(rows, room)
                 parts.append((rows.ids, head.unmerged(rows, z, outputs.entropy)))
             else:
-                rows, z, s = examined(head, comparison, at, room, beside, outputs.entropy)
+                rows, z, s = compute_rows(head, comparison, at, room, beside, outputs.entropy)
                 if rows.compared is not None:
-                    known = placed(rows.compared.numbers, at, known, n)
+                    known = write_at(rows.compared.numbers, at, known, n)
                     if slopes is not None:
                         rows.write_gradient(z, slopes[w], s, (None, None, torch.ones_like(s.lse)))
                 logp[at], lse[at] = s.logp, s.lse
@@ -234,7 +233,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, ids, bias, index, logp, lse, spread = ctx.saved_tensors
         head = Head(hidden, weight, ids, bias, *ctx.rest)
-        wanted = Wanted(
+        wanted = GradientTypes(
             *(
                 d if need else None
                 for d, need in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
@@ -299,7 +298,7 @@ def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
     return columns
 
 
-def placed(numbers: Any, at: Index, known: Any, n: int) -> Any:
+def write_at(numbers: Any, at: Index, known: Any, n: int) -> Any:
     """`known`, the numbers of all n rows (None before the first), with those of some rows."""
     if known is None:
         known = type(numbers)(*(x.new_zeros(n, *x.shape[1:]) for x in numbers))

@@ -28,15 +28,15 @@ from policyloss.head.softmax_rows import (
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
-    beside,
     check_ids,
     check_logits,
     check_mask,
     check_softcap,
     inverse_temperature,
-    later,
-    refuse_strays,
-    strays,
+    read_later,
+    refuse_values,
+    side_stream,
+    value_summary,
 )
 from policyloss.head.vocab_parallel import Vocabulary
 
@@ -98,9 +98,9 @@ def logprobs(
     outputs = _Logprobs.apply(logits, flat, valid, scaling, kept, entropy, overwrite_logits)  # type: ignore[no-untyped-call]
     # After the launch, so that the device has work; beside it, so that the host need not wait until
     # that is done.
-    with beside(moment, logits.device):
-        answer = later(strays(head, valid))
-    refuse_strays(answer(), head, valid)
+    with side_stream(moment, logits.device):
+        answer = read_later(value_summary(head, valid))
+    refuse_values(answer(), head, valid)
     return LogProbs(outputs[0].view(tokens), outputs[1].view(tokens) if entropy else None)
 
 

@@ -15,7 +15,7 @@ from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
-from policyloss.head.backward import Gradients, Sums, Wanted
+from policyloss.head.backward import Gradients, GradientSums, GradientTypes
 from policyloss.head.head import Head
 from policyloss.head.linear import (
     Outputs,
@@ -118,7 +118,7 @@ def linear_policy_loss(
         skip_zero_advantage,
     )
     batch, work, chosen = call.decide(plan)
-    if batch is None or chosen.name in ("recompute", "stash"):
+    if batch is None or chosen.has_own_backward:
         return call.compose(chosen, metrics)
     return call.run_windows(batch, work, chosen, metrics)
 
@@ -223,7 +223,7 @@ class _HeadLoss:
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
-        wanted = Wanted.of(*self.sources)
+        wanted = GradientTypes.of(*self.sources)
         work = Work(
             tokens=valid.shape[0],
             computed=with_gradient if self.skip else computed,
@@ -231,7 +231,7 @@ class _HeadLoss:
             hidden_gradient=wanted.hidden is not None,
             weight_gradient=wanted.weight is not None or wanted.bias is not None,
             longest=most,
-        ).beside(self.comparison)
+        ).with_teacher(self.comparison)
         if self.comparison is not None:
             work = work._replace(stashes=2)
         return _Decision(batch, work, loss_plan(self.head, work, plan, reach, why))
@@ -293,11 +293,11 @@ class _HeadLoss:
             all_windows = sequence_windows(batch, work, plan.rows)
         else:
             all_windows = token_windows(batch, work, plan.rows, head.tiles)
-        wanted = Wanted.of(*self.sources)
+        wanted = GradientTypes.of(*self.sources)
 
         def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
             everything = plan.gathered >= work.with_gradient
-            sums = Sums(head, wanted, plan.gathered, all_gathered=everything)
+            sums = GradientSums(head, wanted, plan.gathered, all_gathered=everything)
             known = run_windows(head, batch, all_windows, sums, self.comparison, check)
             return known, sums.finished()  # by now the memory of the logits is free
 

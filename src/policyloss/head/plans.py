@@ -66,6 +66,16 @@ class Plan:
     reason: str = ""
     kernels: str = ""
 
+    @property
+    def has_own_backward(self) -> bool:
+        """Whether autograd runs the backward of the head, instead of scaling known gradients."""
+        return self.name in ("recompute", "stash")
+
+    @property
+    def keeps_probabilities(self) -> bool:
+        """Whether the forward keeps them for the backward."""
+        return self.name == "stash"
+
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
         kept = (
@@ -102,7 +112,7 @@ class Work(NamedTuple):
     teacher_matmul: float = 0.0
     stashes: int = 1
 
-    def beside(self, comparison: Comparison | None) -> Work:
+    def with_teacher(self, comparison: Comparison | None) -> Work:
         """The same work, with a teacher's logits made or copied beside the student's."""
         if comparison is None or not comparison.makes_logits:
             return self
@@ -136,7 +146,7 @@ def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     early = " linear_logprobs cannot use the gradient early: the loss is yours."
     _checked_name(plan, LOGPROB_PLANS, early if plan == "one_pass" else "")
     why = "the loss on logp is not known here"
-    return _settled(head, work, plan) or _stash_or_recompute(head, work, why)
+    return _plan_without_choice(head, work, plan) or _stash_or_recompute(head, work, why)
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
@@ -152,7 +162,7 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
             f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, "
             f"and one has {work.longest} tokens."
         )
-    settled = _settled(head, work, plan)
+    settled = _plan_without_choice(head, work, plan)
     if settled is not None:
         return settled
     if reach == "batch":
@@ -176,10 +186,10 @@ def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> st
     return name
 
 
-def _settled(head: Head, work: Work, plan: str | Plan) -> Plan | None:
+def _plan_without_choice(head: Head, work: Work, plan: str | Plan) -> Plan | None:
     """The plan, where the caller has chosen it or nothing needs a gradient; else None."""
     if isinstance(plan, Plan):
-        return _as_asked(head, work, plan)
+        return _checked_plan(head, work, plan)
     if not work.any_gradient:
         return _forward(head, work)
     if plan == "stash":
@@ -264,7 +274,7 @@ def _forward(head: Head, work: Work) -> Plan:
     return _with_figures(head, work, Plan("forward", rows, 0, reason=reason))
 
 
-def _as_asked(head: Head, work: Work, plan: Plan) -> Plan:
+def _checked_plan(head: Head, work: Work, plan: Plan) -> Plan:
     """The plan that the caller made, checked, with the figures of this call."""
     if plan.rows < 1 or plan.columns < 0:
         raise InputError(

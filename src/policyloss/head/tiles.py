@@ -35,7 +35,7 @@ ALIGNED = 16
 # Rows of a tile. Fewer cost speed, more cost memory, and work where a call has few rows.
 GPU_ROWS, CPU_ROWS = 2048, 512
 
-# What is known of products of a shape: whether one over all entries has the bits of those of parts.
+# Cache: does one matmul give the same bits as tiled ones, per shape?
 _CHECKED: dict[tuple[object, ...], bool] = {}
 
 

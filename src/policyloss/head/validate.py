@@ -49,10 +49,10 @@ def unusable_temperatures(rate: Tensor, valid: Tensor | None) -> Tensor:
     return unusable if valid is None else unusable & valid
 
 
-def strays(head: Head, valid: Tensor | None) -> Tensor:
+def value_summary(head: Head, valid: Tensor | None) -> Tensor:
     """The lowest and the highest id at valid positions, as integers on the device.
 
-    With a support, then its faults. If each token has a temperature, also how many of those at
+    With a support, its faults follow. If each token has a temperature, also how many of those at
     valid positions are not positive.
     """
     if head.ids.numel() == 0:
@@ -65,8 +65,8 @@ def strays(head: Head, valid: Tensor | None) -> Tensor:
     return torch.stack(numbers)
 
 
-def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
-    """Raise if `numbers`, the result of `strays`, show an id or a temperature that cannot be used.
+def refuse_values(numbers: list[int], head: Head, valid: Tensor | None) -> None:
+    """Raise if `numbers`, from `value_summary`, show an id or a temperature that cannot be used.
 
     An id must be an entry of the vocabulary and of the token's support, a temperature a positive
     number.
@@ -104,7 +104,7 @@ def refuse_strays(numbers: list[int], head: Head, valid: Tensor | None) -> None:
         )
 
 
-def later(x: Tensor) -> Callable[[], list[int]]:
+def read_later(x: Tensor) -> Callable[[], list[int]]:
     """A function that returns the numbers in `x`.
 
     They are sent to the host now; only the function waits for them, so the device can get work
@@ -128,8 +128,8 @@ _streams: dict[torch.device, Any] = {}
 
 
 @contextmanager
-def beside(moment: Any, device: torch.device) -> Iterator[None]:
-    """What is asked of the device here does not wait for work that it got after `moment`.
+def side_stream(moment: Any, device: torch.device) -> Iterator[None]:
+    """Run on a side stream that waits only for work queued before `moment`.
 
     moment: an event of the current stream; None off CUDA, where nothing is queued.
     """
@@ -162,7 +162,7 @@ def inverse_temperature(
 ) -> float | Tensor:
     """`1 / temperature`: a number, or one per token in `dtype`, flat.
 
-    The values of a tensor are checked by `strays`.
+    The values of a tensor are checked by `value_summary`.
     """
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature)
@@ -259,7 +259,4 @@ def check_logits(logits: Any) -> None:
 def check_vocabulary(name: str, x: Tensor, size: int) -> None:
     """Raise if the vocabulary of `x` has no entry: no token has a probability then."""
     if size == 0:
-        raise InputError(
-            f"{name} has shape {tuple(x.shape)}, a vocabulary of no entry; there must be one at "
-            "least."
-        )
+        raise InputError(f"{name} has shape {tuple(x.shape)}: the vocabulary is empty.")

@@ -20,10 +20,10 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.segments import Sequences
-from policyloss.head.backward import Sums
+from policyloss.head.backward import GradientSums
 from policyloss.head.head import Head, Index, windows
 from policyloss.head.plans import Work
-from policyloss.head.teacher.comparison import Comparison, asked, examined
+from policyloss.head.teacher.comparison import Comparison, compute_rows, start_checks
 from policyloss.head.tiles import Tiles
 from policyloss.loss import corrected_tokens, token_losses, with_ratio
 from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
@@ -236,9 +236,7 @@ def _reaches_further() -> InputError:
 
 
 def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> Batch:
-    """`t` (whose logp is not read) with everything that
-    is known before its log-probabilities are.
-    """
+    """Fill in all of `t` that does not depend on logp."""
     weight, corrections = None, spec.correction
     if spec.corrections_by_logp:
         corrections = tuple(_answered(part, t) for part in spec.correction)
@@ -349,7 +347,7 @@ def run_windows(
     head: Head,
     batch: Batch,
     all_windows: list[Window],
-    sums: Sums,
+    sums: GradientSums,
     comparison: Comparison | None,
     check: bool,
 ) -> dict[str, Tensor]:
@@ -367,7 +365,7 @@ def run_windows(
     most = max((w.size for w in all_windows), default=0)
     room, beside = head.room(most), None if comparison is None else comparison.room(most)
     for window in all_windows:
-        rows, z, s = examined(head, comparison, window.rows, room, beside, entropy=True)
+        rows, z, s = compute_rows(head, comparison, window.rows, room, beside, entropy=True)
         assert s.entropy is not None
         here = {"logp": s.logp, "entropy": s.entropy}
         if rows.compared is not None:
@@ -384,7 +382,7 @@ def run_windows(
                 derivatives = [None if d is None else d[first] for d in derivatives]
             sums.add(at, rows, z, room, s, derivatives)
         if check and answer is None:
-            answer = asked(head, comparison, batch.rows)
+            answer = start_checks(head, comparison, batch.rows)
     if answer is not None:
         answer()
     return known

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError, unknown_name
-from policyloss.head.validate import later
+from policyloss.head.validate import read_later
 from policyloss.hf.forward import Scores, run
 from policyloss.hf.layouts import check_layout, counted_positions
 from policyloss.hf.output_head import UnknownHeadError, language_model
@@ -156,7 +156,7 @@ class ModelCall:
         check_tensor("mask", mask)
         trained, places = mask.reshape(self.row).bool(), self._unpredicted()
         counts = [(trained & x).sum() for x in places.values()]
-        numbers = later(torch.stack([self._new_beginnings(), *counts]))
+        numbers = read_later(torch.stack([self._new_beginnings(), *counts]))
 
         def refuse() -> None:
             beginnings, *wrong = numbers()

@@ -38,10 +38,10 @@ from policyloss.head.validate import (
     check_matrices,
     check_softcap,
     inverse_temperature,
-    later,
-    refuse_strays,
-    strays,
+    read_later,
+    refuse_values,
     unusable_temperatures,
+    value_summary,
 )
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK, refuse_counts
@@ -188,7 +188,7 @@ class Comparison:
         return ids, keep, logp
 
 
-def examined(
+def compute_rows(
     head: Head,
     comparison: Comparison | None,
     at: Index,
@@ -196,7 +196,7 @@ def examined(
     beside: Room | None,
     entropy: bool,
 ) -> tuple[Rows, Tensor, Statistics]:
-    """The rows at `at` with what is known of their teacher, their logits in `room`, and statistics.
+    """The rows at `at` with their teacher's numbers, their logits in `room`, and their statistics.
 
     beside: memory for the teacher's logits.
     """
@@ -208,17 +208,19 @@ def examined(
     return rows._replace(compared=compared), z, s
 
 
-def asked(head: Head, comparison: Comparison | None, valid: Tensor | None) -> Callable[[], None]:
-    """Ask the device which values cannot be used; the result waits for its answer, and raises.
+def start_checks(
+    head: Head, comparison: Comparison | None, valid: Tensor | None
+) -> Callable[[], None]:
+    """Start to count the values that cannot be used; the result waits for the counts, and raises.
 
-    Ask when the device has work, so that it need not wait for the question.
+    Call this after queueing work, to hide the wait.
     """
-    stray = later(strays(head, valid))
+    stray = read_later(value_summary(head, valid))
     counts = None if comparison is None else comparison.counts(valid)
-    wrong = None if counts is None else later(counts)
+    wrong = None if counts is None else read_later(counts)
 
     def answer() -> None:
-        refuse_strays(stray(), head, valid)
+        refuse_values(stray(), head, valid)
         if comparison is not None and wrong is not None:
             comparison.refuse(wrong())
 

@@ -367,7 +367,7 @@ def biases(*scalings: Scaling) -> list[Tensor | float | None]:
 
 
 def options(student: Scaling, teacher: Scaling) -> dict[str, bool]:
-    """Which of them there are."""
+    """Flags for the optional arguments."""
     both = {"Z": student, "U": teacher}
     return {
         option: value
