@@ -151,6 +151,10 @@ def on_four(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     twice = distribute_tensor(table, square, [Shard(0), Shard(0)])
     path = save(folder / "twice", 0, {"table": twice}, {}, keep=1, group=dist.group.WORLD)
     found["twice"] = whole(load(path, {"table": twice})[0]["table"]), load(path)[0]["table"]
+    across = distribute_tensor(table, mesh, [Shard(1)])
+    found["columns"] = failure(
+        lambda: save(folder / "columns", 0, {"table": across}, {}, keep=1, group=dist.group.WORLD)
+    )
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from policyloss.errors import InputError
 from policyloss_lab.runs.files import StorageError
 
 
@@ -75,6 +76,12 @@ def share_of(x: Tensor) -> Share:
             size = math.ceil(rows / ranks)
             begin = min(rank * size, rows)
             first, rows = first + begin, min(size, rows - begin)
+    here = tuple(local_part(x).shape)
+    if placements and here != (rows, *x.shape[1:]):
+        raise InputError(
+            f"a tensor of shape {tuple(x.shape)} is laid out as {placements}, with {here} on this "
+            "rank; only equal shards of the first dimension can be written."
+        )
     dtype = str(x.dtype).removeprefix("torch.")
     return Share(list(x.shape), dtype, bool(placements), first, rows, writes)
 
