@@ -43,11 +43,6 @@ class GradientTypes(NamedTuple):
             *(x.dtype if on and x is not None and x.requires_grad else None for x in tensors)
         )
 
-    @property
-    def any(self) -> bool:
-        """Whether there is a backward at all."""
-        return any(x is not None for x in self)
-
 
 # d loss / d (logp, entropy, divergence), `[R]` each; the divergence only with a teacher.
 Derivatives = Sequence[Tensor | None]
@@ -245,7 +240,9 @@ class GradientSums:
         """
         if self.kept is None:
             scale = half_scale(rows.hidden.dtype, *derivatives)
-            dz = rows.dlogits(z, room, s, _times(derivatives, scale))
+            if scale != 1:
+                derivatives = _times(derivatives, scale)
+            dz = rows.dlogits(z, room, s, derivatives)
             if self.head.tiles is not None:  # whatever lies after them in their last tile
                 dz = room.gradient(self.head.tiles.full(z.shape[0]), z.shape[1], dz.dtype)
             self._multiply(at, rows.hidden, dz, scale)

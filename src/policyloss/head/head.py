@@ -94,11 +94,7 @@ class Head:
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
         z = self.logits(rows, room)
-        return z, finished(self.partials(rows, z, entropy))
-
-    def partials(self, rows: Rows, z: Tensor, entropy: bool) -> Partials:
-        """The partials of `rows`, whose logits z are, over the whole vocabulary."""
-        return self.merged([(rows.ids, self.unmerged(rows, z, entropy))])
+        return z, finished(self.merged([(rows.ids, self.unmerged(rows, z, entropy))]))
 
     def unmerged(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
         """What `merged` makes the partials of several windows from, with the ids of each."""

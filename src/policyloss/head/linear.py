@@ -133,8 +133,9 @@ def head_of(
     rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
-    tiles = Tiles.of(x, w, vocabulary)
-    return Head(x, w, flat, b, rate, softcap, vocabulary, Support.of(support, flat), tiles)
+    tiles = Tiles.of(x, w, vocabulary) if is_exact() else None
+    kept = None if support is None else Support.of(support, flat)
+    return Head(x, w, flat, b, rate, softcap, vocabulary, kept, tiles)
 
 
 def live_rows(valid: Tensor | None) -> Tensor | None:

@@ -305,7 +305,7 @@ class _HeadLoss:
             flat, gradients = run(check=True)
             known = {name: x.view(tokens) for name, x in flat.items()}
             value = self._value(batch, known, metrics)
-        if not wanted.any:
+        if not any(wanted):
             return HeadOutput(value.loss, value.metrics, **known)
         inputs = [
             x for x, dtype in zip(self.sources, wanted, strict=True) if x is not None and dtype

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.functional.collectives import all_gather
-from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.matmul import CPU_BYTES, Room, product
 from policyloss.head.softmax_rows import Partials, Scaling, kernels_for, row_partials
@@ -53,10 +52,8 @@ class Tiles(NamedTuple):
     at_once: bool = False
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, vocabulary: Vocabulary) -> Tiles | None:
-        """The tiles of a head, None outside of the exact mode. They do not depend on the rows."""
-        if not is_exact():
-            return None
+    def of(cls, x: Tensor, weight: Tensor, vocabulary: Vocabulary) -> Tiles:
+        """The tiles of a head in the exact mode. They do not depend on the rows."""
         if x.dtype == torch.float16:
             raise InputError(
                 "exact() cannot multiply float16, whose gradients are scaled by numbers of a whole "

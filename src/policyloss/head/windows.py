@@ -372,7 +372,7 @@ def run_windows(
             here["divergence"] = rows.compared.numbers.divergence
         for name, x in here.items():
             known[name][window.rows] = x
-        if window.moved and sums.wanted.any:
+        if window.moved and any(sums.wanted):
             derivatives = batch.gradients(window, here)
             at = window.rows
             if window.moved < window.size:
