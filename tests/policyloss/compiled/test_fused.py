@@ -93,6 +93,24 @@ def test_the_kernels_divide_by_the_totals_of_the_step(name: str) -> None:
     assert_equal(PRESETS[name], arguments_of(PRESETS[name]), pl.Totals(tokens, 30, dp_size=2))
 
 
+@pytest.mark.parametrize("totals", [None, pl.Totals(50, 30)], ids=["local", "totals"])
+def test_value_and_gradient_takes_the_gradients_of_the_kernels(
+    totals: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = PRESETS["ppo_dual_clip"]
+    arguments = arguments_of(spec)
+    leaf = arguments["logp"].clone().requires_grad_()
+    monkeypatch.setattr(fused, "_reason_to_skip", lambda inputs: "")  # as on a GPU
+    results = fused.fused_gradients(spec, Inputs(**{**arguments, "logp": leaf}), totals, "all")
+    assert results is not None
+    (out, gradients), (loss, metrics, expected) = results, run(spec, arguments, True, totals, "all")
+    assert not out.loss.requires_grad
+    assert torch.equal(out.loss, loss)
+    assert out.metrics.compute() == pytest.approx(metrics, nan_ok=True)
+    assert gradients.keys() == {"logp"}
+    assert torch.equal(gradients["logp"], expected[0])
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_kernels_name_nothing_else(name: str) -> None:
     """What is executed is arithmetic: names that it assigns, and functions of Triton's language."""
