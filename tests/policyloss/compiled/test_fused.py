@@ -129,7 +129,7 @@ def test_kernels_name_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(UNSERVED))
-def test_a_loss_that_does_not_fit_says_why(name: str) -> None:
+def test_a_loss_that_does_not_fit_has_a_reason(name: str) -> None:
     spec = PRESETS[name]
     inputs = Inputs(**arguments_of(spec))
     assert fused.run_kernels(spec, inputs, None, "all") is None
@@ -174,7 +174,7 @@ def test_more_tokens_than_a_span() -> None:
     assert_equal(grpo, arguments_of(grpo, wide), level="basic")
 
 
-def test_only_what_is_there_is_summed() -> None:
+def test_only_present_tensors_are_summed() -> None:
     """By a function that is not 0 behind the end of a span, as masked tokens of a loss are."""
 
     def numbers(x: Tensor) -> list[Tensor]:
@@ -206,7 +206,7 @@ def test_other_leaves_and_other_ranks_have_kernels_of_their_own() -> None:
                 torch.testing.assert_close(torch.autograd.grad(out.loss, logp)[0], expected[2][0])
 
 
-def test_what_is_wrong_with_a_batch_shows() -> None:
+def test_a_bad_batch_raises_an_error() -> None:
     """A NaN, an infinity, an empty mask and a wrong mask look as they do eagerly."""
     arguments = arguments_of(SPEC)
     row, column = arguments["mask"].nonzero()[3].tolist()
@@ -276,7 +276,7 @@ def test_a_wrong_shape_is_refused_as_ever() -> None:
         pl.policy_loss(SPEC, **row_mask)
 
 
-def test_the_path_is_told() -> None:
+def test_the_path_is_reported() -> None:
     arguments = arguments_of(SPEC)
     told = pl.explain_path(SPEC, **arguments)
     if DEVICE == "cpu":
