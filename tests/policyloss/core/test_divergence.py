@@ -422,4 +422,4 @@ def test_in_words() -> None:
     assert "beta" not in str(pl.explain(pl.LossSpec(kl=pl.Divergence("reverse", 0.5))))
     named = pl.LossSpec(kl=pl.Divergence("forward", 1.0, weight="importance"))
     assert "kl = divergence * importance" in str(pl.explain(named))
-    assert KINDS == ("forward", "reverse", "jsd", "generalised")
+    assert tuple(KINDS) == ("forward", "reverse", "jsd", "generalised")
