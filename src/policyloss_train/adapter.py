@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA) by peft: only they are trained, and the model under them is the
-reference.
+"""Low-rank adapters (LoRA) by peft: only the adapters are trained, and the model without them is
+the reference.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def add_adapter(model: Any, config: TrainConfig) -> None:
-    """Freeze the model and put adapters of rank `lora_rank` beside its linear layers, which change
-    nothing before they have learned. Their first weights follow from the seed.
+    """Freeze the model and add adapters of rank `lora_rank` to its linear layers. An untrained
+    adapter does not change the output. Its first weights follow from the seed.
     """
     try:
         from peft import LoraConfig

@@ -17,14 +17,14 @@ WITH_LENGTHS = ("opo", "reinforce_pp_baseline")
 
 
 class Judged(NamedTuple):
-    """advantages: `[N]`. returns: `[N]`, what a critic learns; None without one."""
+    """advantages: `[N]`. returns: `[N]`, the targets of the critic; None without a critic."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
 def judge(config: TrainConfig, pack: Pack, group: Any, *, by_teacher: bool = False) -> Judged:
-    """The advantages of a pack: those of its rewards, and a teacher's if `by_teacher`. group: as in
+    """The advantages of a pack, from its rewards and, if `by_teacher`, from a teacher. group: as in
     `of_rewards`.
     """
     judged = of_rewards(config, pack, group)
@@ -48,9 +48,9 @@ def judge(config: TrainConfig, pack: Pack, group: Any, *, by_teacher: bool = Fal
 def of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
     """The advantages of the rewards of a pack.
 
-    "gae" reads the tokens' `old_values`, those of the critic, and "remax" the sequences' `greedy`,
-    the reward of the greedy answer to each prompt. group: the data-parallel ranks (or "local"),
-    which share what is taken over the batch; the samples of a prompt lie on one of them.
+    "gae" reads the critic's values of the tokens, `old_values`; "remax" reads the sequences'
+    `greedy`, the reward of the greedy answer to each prompt. group: the data-parallel ranks (or
+    "local"), which share batch statistics; all samples of a prompt are on one rank.
     """
     name, rewards, mask = config.reward_estimator, pack.sequences["rewards"], pack.tokens["mask"]
     bounds = pack.cu_seqlens
@@ -72,10 +72,10 @@ def of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
 
 
 def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
-    """The advantages by a function of the user's own, `[N]`.
+    """The advantages that a user's function returns, `[N]`.
 
-    It is called with rewards and group_ids, `[S]`, and with those of `lengths` `[S]`, `mask` `[N]`,
-    `cu_seqlens` `[S + 1]` and `group` that it names. It returns one number per sequence or token.
+    The function takes rewards and group_ids, `[S]`, and any of `lengths` `[S]`, `mask` `[N]`,
+    `cu_seqlens` `[S + 1]` and `group`. It returns one number per sequence or token.
     """
     function = load_code(reference, "the advantage")
     tokens, rewards = pack.tokens["mask"], pack.sequences["rewards"]
@@ -89,7 +89,7 @@ def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
         names = inspect.signature(function).parameters
         more = {name: x for name, x in offers.items() if name in names}
         result = function(rewards, pack.sequences["group_ids"], **more)
-    except Exception as error:  # the user's own code, which may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise InputError(
             f"the advantage {reference!r} raised {type(error).__name__}: {error}."
         ) from error

@@ -1,8 +1,8 @@
 """From a command line to the options and the loss of a run.
 
 Options come from `--like RUN`, from `--config FILE` and from the command line; the later ones win.
-A run directory is data: code that it names is refused, unless the user names it, on the command
-line or in the file.
+A run directory is data: code that it names is refused, unless the user names the same code on the
+command line or in the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Changes = list[tuple[str, str]]  # of the loss, each a path and a text
+Changes = list[tuple[str, str]]  # changes to the loss: (path, text)
 
 
 class Start(NamedTuple):
@@ -47,7 +47,7 @@ class Start(NamedTuple):
 
 
 def read_arguments(arguments: Sequence[str]) -> Start:
-    """The command line after `policyloss train`."""
+    """Read the command line after `policyloss train`."""
     named, changes = named_options(arguments)
     if named.get("resume"):
         return _resumed(named, changes)
@@ -63,8 +63,8 @@ def read_arguments(arguments: Sequence[str]) -> Start:
 
 
 def named_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Changes]:
-    """The options on a command line and in the file that it names, by their fields, and the changes
-    of the loss: each `--loss.SLOT.OPTION VALUE` as its path and its text.
+    """The options on a command line and in its `--config` file, by field, and the changes to the
+    loss: each `--loss.SLOT.OPTION VALUE` as (path, text).
     """
     words, changes = split_loss_options(arguments)
     named = read_words("train", arguments_of(TrainConfig), words)
@@ -75,7 +75,7 @@ def named_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Changes]:
 
 
 def _resumed(named: dict[str, Any], changes: Changes) -> Start:
-    """The options of a run that goes on, which those named must agree with."""
+    """The options of a resumed run; the named options must agree with them."""
     if "like" in named:
         raise InputError(f"--like {named['like']} starts a new run; --resume goes on with an old.")
     stored, stored_spec = stored_options(named.get("out", TrainConfig.out))
@@ -98,7 +98,7 @@ def _spec(
 
 
 def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:
-    """The options in a TOML file, and the changes of the loss, `"loss.trust.eps-high" = 0.3`."""
+    """The options in a TOML file, and the changes to the loss, `"loss.trust.eps-high" = 0.3`."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -121,8 +121,9 @@ def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:
 
 
 def _starting_point(run: Path) -> tuple[dict[str, Any], LossSpec | None]:
-    """The options and the loss of a run for another one, without its directory. Defaults that
-    followed the model, the loss or the longest completion are left open, so that they follow again.
+    """The options and the loss of a run, without its directory, to start another run from. Defaults
+    that depend on the model, the loss or the longest completion are left out, so that they are
+    computed again.
     """
     stored, spec = stored_options(run)
     follows = by_model(stored) if spec is None else following(stored, spec)
@@ -163,7 +164,7 @@ def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
 
 
 def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The arguments without `--loss.SLOT.OPTION VALUE`, and these as (path, text)."""
+    """The arguments without `--loss.SLOT.OPTION VALUE`, and the removed ones as (path, text)."""
     rest: list[str] = []
     changes: list[tuple[str, str]] = []
     waiting = iter(arguments)
@@ -182,7 +183,7 @@ def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[
 
 
 def _change(data: dict[str, Any], path: str, text: str) -> None:
-    """Set one entry of a spec's dictionary: numbers, true, false and null as JSON, else words."""
+    """Set one entry of a spec's dictionary: a number, true, false or null, else a string."""
     *slots, name = path.split(".")
     place: Any = data
     for slot in slots:

@@ -1,12 +1,12 @@
-"""How the sequences of a micro-batch go through a model's body, so that attention costs what it
-should: the pairs of tokens within each sequence, and no pair across two of them.
+"""How the sequences of a micro-batch go through a model's body, so that attention covers only pairs
+of tokens within one sequence.
 
 - "varlen": all sequences in one row, and a kernel for sequences of any length,
   `torch.nn.attention.varlen`. It needs CUDA and half precision.
-- "flash": the same by the package flash-attn, which also knows soft caps.
-- "rows": one sequence per row, sorted by length and padded on the right. It needs nothing: a causal
-  model reads padding only after all that counts, so that no mask is needed either.
-- "alone": one sequence per call, which is slow and right for any model.
+- "flash": the same by the package flash-attn, which also supports soft caps.
+- "rows": one sequence per row, sorted by length and padded on the right. It needs no kernel, and no
+  mask: the padding comes last, so tokens of a causal model never read it.
+- "alone": one sequence per call, which is slow but correct for any model.
 
 Legend: N tokens of a micro-batch, end to end, S sequences, H hidden.
 """
@@ -33,10 +33,10 @@ except ImportError:
 
 PADDING = 0.25  # the largest share of a padded micro-batch that may be padding
 SLACK = 1 / 16  # how far a packed micro-batch may be over its budget
-_UNPACKED = ("rows", "alone")  # ways that need nothing but the model
+_UNPACKED = ("rows", "alone")  # these need only the model
 _VARLEN = "policyloss_varlen"  # our name in the registry of transformers
-_FLASH = "flash_attention_2"  # the registry's own
-# Arguments of an attention function that change its numbers and that `varlen_attn` does not know.
+_FLASH = "flash_attention_2"  # the name that transformers uses
+# Arguments that change the result of attention and that `varlen_attn` does not support.
 _UNKNOWN_TO_VARLEN = ("softcap", "s_aux", "position_bias")
 
 
@@ -45,10 +45,10 @@ class Attention(Protocol):
 
     @property
     def name(self) -> str:
-        """As `--attention` takes it."""
+        """The value of `--attention`."""
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """Which sequences go through together: about `budget` tokens at most, or one sequence."""
+        """The sequences of each forward: about `budget` tokens at most, or one sequence."""
 
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """The last hidden states `[N, H]` of a micro-batch: its `ids` `[N]`, its `lengths`, …."""
@@ -61,7 +61,7 @@ class Rows:
     name: str = "rows"
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """The longest first, so that those of one micro-batch are of about one length."""
+        """The longest first, so that the sequences of a micro-batch have similar lengths."""
         parts: list[list[int]] = []
         used = 0
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -74,7 +74,7 @@ class Rows:
         return parts
 
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
-        """By a call of the body with ids `[S, longest]`."""
+        """Call the body with ids `[S, longest]`."""
         ids, lengths = micro["ids"], micro["lengths"]
         rows, width = len(lengths), max(lengths)
         if ids.shape[0] == rows * width:
@@ -82,7 +82,7 @@ class Rows:
             return cast("Tensor", out.last_hidden_state.flatten(0, 1))
         places = torch.cat([torch.arange(n) + row * width for row, n in enumerate(lengths)])
         places = places.to(ids.device)
-        padded = ids.new_zeros(rows * width).index_copy(0, places, ids)  # any id that there is
+        padded = ids.new_zeros(rows * width).index_copy(0, places, ids)  # any valid id
         out = body(input_ids=padded.view(rows, width), use_cache=False)
         return cast("Tensor", out.last_hidden_state.flatten(0, 1).index_select(0, places))
 
@@ -98,7 +98,7 @@ class Alone:
         return [[i] for i in range(len(lengths))]
 
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
-        """By a call of the body for each sequence."""
+        """Call the body once for each sequence."""
         rows = torch.split(micro["ids"], micro["lengths"])
         outs = [body(input_ids=x[None], use_cache=False) for x in rows]
         return torch.cat([out.last_hidden_state[0] for out in outs])
@@ -106,15 +106,15 @@ class Alone:
 
 @dataclass(frozen=True)
 class Packed:
-    """All sequences in one row, kept apart by an attention that is told where they begin."""
+    """All sequences in one row; the attention function takes their offsets and separates them."""
 
     name: str
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """In their order, into parts of about one size.
+        """Keep the order, and cut it into parts of similar size.
 
-        They may be `SLACK` over the budget, if that saves a part: a short one takes the host nearly
-        as long as a full one.
+        Parts may exceed the budget by `SLACK` if that saves a part: a short part takes the host
+        nearly as long as a full one.
         """
         limit = int(budget * (1 + SLACK))
         even = sum(lengths) / max(math.ceil(sum(lengths) / limit), 1)
@@ -130,7 +130,7 @@ class Packed:
         return parts
 
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
-        """By a call of the body with ids `[1, N]`, and the names that transformers has for this."""
+        """Call the body with ids `[1, N]` and the keyword arguments of transformers for offsets."""
         ids, longest = micro["ids"], max(micro["lengths"])
         ends = micro["cu_seqlens"].to(torch.int32)
         where = {
@@ -140,7 +140,7 @@ class Packed:
             "max_length_k": longest,
         }
         if self.name == "varlen":
-            # Given a mask of four dimensions, transformers makes none: it would have N² entries.
+            # A four-dimensional mask stops transformers from building its own, of N² entries.
             where["attention_mask"] = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         positions = micro["position_ids"][None]
         out = body(input_ids=ids[None], position_ids=positions, use_cache=False, **where)
@@ -149,11 +149,11 @@ class Packed:
 
 @torch.no_grad()
 def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
-    """The first way that gives the model's own numbers, and a sentence about it.
+    """The first way that reproduces the model's numbers, and a sentence about it.
 
-    wanted: "auto", or the name of a way. Each is tried on two short sequences, which are also run
-    one at a time. The model's attention function is set accordingly; a model that samples with it
-    gets the function that it had.
+    wanted: "auto", or the name of a way. Each is tried on two short sequences, and compared with
+    running these one at a time. Sets the model's attention function; a way that fails restores the
+    previous one.
     """
     before, trial = model.config._attn_implementation, _Trial.of(model)
     reasons: list[str] = []
@@ -172,7 +172,7 @@ def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
 
 
 def _candidates(wanted: str, device: torch.device) -> Iterator[Attention]:
-    """Those that are wanted, the fastest first. On a CPU, "auto" tries "rows" alone."""
+    """The ways to try, the fastest first. On a CPU, "auto" tries only "rows"."""
     packed = (Packed("varlen"), Packed("flash"))
     if wanted == "auto":
         yield from (*(packed if device.type == "cuda" else ()), Rows())
@@ -196,7 +196,7 @@ def _unavailable(name: str, model: Any) -> str:
 
 
 def _set(model: Any, name: str) -> str:
-    """Let the model use the attention function of a way. → why it cannot; "" if it can."""
+    """Set the model's attention function for a way. → the reason if it cannot; "" if it can."""
     if name in _UNPACKED:
         return ""
     if name == "varlen":
@@ -213,7 +213,7 @@ def _set(model: Any, name: str) -> str:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Two short sequences, and what the model makes of each alone with its own attention."""
+    """Two short sequences, and the model's output for each alone with its own attention."""
 
     micro: dict[str, Any]
     alone: Tensor
@@ -228,7 +228,7 @@ class _Trial:
         return cls(micro, Alone().hidden(model.base_model, micro).float())
 
     def difference(self, model: Any, attention: Attention) -> str:
-        """How far the two are from that when they go through together; "" if not at all."""
+        """The deviation, or the error, of running both sequences together; "" if there is none."""
         try:
             together = attention.hidden(model.base_model, self.micro).float()
         except (RuntimeError, ValueError, TypeError, NotImplementedError, InputError) as error:
@@ -242,10 +242,10 @@ class _Trial:
 def _rounding(model: Any, width: int) -> float:
     """How far rounding may take the last hidden states, relative to the largest of them.
 
-    The errors of the layers add up like a random walk, and so do those of the `width` terms of a
-    sum, which half precision adds up in float32. Sound models of 2 to 64 layers, 64 to 1024 wide,
-    with random weights, stay below this by a factor of 4 in float32 and of 1.4 in bfloat16.
-    Sequences that read each other are off by half of the largest state and more.
+    The errors of the layers add up like a random walk, and so do the errors of the `width` terms of
+    a sum, which half precision adds up in float32. Correct models of 2 to 64 layers, 64 to 1024
+    wide, with random weights, stay below this by a factor of 4 in float32 and of 1.4 in bfloat16.
+    If sequences attend to each other, the error is half of the largest state or more.
     """
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 1)
     terms = width if model.dtype in (torch.float32, torch.float64) else 1
@@ -253,8 +253,8 @@ def _rounding(model: Any, width: int) -> float:
 
 
 def register() -> None:
-    """Make "varlen" known to transformers. Where a call is not told where sequences begin, as when
-    the model samples, it is transformers' own "sdpa".
+    """Register "varlen" with transformers. A call without sequence offsets, as in sampling, uses
+    transformers' own "sdpa".
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -304,8 +304,8 @@ def _varlen(
     scale: float | None,
     window: int,
 ) -> Tensor:
-    """Causal attention of tokens `[N, heads, D]` by torch's function, whose arguments have grown
-    over releases.
+    """Causal attention of tokens `[N, heads, D]` by torch's function; its arguments differ between
+    releases.
     """
     options: dict[str, Any] = {}
     groups = query.shape[1] // key.shape[1]

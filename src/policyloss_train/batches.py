@@ -1,8 +1,8 @@
 """Completions as packs: sequences end to end, without padding.
 
 Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the
-token it reads (`ids`) and the one it predicts (`targets`); `completion` is True where that one
-belongs to the completion, `mask` where it is trained on.
+token it reads (`ids`) and the token it predicts (`targets`); `completion` is True where the target
+belongs to the completion, `mask` where the target is trained on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from policyloss_train.sampler import Sample
 class Pack:
     """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
     lengths: places of each sequence. kept: for each sequence, the vocabulary entries that its
-    tokens were drawn from, place after place; `tokens["kept"]` says how many each place has. None
-    if every token was drawn from all.
+    tokens were drawn from, place after place; `tokens["kept"]` counts those of each place. None if
+    every token was drawn from the full vocabulary.
     """
 
     tokens: dict[str, Tensor]
@@ -32,13 +32,13 @@ class Pack:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], *, train_on_cut: bool = True) -> Pack:
-        """All samples. train_on_cut: False takes completions that did not end out of the mask."""
+        """Pack all samples. train_on_cut: False masks out completions that did not end."""
         prompts, completions = (
             torch.tensor([getattr(sample, name).shape[0] for sample in samples])
             for name in ("prompt_ids", "completion_ids")
         )
         lengths = prompts + completions - 1
-        # Each sequence has one token more than places, so the k-th begins k tokens later.
+        # Each sequence has one more token than places, so the k-th begins k tokens later.
         text = torch.cat([x for s in samples for x in (s.prompt_ids, s.completion_ids)])
         row, positions = _places(lengths)
         first = torch.arange(row.shape[0]) + row
@@ -65,8 +65,8 @@ class Pack:
 
     @classmethod
     def nothing(cls) -> Pack:
-        """One sequence without a token to train on, for a rank that has none: it takes part in
-        every forward all the same.
+        """One sequence without a token to train on, for a rank without completions: the rank still
+        takes part in every forward.
         """
         token = torch.zeros(1, dtype=torch.int64)
         nowhere = {"completion": token.bool(), "mask": token.bool()}
@@ -93,11 +93,11 @@ class Pack:
         return counts.index_add(0, row.to(mask.device), mask.long())
 
     def with_tokens(self, **tensors: Tensor) -> Pack:
-        """The same with more tensors, `[N]` each."""
+        """A copy of the pack with more tensors, `[N]` each."""
         return replace(self, tokens={**self.tokens, **tensors})
 
     def to(self, device: torch.device) -> Pack:
-        """The same on a device."""
+        """The pack on a device."""
         tokens, sequences = (
             {name: x.to(device) for name, x in group.items()}
             for group in (self.tokens, self.sequences)
@@ -122,7 +122,7 @@ class Pack:
         )
 
     def micro_batch(self) -> dict[str, Any]:
-        """As `policyloss.accumulate` takes it."""
+        """The micro-batch that `policyloss.accumulate` takes."""
         kept = self.kept and (
             torch.cat(self.kept),
             torch.nn.functional.pad(self.tokens["kept"].cumsum(0), (1, 0)),
@@ -137,14 +137,12 @@ class Pack:
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the places of sequences end to end: whose each is, and which one of it, `[N]` both."""
+    """For each place of a pack: its sequence, and its position in that sequence, `[N]` both."""
     row = torch.repeat_interleave(lengths)
     return row, torch.arange(row.shape[0]) - (lengths.cumsum(0) - lengths)[row]
 
 
 def minibatches(count: int, number: int, seed: int) -> list[list[int]]:
-    """`count` sequences in an order drawn from `seed`,
-    dealt out into `number` parts of about one size.
-    """
+    """`count` sequences in an order drawn from `seed`, cut into `number` parts of similar size."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[i * count // number : (i + 1) * count // number] for i in range(number)]

@@ -15,15 +15,15 @@ from policyloss_train.tasks.base import is_text
 from policyloss_train.tasks.time_limit import TimeIsUp, call_within, many_calls
 
 TEMPLATE_BYTES = 1 << 20
-TEMPLATE_S = 5.0  # that a template may take for one prompt
+TEMPLATE_S = 5.0  # time limit of a template for one prompt
 
 
 def with_template(
     task: Task, tokenizer: Any, system_prompt: str | None, chat_template: Path | None
 ) -> Task:
-    """The task with the prompts that the model reads: those that are messages as the template
-    writes them, up to where the assistant begins. Plain ones are left as they are, unless a system
-    prompt or a template is named: then each is the message of a user.
+    """The task with the prompts that the model reads. The template renders prompts that are
+    messages, up to the start of the assistant's reply. Plain prompts stay unchanged, unless a
+    system prompt or a template is named: then each becomes a user message.
 
     chat_template: a file to use in place of the tokenizer's own template; it becomes the
     tokenizer's.
@@ -53,8 +53,8 @@ def read_template(path: Path) -> str:
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Messages as the text of a prompt, without the special tokens that the tokenizer itself puts
-    around a text: they would be there twice.
+    """Messages as the text of a prompt, without the special tokens that the tokenizer adds itself:
+    they would occur twice.
     """
     if tokenizer.chat_template is None:
         raise InputError(
@@ -69,7 +69,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
             f"the chat template takes longer than {TEMPLATE_S:g} s for {messages!r:.200}; use "
             "another one."
         ) from None
-    except Exception as error:  # a template is a program of somebody else's
+    except Exception as error:  # a template is third-party code
         raise InputError(f"the chat template fails on {messages!r:.200}: {error}.") from error
     if not is_text(text):
         raise InputError(f"half of a surrogate pair, which is no character, is in {text!r:.200}.")

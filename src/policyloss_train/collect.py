@@ -1,5 +1,5 @@
-"""The completions of a step: prompts in an order of the seed, sampled, scored and filtered; and
-the answers of an evaluation.
+"""The completions of a step: prompts in an order drawn from the seed, sampled, scored and filtered;
+and the answers of an evaluation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from policyloss_train.tasks.rewards import tolerant_reward
 from policyloss_train.tasks.time_limit import many_calls
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
-_SUPPORT = ("support_ids", "support_offsets")  # stored if there are
+_SUPPORT = ("support_ids", "support_offsets")  # stored if recorded
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Completions:
 
     @property
     def keys(self) -> list[tuple[int, int]]:
-        """The group of each completion, and which of the group it is."""
+        """The group of each completion, and its index in the group."""
         sizes: dict[int, int] = {}
         keys = []
         for s in self.samples:
@@ -57,7 +57,7 @@ class Completions:
 
     @classmethod
     def merged(cls, shares: Sequence[Completions]) -> Completions:
-        """The completions of all ranks, by group: what one process would have."""
+        """The completions of all ranks, by group, as one process would have them."""
         rows = [
             (s.group, i, s, share.greedy) for share in shares for i, s in enumerate(share.samples)
         ]
@@ -105,7 +105,7 @@ class Completions:
         return cls(samples, tensors.get("greedy"), dict(numbers["statistics"]))
 
     def check(self, examples: int, vocabulary: int) -> None:
-        """Raise a `TypeError` for examples and tokens that there are not, and for no number."""
+        """Raise a `TypeError` for unknown examples or tokens, and for values of wrong type."""
         for name, x in {"tokens": None, **self.statistics}.items():
             if not isinstance(x, (int, float)) or abs(x) > 1e300:
                 raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")
@@ -130,7 +130,7 @@ class Completions:
 
 
 def _ragged(s: Sample) -> dict[str, Tensor]:
-    """The tensors of a completion, by the names that a checkpoint has for them."""
+    """The tensors of a completion, by their names in a checkpoint."""
     support = dict(zip(_SUPPORT, s.support, strict=True)) if s.support is not None else {}
     return {name: getattr(s, name) for name in _RAGGED} | support
 
@@ -177,10 +177,10 @@ class Collector:
             )
 
     def next_step(self, version: int) -> Completions:
-        """The completions to train on now: those that were sampled `staleness` steps ago.
+        """The completions to train on now, which were sampled `staleness` steps ago.
 
-        version: that of the weights of now, with which those of the step `staleness` later are
-        sampled: until `finish`, in a thread, if the engine can sample while the policy learns.
+        version: the current weights, which sample the completions for `staleness` steps later: in
+        a thread, until `finish`, if the engine can sample while the policy learns.
         """
         staleness = self.config.staleness
         self.at("giving the weights to the engine")
@@ -208,8 +208,8 @@ class Collector:
         self.rollout.engine.close()
 
     def collect(self) -> Completions:
-        """Sample and score the completions of one step. Every rank has some of the groups, whole;
-        together they are one batch.
+        """Sample and score the completions of one step. Every rank has complete groups; together
+        they are one batch.
         """
         config = self.config
         kept: list[Sample] = []
@@ -221,7 +221,7 @@ class Collector:
             failed += errors
             for group in _grouped(drawn):
                 kept += group if not config.dynamic_sampling or _differ(group) else []
-            # The first groups that were kept, of all ranks: as many as were asked for.
+            # The first `prompts` groups that were kept, over all ranks.
             groups = {g for share in self.ranks.gather([s.group for s in kept]) for g in share}
             chosen = sorted(groups)[: config.prompts]
             if len(chosen) == config.prompts:
@@ -252,7 +252,7 @@ class Collector:
         return self.rollout.sampling(draw=self.draws, seed=seed, max_new_tokens=limit, **rule)
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:
-        """One draw of this rank, scored, and how many failed; one that is running comes first."""
+        """One scored draw of this rank, and how many rewards failed; a running draw comes first."""
         self.at("sampling")
         if self.ahead is not None:
             running, self.ahead = self.ahead, None
@@ -273,7 +273,7 @@ class Collector:
         return self.rollout.samples(wanted, self._sampling())
 
     def _next(self) -> Example:
-        """The next usable prompt; each pass over all of them has an order of its own."""
+        """The next usable prompt; each pass over the prompts has its own order."""
         size = len(self.task.train)
         while True:
             turn, place = divmod(self.cursor, size)
@@ -290,14 +290,14 @@ class Collector:
         return score(example, s.text)
 
     def _greedy(self, samples: Sequence[Sample]) -> Tensor:
-        """The reward of the greedy answer to the prompt of each."""
+        """The reward of the greedy answer to the prompt of each sample."""
         examples = [self.task.train[i] for i in sorted({s.example for s in samples})]
         answers = zip(examples, self.answers(examples), strict=True)
         rewards = {e.id: self._reward(e, s) for e, s in answers}
         return torch.tensor([rewards[s.example] for s in samples]).nan_to_num(nan=0.0)
 
     def _statistics(self, samples: list[Sample], groups: int, failed: int) -> dict[str, float]:
-        """Of all completions that were sampled, kept or not, on all ranks."""
+        """Statistics of all sampled completions, kept or not, on all ranks."""
         outcomes = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
         equal = sum(not _differ(group) for group in _grouped(samples))
         shares = self.ranks.gather((outcomes, equal, failed))

@@ -95,7 +95,7 @@ def eval_command(arguments: Sequence[str]) -> int:
 def evaluate(
     model: Any, tokenizer: Any, examples: Sequence[Example], score: Reward, **limits: Any
 ) -> list[Result]:
-    """The likeliest completion of each prompt, token by token, and its score; errors are raised.
+    """The greedy completion of each prompt, and its score; errors are raised.
     limits: `max_new_tokens`, `batch_tokens` and `stop` of `sample`.
     """
     rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
@@ -138,14 +138,14 @@ def sample_command(arguments: Sequence[str]) -> int:
 
 
 def _limits(config: TrainConfig) -> dict[str, Any]:
-    """How long completions may be, and how many tokens go together."""
+    """The longest completion, and the tokens of a batch."""
     return {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
 
 
 def _as_in_training(
     task: Task, tokenizer: Any, config: TrainConfig, prompts: Sequence[str]
 ) -> tuple[str, ...]:
-    """Prompts as the model reads those of its run: messages of a user, if these are messages."""
+    """Prompts in the format of the run: user messages, if the task's prompts are messages."""
     chat = bool(task.train[0].messages)
     examples = tuple(
         Example(text, "", i, messages=({"role": "user", "content": text},) if chat else ())
@@ -157,8 +157,8 @@ def _as_in_training(
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of a run, with what the user named in their place. A loss that is
-    code is not read: nothing is trained here.
+    """The options and the loss of a run, overridden by the user's options. A loss that is code is
+    not loaded: nothing is trained here.
     """
     config, spec = stored_options(options.run)
     return replace(
@@ -170,8 +170,8 @@ def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 
 def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The same for a command that scores nothing, so that no reward is looked for; that of a .jsonl
-    task must have a name.
+    """The options of a command that scores nothing and so loads no reward; a .jsonl task needs one
+    and gets "exact".
     """
     config, spec = _options(options)
     config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
@@ -181,7 +181,7 @@ def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
-    """The policy of a run as a checkpoint has it, and the step of that checkpoint."""
+    """The policy of a run with the weights of a checkpoint, and the step of that checkpoint."""
     checkpoint, step, tensors = stored_weights(options.run, options.checkpoint)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
@@ -234,9 +234,9 @@ def export_command(arguments: Sequence[str]) -> int:
 
 
 def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> None:
-    """Write model and tokenizer under a temporary name beside `folder`, then give them their name.
+    """Write model and tokenizer under a temporary name next to `folder`, then rename them.
 
-    adapter: write the adapters alone; otherwise they are merged into the weights.
+    adapter: write only the adapters; otherwise they are merged into the weights.
     """
     temporary = folder.with_name(f"{temporary_prefix(folder)}tmp")
     try:
@@ -252,7 +252,7 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
             sync(file)
         os.rename(temporary, folder)
         sync(folder.parent)
-    except Exception as error:  # of other packages, which raise anything for a full disk
+    except Exception as error:  # other packages raise anything for a full disk
         raise write_error(folder, error, "Nothing is there under that name.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

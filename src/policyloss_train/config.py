@@ -37,13 +37,13 @@ if TYPE_CHECKING:  # torch is not needed to print the help
 
 BY_TEACHER = ("opd", "iw_opd")  # advantages that read a teacher
 Share = Annotated[float, Within(least=0, most=1)]
-# The default of an option that depends on the model: `TrainConfig` replaces it.
+# Stands for a default that depends on the model; `TrainConfig` replaces it.
 FOLLOWS: Any = None
 if TYPE_CHECKING:
     Rate = float
     Longest = int
 else:
-    # Far beyond rates that can learn, and far below numbers that overflow.
+    # Far above useful rates, and far below numbers that overflow.
     why = ": AdamW moves each weight by about that much in every update"
     Rate = Annotated[float | None, Within(least=0, most=1e3, why=why)]
     Longest = Annotated[int | None, Within(least=1)]
@@ -284,7 +284,7 @@ class TrainConfig:
             raise InputError(problem)
 
     def with_loss(self, spec: LossSpec) -> TrainConfig:
-        """These options with the advantage that the loss is defined with, unless another is named.
+        """These options with the loss's own advantage, unless the user named another.
         Raises if options and loss contradict each other.
         """
         from policyloss_train.preflight import loss_problems
@@ -390,8 +390,8 @@ _hints = cache(get_type_hints)
 
 
 def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values from a file by name, each as the dataclass `options` declares it: a path from a
-    string, a tuple from a list.
+    """Convert values from a file to the types that the dataclass `options` declares: a string to a
+    path, a list to a tuple.
     """
     hints = _hints(options)
     return {name: _as(hints[name], value, name) for name, value in values.items()}

@@ -1,5 +1,5 @@
-"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; one
-process is one rank of itself.
+"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; a
+single process is the only rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among others. group: what to all-reduce over, or None if it is alone."""
+    """The rank of this process. group: the process group, or None for a single process."""
 
     rank: int
     world: int
@@ -98,7 +98,7 @@ def _check_device(kind: str) -> None:
 def wrap_for_ranks(
     module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]
 ) -> nn.Module:
-    """`module` for training on these ranks. layers: what "fsdp" gathers one at a time."""
+    """`module` for training on these ranks. layers: modules that "fsdp" gathers one at a time."""
     if ranks.world == 1:
         return module
     if parallel == "ddp":
@@ -111,14 +111,14 @@ def wrap_for_ranks(
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DDP's wrapper; FSDP changes a module in its place."""
+    """The module inside DDP's wrapper; FSDP changes a module in place."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 
 
 @contextmanager
 def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
-    """Average gradients over ranks with the last backward of a step, and not before."""
+    """Average gradients over ranks in the last backward of a step only."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
     replicated = module if isinstance(module, DistributedDataParallel) else None
@@ -128,7 +128,7 @@ def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """With all parameters of a sharded module at hand: ranks may run it as often as they like."""
+    """Gather all parameters of a sharded module, so that ranks may run it independently."""
     parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -142,15 +142,15 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def rank_in(group: Any) -> int:
-    """The place of this process in a group of processes; 0 without one."""
+    """The rank of this process in a process group; 0 without a group."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
-    """`action()` on every rank of `group`, and the results of all. If it fails on one rank, every
+    """Run `action()` on every rank of `group`. → the results of all. If it fails on one rank, every
     rank raises.
 
-    None is no group: this process works alone, and an error is the one that `action` raised.
+    group: None for a single process, which raises the error of `action` itself.
     """
     if group is None:
         return [action()]
@@ -158,7 +158,7 @@ def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
     error: Exception | None = None
     try:
         result = action()
-    except Exception as raised:  # the other ranks hear of it, and it is raised below
+    except Exception as raised:  # gathered to all ranks, and raised below
         error = raised
     reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(
@@ -171,7 +171,7 @@ def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
 
 
 def on_first_rank(action: Callable[[], T], group: Any) -> T:
-    """`action()` on the first rank of `group` alone; every rank gets its result, or its failure."""
+    """Run `action()` on the first rank of `group`; every rank returns its result or raises."""
     results: list[Any] = on_every_rank(lambda: action() if rank_in(group) == 0 else None, group)
     first: T = results[0]
     return first

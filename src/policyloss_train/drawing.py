@@ -1,11 +1,11 @@
-"""The next token of each row: the rule by which it is drawn from the logits, and its support: the
-tokens that top-p and top-k keep.
+"""The next token of each row: the rule that draws it from the logits, and its support, the tokens
+that top-p and top-k keep.
 
 A recorded support is a pair (ids int32 `[K]`, offsets int64 `[L+1]`), as `policyloss.logprobs`
-takes it: token t was drawn from `ids[offsets[t]:offsets[t+1]]`. It is ragged, because masks
-`[L, V]` of a vocabulary of 150,000 entries would be a thousand times as large.
+takes it: token t was drawn from `ids[offsets[t]:offsets[t+1]]`. It is ragged, because a mask
+`[L, V]` for a vocabulary of 150,000 entries would be a thousand times as large.
 
-Shapes: B rows, V vocabulary entries, L tokens of a completion, K kept entries of all of them.
+Shapes: B rows, V vocabulary entries, L tokens of a completion, K kept entries of all L tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from policyloss.head.support import Support
 class Rule:
     """How the next token is chosen from the logits.
 
-    processed: its log-probability is over its `support`, not over all tokens.
+    processed: normalise log-probabilities over the `support`, not over all tokens.
     """
 
     temperature: float
@@ -35,7 +35,7 @@ class Rule:
 
     def check(self) -> None:
         """Raise for numbers out of range."""
-        # Below, float32 would divide by 0.
+        # Much smaller temperatures are 0 in float32.
         if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
             raise InputError(
                 f"temperature is {self.temperature}; give a finite number >= 1e-30, or 0 for the "
@@ -78,8 +78,8 @@ def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> Drawn:
             p = p.where(kept, 0.0)
             if rule.processed:
                 logp = scaled.where(kept, -math.inf).log_softmax(-1)
-        # In order of token ids, not of probability: a rounding
-        # that swaps two near-equal tokens then changes no sample.
+        # In order of token ids, not of probability: rounding that
+        # swaps two near-equal tokens then changes no sample.
         cdf = p.cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
         # NaN logits end past the last token; the sampler reports them.
@@ -91,8 +91,8 @@ def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
     """The tokens that may be drawn: bool `[B, V]`, at least one in each row;
     of equal tokens, the lower ids first.
 
-    First the `top_k` likeliest (0: all). Of these, the smallest set of the likeliest whose share of
-    their mass reaches `top_p`.
+    First keep the `top_k` likeliest tokens (0: all), then the fewest of these, likeliest first,
+    that hold the share `top_p` of their mass.
     """
     ranked = p.topk(min(top_k or p.shape[-1], p.shape[-1])).values
     above = ranked.cumsum(-1, dtype=torch.float64)
@@ -109,13 +109,13 @@ Pair = tuple[Tensor, Tensor]
 
 
 def first_tokens(support: Pair, n: int) -> Pair:
-    """The support of the first n tokens, in memory of its own."""
+    """A copy of the support of the first n tokens."""
     ids, offsets = support
     return ids[: int(offsets[n])].clone(), offsets[: n + 1].clone()
 
 
 def problem_of(support: Any, tokens: Tensor, vocabulary: int) -> str | None:
-    """The fault of a support of `tokens` `[L]`, in words; None if it is good or missing."""
+    """The problem of a support of `tokens` `[L]`, in words; None if it is valid or missing."""
     try:
         pair = Support.of(support, tokens)
     except InputError as error:
@@ -138,7 +138,7 @@ class Kept:
         self._sizes: list[Tensor] = []
 
     def add(self, rows: Tensor, kept: Tensor) -> None:
-        """The next token of some rows. kept: its support, bool `[len(rows), V]`."""
+        """Add the next token of some rows. kept: its support, bool `[len(rows), V]`."""
         place, ids = kept.nonzero(as_tuple=True)
         self._rows.append(rows[place])
         self._ids.append(ids.to(torch.int32))
@@ -149,7 +149,7 @@ class Kept:
         """The support of each row, on the CPU; None for each if every token could be drawn."""
         if not self._ids:
             return [None] * self._count
-        # Entries lie token after token; a stable sort by row leaves those of a row in that order.
+        # Entries are in token order; a stable sort by row keeps that order within each row.
         ids = torch.cat(self._ids)[torch.cat(self._rows).argsort(stable=True)].cpu()
         sizes = torch.stack(self._sizes, 1).cpu()
         offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0))

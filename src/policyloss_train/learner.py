@@ -1,9 +1,9 @@
 """One step of learning: from scored completions to updated weights.
 
-The order, which every policy-gradient method shares: freeze the numbers of the old policy, the
-reference and the critic at the completions; turn rewards into advantages; then take
-several optimizer steps on them, each divided by its own global counts (`policyloss.accumulate`), so
-that neither micro-batches nor ranks change the gradient.
+Every policy-gradient method shares this order: compute log-probabilities of the old policy and the
+reference, and values of the critic; turn rewards into advantages; then take several optimizer
+steps, each divided by its own global counts (`policyloss.accumulate`), so that neither
+micro-batches nor ranks change the gradient.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
 from policyloss_train.run.checkpoint import count_from, subtree
 from policyloss_train.watch import NotFiniteError, nonfinite_gradient, nonfinite_tokens
 
-Rows = dict[int, Tensor]  # a number of each token, by sequence
+Rows = dict[int, Tensor]  # one number per token, by sequence
 
 
 class Update(NamedTuple):
-    """One optimizer step. norm: that of the gradient, before it was clipped. applied: False if it
-    was skipped because a number was not finite.
+    """One optimizer step. norm: of the gradient before clipping. applied: False if the step was
+    skipped because a number was not finite.
     """
 
     metrics: Metrics
@@ -49,8 +49,8 @@ class Update(NamedTuple):
 
 @dataclass
 class Learned:
-    """What a step did. metrics, values: of policy and critic, over all updates and ranks. skipped:
-    updates that were not made. logp, entropy: `[N]` of this rank's pack, as the loss last saw them.
+    """The result of a step. metrics, values: of policy and critic, over all updates and ranks.
+    skipped: skipped updates. logp, entropy: `[N]` of this rank's pack, from the last loss.
     """
 
     metrics: dict[str, float]
@@ -66,12 +66,12 @@ class Learned:
 
 @dataclass
 class Learner:
-    """The policy, its critic, reference and teacher (if there are), and how they learn.
+    """The policy and its optional critic, reference and teacher, and their training.
 
-    `updates` counts optimizer steps over the run, `skipped_in_a_row` those that were skipped since
-    the last good one. `warn` is told of each. stores_frozen: whether weights that are never trained
-    are written to checkpoints; they need not be where loading the model gives them again. The
-    reference is None for a policy with adapters, which is its own without them.
+    `updates` counts optimizer steps over the run, `skipped_in_a_row` the skipped steps since the
+    last good one; each calls `warn`. stores_frozen: whether checkpoints hold weights that are never
+    trained; they need not if loading the model restores them. The reference is None for a policy
+    with adapters: the model without them is the reference.
     """
 
     config: TrainConfig
@@ -90,14 +90,14 @@ class Learner:
     warn: Callable[[str], None] = warnings.warn
 
     def start_copies(self) -> None:
-        """Let the reference be the policy as it is now, and the critic read tokens as it does."""
+        """Copy the current policy into the reference, and its body into the critic."""
         if self.reference is not None:
             self.reference.load_state_dict(self.policy.state_dict())
         if isinstance(self.critic, Critic):
             self.critic.start_from(self.policy.model)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tensors and numbers for a checkpoint. Of a sharded module, this rank's part."""
+        """Tensors and numbers for a checkpoint; of a sharded module, this rank's part."""
         tensors: dict[str, Any] = {}
         numbers: dict[str, Any] = {
             "updates": self.updates,
@@ -122,7 +122,7 @@ class Learner:
         self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
 
     def layout(self) -> dict[str, Any]:
-        """How tensors of a checkpoint lie on the ranks: moments lie as their parameters do."""
+        """How a checkpoint's tensors are sharded; moments are sharded like their parameters."""
         return {
             f"{name}{kind}": self._stored(module)
             for name, module, _ in self._trained()
@@ -130,7 +130,7 @@ class Learner:
         }
 
     def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the policy alone the weights of a checkpoint."""
+        """Load the weights of a checkpoint into the policy only."""
         load_weights(self._stored(unwrap(self.policy)), subtree(tensors, "policy"))
 
     def _stored(self, module: nn.Module) -> dict[str, Tensor]:
@@ -149,8 +149,8 @@ class Learner:
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int) -> Learned:
         """Update the weights with this rank's sequences.
 
-        indices: which of the `total` sequences of all ranks they are, so that every cut into ranks
-        makes the same minibatches.
+        indices: their places among the `total` sequences of all ranks, so that the minibatches do
+        not depend on the number of ranks.
         """
         config, pack = self.config, self._frozen(pack.to(self.ranks.device))
         place = {index: i for i, index in enumerate(indices)}
@@ -160,8 +160,8 @@ class Learner:
             for epoch in range(config.epochs)
             for chosen in minibatches(total, config.minibatches, seed + epoch)
         ]
-        # A loss that is measured before its first backward reads the old ones there already; so do
-        # the advantages of a teacher. With a teacher's distributions there is one way to the loss.
+        # The statistics of a loss and the advantages of a teacher read old_logp before the first
+        # backward. A loss that compares distributions always takes old_logp.
         early = self.spec.needs_statistics or self.advantages_by_teacher
         fresh = config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
@@ -175,8 +175,8 @@ class Learner:
     def _updated(
         self, pack: Pack, shares: list[list[int]], old_logp: Tensor, fresh: bool, train: bool
     ) -> Learned:
-        """An update with each share. fresh: the first one finds out the old log-probabilities of
-        its share. train: False leaves the policy as it is.
+        """Make an update with each share. fresh: the first update computes the old
+        log-probabilities of its share. train: False leaves the policy unchanged.
         """
         policy_updates: list[Update] = []
         critic_updates: list[Update] = []
@@ -237,8 +237,8 @@ class Learner:
     def _old_logp(self, pack: Pack, first: Sequence[int]) -> Tensor:
         """The log-probabilities of the policy before its first update, or of the sampler, `[N]`.
 
-        first: the sequences of the first update, which need no forward of their own: the policy
-        that they are trained with is the old one. They are 0 until it is made.
+        first: the sequences of the first update, which need no extra forward: that update runs the
+        old policy. Their entries are 0 until then.
         """
         if self.config.old_logp == "rollout":
             return pack.tokens["rollout_logp"]
@@ -252,8 +252,8 @@ class Learner:
         return torch.cat(old_logp)
 
     def _of_pack(self, pack: Pack, of_micro: Callable[[Any], Tensor]) -> Tensor:
-        """`of_micro` of every micro-batch, `[N]`. Ranks run equally often, because the forward of a
-        sharded module is a collective.
+        """`of_micro` of every micro-batch, `[N]`. All ranks run equally many forwards, because the
+        forward of a sharded module is a collective.
         """
         parts = self.attention.cut(pack.lengths, self.config.micro_tokens)
         most = max(self.ranks.gather(len(parts)))
@@ -269,8 +269,8 @@ class Learner:
         return logprobs(policy, micro, self.config.temperature)
 
     def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
-        """The chosen sequences of this rank as packs, and which ones each holds; a rank that has
-        none gets an empty one.
+        """The chosen sequences of this rank as packs, and the indices in each pack; a rank without
+        sequences gets an empty pack.
         """
         if not mine:
             empty = pack.select([0])
@@ -296,8 +296,8 @@ class Learner:
         )
         logp_of: Rows = {}
         entropy_of: Rows = {}
-        # A rank with fewer micro-batches than another gets empty ones,
-        # of which nothing is remembered.
+        # A rank with fewer micro-batches than another runs empty ones,
+        # and drops their results.
         for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
                 loss, *x = loss_and_numbers(self.policy, micro, step, self.config, self.teacher)
@@ -343,8 +343,8 @@ class Learner:
         tokens: Callable[[], str],
         train: bool = True,
     ) -> Update:
-        """Clip, step, forget the gradients. The step is not made where loss or norm is not finite:
-        on no rank, because both are the same on all. tokens: which ones were to blame.
+        """Clip, step, clear the gradients. If loss or norm is not finite, no rank makes the step:
+        both are equal on all ranks. tokens: returns the tokens at fault.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -375,7 +375,7 @@ class Learner:
             )
 
 
-_COUNTING = pl.preset("ppo")  # a value loss needs the counts of the step, which no spec changes
+_COUNTING = pl.preset("ppo")  # a value loss needs only the step's counts, equal for every spec
 
 
 def _put(rows: list[Tensor], values: Mapping[int, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""`policyloss train`: sample, score, judge, update, again, in the order in which it happens.
+"""`policyloss train`: sample, score, compute advantages, update, and repeat.
 
-Everything random follows from the seed and the number of the step, and a checkpoint holds all that
-changes. So a run that was killed and resumed gives, on the same CPU, the bits of one that was not.
+Everything random follows from the seed and the step, and a checkpoint holds all state that changes.
+So, on the same CPU, a run that was killed and resumed gives the same bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ INTERRUPTED = 130
 def train(
     config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
 ) -> int:
-    """Train as `config` says. → the exit code: 0; or 130 if it was interrupted, left a checkpoint,
-    and said how to resume. A run that is resumed must have the options it was started with, but for
-    those in `resume.CHANGEABLE`, and `extend`.
+    """Train with the options `config`. → the exit code: 0; or 130 if the run was interrupted, after
+    writing a checkpoint and printing how to resume. A resumed run must have the options it was
+    started with, except for `extend` and the options in `resume.CHANGEABLE`.
 
-    offline: do not download the model, because it is a run directory that names it and no user.
-    named_out: False if nobody chose the directory, so that a new run may go into one beside it.
+    offline: do not download the model, because a run directory named it, and not the user.
+    named_out: False if the user chose no directory, so that a new run may use path-2, path-3, ….
     """
     config = config.with_loss(spec)
     if config.resume:
         config = continued(config, spec)
-    refuse_missing(config)  # now, not when there is a run directory already
+    refuse_missing(config)  # before a run directory is created
     if config.track:
         service_module(config.track)
     ranks = Ranks.start(config.device, config.rank_timeout)
@@ -95,7 +95,7 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
 
 
 class Training:
-    """A run in progress. step: how many are done."""
+    """A run in progress. step: the number of finished steps."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Training:
         self.watch.at(f"step {self.step + 1}, {where}")
 
     def leave_out(self, split: str, places: frozenset[int]) -> None:
-        """Pass over some prompts of a split."""
+        """Skip some prompts of a split."""
         if split == "train":
             self.collector.unusable = places
         else:
@@ -174,7 +174,7 @@ class Training:
         return 0
 
     def _start(self) -> None:
-        """Step 0: the policy as it is before it is trained; or as it was, if a run is resumed."""
+        """Step 0: warm up, evaluate and write a checkpoint; a resumed run loads its last one."""
         self.watch.at("looking at prompts, reward and disk")
         preflight(self)
         self.watch.at("the start")
@@ -189,14 +189,14 @@ class Training:
         self._store()
 
     def _store(self) -> None:
-        """Write a checkpoint, after the lines that lead to it."""
+        """Sync the logged lines to the disk, then write a checkpoint."""
         self.watch.at(f"step {self.step}, writing a checkpoint")
         if self.run_dir is not None:
             self.run_dir.sync()
         store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
 
     def _restore(self) -> None:
-        """Continue from the last good checkpoint, and drop the lines logged after it."""
+        """Continue from the last good checkpoint, and drop lines that were logged after it."""
         self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
         if self.run_dir is not None:
             self.run_dir.truncate(self.step)
@@ -217,10 +217,10 @@ class Training:
             "learn_s": done - sampled,
             "step_s": end - began,
         }
-        if end > began:  # a clock may stand still
+        if end > began:  # a coarse clock may not advance
             timing["tokens_per_s"] = completions.statistics["tokens"] / (end - began)
         self.step += 1
-        known = self.collector.rollout.mismatched  # and said
+        known = self.collector.rollout.mismatched  # already reported
         first = self.step == 1 and config.old_logp == "recompute" and not known
         if first and (problem := mismatch_of(learned.pack)) is not None:
             self.display.warn(problem)
@@ -236,8 +236,8 @@ class Training:
             self.run_dir.rollouts(rows)
 
     def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
-        """Whether what is done every so many steps (0: never) is done after this one. first, last:
-        so it is after the first step, unless it never is, and after the last in any case.
+        """Whether an action due every so many steps (0: never) is due now. first: also after the
+        first step, unless `every` is 0. last: always after the last step.
         """
         if last and self.step == self.config.steps:
             return True
@@ -260,7 +260,7 @@ class Training:
             else Pack.nothing()
         )
         if completions.greedy is not None:
-            # A rank without completions has one that nothing is learned from.
+            # `Pack.nothing` has one sequence.
             greedy = completions.greedy if places else torch.zeros(1)
             pack = replace(pack, sequences={**pack.sequences, "greedy": greedy})
         return learner.learn(pack, places, len(keys), self.step)
@@ -302,7 +302,7 @@ class Training:
             "eval/accuracy": evaluation.accuracy,
             "eval/reward": evaluation.score,
             "eval/length": evaluation.mean_length,
-            # Equal prompts have equal answers: they are one observation.
+            # Equal prompts have equal answers, so they count as one observation.
             "eval/prompts": float(len({example.prompt for example in self.held_out})),
         }
 
@@ -326,7 +326,7 @@ class Training:
         return f"{kept}; go on with: {resume_command(self.config)}"
 
     def _log(self, metrics: dict[str, Any], timing: dict[str, float]) -> None:
-        """To the run directory and the display."""
+        """Write the numbers of a step to the run directory and the display."""
         if self.run_dir is not None:
             self.run_dir.log(self.step, metrics, timing)
         self.display.update(self.step, metrics, timing)

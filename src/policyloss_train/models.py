@@ -23,8 +23,8 @@ from policyloss_train.tasks.base import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# transformers imports torchao where it is installed, which warns of kernels that it cannot load and
-# that nothing here needs, and so does torch of how it is written.
+# transformers imports torchao if it is installed. torchao warns of kernels that it cannot load and
+# that are not needed here, and torch warns of torchao's code.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -40,13 +40,13 @@ def load(
     trust_remote_code: bool = False,
     warn: Callable[[str], None] = warnings.warn,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode and its tokenizer, which has a token to end with and one to pad with.
+    """A model in eval mode, and its tokenizer with an end token and a padding token.
 
     model: "tiny" (weights that follow from `seed`, characters of the task as tokens), a local
-    folder, or a name on the hub. Weights are read from safetensors files only, and no code that
-    comes with them is run, unless `trust_remote_code` says so.
-    offline: nothing is downloaded; a name on the hub must be in the cache. warn: told of stored
-    weights that the model lacks.
+    folder, or a name on the hub. Weights are read from safetensors files only, and code that comes
+    with them is run only with `trust_remote_code`.
+    offline: download nothing; a name on the hub must be in the cache. warn: reports stored weights
+    that the model does not use.
     """
     if model in TINY:
         tokenizer = tiny_tokenizer(task)
@@ -59,7 +59,7 @@ def load(
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """The entries of the model's output head, which may be more than the tokenizer has."""
+    """The number of entries of the output head, which may exceed the tokenizer's vocabulary."""
     size: int = model.get_output_embeddings().weight.shape[0]
     return size
 
@@ -69,8 +69,8 @@ def observe_head(model: PreTrainedModel) -> Transformation:
     """The scale and cap that the model applies to the logits of its head, from a forward of four
     tokens.
 
-    Raises for a model that does more, or whose head reads anything but the last hidden states of
-    its body: it would be trained as another model than it samples as.
+    Raises if the model does more to its logits, or if its head reads anything but the last hidden
+    states of its body: the trained model would differ from the sampled one.
     """
     wrong = InputError(
         f"the logits of {type(model).__name__} are not its last hidden states times its head. A "
@@ -88,8 +88,8 @@ def observe_head(model: PreTrainedModel) -> Transformation:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module as a checkpoint holds them:
-    one that has two names (tied weights) once.
+    """The parameters and buffers of a module for a checkpoint; tied weights occur once, under one
+    name.
     """
     kept = module.state_dict().keys()
     return {
@@ -99,7 +99,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy stored tensors into those of a module, as `weights` names them."""
+    """Copy stored tensors into `targets`, the tensors that `weights` returns for a module."""
     for name, x in targets.items():
         if name not in tensors or tensors[name].shape != x.shape:
             stored = (
@@ -114,7 +114,7 @@ def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Inside, transformers shows no progress bar for every file that it reads or writes."""
+    """Inside, transformers shows no progress bars for files that it reads or writes."""
     from transformers.utils import logging as bars
 
     shown = bars.is_progress_bar_enabled()
@@ -127,9 +127,9 @@ def without_bars() -> Iterator[None]:
 
 
 def refuse_missing_folder(model: str) -> None:
-    """Raise for what looks like a folder, and is none; another name may be one on the hub."""
+    """Raise if the name looks like a folder that does not exist; others may be on the hub."""
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
-    # `Path.is_dir` raises where a name is too long.
+    # `Path.is_dir` would raise for a name that is too long.
     if not model or (looks_local and not os.path.isdir(os.path.expanduser(model))):
         raise InputError(
             f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, "
@@ -157,7 +157,7 @@ def _stored(
             loaded, loading = AutoModelForCausalLM.from_pretrained(
                 where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
             )
-    # Files of any origin are read by another package: whatever it raises, they cannot be used.
+    # Another package reads files of any origin: any error means that they cannot be used.
     except Exception as error:
         named = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         hint = (
@@ -175,8 +175,8 @@ def _stored(
 
 
 def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Refuse a model of which weights are missing: they would be drawn at random and trained
-    as if they were the model's.
+    """Refuse a model with missing weights: they would be drawn at random and trained as if they
+    were the model's.
     """
     missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
     other = sorted(str(row[0]) for row in loading["mismatched_keys"])
@@ -201,8 +201,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _complete(tokenizer: Any, model: str) -> None:
-    """See that it can end, and pad; many have no token for the latter, and padding is masked,
-    so any will do.
+    """Require an end token, and add a padding token; many tokenizers have none, and padding is
+    masked, so any token will do.
     """
     if tokenizer.eos_token is None:
         raise InputError(
@@ -214,10 +214,10 @@ def _complete(tokenizer: Any, model: str) -> None:
 
 
 def checkpoint_gradients(model: PreTrainedModel) -> None:
-    """Have the model keep the inputs of its layers alone, and compute the rest again.
+    """Have the model store only the inputs of its layers, and recompute the rest.
 
-    Transformers does so in layers that are in training mode, so they are; what is in them is not,
-    and dropout that a layer has itself is off, so that numbers stay.
+    Transformers does so only in layers in training mode. So the layers are in training mode, but
+    their submodules are not, and the layers' own dropout is 0: the numbers do not change.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -230,13 +230,13 @@ def checkpoint_gradients(model: PreTrainedModel) -> None:
 
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
-# Attention heads, of 16 and of 32 numbers; vLLM has no attention for 16 on a CPU.
+# Attention heads, of width 16 and 32; vLLM has no attention of width 16 on a CPU.
 TINY = {"tiny": 4, "tiny32": 2}
 PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))
 
 
 def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
-    """One token per character: printable ASCII, and what else the training examples hold."""
+    """One token per character: printable ASCII, and any others in the training examples."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -253,7 +253,7 @@ def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
 def tiny_model(
     tokenizer: PreTrainedTokenizerBase, seed: int, heads: int = TINY["tiny"]
 ) -> PreTrainedModel:
-    """A Llama with 138 thousand random weights of `seed`; no other generator is touched."""
+    """A Llama with 138 thousand random weights from `seed`; the global generator is unchanged."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -273,15 +273,15 @@ def tiny_model(
         return cast("PreTrainedModel", LlamaForCausalLM(config))
 
 
-# What a block is told when it samples. Its shapes change with every token, so it stays as it is.
+# Arguments of a block in sampling. Shapes then change with every token, so it runs uncompiled.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def compile_blocks(body: nn.Module) -> None:
-    """Let the repeated blocks of a body run compiled code wherever they are not sampled from.
+    """Compile the forward of the repeated blocks of a body, except in sampling.
 
-    A block gets a class of its own and keeps its weights, their names, and its copies: a function
-    in the block would be shared with them, and use the weights of the original.
+    Only the class of a block changes, so its weights and their names stay, and copies work: a
+    function stored in the block would be shared by copies, and use the original's weights.
     """
     for module in body.children():
         if isinstance(module, nn.ModuleList):

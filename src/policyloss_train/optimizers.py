@@ -23,8 +23,8 @@ BLOCK = 256  # moments that share one scale
 
 
 def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of `config`, over what requires a gradient. Where that is half precision, steps
-    are added up in float32.
+    """The optimizer of `config` for all parameters that require a gradient. Steps on half-precision
+    parameters are added up in float32.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     options: dict[str, Any] = {
@@ -40,9 +40,9 @@ def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.Opti
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW that keeps each weight in float32 beside the one that the model computes with.
+    """AdamW that keeps a float32 copy of each weight of the model.
 
-    A step of 1e-6 on a weight of 1 is nothing in bfloat16, whose next number is 0.0078 away; in the
+    A step of 1e-6 on a weight of 1 is lost in bfloat16: the next number is 0.0078 away. In the
     float32 copy such steps add up. The copy and both moments are the optimizer's state.
     """
 
@@ -87,14 +87,14 @@ class MasterAdamW(torch.optim.Optimizer):
 
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW by torchao, with moments of 8 bits: a code for each number, and a scale for each block
-    of 256. Beside weights of half precision it keeps a float32 copy, as `MasterAdamW` does.
+    of 256. It keeps a float32 copy of half-precision weights, as `MasterAdamW` does.
 
-    torchao keeps moments in tensors of its own kind, which only pickle could store. Here the state
-    is what they are made of: `exp_avg` and `exp_avg_sq` hold the codes, `…_scale` the scales. The
-    moments of a small weight stay float32, and have no scales.
+    torchao keeps moments in a tensor subclass, which only pickle could store. Here the state holds
+    their plain tensors: `exp_avg` and `exp_avg_sq` are the codes, `…_scale` the scales. The moments
+    of a small weight stay float32, and have no scales.
     """
 
-    _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether one may be negative
+    _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, and whether it may be negative
 
     def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:
         super().__init__(parameters, options)
@@ -103,7 +103,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of torchao's optimizer around the state that is held here."""
+        """Make one step with torchao's optimizer on this optimizer's state."""
         assert closure is None
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
@@ -116,7 +116,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 master.grad = p.grad if master is p else p.grad.float()
                 if "step" in self.state[p]:
                     inner.state[master] = self._wrapped(self.state[p])
-            # On a CPU a compiled step is no faster, and a minute late.
+            # On a CPU a compiled step is no faster, and compiling takes a minute.
             on_cpu = all(master.device.type == "cpu" for master in masters)
             with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                 inner.step()
@@ -136,7 +136,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return value.shape == parameter.shape and value.dtype in (torch.uint8, torch.float32)
 
     def _master(self, weight: Tensor) -> Tensor:
-        """What a step changes: the weight, or its float32 copy."""
+        """The tensor that a step changes: the weight, or its float32 copy."""
         if weight.dtype == torch.float32:
             return weight
         state = self.state[weight]
@@ -146,7 +146,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return master
 
     def _wrapped(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state of a weight as torchao has it, which writes into the tensors that are here."""
+        """The state of a weight for torchao, which writes into the tensors of `state`."""
         wrapped = {"step": state["step"]}
         for name, signed in self._MOMENTS:
             codes, scale = state[name], state[f"{name}_scale"]
@@ -162,7 +162,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return wrapped
 
     def _unwrapped(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """What the tensors of torchao are made of."""
+        """The plain tensors inside torchao's."""
         plain = {"step": state["step"]}
         for name, _ in self._MOMENTS:
             moment = state[name]
@@ -173,7 +173,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def torchao() -> tuple[Any, Any]:
-    """torchao's optimizer, and its tensor of 8 bits; an error that says how to get it."""
+    """torchao's optimizer and its 8-bit tensor; raises an error with the install command."""
     try:
         from torchao.optim import AdamW8bit as Library
         from torchao.optim.subclass_8bit import OptimState8bit
@@ -186,7 +186,7 @@ def torchao() -> tuple[Any, Any]:
 
 
 def rate(config: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step: a rise over `lr_warmup`, then the schedule."""
+    """The factor of the learning rate at a step: a rise over `lr_warmup`, then the schedule."""
     if step < config.lr_warmup:
         return (step + 1) / config.lr_warmup
     done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)
@@ -195,7 +195,7 @@ def rate(config: TrainConfig, step: int) -> float:
     ]
 
 
-# How a step is computed, not what it computes: these stay as the optimizer that continues was made.
+# Options of the implementation, not of the result: the new optimizer keeps its own values.
 HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -205,8 +205,8 @@ def optimizer_state(
     """The state of `optimizer` as tensors named `parameter/key`, not copied, and numbers for JSON.
 
     Numbers: its class, and the options of each group (lr, betas, …) with the names of its
-    parameters. The names are those of `model.named_parameters()`, so the order of the parameters in
-    the optimizer does not matter.
+    parameters. Names come from `model.named_parameters()`, so the order of the parameters in the
+    optimizer does not matter.
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     tensors = {
@@ -227,10 +227,9 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     numbers: Mapping[str, Any],
 ) -> None:
-    """Give `optimizer` the state that `optimizer_state` returned, bit for bit.
+    """Load the state that `optimizer_state` returned, bit for bit.
 
-    `optimizer.load_state_dict` would not do: it casts a float32 moment of a bfloat16 parameter to
-    bfloat16.
+    `optimizer.load_state_dict` would cast a float32 moment of a bfloat16 parameter to bfloat16.
     """
     parameters = dict(model.named_parameters())
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
@@ -246,7 +245,7 @@ def load_optimizer_state(
     for place, value in tensors.items():
         name, _, key = place.rpartition("/")
         parameter = parameters[name]
-        # `AdamW8bit` has state of another shape or type than its parameters.
+        # The state of `AdamW8bit` differs from its parameters in shape or type.
         fits = getattr(optimizer, "fits", lambda *state: False)(parameter, key, value)
         _refuse_other_form(place, value, parameter, fits)
         device = "cpu" if key == "step" and name not in on_device else parameter.device
@@ -275,8 +274,8 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_form(place: str, value: Tensor, parameter: Tensor, fits: bool) -> None:
-    """Raise for a tensor at `place` that cannot be state of the parameter. fits: the optimizer says
-    that shape and type can be.
+    """Raise for a tensor at `place` that cannot be state of the parameter. fits: whether the
+    optimizer accepts its shape and type.
     """
     if not fits and value.dim() and value.shape != parameter.shape:
         raise InputError(
@@ -297,7 +296,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_kind(here: Any, saved: Any) -> bool:
-    """Whether an option read from a file could be in the place of one that an optimizer has."""
+    """Whether an option from a file may replace an optimizer's current value."""
     if isinstance(here, tuple):
         return (
             isinstance(saved, (list, tuple))

@@ -22,7 +22,7 @@ Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
 
 class Policy(nn.Module):
-    """A causal language model as the loss sees it. One forward, so that DDP and FSDP can wrap it.
+    """A causal language model for the loss, with one forward, so that DDP and FSDP can wrap it.
 
     attention: how sequences go through it.
     """
@@ -35,7 +35,7 @@ class Policy(nn.Module):
     def forward(self, micro: Any, head: Head) -> Any:
         """`head(hidden, weight, bias, softcap)` of the tokens of a micro-batch; hidden: `[N, H]`.
 
-        The head is called in here because a sharded weight is whole inside a forward only.
+        The head is called here because a sharded weight is complete only inside a forward.
         """
         output, (scale, softcap) = self.model.get_output_embeddings(), self.transformation
         hidden = self.attention.hidden(self.model.base_model, micro)
@@ -45,7 +45,7 @@ class Policy(nn.Module):
 
 class Critic(nn.Module):
     """A copy of a model's body, and one number per token:
-    `V_t = w · hidden_t + b`, which is 0 before it has learned.
+    `V_t = w · hidden_t + b`, which is 0 before training.
     """
 
     def __init__(self, model: Any, attention: Attention) -> None:
@@ -86,16 +86,16 @@ def loss_and_numbers(
     config: TrainConfig,
     teacher: nn.Module | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of a micro-batch of `step`, the log-probabilities of its tokens, and the entropies
-    at them; its metrics are merged into the step's. Without `old_logp`, the policy is the old one.
-    teacher: read if the loss compares distributions.
+    """The loss of a micro-batch of `step`, and the log-probabilities and entropies of its tokens;
+    its metrics are merged into the step's. Without `old_logp`, the current policy is the old one.
+    teacher: used if the loss compares distributions.
     """
     divergence, targets, mask = step.spec.divergence, micro["targets"], micro["mask"]
     support = micro["support"]  # the tokens that the sampler kept
     more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
 
     def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
-        # The teacher runs once per micro-batch, so that only the states of one are in memory.
+        # One micro-batch at a time, so that only its teacher states are in memory.
         reads = teacher is not None and divergence is not None
         taught = _at(teacher, micro, config.temperature) if reads else None
         logits_of: dict[str, Any] = {"temperature": config.temperature, "softcap": softcap}
@@ -141,8 +141,8 @@ FORMULAS = {
 
 
 class Routing:
-    """Counts, in forwards that record gradients, which experts each layer's router chooses. A model
-    without experts has nothing to count.
+    """Counts how often each layer's router chooses each expert, in forwards that record gradients.
+    A model without experts has nothing to count.
     """
 
     def __init__(self, model: Any) -> None:
@@ -167,7 +167,7 @@ class Routing:
         self._counts[router] = self._counts.get(router, 0) + counts
 
     def busiest(self, ranks: Ranks) -> dict[str, float]:
-        """The metrics of `FORMULAS`, over all ranks. Then the counts start again at 0."""
+        """The metrics of `FORMULAS`, over all ranks. Resets the counts to 0."""
         if not self._counts:
             return {}
         counts = ranks.sum(torch.stack(list(self._counts.values())).double())

@@ -1,4 +1,4 @@
-"""All checks before a run, in the order in which they are made.
+"""All checks before a run, in order.
 
 1. `option_problems`: options that contradict each other, for every `TrainConfig`.
 2. `loss_problems`: options that contradict the loss, in `TrainConfig.with_loss`.
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 ENGINES = ("built-in", "vllm")
 BY_COMPARISON = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg")  # within a group
-WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards leave them a gradient
+WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards still give a gradient
 # The other two estimators need numbers that a run does not have.
 ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
-SHOWN = 5  # prompts that a message names
-TRIED = 8  # examples; the reward must work on one of them
+SHOWN = 5  # number of prompts in a message
+TRIED = 8  # the reward must work on one of so many examples
 SPARE = 1 << 20  # bytes for all files that are not checkpoints
 
 
@@ -93,7 +93,7 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
         )
     if config.optimizer == "adamw8bit" and config.dtype == "float64":
         yield "--optimizer adamw8bit computes in float32, not --dtype float64."
-    if config.advantage is None:  # the loss will choose it
+    if config.advantage is None:  # `with_loss` sets it
         return
     if config.advantage not in ADVANTAGES and not is_reference(config.advantage):
         yield unknown_name("advantage", config.advantage, ADVANTAGES)
@@ -145,7 +145,7 @@ def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
 
 def refuse_missing(config: TrainConfig) -> None:
     """Raise for a file, folder, code or package that cannot be loaded, or a task that cannot be
-    read. The loss was read with the options.
+    read. The loss was already read with the options.
     """
     for value, what in (
         (config.advantage, "the advantage"),
@@ -153,7 +153,7 @@ def refuse_missing(config: TrainConfig) -> None:
     ):
         if is_reference(value):
             load_code(str(value), what)
-    if not config.task.startswith(GYM):  # its data sets are not files, and take a while
+    if not config.task.startswith(GYM):  # its data sets are not files, and are slow to load
         make_task(config.task, reward=config.reward, seed=config.seed)
     if config.model not in TINY:
         refuse_missing_folder(config.model)
@@ -212,7 +212,7 @@ def _unusable_text(split: str, examples: Sequence[Example], bad: dict[int, str])
 
 
 def _reward_problem(task: Task, seconds: float) -> list[str]:
-    """A reward that fails on the answers of several examples fails on completions too."""
+    """The problem of a reward that fails on the answers of all the first examples."""
     failures: list[RewardError] = []
     for example in task.train[:TRIED]:
         try:
@@ -228,8 +228,8 @@ def _reward_problem(task: Task, seconds: float) -> list[str]:
 
 
 def _disk_problem(out: Path, learner: Learner, keep: int) -> list[str]:
-    """The disk must have room for the kept checkpoints and a new one: the weights of the reference,
-    and the weights and two moments of policy and critic.
+    """The problem of a disk without room for the kept checkpoints and a new one: the weights of the
+    reference, and the weights and two moments of policy and critic.
     """
     copies = ((3, learner.policy), (3, learner.critic), (1, learner.reference))
     size = sum(

@@ -1,4 +1,4 @@
-"""Where completions come from: engines that complete prompts with the weights they are told.
+"""Rollout engines, which complete prompts with the weights they receive.
 
-`protocol` says what an engine is, and `make.make_engine` makes the one that `--rollout` names.
+`protocol` defines an engine, and `session.make_rollout` makes the one that `--rollout` names.
 """

@@ -1,4 +1,4 @@
-"""The engine that needs nothing: the policy samples itself, or a copy of it does."""
+"""The built-in engine: the policy samples itself, or a copy of it does."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from policyloss_train.sampler import complete, uniforms
 class BuiltIn(Engine):
     """Samples token by token with a key-value cache.
 
-    copied: sample from a copy of the model, which a thread may do while the model learns. A sharded
-    model has no copy: all its ranks sample together. policy: returns the module that shards it.
+    copied: sample from a copy of the model, so that a thread may sample while the model learns. A
+    sharded model has no copy: all ranks sample together. policy: returns its sharded module.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BuiltIn(Engine):
         self._stream: Any = torch.cuda.Stream(self._model.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """A completion is a function of weights, prompt, seed, draw and place."""
+        """Sample; a completion is a function of weights, prompt, seed, draw and place."""
         rows = [(p, p.place + i) for p in prompts for i in range(p.number)]
         places = [place for _, place in rows]
         count, width = max(places, default=-1) + 1, sampling.max_new_tokens
@@ -68,7 +68,7 @@ class BuiltIn(Engine):
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """With all weights at hand; on a GPU, beside the work of the learner and not behind it."""
+        """Gather all weights; on a GPU, use a separate stream that does not wait for training."""
         with (
             nullcontext() if self.concurrent else gathered(self._policy()),
             nullcontext() if self._stream is None else torch.cuda.stream(self._stream),

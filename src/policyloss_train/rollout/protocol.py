@@ -1,8 +1,8 @@
-"""What a rollout engine is: something that completes prompts of token ids, and says with which
-weights.
+"""The interface of a rollout engine: it completes prompts of token ids, and reports the version of
+the weights.
 
-An engine of your own implements `Engine`; `--rollout module:factory` calls
-`factory(config, weights)` for one (see docs/rollout.md).
+Your own engine implements `Engine`; `--rollout module:factory` calls `factory(config, weights)` to
+make it (see docs/rollout.md).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from policyloss.errors import PolicyLossError, safe_repr
 from policyloss_lab.runs.files import damage_named
 from policyloss_train.drawing import Pair, problem_of
 
-LEFT_OUT = -9999.0  # how a server writes −inf: no token with it was ever drawn
-NOISE = 1e-4  # by which rounding may lift a log-probability above 0
+LEFT_OUT = -9999.0  # how a server writes −inf; such tokens are never drawn
+NOISE = 1e-4  # rounding may lift a log-probability this far above 0
 
 
 class RolloutError(PolicyLossError):
-    """An engine that gave no completions, or not those that it was asked for."""
+    """An engine returned no completions, or wrong ones."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Sampling:
     """How completions are drawn.
 
     temperature: 0 takes the likeliest token. top_p, top_k: 1 and 0 are off. end_ids: the tokens
-    that end a completion. seed, draw: that of the run, and how often it has drawn before. logp:
-    over what the log-probabilities are, where top_p or top_k cut: the tokens that they keep
-    ("processed"), or all ("raw"). support: whether the kept tokens are wanted, too.
+    that end a completion. seed: of the run. draw: how often the run has drawn before. logp: whether
+    log-probabilities are normalised over the tokens that top_p and top_k keep ("processed"), or
+    over all ("raw"). support: whether to return the kept tokens, too.
     """
 
     max_new_tokens: int
@@ -57,9 +57,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and how many completions of it are wanted.
+    """A prompt, and the number of completions to draw.
 
-    place: that of the first of them among all completions of the draw, on all ranks.
+    place: the index of its first completion among all completions of the draw, on all ranks.
     """
 
     ids: list[int]
@@ -76,11 +76,11 @@ class Prompt:
 class Completion:
     """One completion.
 
-    ids: with the end token, if there was one. logp: of each token, with the temperature that it was
-    drawn with. finished: it ended by an end token, and was not cut. version: that of the weights.
-    support: where top-p or top-k cut, the tokens that each was drawn from: integers (ids `[K]`,
-    offsets `[L+1]`), those of token t at `ids[offsets[t]:offsets[t+1]]`. An engine that cannot say
-    leaves it None, in all completions of a call.
+    ids: with the end token, if there was one. logp: of each token, at the sampling temperature.
+    finished: it ended with an end token, and was not cut. version: of the weights. support: the
+    tokens that top-p and top-k kept: integers (ids `[K]`, offsets `[L+1]`), for token t
+    `ids[offsets[t]:offsets[t+1]]`. An engine that does not record them leaves it None, in all
+    completions of a call.
     """
 
     ids: list[int]
@@ -91,10 +91,10 @@ class Completion:
 
 
 class Weights(Protocol):
-    """The weights of the policy, as they are now. Every rank must ask for them, or none."""
+    """The current weights of the policy. Either all ranks call these methods, or none."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Complete tensors by their names in the model, one after the other."""
+        """Complete tensors by their names in the model, one at a time."""
 
     def save(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder, under a temporary name first."""
@@ -112,18 +112,18 @@ class Engine(Protocol):
         """The completions of each prompt, in the order of the prompts."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """From here on, complete with these weights, which are called `version`."""
+        """Use these weights, which are called `version`, for the next completions."""
 
     def sleep(self) -> None:
         """Free memory for the learner: `wake` and `update_weights` precede the next `generate`."""
         return
 
     def wake(self) -> None:
-        """Get ready again; called before every update."""
+        """Undo `sleep`; called before every update of the weights."""
         return
 
     def close(self) -> None:
-        """End."""
+        """Free all resources."""
         return
 
 
@@ -135,8 +135,8 @@ def check_completions(
     vocabulary: int,
     version: int,
 ) -> list[tuple[Completion, Tensor]]:
-    """All completions in order, each with its log-probabilities, float32 `[L]`; an error where they
-    are not those that were asked for.
+    """All completions in order, each with its log-probabilities, float32 `[L]`. Raises if they do
+    not match the prompts.
     """
     with damage_named(f"{engine} returned no lists of completions", raises=RolloutError):
         numbers = [len(group) for group in completions]
@@ -157,12 +157,12 @@ def check_completions(
 
 
 def problem(one: Completion, sampling: Sampling, vocabulary: int, version: int) -> str | None:
-    """The fault of a completion, in words; None if it is good."""
+    """The problem of a completion, in words; None if it is valid."""
     if one.version != version:
         return f"of the weights {one.version!r} where those of version {version} are wanted"
     if not 1 <= len(one.ids) <= sampling.max_new_tokens:
         return f"of {len(one.ids)} tokens where 1 to {sampling.max_new_tokens} are wanted"
-    ids: Any = one.ids  # from an engine, and perhaps not what the type says
+    ids: Any = one.ids  # an engine may return another type
     if not all(isinstance(token, Integral) and int(token) in range(vocabulary) for token in ids):
         return f"with a token that is not below {vocabulary}: {safe_repr(one.ids)}"
     logp = torch.as_tensor(one.logp, dtype=torch.float32, device="cpu")

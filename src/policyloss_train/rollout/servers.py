@@ -1,8 +1,8 @@
-"""An engine of running vLLM servers. Prompts are dealt to those that answer and have the current
-weights.
+"""An engine of running vLLM servers. Prompts are dealt to the servers that answer and have the
+current weights.
 
-A prompt whose server fails goes to another one. A server that was restarted is given the weights
-again before it gets prompts. New weights lie in a folder of the run, which the servers read.
+If a server fails, its prompts go to another one. A restarted server loads the weights again before
+it gets prompts. The servers read new weights from a folder of the run.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from policyloss_train.rollout.protocol import (
 )
 from policyloss_train.rollout.vllm_engine import TopLogprobs, parameters
 
-AT_ONCE = 64  # requests to a server at one time; it batches those that it has
+AT_ONCE = 64  # concurrent requests to a server, which batches them
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0  # between two attempts
-TRIES = 3  # at least, however long they take
+TRIES = 3  # the fewest attempts, however long they take
 
 Job = TypeVar("Job")
 T = TypeVar("T")
 
 
 class Servers:
-    """Every rank asks the servers; the first rank gives them weights."""
+    """Every rank sends prompts to the servers; the first rank updates their weights."""
 
     concurrent = True
 
@@ -60,7 +60,7 @@ class Servers:
         self._patience, self._ranks, self._warn = config.rollout_timeout, ranks, warn
         addresses = [address.strip().rstrip("/") for address in config.rollout.split(",")]
         self._servers = [Server(address, config.rollout_timeout, report) for address in addresses]
-        # No other run, and no other start of this one, calls its weights the same.
+        # Unique to this start of this run, so that no other weights have this name.
         self._run = ranks.gather(uuid4().hex[:12])[0]
         self._folder = config.out.resolve() / "rollout_weights"
         self._version: int | None = None
@@ -71,8 +71,8 @@ class Servers:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """The completions of each prompt; in every round, those that are missing are asked of the
-        next server.
+        """The completions of each prompt; every round sends the unfinished prompts to the next
+        server.
         """
         answers: dict[int, list[Completion]] = {}
         turns = iter(range(1 << 62))
@@ -88,7 +88,7 @@ class Servers:
         return [answers[i] for i in range(len(prompts))]
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Write a folder, and have the servers read it. One that does not answer gets it later."""
+        """Write a folder for the servers to read. A server that does not answer reads it later."""
         if self._ranks.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
         before, self._version = self._version, version
@@ -106,14 +106,14 @@ class Servers:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Remove the weights; the servers keep those that they have read."""
+        """Remove the folder of weights; the servers keep the weights they have loaded."""
         self._threads.shutdown(cancel_futures=True)
         if self._ranks.is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _name(self) -> str:
-        """What the servers call the weights of now."""
+        """The servers' name for the current weights."""
         return f"{self._run}-{self._version}"
 
     def _prepare(self, server: Server) -> None:
@@ -131,7 +131,7 @@ class Servers:
         return i, completions
 
     def _good(self, prepare: Callable[[Server], None]) -> list[Server]:
-        """The servers that `prepare` works for."""
+        """The servers on which `prepare` succeeds."""
 
         def prepared(server: Server) -> Server:
             prepare(server)
@@ -140,7 +140,7 @@ class Servers:
         return self._each(self._servers, prepared)
 
     def _each(self, jobs: Sequence[Job], work: Callable[[Job], T]) -> list[T]:
-        """`work(job)` of all jobs at one time, without those whose server failed; that is noted."""
+        """Run `work(job)` for all jobs at once; record server failures and return other results."""
 
         def safely(job: Job) -> T | ServerError:
             try:
@@ -159,9 +159,9 @@ class Servers:
         return results
 
     def _persist(self, attempt: Callable[[], int], wanted: int) -> None:
-        """Repeat `attempt`, which returns how much is done, until that is `wanted`.
+        """Repeat `attempt`, which returns how much is done, until all `wanted` is done.
 
-        Waits grow while nothing moves; after `--rollout-timeout` seconds of that, it is an error.
+        Waits grow without progress; after `--rollout-timeout` seconds without any, raise.
         """
         done, tries, since, wait = -1, 0, time.monotonic(), FIRST_WAIT_S
         while (now_done := attempt()) < wanted:
@@ -178,13 +178,13 @@ class Servers:
             wait = min(2 * wait, LONGEST_WAIT_S)
 
 
-LOOK_S = 10.0  # seconds that a server may take to say which weights it has
-ANSWER_BYTES = 4 << 20  # of an answer, headers included, beside its completions
+LOOK_S = 10.0  # seconds that a server may take to report its weights
+ANSWER_BYTES = 4 << 20  # of an answer, headers included, in addition to its completions
 NUMBER_BYTES = 512  # of one log-probability and its token, as JSON
 
 
 class ServerError(PolicyLossError):
-    """A server that did not answer, or not as it should; it may do so later, or another one may."""
+    """A server failed or sent an invalid answer; a later attempt or another server may succeed."""
 
     def __init__(self, server: Server, what: str) -> None:
         super().__init__(visible(" ".join(f"the server {server.address} {what}".split())))
@@ -192,7 +192,7 @@ class ServerError(PolicyLossError):
 
 
 class Server:
-    """timeout: seconds that an answer may take. report: what it must say of the tokens it kept."""
+    """timeout: in seconds, per answer. report: the log-probabilities to request for each token."""
 
     def __init__(self, address: str, timeout: float, report: TopLogprobs) -> None:
         if not address.startswith(("http://", "https://")) or address.count("/") > 2:
@@ -202,7 +202,7 @@ class Server:
         self.address, self._timeout, self._report = address, timeout, report
 
     def check(self) -> None:
-        """Raise unless the server reports the log-probabilities that it samples by, and enough."""
+        """Raise unless the server reports enough log-probabilities, after temperature and cuts."""
         info = self._call("/server_info?config_format=json", timeout=LOOK_S)
         model = _get(info, "vllm_config", "model_config")
         mode, most = _get(model, "logprobs_mode"), _get(model, "max_logprobs")
@@ -221,11 +221,11 @@ class Server:
             )
 
     def version(self) -> str:
-        """What the weights of the server are called."""
+        """The name of the server's weights."""
         return str(_get(self._call("/weight_info", timeout=LOOK_S), "weight_version"))
 
     def load(self, folder: Path, version: str) -> None:
-        """Have it read its weights from a folder, and call them `version`."""
+        """Have the server load weights from a folder, and call them `version`."""
         self._call("/pause?mode=wait", {})
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._call("/collective_rpc", reload)
@@ -238,7 +238,7 @@ class Server:
     def generate(
         self, prompt: Prompt, sampling: Sampling, name: str, version: int
     ) -> list[Completion]:
-        """The completions of a prompt, all of which must be by the weights `name`."""
+        """The completions of a prompt. Raises unless the weights `name` sampled all of them."""
         count = self._report.count if sampling.support else 0
         body = {"token_ids": prompt.ids, "sampling_params": parameters(prompt, sampling, count)}
         numbers = prompt.number * sampling.max_new_tokens * (1 + count)
@@ -280,8 +280,8 @@ class Server:
     def _call(
         self, path: str, body: Any = None, timeout: float | None = None, numbers: int = 0
     ) -> Any:
-        """The JSON that it answers, to a GET, or to a POST of `body`. numbers: the
-        log-probabilities that it is asked for.
+        """The server's JSON answer to a GET, or to a POST of `body`. numbers: the number of
+        log-probabilities requested.
         """
         headers = {"Content-Type": "application/json"}
         if "VLLM_API_KEY" in os.environ:
@@ -309,8 +309,8 @@ class Server:
     def _answer(
         self, path: str, data: bytes | None, headers: dict[str, str], seconds: float, numbers: int
     ) -> tuple[int, bytes]:
-        """Status and body. Neither a proxy is used nor a redirection followed, which would take the
-        key to another host.
+        """Status and body. Uses no proxy and follows no redirection: either would send the key to
+        another host.
         """
         deadline = time.monotonic() + seconds
         address = urlsplit(self.address)
@@ -322,18 +322,18 @@ class Server:
             reader: Any = _Reader(connection.sock, deadline, room)
             answer = http.client.HTTPResponse(reader)
             answer.begin()
-            # In pieces: for one of a stated length, Python would take that much memory first.
+            # In pieces: a read of the stated length would allocate that much memory first.
             return answer.status, b"".join(iter(partial(answer.read, 1 << 16), b""))
 
 
 class _Reader(io.RawIOBase):
-    """Reads a socket until `deadline`, and `room` bytes at most: an answer, from its first byte."""
+    """Reads an answer from a socket, until `deadline` and up to `room` bytes."""
 
     def __init__(self, connected: socket.socket, deadline: float, room: int) -> None:
         self._socket, self._deadline, self._room = connected, deadline, room
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """The file that `HTTPResponse` reads: it takes this reader for a socket."""
+        """The file that `HTTPResponse` reads; it treats this reader as a socket."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
@@ -341,7 +341,7 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """The bytes that have come, into `buffer`."""
+        """Read available bytes into `buffer`."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -354,7 +354,7 @@ class _Reader(io.RawIOBase):
 
 
 def _table(rows: list[list[Any]], count: int, *kinds: type) -> Tensor:
-    """Numbers of JSON, `count` or more for each token."""
+    """Numbers from JSON, `count` or more for each token."""
     if not all(type(x) in kinds for row in rows for x in row):
         raise TypeError(f"top_logprobs has a value that is no {kinds[-1].__name__}")
     table = torch.tensor(rows)

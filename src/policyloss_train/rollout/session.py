@@ -1,4 +1,4 @@
-"""The engine that `--rollout` names, in a run: it gets new weights, and its answers are checked."""
+"""The rollout engine in a run: update its weights, and check its completions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from policyloss_train.user_code import load_code
 
 
 class Wanted(NamedTuple):
-    """`number` completions of a prompt, the first of which is at `place` in the draw."""
+    """`number` completions of a prompt; `place`: the index of the first in the draw."""
 
     example: int
     group: int
@@ -42,9 +42,9 @@ class Wanted(NamedTuple):
 
 @dataclass
 class Rollout:
-    """stop: texts that end a completion, which the engine does not know. warn: told once if the
-    log-probabilities of engine and learner are not over the same tokens, which is `mismatched`.
-    version: that of the weights that the engine has; None where it has none, or sleeps.
+    """stop: texts that end a completion; they are cut here, not in the engine. warn: called once if
+    the log-probabilities of engine and learner are over different tokens; then `mismatched` is
+    True. version: of the engine's weights; None if it has none, or sleeps.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Rollout:
         self.version = None
 
     def samples(self, wanted: Sequence[Wanted], sampling: Sampling) -> list[Sample]:
-        """The completions, prompt after prompt, not scored yet."""
+        """The completions, prompt after prompt, without rewards."""
         assert self.version is not None
         ids = encode(self.tokenizer, [one.text for one in wanted])
         prompts = [
@@ -97,7 +97,7 @@ class Rollout:
         return [cut_at_stop(self.tokenizer, s, self.stop) for s in samples]
 
     def _compare(self, sampling: Sampling, with_support: bool) -> None:
-        """Say so if the engine's log-probabilities are over fewer tokens than the learner's."""
+        """Warn if the engine's log-probabilities are over fewer tokens than the learner's."""
         same = not sampling.cuts or sampling.logp == "raw" or (sampling.support and with_support)
         if same or self.mismatched:
             return
@@ -115,7 +115,7 @@ class Rollout:
         )
 
     def sampling(self, *, draw: int, seed: int, max_new_tokens: int, **rule: Any) -> Sampling:
-        """How to draw, with the tokens that end a completion of this model."""
+        """The sampling options, with the tokens that end a completion of this model."""
         ends = tuple(end_ids(self.model, self.tokenizer))
         rule = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **rule}
         return Sampling(max_new_tokens, **rule, end_ids=ends, seed=seed, draw=draw)
@@ -132,7 +132,7 @@ def _completed(one: Completion, logp: Tensor, with_support: bool) -> Completed:
 
 
 def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None]) -> Rollout:
-    """The engine, and what it needs in a run."""
+    """The engine that `--rollout` names, for a run."""
     weights = PolicyWeights(setup.model, setup.tokenizer, setup.learner.ranks)
     engine = _engine(config, setup, weights, warn)
     return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop, warn)

@@ -1,5 +1,5 @@
-"""vLLM in this process: the policy's weights are handed over in memory, and every completion says
-which weights it was sampled with.
+"""vLLM in this process: the policy's weights are passed in memory, and every completion reports
+the version of its weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from policyloss_train.rollout.protocol import (
     Weights,
 )
 
-CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, where vLLM would take half of the memory
+CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU, where vLLM would take half of the memory
 
 
 class VLLM:
-    """An engine of one process and one device. longest: tokens of the longest prompt. report: what
-    it must say of the tokens that it kept.
+    """An engine of one process and one device. longest: tokens of the longest prompt. report: the
+    log-probabilities to request for each token.
     """
 
     concurrent = True
@@ -78,7 +78,7 @@ class VLLM:
                 seed=config.seed,
                 **memory,
             )
-        except Exception as error:  # of another package: whatever it raises, there is no engine
+        except Exception as error:  # another package may raise anything
             self.close()
             raise RolloutError(
                 f"vLLM cannot serve the model {config.model!r}: {error} On a CPU it takes heads of "
@@ -86,7 +86,7 @@ class VLLM:
             ) from error
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """With the log-probabilities that vLLM sampled by, temperature and all."""
+        """Complete the prompts; log-probabilities include temperature and cuts."""
         if not prompts:
             return []
         count = self._report.count if sampling.support else 0
@@ -102,10 +102,10 @@ class VLLM:
         return [[self._completion(one, count) for one in answer.outputs] for answer in answers]
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """In memory; through a folder if vLLM does not take the names of this model's tensors."""
+        """In memory, or through a folder if vLLM does not accept this model's tensor names."""
         try:
             self._reload(weights_iterator=weights.tensors())
-        except Exception as error:  # of another package; what it did in part is done again
+        except Exception as error:  # another package may raise anything; the update is repeated
             self._warn(f"vLLM did not take the weights in memory, so a folder is used: {error}")
             folder = Path(self._folder.name) / "weights"
             weights.save(folder)
@@ -136,7 +136,7 @@ class VLLM:
 
     def _completion(self, one: Any, count: int) -> Completion:
         """At each place, vLLM reports the token that was drawn, then the `count` likeliest. A
-        completion by no weights of ours, or by several, has the version −1, which nobody wants.
+        completion by unknown weights, or by several versions, gets the invalid version −1.
         """
         ids, logp = (
             torch.tensor(numbers).view(len(one.token_ids), 1 + count)
@@ -150,8 +150,8 @@ class VLLM:
 
 
 def parameters(prompt: Prompt, sampling: Sampling, count: int) -> dict[str, Any]:
-    """What vLLM is told of a prompt: these tokens end it, and no others. count: log-probabilities
-    of each token beside its own.
+    """The sampling parameters of vLLM for a prompt: only our end tokens end a completion. count:
+    log-probabilities at each place, in addition to the drawn token's.
     """
     return {
         "n": prompt.number,
@@ -166,20 +166,20 @@ def parameters(prompt: Prompt, sampling: Sampling, count: int) -> dict[str, Any]
     }
 
 
-TIES = 64  # tokens that vLLM may keep beyond --top-k, because they are as likely as the last
-MOST = 4096  # log-probabilities of a token, each of which is a number of Python on its way here
+TIES = 64  # tokens that vLLM may keep beyond --top-k, because they tie with the last
+MOST = 4096  # log-probabilities of a token; each passes through a Python object
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """How many log-probabilities vLLM must return for each token: 0 if nobody asks what it kept."""
+    """How many log-probabilities vLLM must return for each token: 0 without a support."""
 
     count: int
     vocabulary: int
 
     @classmethod
     def of(cls, config: TrainConfig, vocabulary: int) -> TopLogprobs:
-        """As many as top-k may keep; without it, those of all tokens."""
+        """As many as top-k may keep; without top-k, the whole vocabulary."""
         if not config.replays_support:
             return cls(0, vocabulary)
         count = min(vocabulary, config.top_k + TIES if config.top_k else vocabulary)
@@ -192,7 +192,7 @@ class TopLogprobs:
         return cls(count, vocabulary)
 
     def support(self, ids: Tensor, logp: Tensor) -> Pair:
-        """What each token was drawn from. ids, logp: the likeliest tokens, `[L, count]` each."""
+        """The support of each token. ids, logp: the likeliest tokens, `[L, count]` each."""
         kept = logp > LEFT_OUT
         sizes = kept.sum(1)
         if self.count < self.vocabulary and bool((sizes == self.count).any()):

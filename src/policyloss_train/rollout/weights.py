@@ -22,13 +22,13 @@ TIED = "tied.safetensors"
 
 
 class PolicyWeights:
-    """Those of a Hugging Face model, sharded over ranks or not, adapters merged."""
+    """The weights of a Hugging Face model, sharded over ranks or not, with adapters merged."""
 
     def __init__(self, model: Any, tokenizer: Any, ranks: Ranks) -> None:
         self.model, self._tokenizer, self._ranks = model, tokenizer, ranks
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Complete tensors by name, one after the other: of a sharded model, no rank holds all."""
+        """Complete tensors by name, one at a time: no rank holds all of a sharded model."""
         for name, x in merged_weights(self.model).items():
             yield name, (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
@@ -40,7 +40,7 @@ class PolicyWeights:
             temporary = folder.with_name(f".{folder.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             with without_bars(), saving_all_weights(self.model):
-                # A copy, because it takes tied tensors out.
+                # A copy, because `save_pretrained` removes tied tensors from it.
                 self.model.save_pretrained(temporary, state_dict=dict(tensors))
             self._add_tied(temporary, tensors)
             self._tokenizer.save_pretrained(temporary)
@@ -49,8 +49,8 @@ class PolicyWeights:
         self._ranks.barrier()
 
     def _add_tied(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the second name of tied weights too, which Hugging Face leaves out: where vLLM
-        keeps the head apart from the embedding, as it does on a CPU, it would keep its old head.
+        """Write the second name of tied weights, which Hugging Face leaves out: where vLLM stores
+        the head apart from the embedding, as on a CPU, it would keep its old head.
         """
         owners: dict[int, str] = {}
         for name, x in merged_weights(self.model).items():

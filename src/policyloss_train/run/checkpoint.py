@@ -1,10 +1,10 @@
-"""Checkpoints: a folder of safetensors and JSON for each step, complete or not there.
+"""Checkpoints: a folder of safetensors and JSON for each step, either complete or absent.
 
     checkpoint.json          step, numbers, where the rows of each tensor are, and each file's
                              size and SHA-256
-    rank00000.safetensors    what the first rank wrote; so for each rank that has rows
+    rank00000.safetensors    the rows of the first rank; one file for each rank that has rows
 
-One process and many write and read the same format: any number of ranks reads what any other wrote.
+The format does not depend on the number of ranks: any number reads what any other number wrote.
 A checkpoint is written to a hidden folder (`checkpoint_folder`), synced to the disk, then renamed.
 No file is ever unpickled.
 """
@@ -31,7 +31,7 @@ from policyloss_train.run import checkpoint_folder as folders
 from policyloss_train.run import shards
 
 INDEX = "checkpoint.json"
-INDEX_BYTES = 1 << 30  # it names every piece of every tensor, and the queued completions
+INDEX_BYTES = 1 << 30  # the index names every piece of every tensor, and holds queued completions
 FORMAT = 2
 _BODY = b', "checkpoint": '  # separates the index from its checksum
 
@@ -52,13 +52,13 @@ def save(
 
     state: tensors, in nested mappings and sequences; `load` returns them flat, `{"model": {"w":
         x}}` as `"model/w"`. Tensors that share memory (tied weights) are written once.
-    numbers: anything JSON holds; those of the first rank are kept.
+    numbers: JSON values; the numbers of the first rank are kept.
     keep: how many to keep, this one included; None keeps all. Nothing is deleted before the new one
         is complete, and if it cannot be written (a full disk), every older one is untouched.
-    group: the ranks that write it together, each by a call of this; if one fails, all raise. None:
-        this process alone. Each rank writes its rows of a DTensor. A plain tensor is written by the
-        lowest rank that has one of its name: it must have the same values on all ranks, or a
-        different name on each.
+    group: the ranks that write together; each calls this function, and if one fails, all raise.
+        None: this process alone. Each rank writes its rows of a DTensor. The lowest rank that has a
+        plain tensor of a name writes it: it must have the same values on all ranks, or a different
+        name on each.
     """
     tensors = flatten(state)
     shares = {name: shards.share_of(x) for name, x in tensors.items()}
@@ -90,14 +90,13 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, by flat names, and the numbers of a checkpoint that any number of ranks wrote.
 
-    Only sizes are checked: take the path from `latest`, or call `checked_index` before; both read
+    Only sizes are checked: take the path from `latest`, or call `checked_index` first; both check
     every byte.
 
-    layout: DTensors, named as in the state that was saved. A tensor with the name of one of them,
-        or with a name under it (an optimizer's moments are `parameter/exp_avg`), and with its shape
-        becomes a DTensor of the same layout and device, of which each rank reads its rows. All
-        others are read in full, on the CPU: without a layout, one process reads the checkpoint of
-        many.
+    layout: DTensors, named as in the saved state. A tensor with the same shape, and the same name
+        or a name under it (an optimizer's moments are `parameter/exp_avg`), becomes a DTensor of
+        the same layout and device; each rank reads its rows. All others are read in full, on the
+        CPU: without a layout, one process reads the checkpoint of many.
     group: ranks that each call this; if one cannot read its part, all raise.
     """
     contents: list[tuple[dict[str, Tensor], dict[str, Any]]] = []  # not to be sent to other ranks
@@ -108,9 +107,9 @@ def load(
 def latest(
     folder: Path, check: Callable[[Path], object] | None = None, *, group: Any = None
 ) -> Path | None:
-    """The newest checkpoint in `folder` of which every byte is intact; None if there is none.
+    """The newest checkpoint in `folder` that is intact in every byte; None if there is none.
 
-    A warning reports each damaged one, and the next older is tried. check: raises a `StorageError`
+    Warns of each damaged checkpoint, and tries the next older one. check: raises a `StorageError`
     for a checkpoint that is unusable for other reasons. group: ranks that each call this; the first
     one searches.
     """
@@ -162,9 +161,10 @@ def flatten(state: State) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """Write a safetensors file and sync it to the disk. No tensors, no file: None.
+    """Write a safetensors file and sync it to the disk; without tensors, write none.
 
-    → its size, its SHA-256, and the names of tensors that share the memory of another one.
+    → its size, its SHA-256, and the names of tensors that share another's memory; None without a
+    file.
     """
     if not tensors:
         return None
@@ -208,7 +208,7 @@ def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
 
 
 def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
-    """Write the index, sync all to the disk, and rename the folder: now it is a checkpoint."""
+    """Write the index, sync all files to the disk, and rename the folder to publish it."""
     body = files.to_json({"format": FORMAT, "step": step, **contents}, "checkpoint")
     files.write_synced(
         temporary / INDEX,
@@ -240,7 +240,7 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 
 
 def _writing(path: Path, action: Callable[..., T], *arguments: Any) -> T:
-    """`action(*arguments)`; an error if it cannot write."""
+    """Call `action(*arguments)`; raise a `StorageError` if it cannot write."""
     try:
         return action(*arguments)
     except (OSError, safetensors.SafetensorError) as error:

@@ -1,10 +1,10 @@
 """The folders of checkpoints, by name: started, published, set aside, deleted.
 
 step_000010              a complete checkpoint
-.step_000010.tmp         one that is being written
-.step_000010.old         one that a new checkpoint of the same step is replacing
-.step_000010.gone        one that is being deleted
-.step_000010.discarded   one after the step that a run was resumed from
+.step_000010.tmp         being written
+.step_000010.old         being replaced by a new checkpoint of the same step
+.step_000010.gone        being deleted
+.step_000010.discarded   later than the step that a run was resumed from
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def step_of(path: Path) -> int:
 
 
 def published_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is when it is complete."""
+    """The path of a step's complete checkpoint."""
     return folder / f"step_{step:06d}"
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty temporary folder for a checkpoint; leftovers of interrupted ones are removed."""
+    """Make an empty temporary folder for a checkpoint, and remove those of interrupted ones."""
     temporary = _hidden(folder, step, "tmp")
     make_folder(folder)
     _tidy(folder)
@@ -45,12 +45,12 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def undo(folder: Path, step: int) -> None:
-    """Remove what was written since `begin`."""
+    """Remove all files written since `begin`."""
     shutil.rmtree(_hidden(folder, step, "tmp"), ignore_errors=True)
 
 
 def publish(temporary: Path) -> Path:
-    """Give a complete checkpoint its name. If that fails, an older one of the same step returns."""
+    """Give a complete checkpoint its name. On failure, restore an older one of the same step."""
     folder, step = temporary.parent, step_of(temporary)
     path, old = published_path(folder, step), _hidden(folder, step, "old")
     replaces = path.exists()
@@ -68,7 +68,7 @@ def publish(temporary: Path) -> Path:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, and those set aside that were not replaced."""
+    """The checkpoints in `folder`, including any set aside and not yet replaced."""
     by_step: dict[int, Path] = {}
     # ".step…" sorts before "step…", which replaces it here.
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -91,7 +91,7 @@ def discard_after(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], bool]) -> None:
-    """Delete discarded checkpoints, and those before `step` but the newest `keep` readable ones."""
+    """Delete discarded checkpoints, and all before `step` but the newest `keep` readable ones."""
     kept = 1
     for path in newest_first(folder):
         if keep is None or step_of(path) >= step:
@@ -100,9 +100,9 @@ def prune(folder: Path, step: int, keep: int | None, readable: Callable[[Path], 
             kept += 1
             continue
         try:
-            # So that a crash never leaves half of it under its name.
+            # Rename first, so that a crash never leaves half a checkpoint under its name.
             os.replace(path, _hidden(folder, step_of(path), "gone", free=True))
-        except OSError as error:  # the new one is complete: not worth ending a run
+        except OSError as error:  # the new checkpoint is complete, so the run goes on
             warnings.warn(
                 f"could not delete the old checkpoint {path}: {error}", UserWarning, stacklevel=3
             )

@@ -1,8 +1,8 @@
-"""The directory of a run: what it is, and what it did, in files that any tool reads.
+"""The directory of a run: its options, metrics and checkpoints, in files that any tool reads.
 
     config.json        {"policyloss": version, "config": {…}, "loss": {…}}
-    environment.json   versions and hardware at the start; "resumed" lists those of each resume
-    metrics.jsonl      one line per step, only numbers that a rerun repeats bit for bit
+    environment.json   versions and hardware at the start, and at each resume under "resumed"
+    metrics.jsonl      one line per step, only numbers that a rerun reproduces bit for bit
     timing.jsonl       seconds and tokens per second of each step
     rollouts.jsonl     sampled completions, token by token
     answers.jsonl      the answers to some held-out prompts at each evaluation, token by token
@@ -11,8 +11,7 @@
     chat_template.jinja  the text of --chat-template
     lock               the process that uses the directory
 
-JSON has no NaN: in the lines it is null, and the line's "nonfinite" says what it was (see
-`records.line_of`).
+JSON has no NaN: lines hold null instead, and the value under "nonfinite" (see `records.line_of`).
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from policyloss_lab.runs.records import JsonLines
 from policyloss_train.run.checkpoint_folder import discard_after
 from policyloss_train.view.track import Service, TensorBoard
 
-# What makes a directory a run. A lock alone, or an environment,
-# is what a start that was killed left.
+# A directory with one of these holds a run. A start that was killed
+# may leave only a lock or an environment.
 _OF_A_START = ("lock", "environment.json", "track.json")
 _OF_A_RUN = (*(name for name in files.FILES if name not in _OF_A_START), *files.FOLDERS)
 
 
 class RunDir:
-    """An open run directory, locked by this process until `close`. A context manager. path, config
-    and spec are what it was made with.
+    """An open run directory, locked by this process until `close`; a context manager. path, config,
+    spec: as in `create`.
     """
 
     def __init__(self, path: Path, lock: Lock, contents: Mapping[str, Any]) -> None:
@@ -61,10 +60,9 @@ class RunDir:
         defaults: dict[str, Any] | None = None,
         template: str | None = None,
     ) -> RunDir:
-        """Start a run in `path`, which is made if need be. A directory that holds a run already is
-        refused: resume it with `open`. config and spec: JSON. defaults: the options of a run
-        without any argument; a report marks those that differ. template: the text of the chat
-        template, of which the run keeps a copy.
+        """Start a run in `path`, and create the directory if needed. Raises if it already holds a
+        run: resume that with `open`. config, spec: JSON. defaults: the default options; a report
+        marks options that differ. template: the text of the chat template, which the run stores.
         """
         import policyloss
 
@@ -84,7 +82,7 @@ class RunDir:
                     f"{path} holds a run already ({', '.join(there)}); resume it, or use another "
                     "directory."
                 )
-            # A start that ended before its first checkpoint: there is nothing to resume.
+            # The last start ended before its first checkpoint: there is nothing to resume.
             for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
             if template is not None:
@@ -106,7 +104,7 @@ class RunDir:
 
     @staticmethod
     def read_config(path: Path) -> dict[str, Any]:
-        """What config.json says, `{"policyloss": …, "config": …, "loss": …}`; nothing is locked."""
+        """Read config.json, `{"policyloss": …, "config": …, "loss": …}`, without a lock."""
         file = Path(path) / "config.json"
         files.refuse_links(Path(path))
         try:
@@ -128,13 +126,13 @@ class RunDir:
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
-        """Rewrite config.json, for a run that continues with other options."""
+        """Rewrite config.json, for a run that continues with changed options."""
         contents = {**self.read_config(self.path), "config": config}
         files.replace_file(self.path / "config.json", files.to_json(contents, "run", indent=2))
         self.config = config
 
     def note(self, **facts: str) -> None:
-        """Add what was chosen for this start, or this resume, to environment.json."""
+        """Add facts about this start, or this resume, to environment.json."""
         started = _environment(self.path)
         (started["resumed"][-1] if started["resumed"] else started).update(facts)
         _write_environment(self.path, started)
@@ -149,8 +147,8 @@ class RunDir:
         self._trackers.append(Service(name, self.path, self.config))
 
     def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Write the numbers of a step: a whole line in metrics.jsonl and in timing.jsonl, safe from
-        kill -9 when this returns, and to trackers. Steps must grow; `truncate` makes room.
+        """Write the numbers of a step to trackers, and as lines of metrics.jsonl and timing.jsonl,
+        which survive kill -9 once this returns. Steps must increase; `truncate` goes back.
 
         metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`.
         """
@@ -166,7 +164,7 @@ class RunDir:
             tracker.log(step, {**metrics, **{f"timing/{name}": x for name, x in timing.items()}})
 
     def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled completions, each a dict with its "step"; to trackers as a table."""
+        """Write sampled completions, each a dict with its "step", and send them to trackers."""
         self._lines["rollouts"].append(rows)
         for tracker in self._trackers:
             tracker.completions(rows)
@@ -176,16 +174,16 @@ class RunDir:
         self._lines["answers"].append(rows)
 
     def size(self, name: str) -> int:
-        """How many bytes the lines of a file take."""
+        """The size of a file of lines, in bytes."""
         return self._lines[name].size
 
     def truncate(self, step: int) -> None:
-        """Go back to the end of `step`: later lines are dropped, later checkpoints set aside, and
-        TensorBoard hides later events.
+        """Go back to the end of `step`: drop later lines, set aside later checkpoints, and have
+        TensorBoard hide later events.
 
-        The lines that stay keep their bytes. After a crash in the middle, do it again.
+        The remaining lines keep their bytes. After a crash in the middle, call it again.
         """
-        # First: the latest checkpoint must never be of a step whose lines are gone.
+        # First, so that there is never a checkpoint of a step without lines.
         discard_after(self.checkpoints, step)
         for lines in self._lines.values():
             lines.truncate(step)
@@ -200,15 +198,15 @@ class RunDir:
         self._board.resumed_after = step
 
     def sync(self) -> None:
-        """Bring every line to the disk: before a checkpoint, so that a crash of the machine cannot
-        lose what comes before it.
+        """Sync every line to the disk before a checkpoint, so that a crash of the machine cannot
+        lose lines before it.
 
-        What kill -9 can lose needs no sync: the lines are in the system's hands once `log` returns.
+        kill -9 loses nothing even without a sync: the system has the lines once `log` returns.
         """
         try:
             for lines in self._lines.values():
                 lines.sync()
-            files.sync(self.path)  # the names of the files too
+            files.sync(self.path)  # the file names too
         except OSError as error:
             raise files.write_error(
                 self.path, error, "Earlier checkpoints are untouched."
@@ -217,7 +215,7 @@ class RunDir:
             tracker.flush()
 
     def close(self) -> None:
-        """Write out everything, say to trackers that the run ended, and release the directory."""
+        """Flush everything, end the trackers' runs, and unlock the directory."""
         try:
             for tracker in self._trackers:
                 tracker.close()
@@ -235,7 +233,7 @@ class RunDir:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[Lock]:
-    """The lock of a run directory, which stays locked unless what is done inside fails."""
+    """The lock of a run directory, which is released only if the body fails."""
     lock = Lock(path)
     try:
         yield lock
@@ -245,14 +243,14 @@ def _locked(path: Path) -> Iterator[Lock]:
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether there is more of a run than a start that ended before its first checkpoint."""
+    """Whether the directory holds more than a start that ended before its first checkpoint."""
     return any((path / name).exists() for name in _OF_A_RUN) and (
         not (path / "config.json").is_file() or any((path / "checkpoints").glob("step_*"))
     )
 
 
 def free_directory(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, … in which no run is or is being started."""
+    """The first of `path`, path-2, path-3, … that holds no run, and none that is starting."""
     number, candidate = 1, path
     while _holds_run(candidate) or is_held(candidate):
         number += 1
@@ -261,7 +259,7 @@ def free_directory(path: Path) -> Path:
 
 
 def _environment(run: Path) -> dict[str, Any]:
-    """What environment.json holds, with a list "resumed"; of a file that is damaged, nothing."""
+    """The contents of environment.json, with a list "resumed"; empty if the file is damaged."""
     try:
         started: Any = files.from_json(files.read_plain(run / "environment.json"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""How a run continues: its state in checkpoints, and the options it was started with.
+"""Resume a run: its state in checkpoints, and the options it was started with.
 
 A run directory is data, perhaps from somebody else. Code, models on the hub, addresses and services
-that its config.json names are used only if the command line names them too.
+in its config.json are used only if the command line names them too.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from policyloss_train.run.checkpoint_folder import step_of
 from policyloss_train.run.directory import RunDir
 from policyloss_train.watch import NotFiniteError, listed, nonfinite_names
 
-# The weights that learn: a checkpoint in which they are not finite is worthless.
+# The trained weights: a checkpoint where they are not finite is useless.
 _TRAINED = ("policy/", "critic/")
 
 
 class Stateful(Protocol):
-    """Something that changes in a run. Names of tensors must differ from those of the others."""
+    """An object with state that changes in a run. Its tensor names must be unique in the run."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tensors, in mappings and sequences, and numbers that JSON holds."""
+        """Tensors, in mappings and sequences, and JSON values."""
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Be as `state` said. tensors: those of all objects, by their flat names."""
+        """Restore what `state` returned. tensors: of all objects, by their flat names."""
 
 
 def store(
     folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Ranks, *, keep: int
 ) -> None:
-    """Write a checkpoint of everything that changes, as it is between two steps."""
+    """Write a checkpoint of all changing state, between two steps."""
     tensors: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
     for name, one in changing.items():
@@ -77,7 +77,7 @@ def restore(
 def stored_weights(
     run: Path, checkpoint: Path | None = None
 ) -> tuple[Path, int, dict[str, Tensor]]:
-    """A checkpoint, by default the last good one, its step and tensors; all bytes are checked."""
+    """The path, step and tensors of a checkpoint (default: the last good one), fully checked."""
     path = checkpoint or latest(run / "checkpoints", refuse_nonfinite_weights)
     if path is None:
         raise InputError(f"{run / 'checkpoints'} holds no checkpoint that can be read.")
@@ -86,13 +86,13 @@ def stored_weights(
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Around the use of a checkpoint's contents: an error about them names the checkpoint."""
+    """Inside, an error about the contents of a checkpoint names the checkpoint."""
     advice = " Remove it to go on from an older one."
     return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
 
 
 def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:
-    """Raise, on every rank, if weights are not finite: a good checkpoint must not be replaced."""
+    """Raise, on every rank, if weights are not finite, to keep the last good checkpoint."""
     weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:
@@ -107,7 +107,7 @@ def refuse_nonfinite_weights(path: Path) -> None:
     for name in checked_index(path, sums=False)["files"]:
         damage = damage_named(f"checkpoint {path} is damaged: {name}", "", SafetensorError, OSError)
         with damage, safe_open(path / name, framework="pt") as file:
-            names = file.keys()  # of a file, which is no dictionary
+            names = file.keys()  # the file is not a dictionary
             keys = [key for key in names if key.startswith(_TRAINED)]
             bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
         if bad:
@@ -118,14 +118,14 @@ def refuse_nonfinite_weights(path: Path) -> None:
 
 
 def last_good(folder: Path) -> Path | None:
-    """The newest checkpoint that is intact and has finite weights. This process looks alone."""
+    """The newest checkpoint that is intact and has finite weights, without other ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return latest(folder, refuse_nonfinite_weights)
 
 
-# How a run is watched, stored and placed, which changes none of its numbers;
-# these may be others when it goes on.
+# Options of logging, storage and hardware, which change no number of a run;
+# a resumed run may change them.
 CHANGEABLE = (
     *("track", "keep", "checkpoint_every", "heartbeat", "rank_timeout", "reward_timeout"),
     *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
@@ -133,15 +133,15 @@ CHANGEABLE = (
 )
 OF_A_START = ("config", "like", "resume", "extend")  # how a run is started; not stored
 _MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
-# What may name code, an address or a service. To train, all of these are used; to evaluate, the
-# reward.
+# Options that may name code, an address or a service. Training uses all of them, evaluation only
+# the reward.
 MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
 
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
     """The options and the loss that a run was started with; None for a loss that is code.
 
-    A version that stored no advantages took those of a preset by its exact name, and else GRPO's.
+    Versions that stored no advantage used the preset's for its exact name, and otherwise GRPO's.
     """
     contents, file = RunDir.read_config(run), run / "config.json"
     try:
@@ -166,7 +166,7 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
 
 
 def made_from(spec: LossSpec, changed: LossSpec) -> LossSpec:
-    """`changed` as a change of `spec`: the preset that it was made from is still known."""
+    """`changed` as a change of `spec`, so that it still refers to its preset."""
     return spec.replace(**{slot: getattr(changed, slot) for slot in SLOTS})
 
 
@@ -176,7 +176,7 @@ def unstarted() -> dict[str, Any]:
 
 
 def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
-    """`config` with the steps that the run is to have; an error if its options were others."""
+    """`config` with the final number of steps; raises if its options differ from the run's."""
     stored, stored_spec = stored_options(config.out)
     refuse_changes(stored, config, stored_spec, spec)
     return replace(config, steps=max(stored.steps, config.extend or 0))
@@ -185,7 +185,7 @@ def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
 def refuse_changes(
     stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec | None, spec: LossSpec
 ) -> None:
-    """Raise if options or numbers of the loss are not those of the run, and list them."""
+    """Raise if options or numbers of the loss differ from the run's, and list them."""
     old, new = stored.chat_template, now.chat_template
     if old is not None and new is not None and filecmp.cmp(old, new, shallow=False):
         now = replace(now, chat_template=old)
@@ -219,7 +219,7 @@ def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:
 def refuse_unnamed_code(
     config: TrainConfig, named: frozenset[str], options: Sequence[str] = ("reward",)
 ) -> None:
-    """Raise if one of the `options` names code, an address or a service, and the user did not."""
+    """Raise if one of the `options` names code, an address or a service that the user did not."""
     for name in options:
         value = getattr(config, name)
         if needs_name(name, value) and name not in named:
@@ -238,8 +238,8 @@ def refuse_unnamed_code(
 
 
 def needs_name(option: str, value: str | None) -> bool:
-    """Whether an option names code, by module:function, an address or a service, and nothing
-    built-in: the user must name it, too.
+    """Whether an option names code (module:function), an address or a service, which the user must
+    name too, and nothing built-in.
     """
     return value is not None and (option == "track" or ":" in value)
 

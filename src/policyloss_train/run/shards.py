@@ -20,7 +20,7 @@ from policyloss_lab.runs.files import StorageError
 
 
 class Share(NamedTuple):
-    """One rank's rows of a tensor of `shape`. writes: it is the replica that writes them."""
+    """One rank's rows of a tensor of `shape`. writes: whether this replica writes them."""
 
     shape: list[int]
     dtype: str
@@ -62,7 +62,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def share_of(x: Tensor) -> Share:
-    """The rows of `x` on this rank. Rows are cut like `torch.chunk`: rank i of k has those from
+    """The rows of `x` on this rank. Rows are cut like `torch.chunk`: rank i of k has the rows from
     i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
     """
     first, rows, writes = 0, x.shape[0] if x.dim() else 1, True
@@ -104,8 +104,8 @@ def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
 
 
 def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
-    """Raise unless the pieces are all rows of the tensor, each once, and the files hold them in
-    these shapes: before memory of the sizes in the index is allocated.
+    """Raise unless the pieces cover all rows of the tensor once, and the files hold them in these
+    shapes; called before any memory of the sizes in the index is allocated.
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
