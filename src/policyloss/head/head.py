@@ -78,7 +78,7 @@ class Head:
         )
 
     def room(self, rows: int, columns: int | None = None) -> Room:
-        """Memory for the logits of so many rows; in the exact mode for whole tiles of them."""
+        """Memory for the logits of `rows` rows; in the exact mode, of complete tiles of rows."""
         rows = rows if self.tiles is None else self.tiles.full(rows)
         return Room(
             rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype

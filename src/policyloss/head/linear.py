@@ -104,8 +104,8 @@ def rows_with_gradient(
     valid = check_mask(mask, head.ids.view(sources[0].shape[:-1]))
     index = live_rows(valid)
     chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)
-    ask = partial(start_checks, head, outputs.comparison, valid)
-    return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
+    start = partial(start_checks, head, outputs.comparison, valid)
+    return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, start)  # type: ignore[no-untyped-call]
 
 
 def head_of(
@@ -174,7 +174,7 @@ class _LinearLogprobs(torch.autograd.Function):
         index: Tensor | None,
         plan: Plan,
         outputs: Outputs,
-        ask: Callable[[], Callable[[], None]],
+        start: Callable[[], Callable[[], None]],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n = head.hidden.shape[0]
         live = n if index is None else index.shape[0]
@@ -192,7 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
         teacher_room = None if comparison is None else comparison.room(min(plan.rows, live))
         known: PairStatistics | Entries | None = None
         parts: list[tuple[Tensor, Partials | Tensor]] = []
-        check = None
+        finish_checks = None
         for w in windows(live, plan.rows, head.tiles):
             at = w if index is None else index[w]
             if comparison is None and stash is None:
@@ -211,14 +211,14 @@ class _LinearLogprobs(torch.autograd.Function):
                     spread[at] = s.entropy
                 if stash is not None:
                     keep_probabilities(z, stash[w], rows, s)
-            if check is None:
-                check = ask()
+            if finish_checks is None:
+                finish_checks = start()
         if parts:
             s = finished(head.merged(parts))
             logp, lse = at_rows(s.logp, index, n), at_rows(s.lse, index, n)
             spread = spread if s.entropy is None else at_rows(s.entropy, index, n)
-        if check is not None:
-            check()
+        if finish_checks is not None:
+            finish_checks()
         ctx.set_materialize_grads(False)
         _save(ctx, head, index, logp, lse, spread)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)

@@ -99,8 +99,8 @@ def logprobs(
     # Check the values after the launch, so that the device has work, and on another stream, so that
     # the host need not wait for that work.
     with side_stream(moment, logits.device):
-        answer = read_later(value_summary(head, valid))
-    refuse_values(answer(), head, valid)
+        read = read_later(value_summary(head, valid))
+    refuse_values(read(), head, valid)
     return LogProbs(outputs[0].view(tokens), outputs[1].view(tokens) if entropy else None)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products that accumulate, and leave their result, in float32 whatever the operands are.
+"""Matrix products with sums and results in float32, whatever the type of the operands.
 
 Products of bfloat16 numbers are exact in float32, so these logits equal float32 arithmetic on the
 same inputs; rounded to bfloat16, a logit near 30 would be off by up to 0.06.

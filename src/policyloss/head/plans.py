@@ -1,4 +1,4 @@
-"""Plans: how the head's matmuls are ordered, how much is kept, and which plan a call takes.
+"""Plans: the order of the head's matmuls, the memory they use, and the choice of a plan.
 
 Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary entries, D hidden
 size. One unit of matmul is 2·N·V·D floating-point operations.

@@ -53,8 +53,8 @@ class Batch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or
     token-shaped) known beforehand.
 
-    step: the given totals, None if this call is the step. weight: None if there is no correction,
-    or if one reads logp. corrections: of the spec, in its order; if one reads logp, the others
+    step: the caller's totals, None if this call is the step. weight: None without a correction, or
+    if one reads logp. corrections: of the spec, in its order; if one reads logp, the others
     come with their result for the batch. live: tokens that may have a gradient, flat bool.
     on_policy: old_logp is the logp of this call.
     """
@@ -96,7 +96,7 @@ class Batch:
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
             if self.spec.corrections_by_logp:
                 here = tuple(
-                    c.at(at, t.mask.shape) if isinstance(c, _Answered) else c
+                    c.at(at, t.mask.shape) if isinstance(c, _BatchCorrection) else c
                     for c in self.corrections
                 )
                 t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
@@ -171,12 +171,12 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class _Answered:
+class _BatchCorrection:
     """A correction with its result for the batch: it may have read sequences, which a window need
     not hold.
     """
 
-    answer: Corrected
+    result: Corrected
     name: str
     shape: torch.Size
 
@@ -185,22 +185,22 @@ class _Answered:
         return self.name
 
     def __call__(self, t: Tokens) -> Corrected:
-        return self.answer
+        return self.result
 
-    def at(self, at: Index, shape: torch.Size) -> _Answered:
+    def at(self, at: Index, shape: torch.Size) -> _BatchCorrection:
         """The result for some tokens."""
         cut = (
             None if x is None else x.broadcast_to(self.shape).reshape(-1)[at].view(shape)
-            for x in self.answer
+            for x in self.result
         )
-        return _Answered(Corrected(*cut), self.name, shape)
+        return _BatchCorrection(Corrected(*cut), self.name, shape)
 
 
-def _answered(part: Any, t: Tokens) -> Any:
+def _correct_batch(part: Any, t: Tokens) -> Any:
     """`part` with its result for the batch `t`, unless it reads logp or comes after all others."""
     if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):
         return part
-    return _Answered(part(t), correction_name(part), t.mask.shape)
+    return _BatchCorrection(part(t), correction_name(part), t.mask.shape)
 
 
 def entropy_has_slope(spec: LossSpec) -> bool:
@@ -238,7 +238,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
     """Fill in all of `t` that does not depend on logp."""
     weight, corrections = None, spec.correction
     if spec.corrections_by_logp:
-        corrections = tuple(_answered(part, t) for part in spec.correction)
+        corrections = tuple(_correct_batch(part, t) for part in spec.correction)
     else:
         t, corrected = corrected_tokens(spec, t, step)
         weight = None if corrected.weight is None else corrected.weight.broadcast_to(t.mask.shape)
@@ -355,7 +355,7 @@ def run_windows(
     The gradients are added to `sums`, each window's while its logits exist. check: raise if a value
     of the ids, temperatures or the teacher cannot be used.
     """
-    answer: Callable[[], None] | None = None
+    finish_checks: Callable[[], None] | None = None
     names = ("logp", "entropy") if comparison is None else ("logp", "entropy", "divergence")
     known = {
         name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
@@ -380,8 +380,8 @@ def run_windows(
                 at, rows, z, s = at[first], rows.of_rows(first), z[first], s.of_rows(first)
                 derivatives = [None if d is None else d[first] for d in derivatives]
             sums.add(at, rows, z, room, s, derivatives)
-        if check and answer is None:
-            answer = start_checks(head, comparison, batch.rows)
-    if answer is not None:
-        answer()
+        if check and finish_checks is None:
+            finish_checks = start_checks(head, comparison, batch.rows)
+    if finish_checks is not None:
+        finish_checks()
     return known

@@ -220,12 +220,12 @@ def start_checks(
     counts = None if comparison is None else comparison.counts(valid)
     wrong = None if counts is None else read_later(counts)
 
-    def answer() -> None:
+    def finish() -> None:
         refuse_values(stray(), head, valid)
         if comparison is not None and wrong is not None:
             comparison.refuse(wrong())
 
-    return answer
+    return finish
 
 
 def comparison_of(
@@ -315,8 +315,8 @@ def comparison_of_spec(
     part = spec.divergence
     if part is None and teacher is not None:
         raise InputError(
-            "teacher is given, but nothing in the spec compares with it; put a Divergence into its "
-            "kl slot, or leave teacher out."
+            "teacher was passed, but nothing in the spec compares with it; put a Divergence into "
+            "its kl slot, or leave teacher out."
         )
     if part is None:
         return None
