@@ -154,8 +154,8 @@ BITS = (
     (
         "exact_copies_rows_into_a_tile",
         "policyloss/head/backward.py",
-        "if self.head.tiles is not None:  # whatever",
-        "if False:  # whatever",
+        "if self.head.tiles is not None:  # with the",
+        "if False:  # with the",
         _BITS + "test_rows_that_fill_no_tile_are_not_copied_into_one",
     ),
     (

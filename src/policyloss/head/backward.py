@@ -1,14 +1,15 @@
 """The gradients of hidden states, weight and bias from the derivatives of all rows.
 
 `dZ = row_gradient(logits, dlogp, dentropy)`, then `dhidden = dZ @ weight`,
-`dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`. One routine for each plan:
+`dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`. The routine of each plan:
 
-    one_pass            GradientSums          each window adds its own while its logits exist
+    one_pass            GradientSums          each window adds its share while its logits exist
     stash               gradients_from_stash  from the probabilities that the forward kept
-    recompute           gradients_by_columns  logits again, all rows by some vocabulary entries
-    recompute, exact()  gradients_in_parts    logits again, in the tiles of the exact mode
+    recompute           gradients_by_columns  from recomputed logits, some columns at a time
+    recompute, exact()  gradients_in_parts    from recomputed logits, in tiles
 
-A second backward through a retained graph of "stash" has no stash any more, and recomputes.
+The first backward of "stash" overwrites the stash: another one, through a retained graph,
+recomputes the logits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from policyloss.head.tiles import tree
 
 
 class GradientTypes(NamedTuple):
-    """The dtypes of the gradients that are needed; None where none is."""
+    """The dtypes of the gradients that are needed; None for a gradient that is not."""
 
     hidden: torch.dtype | None
     weight: torch.dtype | None
@@ -37,7 +38,7 @@ class GradientTypes(NamedTuple):
 
     @classmethod
     def of(cls, *tensors: Tensor | None) -> GradientTypes:
-        """The dtype of each tensor that requires a gradient; None if none is recorded for it."""
+        """The dtype of each tensor that records a gradient; None for the others."""
         on = torch.is_grad_enabled()
         return cls(
             *(x.dtype if on and x is not None and x.requires_grad else None for x in tensors)
@@ -56,7 +57,7 @@ def _times(derivatives: Derivatives, scale: float) -> list[Tensor | None]:
 class Gradients(NamedTuple):
     """The gradients of some rows `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
 
-    Each is None where it is not wanted.
+    None for a gradient that is not wanted.
     """
 
     hidden: Tensor | None
@@ -75,8 +76,9 @@ def gradients_by_columns(
 ) -> Gradients:
     """Compute the logits again, for all rows and some vocabulary entries at a time.
 
-    The gradient of an entry is then one product, and no sum of it is kept: this needs least memory.
-    Only `dhidden` is summed, in float32. teacher: the same columns of the teacher of `rows`.
+    The gradient of an entry is then one product, and no sum of it is kept: this uses the least
+    memory of all plans. Only `dhidden` is summed, in float32. teacher: the same columns of the
+    teacher of `rows`.
     """
     x, w = rows.hidden, head.weight
     scale = half_scale(x.dtype, *derivatives)
@@ -115,7 +117,7 @@ def gradients_in_parts(
 ) -> Gradients:
     """Compute the logits again, a part of the vocabulary at a time: for the exact mode.
 
-    Each product has the shape that it has in the other plans, a tile of rows by a part. index: the
+    Each product has the same shape as in the other plans, a tile of rows by a part. index: the
     rows that have a gradient, None for all; s, derivatives: of every row. rows: how many whole rows
     of logits may exist at once; there is room for one part of more rows.
     """
@@ -125,7 +127,7 @@ def gradients_in_parts(
     largest = max(c.stop - c.start for c in tiles.parts)
     all_windows = windows(n, rows * (w.shape[0] // largest), tiles)
     room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
-    # GradientSums over ranks or windows are rounded at the end.
+    # Sums over ranks or windows are rounded at the end.
     sums = GradientTypes(
         head.dtype
         if wanted.hidden is not None and head.vocabulary.group is not None
@@ -168,7 +170,7 @@ def _share_of_part(
     window: slice,
     i: int,
 ) -> Tensor:
-    """Add what part i of the vocabulary gives weight and bias; its share of `dhidden`."""
+    """Add the share of part i of the vocabulary to weight and bias; return that of `dhidden`."""
     tiles, x = head.tiles, rows.hidden
     assert tiles is not None
     c = tiles.parts[i]
@@ -200,8 +202,8 @@ class GradientSums:
 
     gathered: how many rows of dlogits are kept until they are multiplied together; with 0, each
     window is multiplied at once, and its dlogits take the place of its logits. all_gathered: all
-    rows are gathered, so that each gradient is one product, rounded as it is written; otherwise
-    weight and bias are summed in float32.
+    rows are gathered, so that each gradient is one product and is rounded once; otherwise weight
+    and bias are summed in float32.
     """
 
     def __init__(
@@ -209,8 +211,8 @@ class GradientSums:
     ) -> None:
         self.head, self.wanted, self.all_gathered = head, wanted, all_gathered
         x, w = head.hidden, head.weight
-        # Round at the end if ranks are still to be summed, or if the loss may be scaled beyond
-        # what float16 can hold.
+        # Round at the end if ranks are still to be summed, or if the scaled loss may overflow
+        # float16.
         wide = head.vocabulary.group is not None or wanted.hidden == torch.float16
         self.hidden = (
             None
@@ -236,14 +238,14 @@ class GradientSums:
     ) -> None:
         """Add one window with the logits z.
 
-        Their gradient is multiplied at once, or later together with those of other windows.
+        Their gradient is multiplied at once, or later together with the gradients of other windows.
         """
         if self.kept is None:
             scale = half_scale(rows.hidden.dtype, *derivatives)
             if scale != 1:
                 derivatives = _times(derivatives, scale)
             dz = rows.dlogits(z, room, s, derivatives)
-            if self.head.tiles is not None:  # whatever lies after them in their last tile
+            if self.head.tiles is not None:  # with the unused rows of the last tile
                 dz = room.gradient(self.head.tiles.full(z.shape[0]), z.shape[1], dz.dtype)
             self._multiply(at, rows.hidden, dz, scale)
             return
@@ -331,18 +333,18 @@ def gradients_from_stash(
     kept: tuple[Tensor | None, Tensor | None],
     wanted: GradientTypes,
 ) -> Gradients:
-    """The gradients from what the forward kept, `[R, V]` each: probabilities, and the derivatives
-    of the divergence from a teacher by the logits.
+    """The gradients from the tensors that the forward kept, `[R, V]` each: the probabilities, and
+    the derivatives of the divergence by the logits.
 
-    Probabilities are overwritten by the gradient of the logits. With the forward this takes three
+    The gradient of the logits overwrites the probabilities. Forward and backward take three
     matmuls, and the teacher's.
     """
     x, w = rows.hidden, head.weight
     scale = half_scale(x.dtype, *derivatives)
     dlogp, dentropy, ddivergence = (*_times(derivatives, scale), None)[:3]
     probabilities, slopes = kept
-    # The gradient of the logits is `of_rows[:, None] * stash`. To scale the hidden states is
-    # cheaper than to read and write the stash once more.
+    # The gradient of the logits is `of_rows[:, None] * stash`. Scaling the hidden states is
+    # cheaper than another read and write of the stash.
     of_rows: Tensor | None = None
     if probabilities is not None and (dlogp is not None or dentropy is not None):
         stash = probabilities
@@ -369,7 +371,7 @@ def gradients_from_stash(
 
 
 def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
-    """Each row of x times its number, rounded once; x itself if there are none."""
+    """Each row of x times its number, rounded once; x itself if `of_rows` is None."""
     return x if of_rows is None else (x * of_rows.unsqueeze(-1)).to(x.dtype)
 
 

@@ -45,11 +45,11 @@ class LogProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """`log_softmax((hidden @ weight.T + bias) / temperature)`, ready to be computed for any rows.
+    """`log_softmax((hidden @ weight.T + bias) / temperature)`, which can be computed for any rows.
 
     hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a
     number or `[N]`. support: the vocabulary entries that each token was drawn from; None for all.
-    tiles: how the exact mode cuts the products; None outside of it.
+    tiles: the shapes of the products in the exact mode; None outside of it.
     """
 
     hidden: Tensor
@@ -68,7 +68,7 @@ class Head:
         return compute_dtype(self.hidden)
 
     def scaling(self, index: Index) -> Scaling:
-        """What is done to the logits of these rows."""
+        """The scaling of the logits of these rows."""
         t = self.inverse_temperature
         return Scaling(
             t[index] if isinstance(t, Tensor) else t,
@@ -78,7 +78,7 @@ class Head:
         )
 
     def room(self, rows: int, columns: int | None = None) -> Room:
-        """Memory for the logits of so many rows; in the exact mode for whole tiles of them."""
+        """Memory for the logits of `rows` rows; in the exact mode, of complete tiles of rows."""
         rows = rows if self.tiles is None else self.tiles.full(rows)
         return Room(
             rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype
@@ -97,7 +97,7 @@ class Head:
         return z, finished(self.merged([(rows.ids, self.unmerged(rows, z, entropy))]))
 
     def unmerged(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
-        """What `merged` makes the partials of several windows from, with the ids of each."""
+        """The numbers of one window from which, with its ids, `merged` computes partials."""
         if self.tiles is not None:
             return self.tiles.partials(z, rows.ids, rows.scaling, entropy)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
@@ -137,9 +137,9 @@ class Head:
 class Rows(NamedTuple):
     """Some rows of a head.
 
-    hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: what is done to
-    their logits. kept: the entries that they are normalised over; None for all. compared: what is
-    known of their teacher, if they have one.
+    hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: of their
+    logits. kept: the entries that they are normalised over; None for all. compared: the comparison
+    with their teacher, if they have one.
     """
 
     hidden: Tensor
@@ -149,7 +149,7 @@ class Rows(NamedTuple):
     compared: Compared | None = None
 
     def of_rows(self, rows: slice) -> Rows:
-        """Some of the rows, whose logits are there and who have no teacher."""
+        """Some of the rows. They have no teacher, and their logits exist."""
         assert self.compared is None
         return Rows(self.hidden[rows], self.ids[rows], self.scaling.of_rows(rows))
 
@@ -184,7 +184,7 @@ class Rows(NamedTuple):
 def windows(n: int, rows: int, tiles: Tiles | None = None) -> list[slice]:
     """n rows, cut into as few windows of at most `rows` as possible, all of about one size.
 
-    With tiles, all but the last hold full ones if `rows` is a multiple of theirs.
+    With tiles, all windows but the last hold full tiles if `rows` is a multiple of `tiles.rows`.
     """
     count = -(-n // rows)
     step = -(-n // count) if count else 1
@@ -204,7 +204,7 @@ def operand_dtype(hidden: Tensor) -> torch.dtype | None:
 def operands(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What is multiplied, without gradient: hidden as `[N, D]`, weight and bias.
+    """The operands of the products, without gradient: hidden as `[N, D]`, weight and bias.
 
     Hidden and weight are in autocast's type, and in float32 where a device cannot multiply half
     precision into float32 by itself (a CPU).

@@ -2,7 +2,7 @@
 
 They are the `row_partials` and the `row_gradient` of `softmax_rows.py`, one launch each.
 Legend: R rows, V vocabulary entries, z raw logits `[R, V]`, ids `[R]`. A program walks its row in
-tiles. Full tiles are read without a mask; what is left at the end is one masked tile. Nothing is
+tiles. Full tiles are read without a mask; the rest of the row is one masked tile. Nothing is
 added across programs and nothing is tuned at run time, so the same input gives the same bits.
 Exponentials are powers of two: `e^x = 2^(x·log2 e)`, one instruction on a GPU. Temperatures are
 positive.
@@ -102,7 +102,7 @@ def _walk(
         column = full + within
         z = tl.load(z_row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
         bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
-        # The bound of a softcap is finite, so what lies past the row is taken out after it.
+        # The bound of a softcap is finite, so entries past the row become −inf after it.
         u = tl.where(column < V, _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP), float("-inf"))
         top, total, moment = _merged(top, total, moment, u, scale, ENTROPY, True)
     row_top = tl.max(top, axis=0)
@@ -297,9 +297,9 @@ def _gradient_kernel(
 
     `dz = ds · (1 − (u/softcap)²) / temperature`, with
     `ds = dlogp·(onehot(id) − p) − dentropy·p·(log p + entropy)`.
-    NARROWING: out lies over z in a smaller type, row on row. What a tile writes then covers bytes
-    of this tile and of those before it, so it is enough that no thread writes a tile before every
-    thread has read it.
+    NARROWING: out lies over z in a smaller type, row on row. A tile then writes over
+    itself and earlier tiles only, so it is enough that no thread writes a tile before every thread
+    has read it.
     """
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride

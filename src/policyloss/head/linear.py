@@ -64,14 +64,14 @@ def linear_logprobs(
 
     hidden: `[..., D]`. weight: `[V, D]`. bias: `[V]`. ids, mask: `[...]`. temperature: a number, or
     one per token `[...]`.
-    mask: tokens to compute; others are not (nor are their hidden states read): logp and entropy 0,
-    gradient 0. softcap: logits are `softcap·tanh(logits/softcap)` before the temperature. plan:
-    "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps probabilities in the type of
-    the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut;
+    mask: the tokens to compute. The hidden states of the others are not read: their logp, entropy
+    and gradient are 0. softcap: logits are `softcap·tanh(logits/softcap)` before the temperature.
+    plan: "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps probabilities in the type
+    of the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut;
     weight and bias are then this rank's entries, ids count over all of them, hidden is the same on
     every rank and its gradient is complete on each. support: `(ids, offsets)`, the vocabulary
-    entries that the sampler of each token kept, those of token i (counted over all tokens, row by
-    row) at `ids[offsets[i]:offsets[i+1]]`; the softmax, its entropy and its gradient are then over
+    entries that the sampler of each token kept: `ids[offsets[i]:offsets[i+1]]` for token i (counted
+    over all tokens, row by row); the softmax, its entropy and its gradient are then over
     these alone.
     → `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
@@ -83,7 +83,7 @@ def linear_logprobs(
 
 
 class Outputs(NamedTuple):
-    """What is computed of each row. comparison: the teacher, if a divergence is wanted."""
+    """The numbers to compute for each row. comparison: the teacher, if a divergence is wanted."""
 
     logp: bool = True
     entropy: bool = False
@@ -104,8 +104,8 @@ def rows_with_gradient(
     valid = check_mask(mask, head.ids.view(sources[0].shape[:-1]))
     index = live_rows(valid)
     chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)
-    ask = partial(start_checks, head, outputs.comparison, valid)
-    return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, ask)  # type: ignore[no-untyped-call]
+    start = partial(start_checks, head, outputs.comparison, valid)
+    return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, start)  # type: ignore[no-untyped-call]
 
 
 def head_of(
@@ -174,7 +174,7 @@ class _LinearLogprobs(torch.autograd.Function):
         index: Tensor | None,
         plan: Plan,
         outputs: Outputs,
-        ask: Callable[[], Callable[[], None]],
+        start: Callable[[], Callable[[], None]],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n = head.hidden.shape[0]
         live = n if index is None else index.shape[0]
@@ -189,10 +189,10 @@ class _LinearLogprobs(torch.autograd.Function):
             for kept in (outputs.logp, comparison is not None)
         )
         room = head.room(min(plan.rows, live))
-        beside = None if comparison is None else comparison.room(min(plan.rows, live))
+        teacher_room = None if comparison is None else comparison.room(min(plan.rows, live))
         known: PairStatistics | Entries | None = None
         parts: list[tuple[Tensor, Partials | Tensor]] = []
-        check = None
+        finish_checks = None
         for w in windows(live, plan.rows, head.tiles):
             at = w if index is None else index[w]
             if comparison is None and stash is None:
@@ -201,7 +201,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 z = head.logits(rows, room)
                 parts.append((rows.ids, head.unmerged(rows, z, outputs.entropy)))
             else:
-                rows, z, s = compute_rows(head, comparison, at, room, beside, outputs.entropy)
+                rows, z, s = compute_rows(head, comparison, at, room, teacher_room, outputs.entropy)
                 if rows.compared is not None:
                     known = write_at(rows.compared.numbers, at, known, n)
                     if slopes is not None:
@@ -211,21 +211,21 @@ class _LinearLogprobs(torch.autograd.Function):
                     spread[at] = s.entropy
                 if stash is not None:
                     keep_probabilities(z, stash[w], rows, s)
-            if check is None:
-                check = ask()
+            if finish_checks is None:
+                finish_checks = start()
         if parts:
             s = finished(head.merged(parts))
             logp, lse = at_rows(s.logp, index, n), at_rows(s.lse, index, n)
             spread = spread if s.entropy is None else at_rows(s.entropy, index, n)
-        if check is not None:
-            check()
+        if finish_checks is not None:
+            finish_checks()
         ctx.set_materialize_grads(False)
         _save(ctx, head, index, logp, lse, spread)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)
         ctx.comparison, ctx.known = comparison, known
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         divergence = None
-        if comparison is not None:  # no window, no number
+        if comparison is not None:  # `known` is None if there was no window
             divergence = torch.zeros_like(logp) if known is None else known.divergence
         return logp, spread if outputs.entropy else None, divergence
 
@@ -243,7 +243,7 @@ class _LinearLogprobs(torch.autograd.Function):
         dlogp, dentropy, ddivergence = grads
         if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
-        # A second backward through a retained graph has no stash, and computes the logits again.
+        # A second backward through a retained graph has no stash, and recomputes the logits.
         stash, ctx.stash = ctx.stash, (None, None)
         if all(kept is None for kept in stash):
             index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
@@ -300,7 +300,7 @@ def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
 
 
 def write_at(numbers: Any, at: Index, known: Any, n: int) -> Any:
-    """`known`, the numbers of all n rows (None before the first), with those of some rows."""
+    """Write the numbers of the rows `at` into `known`, which holds all n rows; None at first."""
     if known is None:
         known = type(numbers)(*(x.new_zeros(n, *x.shape[1:]) for x in numbers))
     for everywhere, x in zip(known, numbers, strict=True):

@@ -96,11 +96,11 @@ def logprobs(
     scaling = head.scaling(slice(None))
     moment = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
     outputs = _Logprobs.apply(logits, flat, valid, scaling, kept, entropy, overwrite_logits)  # type: ignore[no-untyped-call]
-    # After the launch, so that the device has work; beside it, so that the host need not wait until
-    # that is done.
+    # Check the values after the launch, so that the device has work, and on another stream, so that
+    # the host need not wait for that work.
     with side_stream(moment, logits.device):
-        answer = read_later(value_summary(head, valid))
-    refuse_values(answer(), head, valid)
+        read = read_later(value_summary(head, valid))
+    refuse_values(read(), head, valid)
     return LogProbs(outputs[0].view(tokens), outputs[1].view(tokens) if entropy else None)
 
 
@@ -145,7 +145,7 @@ class _Logprobs(torch.autograd.Function):
             of_entropy = None if dentropy is None else dentropy[at]
             row_gradient(z, dz, ids[at], s, dlogp[at], of_entropy, ctx.scaling.of_rows(at))
         if ctx.overwrite:
-            # Autograd does not notice what a kernel writes. With a new version, another backward
+            # Autograd does not notice the writes of a kernel. With a new version, another backward
             # that saved these logits fails instead of reading them.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None, None, None

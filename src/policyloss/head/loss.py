@@ -1,6 +1,6 @@
 """`linear_policy_loss`: head and loss together.
 
-Where a token's gradient is known early, it is used early: one pass.
+Where a window determines the gradient of its tokens, forward and gradient are one pass.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ def linear_policy_loss(
     = linear_logprobs(hidden, weight, ids, mask=mask, entropy=True, …)`.
 
     hidden: `[B, T, D]`, or packed `[N, D]` with `cu_seqlens`. weight: `[V, D]`. ids: `[B, T]` or
-    `[N]`, the tokens whose log-probability counts; the hidden state in the same place is the one
-    that predicts it. Other arguments as in `policy_loss` and `linear_logprobs`.
+    `[N]`, the tokens to score; the hidden state in the same place predicts the token. Other
+    arguments as in `policy_loss` and `linear_logprobs`.
     plan: "auto" takes the gradient in the same pass as the value where the loss allows it
-    ("one_pass"), else "recompute" or "stash"; `explain_plan` says which and why. Masked tokens are
-    not computed. Tokens that cannot have a gradient (no advantage, or rejected by a correction, in
-    a loss that `follows_advantage`) have a forward for the metrics' sake, and no backward;
-    skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the metrics are
-    then over the tokens that were computed.
-    teacher: what the spec's `Divergence` compares with, in the same windows: a `Teacher` (hidden
-    states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher` "one_pass"
-    takes four matmuls. The teacher gets no gradient.
+    ("one_pass"), else "recompute" or "stash"; `explain_plan` returns the plan and its reason.
+    Masked tokens are not computed. Tokens that cannot have a gradient (no advantage, or rejected by
+    a correction, in a loss that `follows_advantage`) have a forward for the metrics' sake, and no
+    backward; skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the
+    metrics are then over the tokens that were computed.
+    teacher: the model that the spec's `Divergence` compares with, in the same windows: a `Teacher`
+    (hidden states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher`
+    "one_pass" takes four matmuls. The teacher gets no gradient.
     """
     check_level(metrics)
     spec = ready_spec(spec)
@@ -177,7 +177,7 @@ def _inputs(
     for name in DIFFERENTIATED:
         if name in tensors:
             raise InputTypeError(
-                f"{name} is no argument of linear_policy_loss: the head computes it."
+                f"{name} is not an argument of linear_policy_loss: the head computes it."
             )
     logp = torch.zeros(hidden.shape[:-1], dtype=head.dtype, device=hidden.device)
     return Inputs.of(logp, old_logp, advantages, mask, tensors)
@@ -241,8 +241,8 @@ class _HeadLoss:
         spec = self.spec
         if spec.reach == "batch":
             hint = (
-                "a callable says how far it looks by its attribute `reach`, an aggregation by "
-                "`reads_logp = False`"
+                "to limit it, set the attribute `reach` of a callable, or `reads_logp = False` of "
+                "an aggregation"
             )
             return "batch", f"a part of it may look at any token ({hint})"
         if self.on_policy and spec.correction:

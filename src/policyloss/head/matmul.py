@@ -1,8 +1,7 @@
-"""Matrix products that accumulate, and leave their result, in float32 whatever the operands are.
+"""Matrix products with sums and results in float32, whatever the type of the operands.
 
-Products of bfloat16 numbers are exact in float32, so logits made this way are those of float32
-arithmetic on the same inputs; rounded to bfloat16 they would be off by up to 0.06 where they are
-near 30.
+Products of bfloat16 numbers are exact in float32, so these logits equal float32 arithmetic on the
+same inputs; rounded to bfloat16, a logit near 30 would be off by up to 0.06.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def mixed(a: Tensor) -> bool:
 
 
 def _aligned(a: Tensor) -> bool:
-    """Whether a dimension that is no multiple of 8 makes products slow: half precision on CUDA.
+    """Whether a dimension that is not a multiple of 8 makes products slow: half precision on CUDA.
 
-    They take up to eight times as long.
+    Such products take up to eight times as long.
     """
     return a.device.type == "cuda" and a.element_size() == 2
 

@@ -1,4 +1,4 @@
-"""Plans: how the head's matmuls are ordered, how much is kept, and which plan a call takes.
+"""Plans: the order of the head's matmuls, the memory they use, and the choice of a plan.
 
 Legend: N rows that must be computed, of which N_g have a gradient; V vocabulary entries, D hidden
 size. One unit of matmul is 2·N·V·D floating-point operations.
@@ -38,20 +38,20 @@ SHARE, STASH_SHARE = 0.8, 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of the head does.
+    """The way in which a call of the head runs.
 
-    Give it back as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
+    Pass it as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
 
-    name: "one_pass" makes the gradient in the forward, window by window (3 matmuls); "recompute"
-    keeps nothing and makes the logits again in the backward (4); "stash" keeps probabilities in the
-    type of the weight (3); "forward" has no backward (1).
+    name: "one_pass" computes the gradient in the forward, window by window (3 matmuls); "recompute"
+    keeps nothing and computes the logits again in the backward (4); "stash" keeps probabilities in
+    the type of the weight (3); "forward" has no backward (1).
     rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of
     "recompute". gathered: rows of their gradient that "one_pass" keeps in half precision until they
-    are multiplied together; 0 multiplies each window's by itself.
-    tokens: all rows. computed: those whose logits are made. with_gradient: those that take part in
-    the backward. matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: memory
-    beyond inputs and gradients, at most about this. reason: why this plan. kernels: what works
-    on rows of logits.
+    are multiplied together; with 0, each window is multiplied separately.
+    tokens: all rows. computed: the rows with logits. with_gradient: the rows with a gradient.
+    matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: an upper estimate of the
+    memory beyond inputs and gradients. reason: why this plan. kernels: the code that computes on
+    rows of logits.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Work(NamedTuple):
     """The work of a call: how many rows it has, computes and differentiates, and which gradients.
 
     longest: rows of the longest sequence that a window must hold. compares_logits: whether a window
-    holds a teacher's logits too, which take `teacher_matmul` of the student's matmul to make.
+    holds a teacher's logits too, which cost `teacher_matmul` times the student's matmul.
     stashes: how many numbers per logit the plan "stash" keeps.
     """
 
@@ -113,7 +113,7 @@ class Work(NamedTuple):
     stashes: int = 1
 
     def with_teacher(self, comparison: Comparison | None) -> Work:
-        """The same work, with a teacher's logits made or copied beside the student's."""
+        """The same work, with windows that hold a teacher's logits too."""
         if comparison is None or not comparison.makes_logits:
             return self
         return self._replace(compares_logits=True, teacher_matmul=comparison.matmul)
@@ -137,7 +137,7 @@ def free_bytes(like: Tensor) -> int:
         return free + int(reserved["all"]["current"] - allocated["all"]["current"])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not every system tells
+    except (AttributeError, OSError, ValueError):  # not known on every system
         return 1 << 33
 
 
@@ -150,7 +150,7 @@ def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
-    """The plan of `linear_policy_loss` for a loss of this `reach`. why: what makes it "batch"."""
+    """The plan of `linear_policy_loss` for a loss of this `reach`. why: the reason for "batch"."""
     name = _name_of(plan, LOSS_PLANS)
     if name == "one_pass" and reach == "batch":
         raise InputError(
@@ -187,7 +187,7 @@ def _name_of(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> str:
 
 
 def _plan_without_choice(head: Head, work: Work, plan: str | Plan) -> Plan | None:
-    """The plan, where the caller has chosen it or nothing needs a gradient; else None."""
+    """The plan if the caller has chosen one or nothing needs a gradient; else None."""
     if isinstance(plan, Plan):
         return _complete_plan(head, work, plan)
     if not work.any_gradient:
@@ -261,7 +261,7 @@ def _check_stash(head: Head) -> None:
         )
     if head.tiles is not None:
         raise InputError(
-            "plan='stash' keeps rounded probabilities, whose gradient has other bits than that of "
+            "plan='stash' keeps rounded probabilities, so its gradient differs in some bits from "
             "the other plans; within exact() use plan='recompute'."
         )
 
@@ -289,7 +289,7 @@ def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:
         raise InputError(
             f"plan has gathered={plan.gathered} with name={plan.name!r}, rows={plan.rows} and "
             f"{head.hidden.dtype} hidden states; only one_pass gathers, at least as many rows as "
-            "a window holds, and not in float16, whose windows are scaled one by one. Use "
+            "a window holds, and not in float16, which is scaled window by window. Use "
             "gathered=0."
         )
     if plan.keeps_probabilities:
@@ -308,7 +308,7 @@ def _free(head: Head) -> int:
 
 
 def _logit_bytes(head: Head, work: Work) -> int:
-    """Bytes of a logit; of two, where a window holds the teacher's beside the student's."""
+    """Bytes of a logit; of two logits where a window holds the teacher's too."""
     return head.dtype.itemsize * (1 + work.compares_logits)
 
 
@@ -373,6 +373,7 @@ def _add_figures(head: Head, work: Work, plan: Plan) -> Plan:
         with_gradient=work.with_gradient if work.any_gradient else 0,
         matmuls=forward + backward * share + of_teacher,
         extra_bytes=extra,
-        reason=plan.reason + ("; a teacher's logits lie beside" if work.compares_logits else ""),
+        reason=plan.reason
+        + ("; a window holds the teacher's logits too" if work.compares_logits else ""),
         kernels=explain_kernels(head.hidden.device, head.dtype),
     )

@@ -1,4 +1,4 @@
-"""Rows of logits: their statistics, and the way back. The one place that walks over the vocabulary.
+"""Rows of logits: their statistics and their gradients.
 
 Legend: R rows, V vocabulary entries (of this rank's shard), z raw logits `[R, V]`, ids `[R]`. For
 one row,
@@ -28,14 +28,13 @@ from policyloss.functional.triton_modules import kernels
 BLOCK = 192 << 10
 
 
-# The logit of an entry outside of a support. Its exponential is 0; of a large finite number that
-# would not be sure, because a GPU rounds `u·scale − maximum` once where it rounds the maximum
-# twice.
+# The logit of an entry outside of a support. Its exponential is 0; that of a large finite number
+# might not be, because a GPU rounds `u·scale − maximum` once where it rounds the maximum twice.
 ABSENT = -math.inf
 
 
 class Scaling(NamedTuple):
-    """What lies between the product `hidden @ weight.T` and the softmax.
+    """The operations between the product `hidden @ weight.T` and the softmax.
 
     inverse_temperature: a number, or one per row `[R]`. softcap: None, or the bound of
     `softcap·tanh(z/softcap)`. bias: `[V]`. restricted: logits may be `ABSENT`.
@@ -66,7 +65,7 @@ class Scaling(NamedTuple):
 class Partials(NamedTuple):
     """The result of one pass over each row, `[R]` each.
 
-    Partials of several shards of the vocabulary merge into those of all.
+    Partials of several shards merge into partials of the vocabulary.
     max: largest s, as rounded; the others are measured from this very number. sum: Σ e^(s−max).
     moment: Σ e^(s−max)·(s−max), None if no entropy is wanted. target: s−max of the row's id, 0 if
     the id is not among these V (relative, so that large logits cost logp no digits).
@@ -95,7 +94,7 @@ class Statistics(NamedTuple):
 
 
 def finished(p: Partials) -> Statistics:
-    """The statistics of rows whose partials cover the whole vocabulary."""
+    """The statistics of rows, from partials over the whole vocabulary."""
     log_sum = p.sum.log()
     entropy = None if p.moment is None else log_sum - p.moment / p.sum
     return Statistics(p.target - log_sum, entropy, p.max + log_sum)
@@ -108,8 +107,7 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
         partials: Partials = fused.row_partials(z, ids, scaling, entropy)
         return partials
     if z.shape[0] == 1 and z.device.type == "cpu":
-        # Several threads share the sum of a lone row, in another order than that of one among
-        # others.
+        # Several threads share the sum of a lone row, in another order than in several rows.
         twice = row_partials(z.expand(2, -1), ids.expand(2), scaling.repeated(2), entropy)
         return Partials(*(None if x is None else x[:1] for x in twice))  # type: ignore[arg-type]
     parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
@@ -117,7 +115,7 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
 
 
 def joined(parts: list[Partials]) -> Partials:
-    """The partials of all rows, from those of some after others; one part at least."""
+    """Concatenate the partials of consecutive rows; at least one part."""
     if len(parts) == 1:
         return parts[0]
     return Partials(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))  # type: ignore[arg-type]
@@ -285,7 +283,7 @@ def without_silent_rows(d: Tensor, silent: Tensor) -> Tensor:
 def kernels_for(z: Tensor, scaling: Scaling, module: str = "policyloss.head.kernels") -> Any:
     """A module of Triton kernels if they run on the device and dtype of `z`, else None.
 
-    They know no `ABSENT` under a softcap, which would bring it back.
+    They do not support `ABSENT` under a softcap, which would make it finite.
     """
     if scaling.restricted and scaling.softcap is not None:
         return None
@@ -293,7 +291,7 @@ def kernels_for(z: Tensor, scaling: Scaling, module: str = "policyloss.head.kern
 
 
 def explain_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """What works on rows of logits of this kind, and why not Triton."""
+    """The code that computes on such rows of logits, and the reason if it is not Triton."""
     why = _unsuited(device, dtype)
     if not why and kernels("policyloss.head.kernels") is None:
         why = "Triton is not installed"

@@ -1,8 +1,8 @@
 """Supports: the vocabulary entries that a sampler's top-p or top-k kept, token by token.
 
-A sampler that cuts the tail draws from the softmax over what it kept. The log-probability of that
-draw is normalised over the kept entries alone, and so is that of the policy in training if it gets
-the same support: entries outside of it have probability 0 and no gradient.
+A sampler that cuts the tail draws from the softmax over the entries it kept. The log-probability of
+that draw is normalised over the kept entries alone, and so is the log-probability of the policy in
+training if it gets the same support: entries outside of it have probability 0 and no gradient.
 Legend: N tokens, K kept entries of all tokens together, R rows of a window.
 """
 
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     columns: Tensor
 
     def restrict(self, z: Tensor, start: int = 0) -> None:
-        """Replace every other logit of z `[R, V]` by `ABSENT`, whose exponential is 0.
+        """Replace every other logit of z `[R, V]` by `ABSENT`: its exponential is 0.
 
         start: the column that z begins with.
         """
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Kept entries, those of token i at `ids[offsets[i]:offsets[i+1]]`. `[K]`, `[N+1]`, int64."""
+    """Kept entries: `ids[offsets[i]:offsets[i+1]]` of token i. `[K]`, `[N+1]`, int64."""
 
     ids: Tensor
     offsets: Tensor

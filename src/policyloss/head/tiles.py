@@ -1,11 +1,11 @@
 """Products of fixed shapes, and sums in a fixed order: the head in the exact mode.
 
 A library of matrix products chooses the order of a sum by the shape, and on a CPU also by the
-address at which a row begins. In a product of one shape whose rows are aligned, a row has the same
-bits at every place and beside any others; that is checked once for each shape. So rows are
+address at which a row begins. In a product of one shape with aligned rows, a row has the same bits
+at every place, whatever the other rows are; that is checked once for each shape. So rows are
 multiplied in aligned tiles of one size, the last one filled up with zeros.
-The vocabulary is cut into parts, and what is summed over it is summed in the parts and then over
-them, in one tree; so ranks that hold whole parts get the bits of one rank.
+The vocabulary is cut into parts, and a sum over it is taken within the parts and then over them, in
+one tree; so ranks that hold whole parts get the bits of one rank.
 
 Legend: R rows, D hidden size, V vocabulary entries of this rank, P parts of the whole vocabulary.
 """
@@ -39,11 +39,12 @@ _CHECKED: dict[tuple[object, ...], bool] = {}
 
 
 class Tiles(NamedTuple):
-    """How the exact mode cuts the products of a head.
+    """The shapes of a head's products in the exact mode.
 
-    rows: of a tile. borders: of the parts of the whole vocabulary, `[P + 1]` rising numbers (a
-    small vocabulary has fewer parts). parts: those of this rank, as slices of its entries. at_once:
-    whether one product makes the logits of all parts, with the bits that theirs would have.
+    rows: of a tile. borders: of the parts of the vocabulary over all ranks, `[P + 1]` rising
+    numbers (a small vocabulary has fewer parts). parts: on this rank, as slices of its entries.
+    at_once: whether one product computes the logits of all parts, with the bits of separate
+    products.
     """
 
     rows: int
@@ -56,8 +57,8 @@ class Tiles(NamedTuple):
         """The tiles of a head in the exact mode. They do not depend on the rows."""
         if x.dtype == torch.float16:
             raise InputError(
-                "exact() cannot multiply float16, whose gradients are scaled by numbers of a whole "
-                "window; use bfloat16 or float32."
+                "exact() cannot multiply float16, because its gradients are scaled by numbers of a "
+                "complete window; use bfloat16 or float32."
             )
         if vocabulary.group is not None:
             _check_shards(vocabulary)
@@ -82,7 +83,7 @@ class Tiles(NamedTuple):
         return cls(0, torch.tensor(rising, device=entries.device), parts)
 
     def _check_products(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether one product may make the logits of all parts; tried once for each shape.
+        """Whether one product may compute the logits of all parts; tried once for each shape.
 
         Raises unless products of these shapes give equal rows equal bits.
         """
@@ -92,8 +93,8 @@ class Tiles(NamedTuple):
         how = (torch.get_num_threads(), torch.get_float32_matmul_precision())
         key = (x.device, x.dtype, self.rows, weight.shape, weight.stride(), sizes, *how)
         if key not in _CHECKED:
-            # Not the weight itself, which may be all zeros or NaN: of such a one every product
-            # looks the same.
+            # Not the weight itself, which may be all zeros or NaN: then every product looks the
+            # same.
             trial = _trial_numbers(torch.empty_like(weight))
             for size in set(sizes):
                 self._check_places(x, trial[self.parts[sizes.index(size)]])
@@ -171,7 +172,7 @@ class Tiles(NamedTuple):
             rows.copy_(tree(share, 0, len(self.parts))[: rows.shape[0]])
 
     def merged(self, table: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Partials:
-        """The partials of whole rows, from those of the parts of this rank (`partials`).
+        """Merge the partials of this rank's parts (`partials`) into partials of complete rows.
 
         ids: `[R]`, counted from this rank's first.
         """
@@ -179,7 +180,7 @@ class Tiles(NamedTuple):
             table = torch.cat(all_gather(table, vocabulary.group))
         maxima, sums, targets = table[:, 0], table[:, 1], table[:, 2]
         top = maxima.amax(0)
-        # A part whose entries are all −inf has sum 0 and counts for nothing.
+        # A part in which all entries are −inf has sum 0 and counts for nothing.
         distance = torch.where(maxima == -torch.inf, 0, maxima - top)
         shrink = distance.exp()
         borders, of_vocabulary = self.borders.unsqueeze(-1), ids + vocabulary.first
@@ -201,7 +202,7 @@ class Tiles(NamedTuple):
         follow = z.stride() == (z.shape[1], 1)
         as_rows = count > 1 and follow and size * count == z.shape[1] and scaling.bias is None
         if as_rows and kernels_for(z, scaling) is not None:
-            # A kernel knows nothing of the other rows, so that parts may be rows to it.
+            # A kernel computes each row by itself, so it can take the parts as rows.
             starts = torch.arange(0, z.shape[1], size, device=z.device)
             of_rows = scaling.repeated(count)
             p = row_partials(
@@ -223,7 +224,7 @@ class Tiles(NamedTuple):
 
 
 def _check_shards(vocabulary: Vocabulary) -> None:
-    """Raise unless every rank holds whole parts. What is read is the same on every rank."""
+    """Raise unless every rank holds whole parts. All ranks read the same numbers, so all raise."""
     ranks = dist.get_world_size(vocabulary.group)
     if (
         PARTS % ranks
@@ -239,18 +240,18 @@ def _check_shards(vocabulary: Vocabulary) -> None:
 
 
 def _trial_numbers(out: Tensor) -> Tensor:
-    """`out`, filled with numbers whose sums of products are rounded, and differ by their order."""
+    """Fill `out` with numbers for which the order of a sum of products changes its rounding."""
     rows, columns = (torch.arange(1, n + 1, device=out.device) for n in out.shape)
     return torch.outer(rows.sin().to(out.dtype), columns.cos().to(out.dtype), out=out)
 
 
 def _tile(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory whose rows are aligned as those of logits are, `[rows, columns]`."""
+    """Memory `[rows, columns]`, its rows aligned like rows of logits."""
     return Room(rows, columns, like, dtype).logits(rows, columns)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether a library reads the rows of x in place, each from a multiple of 64 bytes on."""
+    """Whether a library reads the rows of x in place, each starting at a multiple of 64 bytes."""
     step = x.stride(0)
     starts = (x.data_ptr(), step * x.element_size())
     return x.stride(1) == 1 and step >= x.shape[1] and all(start % 64 == 0 for start in starts)
@@ -268,7 +269,7 @@ def tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
 
 
 def _tree_of(x: Tensor) -> Tensor:
-    """`tree` of the rows of a stack `[P, ...]`, which stay as they are."""
+    """`tree` of the rows of a stack `[P, ...]`, which are not overwritten."""
     if x.shape[0] & (x.shape[0] - 1):
         return tree(lambda i: x[i].clone(), 0, x.shape[0])
     while x.shape[0] > 1:

@@ -27,7 +27,7 @@ from policyloss.tokens import checked_mask
 
 
 def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
-    """Raise unless `ids` are integers, one per token of `of`, where it lies."""
+    """Raise unless `ids` are integers on `device`, one per token of the tensor named `of`."""
     refuse_transforms()
     if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
         raise InputError(f"ids must be a tensor of token ids (integers), got {description(ids)}.")
@@ -52,8 +52,8 @@ def unusable_temperatures(rate: Tensor, valid: Tensor | None) -> Tensor:
 def value_summary(head: Head, valid: Tensor | None) -> Tensor:
     """The lowest and the highest id at valid positions, as integers on the device.
 
-    With a support, its faults follow. If each token has a temperature, also how many of those at
-    valid positions are not positive.
+    With a support, its faults follow. If each token has a temperature, also the number of
+    temperatures at valid positions that are not positive.
     """
     if head.ids.numel() == 0:
         return head.ids.new_zeros(5)
@@ -145,7 +145,7 @@ def side_stream(moment: Any, device: torch.device) -> Iterator[None]:
 
 
 def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`mask` as bool, flat; None if there is none.
+    """`mask` as bool, flat; None if the mask is None.
 
     Waits for the device if the mask is not bool, as the head does anyway.
     """
@@ -201,7 +201,7 @@ def check_softcap(softcap: float | None) -> None:
 def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
     """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together.
 
-    of: how their names begin in errors.
+    of: the prefix of their names in errors.
     """
     of_hidden, of_weight, of_bias = (f"{of}{name}" for name in ("hidden", "weight", "bias"))
     for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
@@ -217,8 +217,8 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; "
-            "give hidden [..., D] and weight [V, D] with the same D (the weight of "
-            "torch.nn.Linear(D, V) as it is)."
+            "give hidden [..., D] and weight [V, D] with the same D (the layout of "
+            "torch.nn.Linear(D, V).weight)."
         )
     if bias is not None and (
         not isinstance(bias, Tensor) or tuple(bias.shape) != (weight.shape[0],) or bias.is_complex()

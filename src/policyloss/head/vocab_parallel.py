@@ -17,7 +17,7 @@ from policyloss.head.softmax_rows import Partials
 
 
 class Vocabulary(NamedTuple):
-    """A vocabulary of `size` entries, of which this rank holds those from `first` on.
+    """A vocabulary of `size` entries. This rank holds a range that starts at `first`.
 
     group: None if this rank holds all of them.
     largest: entries of the largest shard. free: bytes of memory that every rank has; None without a
@@ -66,7 +66,7 @@ class Vocabulary(NamedTuple):
             return p
         top = p.max.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
-        # A shard whose entries are all −inf has sum 0 and counts for nothing.
+        # A shard in which all entries are −inf has sum 0 and counts for nothing.
         distance = torch.where(p.max == -torch.inf, 0, p.max - top)
         shrink = distance.exp()
         parts = [p.sum * shrink, torch.where(here, p.target + distance, 0)]

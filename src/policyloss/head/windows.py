@@ -1,10 +1,9 @@
-"""A batch as the head's windows see it: what does not depend on logp is computed once, over the
-whole batch, then cut.
+"""A batch cut into windows: numbers that do not depend on logp are computed once for the batch.
 
 Corrections compare old and rollout log-probabilities, and an average's weights depend on masks and
-counts only; so both are known before the first matmul, and a window need not hold what they look
-at. What a window must hold is what the *gradient* looks at: single tokens, or whole sequences
-(`LossSpec.reach`).
+counts only; so both are known before the first matmul, and a window need not hold the tokens that
+they read. A window must hold the tokens that the *gradient* reads: single tokens, or complete
+sequences (`LossSpec.reach`).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from policyloss.totals import Totals
 
 
 class Window(NamedTuple):
-    """Some tokens of a batch. rows: those whose logits are computed, `size` of them. moved: how
-    many of them, the first ones, may have a gradient.
+    """Some tokens of a batch. rows: the `size` tokens with logits. moved: how many of them, the
+    first ones, may have a gradient.
 
-    tokens: all positions the loss looks at, masked ones among them, with `place`, where the rows
-    are in it, and `cu_seqlens`, where sequences end; None where every token is a row and stands
-    alone.
+    tokens: all positions that the loss reads, masked ones among them, with `place`, the positions
+    of the rows in it, and `cu_seqlens`, where sequences end; None where every token is a row and
+    stands alone.
     """
 
     rows: Index
@@ -54,10 +53,10 @@ class Batch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or
     token-shaped) known beforehand.
 
-    step: the given totals, None if this call is the step. weight: None if there is no correction,
-    or if one reads logp. corrections: those of the spec, in its order; beside one that reads logp,
-    the others with their answer for the whole batch. live: tokens that may have a gradient, flat
-    bool. on_policy: old_logp is what logp will be.
+    step: the caller's totals, None if this call is the step. weight: None without a correction, or
+    if one reads logp. corrections: of the spec, in its order; if one reads logp, the others
+    come with their result for the batch. live: tokens that may have a gradient, flat bool.
+    on_policy: old_logp is the logp of this call.
     """
 
     spec: LossSpec
@@ -72,7 +71,7 @@ class Batch:
     def average(self) -> Tensor:
         """The weight of each token in the average.
 
-        Made when first asked for: by then the device has a matmul to work on.
+        Computed at the first use: by then the device has a matmul to work on.
         """
         t = self.tokens
         weight: Tensor = self.spec.aggregate(t.with_totals(self.step))
@@ -84,11 +83,11 @@ class Batch:
         return self.tokens.mask.reshape(-1)
 
     def gradients(self, window: Window, known: dict[str, Tensor]) -> list[Tensor | None]:
-        """The derivatives of the loss by what is known of a window's rows, `[R]` each, by autograd
-        over the pipeline of `policy_loss`.
+        """The derivatives of the loss by the numbers `known` of a window's rows, `[R]` each, by
+        autograd over the pipeline of `policy_loss`.
 
-        known: logp, entropy and, with a teacher, divergence. Those of logp and, with a teacher, of
-        the divergence are never None.
+        known: logp, entropy and, with a teacher, divergence. Only the derivative by the entropy
+        may be None.
         """
         with torch.enable_grad():
             t, at = self._of(window, known)
@@ -97,7 +96,7 @@ class Batch:
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
             if self.spec.corrections_by_logp:
                 here = tuple(
-                    c.at(at, t.mask.shape) if isinstance(c, _Answered) else c
+                    c.at(at, t.mask.shape) if isinstance(c, _BatchCorrection) else c
                     for c in self.corrections
                 )
                 t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
@@ -130,7 +129,7 @@ class Batch:
         return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
 
     def _of(self, window: Window, known: dict[str, Tensor]) -> tuple[Tokens, Index]:
-        """The window as a call of its own: a row of single tokens `[1, R]`, or a pack of whole
+        """The tokens of the window alone: a row of single tokens `[1, R]`, or a pack of complete
         sequences.
         """
         at = window.rows if window.tokens is None else window.tokens
@@ -166,18 +165,18 @@ class Batch:
             raw=raw,
             group_ids=None,
             positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),
-            # A window's own numbers are not the batch's, so what was not measured is an error.
+            # A window's numbers are not the batch's, so a number that was not measured is an error.
             measured={} if t.measured is None else t.measured,
         ), at
 
 
 @dataclass(frozen=True, eq=False)
-class _Answered:
-    """A correction with its answer for the whole batch: it may have looked at sequences, which a
-    window need not hold.
+class _BatchCorrection:
+    """A correction with its result for the batch: it may have read sequences, which a window need
+    not hold.
     """
 
-    answer: Corrected
+    result: Corrected
     name: str
     shape: torch.Size
 
@@ -186,22 +185,22 @@ class _Answered:
         return self.name
 
     def __call__(self, t: Tokens) -> Corrected:
-        return self.answer
+        return self.result
 
-    def at(self, at: Index, shape: torch.Size) -> _Answered:
-        """The answer for some tokens."""
+    def at(self, at: Index, shape: torch.Size) -> _BatchCorrection:
+        """The result for some tokens."""
         cut = (
             None if x is None else x.broadcast_to(self.shape).reshape(-1)[at].view(shape)
-            for x in self.answer
+            for x in self.result
         )
-        return _Answered(Corrected(*cut), self.name, shape)
+        return _BatchCorrection(Corrected(*cut), self.name, shape)
 
 
-def _answered(part: Any, t: Tokens) -> Any:
-    """`part` with its answer for the batch `t`, unless it reads logp or comes after all others."""
+def _correct_batch(part: Any, t: Tokens) -> Any:
+    """`part` with its result for the batch `t`, unless it reads logp or comes after all others."""
     if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):
         return part
-    return _Answered(part(t), correction_name(part), t.mask.shape)
+    return _BatchCorrection(part(t), correction_name(part), t.mask.shape)
 
 
 def entropy_has_slope(spec: LossSpec) -> bool:
@@ -211,7 +210,7 @@ def entropy_has_slope(spec: LossSpec) -> bool:
 
 @dataclass(frozen=True)
 class _SingleTokens(Sequences):
-    """The layout of tokens from anywhere in the batch: a part that asks for sequences has a larger
+    """The layout of tokens from anywhere in the batch: a part that reads sequences needs a larger
     reach.
     """
 
@@ -230,8 +229,8 @@ class _SingleTokens(Sequences):
 
 def _reaches_further() -> InputError:
     return InputError(
-        "a part that says reach = 'token' looked at a token's sequence: say reach = 'sequence', so "
-        "that the head keeps sequences together, or leave the attribute out."
+        "a part with reach = 'token' read a token's sequence: set reach = 'sequence', so that "
+        "the head keeps sequences together, or leave the attribute out."
     )
 
 
@@ -239,7 +238,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
     """Fill in all of `t` that does not depend on logp."""
     weight, corrections = None, spec.correction
     if spec.corrections_by_logp:
-        corrections = tuple(_answered(part, t) for part in spec.correction)
+        corrections = tuple(_correct_batch(part, t) for part in spec.correction)
     else:
         t, corrected = corrected_tokens(spec, t, step)
         weight = None if corrected.weight is None else corrected.weight.broadcast_to(t.mask.shape)
@@ -256,7 +255,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
 
 
 def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = None) -> list[Window]:
-    """Rows in any order: first those with a gradient, then those that only the metrics want (if
+    """Rows in any order: first the rows with a gradient, then the rows for the metrics alone (if
     `work` counts them), which share the last window of the others if they fit into it.
     """
     n = work.with_gradient
@@ -284,7 +283,7 @@ def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = Non
 
 
 def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
-    """Whole sequences, first those with a gradient; each window holds as many as fit into `rows`.
+    """Complete sequences, first the ones with a gradient; a window holds as many as fit `rows`.
 
     Reads lengths back.
     """
@@ -356,16 +355,16 @@ def run_windows(
     The gradients are added to `sums`, each window's while its logits exist. check: raise if a value
     of the ids, temperatures or the teacher cannot be used.
     """
-    answer: Callable[[], None] | None = None
+    finish_checks: Callable[[], None] | None = None
     names = ("logp", "entropy") if comparison is None else ("logp", "entropy", "divergence")
     known = {
         name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
         for name in names
     }
     most = max((w.size for w in all_windows), default=0)
-    room, beside = head.room(most), None if comparison is None else comparison.room(most)
+    room, teacher_room = head.room(most), None if comparison is None else comparison.room(most)
     for window in all_windows:
-        rows, z, s = compute_rows(head, comparison, window.rows, room, beside, entropy=True)
+        rows, z, s = compute_rows(head, comparison, window.rows, room, teacher_room, entropy=True)
         assert s.entropy is not None
         here = {"logp": s.logp, "entropy": s.entropy}
         if rows.compared is not None:
@@ -381,8 +380,8 @@ def run_windows(
                 at, rows, z, s = at[first], rows.of_rows(first), z[first], s.of_rows(first)
                 derivatives = [None if d is None else d[first] for d in derivatives]
             sums.add(at, rows, z, room, s, derivatives)
-        if check and answer is None:
-            answer = start_checks(head, comparison, batch.rows)
-    if answer is not None:
-        answer()
+        if check and finish_checks is None:
+            finish_checks = start_checks(head, comparison, batch.rows)
+    if finish_checks is not None:
+        finish_checks()
     return known

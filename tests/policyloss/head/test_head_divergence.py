@@ -346,7 +346,7 @@ def test_four_matmuls() -> None:
     arguments = {**BATCH.kwargs, "teacher": teacher}
     told = pl.explain_plan(SPEC, hidden, weight, BATCH.ids, **arguments)
     assert told.name == "one_pass"
-    assert "a teacher's logits lie beside" in str(told)
+    assert "a window holds the teacher's logits too" in str(told)
     assert told.matmuls == pytest.approx((3 + share) * live / mask.numel())
     with MatmulRows(vocab, width) as work:
         pl.linear_policy_loss(SPEC, hidden, weight, BATCH.ids, **arguments).loss.backward()
@@ -488,7 +488,7 @@ def test_a_teacher_and_a_divergence_go_together() -> None:
         pl.linear_policy_loss("ppo", BATCH.hidden, BATCH.weight, BATCH.ids, **arguments)
     with pytest.raises(pl.InputError, match="pass teacher="):
         pl.linear_policy_loss(SPEC, BATCH.hidden, BATCH.weight, BATCH.ids, **BATCH.kwargs)
-    with pytest.raises(TypeError, match="divergence is no argument of linear_policy_loss"):
+    with pytest.raises(TypeError, match="divergence is not an argument of linear_policy_loss"):
         pl.linear_policy_loss(
             SPEC, BATCH.hidden, BATCH.weight, BATCH.ids, **arguments, divergence=BATCH.hidden
         )

@@ -1,4 +1,4 @@
-"""A teacher beside a head: its logits of any rows, and the divergence from the student's.
+"""The teacher of a call: its logits of any rows, and the divergence of the student's from them.
 
 Legend: N tokens, V vocabulary entries of this rank, K entries of a support.
 """
@@ -48,10 +48,11 @@ from policyloss.teacher import Teacher, TopK, refuse_counts
 
 
 class Compared(NamedTuple):
-    """Some rows and their teacher, when the divergence is known.
+    """Some rows compared with their teacher.
 
-    numbers: what the way back needs, of whole rows or of a support. teacher: the teacher's logits
-    of these rows, for whole rows. first: the first vocabulary entry of the logits they go with.
+    numbers: the inputs of the backward, of complete rows or of a support. teacher: the teacher's
+    logits of these rows, for complete rows. first: the vocabulary entry of the first column of
+    logits.
     """
 
     measure: Measure
@@ -81,7 +82,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a student's head is compared with, ready for any rows: one of the three below.
+    """The teacher that a student's head is compared with, in one of the three forms below.
 
     head: the teacher's. logits: the teacher's, `[N, V]`. known: entries `[N, K]` and the teacher's
     log-probabilities of them. size: of the student's vocabulary, over all ranks. width: of the
@@ -102,13 +103,13 @@ class Comparison:
 
     @property
     def matmul(self) -> float:
-        """What the teacher's logits cost, in matmuls of the student's size."""
+        """The cost of the teacher's logits, in matmuls of the student's size."""
         if self.head is None:
             return 0.0
         return self.head.hidden.shape[1] / self.width
 
     def room(self, rows: int, columns: int | None = None) -> Room | None:
-        """Memory for the teacher's logits of so many rows; None if none are computed."""
+        """Memory for the teacher's logits of `rows` rows; None if no logits are computed."""
         return None if self.head is None else self.head.room(rows, columns)
 
     def teacher_rows(
@@ -130,7 +131,7 @@ class Comparison:
     def compared(
         self, head: Head, rows: Rows, at: Index, z: Tensor, room: Room | None, entropy: bool
     ) -> tuple[Statistics, Compared]:
-        """The student's statistics and the divergence of the rows at `at`, whose logits are z."""
+        """The student's statistics and the divergence of the rows at `at`. z: their logits."""
         vocabulary, here = head.vocabulary, head.ids_here(rows, z)
         teacher = self.teacher_rows(at, room)
         if teacher is not None and self.measure.top is None:
@@ -154,7 +155,7 @@ class Comparison:
         return s, Compared(self.measure, entries, None, vocabulary.first)
 
     def counts(self, valid: Tensor | None) -> Tensor | None:
-        """How many values are certainly wrong, on the device; None if none can be. valid: flat."""
+        """Count the invalid values, on the device; None without values to check. valid: flat."""
         if self.known is not None:
             return self.known.counts(self.size, valid)
         rate = None if self.head is None else self.head.inverse_temperature
@@ -193,25 +194,25 @@ def compute_rows(
     comparison: Comparison | None,
     at: Index,
     room: Room,
-    beside: Room | None,
+    teacher_room: Room | None,
     entropy: bool,
 ) -> tuple[Rows, Tensor, Statistics]:
     """The rows at `at` with their teacher's numbers, their logits in `room`, and their statistics.
 
-    beside: memory for the teacher's logits.
+    teacher_room: memory for the teacher's logits.
     """
     rows = head.rows(at)
     if comparison is None:
         return rows, *head.forward(rows, room, entropy)
     z = head.logits(rows, room)
-    s, compared = comparison.compared(head, rows, at, z, beside, entropy)
+    s, compared = comparison.compared(head, rows, at, z, teacher_room, entropy)
     return rows._replace(compared=compared), z, s
 
 
 def start_checks(
     head: Head, comparison: Comparison | None, valid: Tensor | None
 ) -> Callable[[], None]:
-    """Start to count the values that cannot be used; the result waits for the counts, and raises.
+    """Start to count the invalid values; the returned function waits for the counts, and raises.
 
     Call this after queueing work, to hide the wait.
     """
@@ -219,12 +220,12 @@ def start_checks(
     counts = None if comparison is None else comparison.counts(valid)
     wrong = None if counts is None else read_later(counts)
 
-    def answer() -> None:
+    def finish() -> None:
         refuse_values(stray(), head, valid)
         if comparison is not None and wrong is not None:
             comparison.refuse(wrong())
 
-    return answer
+    return finish
 
 
 def comparison_of(
@@ -314,8 +315,8 @@ def comparison_of_spec(
     part = spec.divergence
     if part is None and teacher is not None:
         raise InputError(
-            "teacher is given, but nothing in the spec compares with it; put a Divergence into its "
-            "kl slot, or leave teacher out."
+            "teacher was passed, but nothing in the spec compares with it; put a Divergence into "
+            "its kl slot, or leave teacher out."
         )
     if part is None:
         return None

@@ -47,8 +47,8 @@ def linear_divergence(
     With `s = log_softmax((hidden @ weight.T + bias) / temperature)` and t the teacher's, "forward"
     is `(t.exp() * (t - s)).sum(-1)`, "reverse" `(s.exp() * (s - t)).sum(-1)`, "jsd" GKD's with the
     mixture (1−beta)·student + beta·teacher; see `Divergence` for the options. The logits of both
-    models are made a window at a time in float32. The gradient reaches hidden, weight and bias of
-    the student, and never the teacher.
+    models are computed a window at a time in float32. The gradient reaches hidden, weight and bias
+    of the student, and never the teacher.
 
     hidden: `[..., D]`. weight: `[V, D]`. teacher: a `Teacher` (hidden states of any width, and a
     head), a `TopK`, or logits that exist, `[..., V]`. mask, bias, temperature, softcap,
@@ -86,7 +86,7 @@ def divergence(
 ) -> Tensor:
     """`linear_divergence` from logits that exist, `[..., V]`; the gradient reaches the logits.
 
-    teacher: logits of the same shape, or a `TopK`. The other arguments are those of
+    teacher: logits of the same shape, or a `TopK`. The other arguments are as in
     `linear_divergence`. → `[...]` float32 (float64 for float64), 0 where mask is False.
     """
     check_logits(logits)
@@ -101,7 +101,7 @@ def divergence(
     rate = inverse_temperature(temperature, tokens, compute_dtype(z), z.device)
     ids = torch.zeros(z.shape[0], dtype=torch.int64, device=z.device)
     part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
-    # Columns of logits in the place of a weight's rows: the head is asked for their number only.
+    # The logits take the place of a weight, of which the head reads the number of rows only.
     head = Head(z, z.t(), ids, None, rate, softcap, Vocabulary(z.shape[1], z.shape[1]))
     comparison = comparison_of(teacher, part.measure, head, tokens)
     valid = check_mask(mask, ids.view(tokens))

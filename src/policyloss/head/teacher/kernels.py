@@ -1,6 +1,6 @@
 """Triton kernels for rows of two distributions: one launch each, with one program per row.
 
-They are the sums and the gradient of `teacher/rows.py`, and share the tiles, the powers of two and
+They compute the sums and the gradient of `teacher/rows.py`, with the tiles, the powers of two and
 the determinism of `head/kernels.py`.
 Legend: R rows, V vocabulary entries, z the student's raw logits `[R, V]`, u the teacher's; ls and
 lt log-probabilities, p_s and p_t probabilities, m = (1−beta)·p_s + beta·p_t.
@@ -28,8 +28,8 @@ from policyloss.head.kernels import (
 from policyloss.head.softmax_rows import Partials, Scaling
 from policyloss.head.teacher.rows import PairStatistics
 
-# As in `kernels.py`: entries of a row that a program reads at once, and the warps that share them.
-# A program holds two rows at a time, so its tiles are half as large.
+# As in `head/kernels.py`: entries of a row that a program reads at once, and the warps that share
+# them. A program holds two rows at a time, so its tiles are half as large.
 PAIR_FORWARD = {4: (4096, 4), 2: (2048, 4)}
 # A multiply-add that is rounded once would make two equal rows differ: `u·rate` is subtracted from
 # `z·rate`, which is rounded. The kernels wait for memory in any case.
@@ -56,14 +56,14 @@ def _scaled_tile(
         z = tl.load(row + column, eviction_policy="evict_first")
         bias = tl.load(bias_ptr + column) if HAS_BIAS else z
     x = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP) * scale
-    # The bound of a softcap is finite, so what lies past the row is taken out after it.
+    # The bound of a softcap is finite, so entries past the row become −inf after it.
     return tl.where(column < V, x, float("-inf")) if MASKED else x
 
 
 @triton.jit
 def _shifted(top, x):
     """The running reference of each lane after the tile x `[L, K, E]`; x − reference, the powers,
-    and what the sums so far are multiplied by.
+    and the factor of the sums so far.
     """
     new_top = tl.maximum(top, tl.max(tl.max(x, axis=2), axis=1))
     reference = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -98,7 +98,7 @@ def _added(
 
 @triton.jit
 def _row_decay(top):
-    """The reference of the whole row, and what each lane's sums are multiplied by."""
+    """The reference of the complete row, and the factor of each lane's sums."""
     row_top = tl.max(top, axis=0)
     back = top - tl.where(row_top == float("-inf"), 0.0, row_top)
     return row_top, back, tl.exp2(back)
@@ -132,7 +132,7 @@ def _pair_partials_kernel(
     L: tl.constexpr,
     E: tl.constexpr,
 ):
-    """The partials of both rows (see `kernels._partials_kernel`), and the cross sum.
+    """The partials of both rows (see `head.kernels._partials_kernel`), and the cross sum.
 
     With s and t the scaled logits and e_s, e_t their shifted exponentials, that is
     `(e_t * (t - s)).sum(-1)` for the forward KL and `(e_s * (s - t)).sum(-1)` for the reverse.
@@ -204,7 +204,7 @@ def _to_mixture(gap, beta):
 
 @triton.jit
 def _mixture_terms(ls, lt, beta):
-    """What each entry adds to KL(student‖m) and to KL(teacher‖m), in powers of two."""
+    """The term of each entry in KL(student‖m) and in KL(teacher‖m), in powers of two."""
     p_s, p_t = tl.exp2(ls), tl.exp2(lt)
     to_student, to_teacher = _to_mixture(lt - ls, beta)
     return tl.where(p_s > 0, -p_s * to_student, 0.0), tl.where(p_t > 0, -p_t * to_teacher, 0.0)
@@ -472,7 +472,7 @@ def _pair_gradient_kernel(
     NARROWING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient dz of one row: `kernels._gradient_kernel`'s, and that of the divergence.
+    """The gradient dz of one row: that of `head.kernels._gradient_kernel`, and the divergence's.
 
     The divergence adds `ddivergence·(slopes − p_s·total)` to ds: of the forward KL `p_s − p_t`, of
     the reverse `p_s·(ls − lt − total)`, of the JSD `p_s·((1−beta)·(ls − log m) − total)`.
@@ -543,9 +543,9 @@ def pair_gradient(
     _block: int | None = None,
     _warps: int | None = None,
 ) -> None:
-    """`pair_rows.pair_gradient` in one read of z and u and one write of `out`.
+    """`teacher.rows.pair_gradient` in one read of z and u and one write of `out`.
 
-    `out` may lie over z as in `kernels.row_gradient`.
+    `out` may lie over z as in `head.kernels.row_gradient`.
     """
     rows, vocabulary = z.shape
     if not rows:

@@ -6,9 +6,9 @@ the teacher's. For one row, with ls and lt the log-probabilities of both,
     divergence = Σ terms(ls, lt)               total = Σ slopes(ls, lt), −1 of the forward KL
     dz = [policy's gradient + ddivergence·(slopes(ls, lt) − p_s·total)] · d(scaled z)/dz
 
-`terms` and `slopes` are those of `functional.divergence`; over whole rows the generalised kind is
-the reverse KL, and only the latter is met here. The functions here are plain PyTorch and
-the reference; on a GPU the Triton kernels of `kernels` take their place over whole rows.
+`terms` and `slopes` are in `functional.divergence`; on complete rows the generalised kind is
+computed as the reverse KL. The functions here are plain PyTorch and the reference; on a GPU the
+Triton kernels of `kernels` replace them on complete rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KERNELS = "policyloss.head.teacher.kernels"
 
 
 class PairStatistics(NamedTuple):
-    """What the way back needs of whole rows, `[R]` each.
+    """The inputs of the backward of complete rows, `[R]` each.
 
     lse: of the teacher's scaled logits. total: the sum of the slopes.
     """
@@ -57,7 +57,7 @@ class PairStatistics(NamedTuple):
 
 
 class PairRows(NamedTuple):
-    """The teacher's logits of some rows, and what is done to them."""
+    """The teacher's logits of some rows, and their scaling."""
 
     u: Tensor
     scaling: Scaling
@@ -105,7 +105,7 @@ def _fused_statistics(
     here: Tensor,
     entropy: bool,
 ) -> tuple[Statistics, PairStatistics]:
-    """One read of both rows for a KL, two for a JSD, whose mixture is known after the first."""
+    """Read both rows once for a KL, twice for a JSD: its mixture needs the normalisers."""
     kind = measure.computed_kind
     ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, kind, entropy)
     student, teacher_rows = vocabulary.merged(ours, here), vocabulary.merged(theirs, here)
@@ -118,14 +118,14 @@ def _fused_statistics(
         return s, PairStatistics(measure.beta * of_teacher + total, lse, total)
     weighing, merged = (theirs, teacher_rows) if kind.weighted_by_teacher else (ours, student)
     cross = vocabulary.summed(cross * _shrink(weighing, merged)) / merged.sum
-    # The mean of (log p_t − log p_s) up to the normalisers, whose large parts cancel first.
+    # The mean of (log p_t − log p_s) up to the normalisers: their large parts cancel first.
     shift = (teacher_rows.max - student.max) + (teacher_rows.sum.log() - student.sum.log())
     divergence = cross - shift if kind.weighted_by_teacher else cross + shift
     return s, PairStatistics(divergence, lse, kind.total(divergence, divergence))
 
 
 def _shrink(p: Partials, merged: Partials) -> Tensor:
-    """What a shard's sums are multiplied by to be measured from the maximum of all shards."""
+    """The factor that refers a shard's sums to the maximum of all shards."""
     return torch.where(p.max == merged.max, 1, (p.max - merged.max).exp())
 
 
@@ -177,7 +177,7 @@ def _log_probabilities(
 
 
 class Entries(NamedTuple):
-    """A support and what the way back needs of it. divergence: `[R]`; the others `[R, K]`.
+    """A support and the inputs of its backward. divergence: `[R]`; the others `[R, K]`.
 
     ids: global. keep: which entries count. logp: the student's. slopes: the derivatives of the
     divergence by them, 0 where keep is False.
@@ -257,7 +257,7 @@ def _rate(values: Tensor, scaling: Scaling) -> Tensor | float:
 def _write(out: Tensor, columns: Tensor, d: Tensor, active: Tensor) -> None:
     """`out[row, column] = d` where `active`, without reading back how many there are.
 
-    What is not active repeats the first active entry of its row, or what stands in column 0.
+    The other entries repeat the first active one of their row; without one, `out` in column 0.
     """
     some = active.any(-1, keepdim=True)
     first = active.to(torch.uint8).argmax(-1, keepdim=True)
