@@ -168,8 +168,8 @@ def bits_check(
     *,
     against: LogProbFunction | Sequence[Any] | None = None,
 ) -> BitsReport:
-    """Whether `fn` gives a sequence the same bits alone, in any batch and at any place, and where
-    its bits first differ from those of another engine.
+    """Check that `fn` gives a sequence the same bits alone, in any batch and at any place, and find
+    the first bits that differ from another engine's.
 
         print(pl.bits_check(logprobs_of_trainer, sequences, against=logprobs_of_engine))
 

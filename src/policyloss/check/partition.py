@@ -137,9 +137,9 @@ def partition_check(
     """Cut `batch` in several ways, run your training step on each, and report whether the gradient
     moved, how far, and why.
 
-    step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for
-      ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without an
-      optimizer step and without gradient clipping. It returns the model, its parameters, or the
+    step_fn: takes a list of micro-batches (dicts like `batch`) and does the work of your trainer
+      for ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without
+      an optimizer step and without gradient clipping. It returns the model, its parameters, or the
       gradients (a mapping or an iterable of tensors; a few layers are enough).
     batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors with a dimension of
       rows, tokens or sequences are cut with it, everything else is passed through.

@@ -206,7 +206,7 @@ def _numbers(e: Explanation) -> list[str]:
 
 
 def shortened(numbers: tuple[Sourced, ...]) -> list[str]:
-    """The sources, with "the same" for a long one that repeats the row above."""
+    """The sources, with "the same" for a long source that repeats the row above."""
     above = ["", *(n.source for n in numbers[:-1])]
     return [
         "the same" if n.source == a and "." in n.where and len(a) > 24 else n.source

@@ -55,7 +55,7 @@ def number_examples(rows: Iterable[Row]) -> tuple[Example, ...]:
 
 
 def drop_duplicates(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator[Row]:
-    """The rows without those that repeat the prompt of an earlier row or of `others`."""
+    """The rows, except rows that repeat the prompt of an earlier row or of `others`."""
     taken = {prompt for prompt, _, _ in others}
     for row in rows:
         if row[0] not in taken:
