@@ -147,7 +147,7 @@ def teach(
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """The number of warm-up steps; by default some for the built-in task, 0 for a user's data."""
+    """The number of warm-up steps; by default some for a tiny model on "sort", else 0."""
     if config.warmup_steps is not None:
         return config.warmup_steps
     return WARMUP_STEPS if config.model in TINY and config.task == "sort" else 0

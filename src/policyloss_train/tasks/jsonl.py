@@ -50,7 +50,7 @@ def _placed(examples: list[Example]) -> tuple[Example, ...]:
 
 
 def _share(prompts: set[str]) -> set[str]:
-    """A tenth of the prompts, at least one: those with the smallest hashes, in any order."""
+    """A tenth of the prompts, at least one: the ones with the smallest hashes, in any order."""
     ordered = sorted(prompts, key=lambda prompt: sha256(prompt.encode()).digest())
     return set(ordered[: max(1, round(HELD_OUT_SHARE * len(ordered)))])
 

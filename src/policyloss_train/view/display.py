@@ -91,7 +91,7 @@ class Display:
         its speed, "tokens_per_s".
         """
         self._done = step
-        if step:  # step 0 is an evaluation, which has no step time
+        if step:  # step 0 is only an evaluation
             self._seconds.append(timing.get("step_s", math.nan))
         known = {**metrics, **timing}
         row = {"step": f"{self._done:>{len(str(self._total))}}/{self._total}"}
