@@ -71,7 +71,7 @@ LAYERS = (
     Layer("The loss", ("policy_metrics", "loss", "value")),
     Layer("Around the loss", ("accumulation", "head", "compiled", "check", "explanations")),
     Layer("The edge", ("compat", "choose", "cli")),
-    Layer("The files of a run", ("completions", "runs", "logs"), LAB),
+    Layer("The files of a run", ("limits", "reading", "completions", "runs", "logs"), LAB),
     Layer("Reading a run", ("explore", "whatif", "report", "diagnosis", "trl"), LAB),
     Layer("Making a run", (TRAINER,), TRAIN),
 )

@@ -463,9 +463,9 @@ def _loss_notes(times: Run) -> str:
     """What the rows are that do not explain themselves, if they are there."""
     notes = {
         "policyloss, compiled_loss": (
-            "`compiled_loss` is `pl.compiled_loss(spec)`: loss, all metrics and gradient as one "
-            "graph compiled from the eager source, then `backward()`. `value_and_gradient` is its "
-            "method that goes without autograd."
+            "`compiled_loss` is `pl.compiled_loss(spec)`, `torch.compile` over loss, all metrics "
+            "and gradient as one node, then `backward()`. `value_and_gradient` is its method "
+            "without autograd."
         ),
         "policyloss, basic": (
             '`basic` and `no metrics` are `metrics="basic"`, which is about what verl returns, '

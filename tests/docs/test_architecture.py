@@ -107,7 +107,7 @@ def test_every_module_is_in_one_layer_and_imports_only_layers_that_are_not_above
     assert not [(a, b) for a, box in boxes().items() for b in box.imports if height[b] > height[a]]
 
 
-def test_arrows_leave_out_what_others_imply() -> None:
+def test_arrows_leave_out_implied_ones() -> None:
     three = {"a": a_box("a", "b", "c"), "b": a_box("b", "c"), "c": a_box("c")}
     assert direct_imports(three) == [("a", "b"), ("b", "c")]
 
@@ -211,7 +211,7 @@ def test_every_place_that_the_page_sends_a_reader_to_exists(
         architecture_page.places_table()
 
 
-def test_every_package_says_what_it_holds() -> None:
+def test_every_package_describes_its_contents() -> None:
     assert not [
         name for name, box in boxes().items() if not box.about.endswith(".") or len(box.about) < 15
     ]

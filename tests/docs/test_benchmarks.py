@@ -57,7 +57,7 @@ def test_inputs_are_peaked_and_lie_on_both_sides_of_every_bound() -> None:
     assert (dense.advantages < 0).any()
 
 
-def test_the_statistics_are_those_of_the_inputs(cases: dict[str, Case]) -> None:
+def test_the_statistics_match_the_inputs(cases: dict[str, Case]) -> None:
     dense = cases["dense"]
     logprob = (
         (dense.hidden.detach().double() @ dense.weight.detach().double().T)
@@ -128,7 +128,7 @@ def test_the_answer_is_the_gradient_of_the_line(
     assert d_weight.abs().max() > 1e-4, "a test of zeros"
 
 
-def test_errors_are_what_they_are_called(cases: dict[str, Case]) -> None:
+def test_errors_match_their_names(cases: dict[str, Case]) -> None:
     case = cases["dense"]
     answer = head_reference.exact(case, "dual clip")
     off = Result(

@@ -25,7 +25,7 @@ def test_the_form_holds_every_choice() -> None:
     assert "TRL" in data["frameworks"]['pl.preset("gspo")']
 
 
-def test_the_page_says_what_is_chosen() -> None:
+def test_the_page_shows_the_choice() -> None:
     page = Path(choose_page.__file__).with_name("choose.md").read_text(encoding="utf-8")
     rows = [line for line in page.split("\n") if line.startswith("| a mixture of experts")]
     assert len(rows) == 6

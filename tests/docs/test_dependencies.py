@@ -41,7 +41,7 @@ def test_every_line_of_the_lock_has_a_digest_and_no_address() -> None:
         assert not re.search(r"https?:|file:|index-url|find-links", text)
 
 
-def test_the_page_is_what_the_installed_packages_say() -> None:
+def test_the_page_matches_the_installed_packages() -> None:
     """Of the pinned packages, whose versions are the same in every environment
     that `make` builds.
     """
@@ -51,7 +51,7 @@ def test_the_page_is_what_the_installed_packages_say() -> None:
             assert tuple(made[name]) == LISTED[name], "run `make licences`"
 
 
-def test_what_needs_what() -> None:
+def test_requirements_form_a_graph() -> None:
     optional = ["demo", "lab", "train", "recipes", "site", "dev", "policyloss-lab[parquet]"]
     optional += [f"policyloss-train[{name}]" for name in ("lora", "optimizers", "tasks")]
     assert extras() == [CORE, *optional]

@@ -271,7 +271,7 @@ def test_a_block_for_an_unknown_framework_is_an_error(tmp_path: Path) -> None:
         snippets.snippets(tmp_path)
 
 
-def test_snippets_run_in_a_process_of_their_own_and_a_failure_is_told() -> None:
+def test_snippets_run_in_their_own_process_and_report_a_failure() -> None:
     # Nothing to install: this interpreter runs it.
     framework = replace(FRAMEWORKS["openrlhf"], steps=())
     # A stand-in answers.
@@ -345,7 +345,7 @@ def test_the_conformance_page_has_the_table_and_the_defects(page_of: Any) -> Non
     assert not [line for line in page if "failures" in line]
 
 
-def test_the_conformance_page_does_not_hide_failures_or_what_is_not_finite(page_of: Any) -> None:
+def test_the_conformance_page_shows_failures_and_nonfinite_results(page_of: Any) -> None:
     page = page_of(result(failed=2, worst={"float64": {"loss": "inf"}, "float32": {}}))
     assert "**2 failures.**" in page
     assert "| `PolicyLoss` | 32 | 5 | inf |  |  |  | 4 |" in page
@@ -413,7 +413,7 @@ def own_loss() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "examples" / "own_loss.py"))
 
 
-def test_the_functions_of_the_page_on_custom_losses_are_those_of_the_example() -> None:
+def test_the_page_on_custom_losses_shows_the_functions_of_the_example() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/custom.md").read_text(), re.DOTALL)
     on_page = [
         ast.unparse(node)
@@ -427,7 +427,7 @@ def test_the_functions_of_the_page_on_custom_losses_are_those_of_the_example() -
     ]
 
 
-def test_the_custom_losses_of_the_page_are_what_it_says() -> None:
+def test_the_custom_losses_of_the_page_match_its_text() -> None:
     batch, example = make_batch(3, dtype=torch.float32), own_loss()
     spec = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=3.0), aggregate=pl.SeqMeanTokenMean())
     expected = pl.policy_loss(spec, batch.logp, batch.old_logp, batch.advantages, batch.mask).loss

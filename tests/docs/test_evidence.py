@@ -145,7 +145,7 @@ def test_summary_of_a_run() -> None:
     assert evidence.summary(metrics, timing)["to_goal"] is None
 
 
-def test_a_second_call_does_what_is_missing(
+def test_a_second_call_runs_the_missing_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, asked = tmp_path / "evidence.json", []
@@ -187,7 +187,7 @@ def test_a_second_call_does_what_is_missing(
     assert evidence.Results(out, 1).missing([a_job("grpo", lr=0.1)]) != []
 
 
-def test_another_machine_is_told_apart(tmp_path: Path) -> None:
+def test_another_machine_is_recognised(tmp_path: Path) -> None:
     out = tmp_path / "evidence.json"
     evidence.Results(out, 1).add(made(a_job()))
     evidence.Results(out, 16).add(made(a_job(seed=1)))
@@ -267,7 +267,7 @@ def curves(norms: list[float | None]) -> dict[str, Any]:
     }
 
 
-def test_what_runs_away() -> None:
+def test_a_divergence_is_recognised() -> None:
     calm: list[float | None] = [1.0, 3.0, 50.0, 50.0, 9.0, 9.0, 9.0, 21.0]
     # median(9, 21) / median(1, 3); the middle does not count.
     assert evidence_page.late_over_early(curves(calm)) == 7.5
@@ -329,7 +329,7 @@ def test_page_of_fabricated_results(tmp_path: Path) -> None:
         assert len(drawn) == (5 if path == evidence_page.ACCURACY_FIGURE else 4)
 
 
-def test_the_claim_is_not_said_to_hold_where_it_does_not(tmp_path: Path) -> None:
+def test_a_false_claim_is_not_printed(tmp_path: Path) -> None:
     jobs_ = [Job(clip_study(3e-3), name, 0, Plan(why="stale")) for name in ("ppo", "ppo_dual_clip")]
     page = pages(tmp_path, [made(job, **curves([1.0, 1.0, 1.0, 1.0])) for job in jobs_])[
         "docs/evidence.md"

@@ -54,7 +54,7 @@ def test_paragraphs_fit_the_page(page: Path) -> None:
     assert long_paragraph_lines(page.read_text(encoding="utf-8")) == []
 
 
-def test_names_say_what_a_thing_is() -> None:
+def test_names_are_not_vague() -> None:
     names = {
         path.relative_to(SOURCE).as_posix(): vague_names(path.read_text(encoding="utf-8"))
         for path in sorted(SOURCE.rglob("*.py"))

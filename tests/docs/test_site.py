@@ -97,7 +97,7 @@ def test_llms_txt_lists_every_page(assembly: assemble.Assembly) -> None:
     assert listed == set(assembly.pages) - {"index.md"}
 
 
-def test_the_page_of_a_loss_says_what_it_learned(assembly: assemble.Assembly) -> None:
+def test_the_page_of_a_loss_shows_its_evidence(assembly: assemble.Assembly) -> None:
     page = assembly.pages["losses/dapo.md"].plain
     cells = page.split("## What it learned")[1].split("\n## ")[0].strip().split("\n")[-1].split("|")
     evidence = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
@@ -262,7 +262,7 @@ def example_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("session", example_cases())
-def test_an_example_prints_what_it_shows(session: str) -> None:
+def test_an_example_prints_the_shown_output(session: str) -> None:
     torch.manual_seed(0)
     session = reference.batch().strip("`").removeprefix("pycon\n") + session + "\n"
     test = doctest.DocTestParser().get_doctest(session, {}, "example", None, 0)
@@ -324,7 +324,7 @@ def test_every_argument_in_the_reference_has_its_type() -> None:
     assert shown.endswith(") -> LossOutput")
 
 
-def test_the_first_loss_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_loss_prints_the_output_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     """A stranger compares both, letter by letter."""
     page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
@@ -351,7 +351,7 @@ def test_docstrings_survive_markdown() -> None:
 # The built site ---------------------------------------------------------------------------------
 
 
-def test_the_check_of_the_built_site_notices_what_is_wrong(
+def test_the_check_of_the_built_site_can_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").mkdir()
@@ -423,6 +423,6 @@ def test_the_page_of_commands_has_every_argument(assembly: assemble.Assembly) ->
     assert "--" not in re.sub(r"`[^`\n]*`|<!--.*-->|\| ---.*|```.*?```", "", page.plain), "a dash"
 
 
-def test_the_sections_of_the_site_are_those_a_reader_needs() -> None:
+def test_the_sections_of_the_site() -> None:
     titles = [section.title for section in SECTIONS]
     assert titles == ["Start", "Guides", "Losses", "Reference", "Decisions", "Project"]

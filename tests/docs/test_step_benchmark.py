@@ -53,7 +53,7 @@ def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest(4096, 4500) in range(48, 51)
 
 
-def test_the_page_shows_times_peaks_and_what_did_not_fit() -> None:
+def test_the_page_shows_times_peaks_and_failures() -> None:
     row = {"model": "4B", "tokens": 65536}
     run = {
         "environment": {"gpu": None, "torch": "2", "cores": 2, "threads": 1, "machine": "x"},

@@ -20,7 +20,7 @@ def turn(theirs: float, ours: float) -> dict[str, dict[str, float]]:
     }
 
 
-def test_ratios_are_those_within_a_turn() -> None:
+def test_ratios_compare_runs_of_one_turn() -> None:
     """Turns of 4 : 2, 9 : 3 and 10 : 1 are 2, 3 and 10 times as fast; the median of the first arm
     over that of the second would be 9 / 2.
     """

@@ -28,7 +28,7 @@ def test_a_page_becomes_a_notebook() -> None:
 def test_every_tutorial_is_listed_here() -> None:
     marks = [
         mark.args[1]
-        for mark in test_a_tutorial_says_what_is_true.pytestmark  # type: ignore[attr-defined]
+        for mark in test_the_statements_of_a_tutorial_are_true.pytestmark  # type: ignore[attr-defined]
         if mark.name == "parametrize"
     ]
     assert {name for name, *_ in marks[0]} == {path.stem for path in FOLDER.glob("*.md")}
@@ -78,7 +78,7 @@ def is_distilled(text: str) -> bool:
         ("distil", 1, is_distilled),
     ],
 )
-def test_a_tutorial_says_what_is_true(name: str, pictures: int, holds: Any) -> None:
+def test_the_statements_of_a_tutorial_are_true(name: str, pictures: int, holds: Any) -> None:
     text, files = notebook.executed(page(name), f"start/{name}.md")
     assert text.startswith(page(name).split("\n")[0] + "\n\n{download}")
     drawn = [path for path in files if path.endswith(".png")]

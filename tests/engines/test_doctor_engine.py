@@ -31,7 +31,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_the_engine_processed_is_named(rollouts: Path, name: str, seed: int) -> None:
+def test_processed_logits_of_the_engine_are_named(rollouts: Path, name: str, seed: int) -> None:
     batch = FAULTS[name](Source(rollouts, RECORDED / "models"), seed, 8)
     verdict = lab.doctor(**batch.arguments, model=batch.model, prompts=batch.prompts)
     assert sorted(verdict.causes) == sorted(batch.causes), str(verdict)

@@ -180,7 +180,7 @@ def test_a_fresh_vllm_answers_the_same_from_the_merged_folder(
     assert_same(by_vllm(exported, exported.merged), expected)
 
 
-def test_an_adapter_answers_the_same_beside_the_model_it_was_learned_for(
+def test_an_adapter_gives_the_same_answers_on_its_base_model(
     exported: Exported, expected: Answers
 ) -> None:
     assert_same(by_transformers(exported, exported.base, exported.adapter), expected)

@@ -44,7 +44,7 @@ BITS = (
         "policyloss/functional/exact.py",
         "a + b if a.dim() == b.dim() else as_limbs(a) + as_limbs(b)",
         "a + b",
-        _EXACT + "test_numbers_beside_limbs",
+        _EXACT + "test_numbers_combined_with_limbs",
     ),
     (
         "exact_mode_never_ends",
@@ -163,7 +163,7 @@ BITS = (
         "policyloss/head/tiles.py",
         "                self._check_places(x, trial[self.parts[sizes.index(size)]])\n",
         "                pass\n",
-        _BITS + "test_a_device_whose_products_depend_on_the_place_is_refused",
+        _BITS + "test_a_device_with_position_dependent_products_is_refused",
     ),
     (
         "exact_takes_one_product_for_granted",

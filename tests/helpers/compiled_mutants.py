@@ -73,14 +73,14 @@ COMPILED = (
         "policyloss/compiled/token_program.py",
         'value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"',
         "value = writer.value(node.args[0], kind)",
-        _KERNELS + "test_only_what_is_there_is_summed",
+        _KERNELS + "test_only_present_tensors_are_summed",
     ),
     (
         "kernel_adds_a_span_too_many",
         "policyloss/compiled/token_program.py",
         "mask=at < spans",
         "mask=at <= spans",
-        _KERNELS + "test_only_what_is_there_is_summed",
+        _KERNELS + "test_only_present_tensors_are_summed",
     ),
     (
         "kernels_of_any_leaves",

@@ -10,9 +10,7 @@ from policyloss.functional.divergence import Measure, slopes, terms
 
 def of_distributions(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
     """The divergence of rows that hold every entry. `[..., V]`, `[..., V]` → `[...]`."""
-    if measure.form == "generalised":  # the probabilities of either row sum to 1
-        measure = measure._replace(kind="reverse")
-    return terms(student, teacher, measure).sum(-1)
+    return terms(student, teacher, measure.of_complete_rows).sum(-1)
 
 
 def whole_gradient(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
@@ -20,5 +18,5 @@ def whole_gradient(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor
     each = slopes(student, teacher, measure)
     # The slopes of the forward KL sum to exactly −1.
     exact = torch.full_like(each[..., 0], -1)
-    total = exact if measure.form == "forward" else each.sum(-1)
+    total = exact if measure.computed_kind.name == "forward" else each.sum(-1)
     return each - student.exp() * total.unsqueeze(-1)

@@ -59,7 +59,7 @@ DOCTOR = (
         "policyloss_lab/diagnosis/symptoms.py",
         "step = min([s for s, _, _ in bad] + skipped)",
         "step = max([s for s, _, _ in bad] + skipped)",
-        _LOGS + "test_where_a_symptom_begins_is_said",
+        _LOGS + "test_a_symptom_has_a_first_step",
     ),
     (
         "doctor_verifier_solves_the_task",
@@ -129,7 +129,7 @@ DOCTOR = (
         "policyloss_lab/diagnosis/order.py",
         "size > max(WILD * core, NEAR)",
         "size > WILD * core",
-        _VERDICTS + "test_numbers_that_are_missing_at_the_end_of_rows_are_told_from_float32_noise",
+        _VERDICTS + "test_numbers_missing_at_the_end_of_rows_differ_from_float32_noise",
     ),
     (
         "doctor_weights_stay_changed",

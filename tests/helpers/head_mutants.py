@@ -48,7 +48,7 @@ HEAD = (
         "policyloss/hf/output_head.py",
         "if gap <= 4 * torch.finfo(after.dtype).eps:",
         "if gap <= 4:",
-        f"{_HF}test_an_error_names_what_was_looked_for",
+        f"{_HF}test_an_error_names_the_missing_head",
     ),
     (
         "hf_rounds_a_small_update_away",
@@ -147,7 +147,7 @@ HEAD = (
         "policyloss/head/teacher/comparison.py",
         "least = torch.where(keep, logp, -torch.inf).topk(k, -1).indices",
         "least = logp.topk(k, -1).indices",
-        _DIVERGENCE + "test_the_teachers_best_entries_of_those_it_has",
+        _DIVERGENCE + "test_the_top_entries_of_a_partial_teacher",
     ),
     (
         "teacher_of_other_rows",
@@ -168,7 +168,7 @@ HEAD = (
         "policyloss/teacher.py",
         "known.exp().sum(-1) > 1 + tolerance",
         "known.exp().sum(-1) > 100",
-        _DIVERGENCE + "test_errors_say_what_to_do",
+        _DIVERGENCE + "test_errors_name_the_remedy",
     ),
     (
         "pair_kernel_cross_of_the_student",
@@ -343,14 +343,14 @@ HEAD = (
         "policyloss/head/loss.py",
         "windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))",
         "windowed = (spec.trust,)",
-        _COMPOSED + "test_weights_normalised_beside_a_correction_that_reads_logp",
+        _COMPOSED + "test_normalised_weights_with_a_correction_that_reads_logp",
     ),
     (
         "head_sequences_judged_by_a_window",
         "policyloss/head/windows.py",
         'if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):',
         "if part is not None:",
-        _COMPOSED + "test_a_test_of_sequences_beside_a_weight_of_tokens",
+        _COMPOSED + "test_a_sequence_mask_with_a_token_weight",
     ),
     (
         "head_entropy_of_a_callable_without_slope",

@@ -161,7 +161,7 @@ MUTANTS = (
         "policyloss/choose.py",
         "base = next(rule for rule in fitting if rule.preset)",
         "base = [rule for rule in fitting if rule.preset][-1]",
-        "test_choose.py::test_what_is_chosen",
+        "test_choose.py::test_the_choices",
     ),
     Mutant(
         "choose_takes_a_narrow_band_for_old_completions",

@@ -50,7 +50,7 @@ REPORT = (
         "policyloss_lab/report/verdict.py",
         "fall > _FELL * gain",
         "fall > 2 * gain",
-        _COMPARE + "test_an_accuracy_that_fell_or_that_lost_what_it_gained",
+        _COMPARE + "test_an_accuracy_that_fell_or_lost_its_gain",
     ),
     (
         "report_spikes_are_thinned_away",
@@ -92,7 +92,7 @@ REPORT = (
         "policyloss_lab/report/command.py",
         'if self.command not in ("GET", "HEAD"):',
         "if False:",
-        _SERVE + "test_what_does_not_read_is_refused",
+        _SERVE + "test_requests_that_write_are_refused",
     ),
     (
         "report_serves_one_page_forever",

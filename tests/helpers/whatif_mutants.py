@@ -55,14 +55,14 @@ WHATIF = (
         "policyloss_lab/whatif/weights.py",
         "slope = known.scale / temperature",
         "slope = known.scale",
-        _MODEL + "test_products_are_those_of_one_backward_pass_for_each_token[llama-options1-0.7]",
+        _MODEL + "test_products_equal_one_backward_pass_per_token[llama-options1-0.7]",
     ),
     (
         "whatif_cap_is_straight",
         "policyloss_lab/whatif/weights.py",
         "e = e * (1 - (z * temperature / known.cap) ** 2)",
         "e = e * 1",
-        _MODEL + "test_products_are_those_of_one_backward_pass_for_each_token[gemma2-options2-0.7]",
+        _MODEL + "test_products_equal_one_backward_pass_per_token[gemma2-options2-0.7]",
     ),
     (
         "whatif_half_a_completion",
@@ -83,6 +83,6 @@ WHATIF = (
         "policyloss_lab/whatif/tokens.py",
         "if bool(tried[number].inputs.advantages.any()):",
         "if True:",
-        _FILES + "test_steps_whose_advantages_are_all_0_are_passed_over",
+        _FILES + "test_steps_with_zero_advantages_are_skipped",
     ),
 )

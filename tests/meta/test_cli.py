@@ -47,7 +47,7 @@ def test_presets_as_json_read_back_to_the_same_losses(capsys: pytest.CaptureFixt
     }
 
 
-def test_explain_prints_what_explain_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "explain", "dapo") == str(pl.explain("dapo")) + "\n"
     assert json.loads(printed(capsys, "explain", "dapo", "--json")) == json.loads(
         json.dumps(pl.explain("dapo").to_dict())
@@ -74,7 +74,7 @@ def test_explain_trl_reads_a_grpo_config(
     assert "No such file" in complaint(capsys, "explain-trl", str(tmp_path / "none.json"))
 
 
-def test_what_explain_trl_writes_can_be_explained(
+def test_the_output_of_explain_trl_can_be_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The config's KL has TRL's own rounding, so the spec holds a part
@@ -89,7 +89,7 @@ def test_what_explain_trl_writes_can_be_explained(
     assert "times the token's own ratio" in text
 
 
-def test_diff_prints_what_diff_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_prints_the_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "diff", "ppo", "dapo") == str(pl.diff("ppo", "dapo")) + "\n"
     changes = json.loads(printed(capsys, "diff", "ppo", "dapo", "--json"))["changes"]
     assert [c["slot"] for c in changes] == ["trust"]

@@ -153,7 +153,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     assert done.stderr == b"policyloss: cannot write the output: No space left on device.\n"
 
 
-def test_what_a_command_leaves_in_the_buffer_is_written_before_it_ends(
+def test_the_buffer_is_written_before_a_command_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command that prints without flushing fails where it can still be said."""

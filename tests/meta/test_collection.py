@@ -52,7 +52,7 @@ def imported_at_load(tree: ast.Module) -> Iterator[str]:
         ("if TYPE_CHECKING:\n    import transformers\nelse:\n    import torch", {"torch"}),
     ],
 )
-def test_imports_at_load_are_those_that_run(text: str, expected: set[str]) -> None:
+def test_imports_at_load_are_the_ones_that_run(text: str, expected: set[str]) -> None:
     assert set(imported_at_load(ast.parse(text))) == expected
 
 

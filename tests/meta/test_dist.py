@@ -141,7 +141,7 @@ print(pl.__file__, pl.__version__, out.loss.item(), logp.grad.tolist())
 
 
 @pytest.mark.slow
-def test_the_wheel_works_beside_torch_alone(tmp_path: Path) -> None:
+def test_the_wheel_works_with_torch_alone(tmp_path: Path) -> None:
     """Built as `make dist` does, and installed in an environment that holds torch, linked from
     here, and what torch needs. Two tokens at ratio 1 with A = 1: loss −1, gradient −1/2 each.
     """

@@ -198,7 +198,7 @@ def test_a_module_named_in_a_string_is_an_import() -> None:
     assert named_modules(source, FILES) == {"policyloss.cli", "policyloss.compat.__init__"}
 
 
-def test_a_package_imports_those_below_it_and_its_requirements_only() -> None:
+def test_a_package_imports_lower_packages_and_its_requirements_only() -> None:
     """The library needs torch alone and knows neither of the others, not even by a string; the lab
     does not know the trainer.
     """
@@ -256,7 +256,7 @@ def test_nothing_imports_a_module_of_kernels() -> None:
     assert {module: names for module, names in wrong.items() if names} == {}
 
 
-def test_the_kernels_are_where_the_rule_says() -> None:
+def test_kernels_are_in_modules_named_for_them() -> None:
     """Triton is imported by the modules that are named for kernels, by each of them,
     and by no other.
     """
@@ -376,7 +376,7 @@ def test_every_public_function_underneath_is_documented() -> None:
     assert not undocumented
 
 
-def test_the_functional_module_lists_what_it_has() -> None:
+def test_the_functional_module_lists_its_names() -> None:
     assert all(callable(getattr(pl.functional, name)) for name in pl.functional.__all__)
     assert sorted(pl.functional.__all__) == list(pl.functional.__all__)
 

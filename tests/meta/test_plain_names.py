@@ -60,7 +60,7 @@ def prose_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 @walked("path", PATHS, ids=IDS)
-def test_a_name_says_what_a_thing_is(path: Path) -> None:
+def test_names_describe_things(path: Path) -> None:
     names = list(bound_names(ast.parse(path.read_text())))
     assert [(line, name) for line, name in names if name.lstrip("_") in VAGUE] == []
 

@@ -58,7 +58,7 @@ def test_every_target_is_phony_and_stands_in_the_help() -> None:
     assert ".DEFAULT_GOAL := help" in MAKEFILE
 
 
-def test_the_workflow_runs_what_must_pass_before_a_change_lands() -> None:
+def test_the_workflow_runs_the_checks_of_ci() -> None:
     workflow = data_of(".github/workflows/ci.yml")
     steps = [step.get("run", "") for step in workflow["jobs"]["all"]["steps"]]
     assert ".ci/run" in steps
@@ -193,7 +193,7 @@ def test_the_changelog_has_one_heading_for_each_version() -> None:
 
 
 @pytest.mark.parametrize("name", ["bug", "loss"])
-def test_the_issue_forms_have_what_github_asks_for(name: str) -> None:
+def test_the_issue_forms_have_the_fields_github_needs(name: str) -> None:
     """A form without these keys, or with an id used twice, is not shown."""
     form = data_of(f".github/ISSUE_TEMPLATE/{name}.yml")
     assert {"name", "description", "body"} <= set(form)

@@ -67,7 +67,7 @@ def test_every_fault_is_a_function_that_can_be_loaded() -> None:
     assert all(callable(load_code(reference, "the fault")) for reference in references)
 
 
-def test_rewards_of_training_are_wrong_and_those_held_out_right() -> None:
+def test_training_rewards_are_wrong_and_held_out_rewards_right() -> None:
     held_out = make_task("sort", reward="exact", seed=3).held_out[0]
     for reward in (faults.coin, faults.length, faults.nines, faults.never, faults.always):
         assert reward(held_out, held_out.answer) == 1
@@ -112,7 +112,7 @@ def test_without_an_epsilon_equal_rewards_divide_zero_by_zero() -> None:
     assert advantages[2:].isnan().all()
 
 
-def test_a_line_loses_its_histogram_and_keeps_what_is_not_finite() -> None:
+def test_a_line_loses_its_histogram_and_keeps_nonfinite_numbers() -> None:
     row = {
         "step": 3,
         "grad_norm": None,
@@ -142,7 +142,7 @@ def _record(job: Job, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+def test_existing_runs_are_not_repeated(tmp_path: Path) -> None:
     first, second = JOBS[:2]
     assert doctor_logs.missing(JOBS[:2], tmp_path) == [first, second]
     doctor_logs.keep(_record(first), tmp_path)

@@ -77,7 +77,7 @@ def test_the_first_step_is_the_plain_policy_gradient(loop: ModuleType) -> None:
         torch.testing.assert_close(p.detach(), old - scale * gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_a_short_run_says_what_it_does(loop: ModuleType) -> None:
+def test_a_short_run_prints_its_progress(loop: ModuleType) -> None:
     """Two runs of one seed are the same run; the second update of a step
     has left the policy that sampled.
     """

@@ -229,7 +229,7 @@ def test_gradient_checkpointing_runs_the_same_attention_again() -> None:
 
 
 @pytest.mark.usefixtures("varlen_on_cpu", "norms_in_float64")
-def test_what_an_attention_cannot_express_falls_back_and_is_told() -> None:
+def test_an_unsupported_attention_falls_back_with_a_message() -> None:
     model = make("gemma2")
     assert choose(model)[0] == Rows()  # on a CPU nothing else is tried, so nothing needs telling
     before = model.config._attn_implementation
@@ -254,7 +254,7 @@ def test_a_model_that_does_not_tell_its_attention_where_sequences_begin_falls_ba
         choose(model, "varlen")
 
 
-def test_the_way_that_was_asked_for_must_be_there() -> None:
+def test_a_missing_attention_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"LlamaForCausalLM.*--attention varlen: varlen: needs CUDA"
     ):
@@ -404,7 +404,7 @@ def test_float32_and_soft_caps_take_rows_on_a_gpu_and_say_why() -> None:
 # --- in a run
 
 
-def test_a_run_says_and_stores_how_sequences_went_through(
+def test_a_run_prints_and_stores_its_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At its start, and again at each resume, which may be on another machine."""

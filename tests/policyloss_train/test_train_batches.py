@@ -30,7 +30,7 @@ SAMPLES = [
 ]
 
 
-def test_what_is_predicted_from_what() -> None:
+def test_each_position_predicts_the_next_token() -> None:
     """Sequence 5 6 7 | 1 2 reads 5 6 7 1 and predicts 6 7 1 2,
     of which 1 and 2 are the completion; and so on.
     """
@@ -54,7 +54,7 @@ def test_cut_completions_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [3, 0], [2], [1, 1]])
-def test_a_selection_is_what_a_pack_of_its_samples_is(chosen: list[int]) -> None:
+def test_a_selection_equals_a_pack_of_its_samples(chosen: list[int]) -> None:
     found, expected = Pack.of(SAMPLES).select(chosen), Pack.of([SAMPLES[i] for i in chosen])
     assert found.lengths == expected.lengths
     for part, other in ((found.tokens, expected.tokens), (found.sequences, expected.sequences)):
@@ -62,7 +62,7 @@ def test_a_selection_is_what_a_pack_of_its_samples_is(chosen: list[int]) -> None
         assert all(torch.equal(x, other[name]) for name, x in part.items())
 
 
-def test_select_keeps_the_order_asked_for() -> None:
+def test_select_keeps_the_requested_order() -> None:
     chosen = Pack.of(SAMPLES).select([2, 0])
     assert chosen.tokens["ids"].tolist() == [5, 6, 5, 6, 7, 1]
     assert chosen.sequences["group_ids"].tolist() == [1, 0]

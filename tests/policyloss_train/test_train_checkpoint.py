@@ -106,7 +106,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         (lambda f: step_of(f / "elsewhere"), "is not a checkpoint"),
     ],
 )
-def test_what_cannot_be_saved_is_refused(
+def test_unsupported_values_are_not_saved(
     tmp_path: Path, call: Callable[[Path], Any], says: str
 ) -> None:
     put(tmp_path, 0)
@@ -499,7 +499,7 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(case: str, said: Said, alon
 
 
 @pytest.mark.parametrize("ranks", ["two", "four"])
-def test_one_process_reads_what_ranks_wrote(
+def test_one_process_reads_a_checkpoint_of_ranks(
     ranks: str, folder: Path, said: Said, alone: Any
 ) -> None:
     path = latest(folder / ranks)

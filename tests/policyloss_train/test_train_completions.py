@@ -98,7 +98,7 @@ def test_no_completions_at_all() -> None:
         (5, 41, {"tokens": math.inf}, "the statistics of completions say tokens = inf"),
     ],
 )
-def test_what_a_model_or_a_task_does_not_have(
+def test_missing_columns_are_left_out(
     examples: int, vocabulary: int, statistics: Any, says: str
 ) -> None:
     """The last of five examples is 4, and the largest token id is 40."""

@@ -229,7 +229,7 @@ def test_a_number_outside_of_its_limits_is_refused(name: str, outside: float) ->
         TrainConfig(**{name: value})  # type: ignore[arg-type]
 
 
-def test_what_limits_say() -> None:
+def test_limits_are_in_the_errors() -> None:
     assert str(Within(least=0, below=2**32)) == "at least 0 and below 4294967296"
     assert [x in Within(above=0, most=1) for x in (0, 1e-9, 1, 1.1)] == [False, True, True, False]
     assert len(limits()) > 40

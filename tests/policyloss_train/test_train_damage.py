@@ -576,7 +576,7 @@ def limited(arguments: list[str], seconds: float = 20.0) -> str:
         return f"took longer than {seconds} s"
 
 
-def test_what_only_a_strangers_run_names_is_neither_read_nor_asked(
+def test_paths_of_a_foreign_run_are_neither_read_nor_opened(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its config.json may name any path as the chat template, and a service; its folder may hold a
@@ -775,7 +775,7 @@ class Stub:
         return []
 
 
-def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_export_removes_the_files_of_a_killed_one(tmp_path: Path) -> None:
     target = tmp_path / "exported"
     child = os.fork()
     if child == 0:

@@ -197,7 +197,7 @@ def test_a_new_run_cannot_be_extended(tmp_path: Path, capsys: pytest.CaptureFixt
 # ---------------------------------------------------------------- what counts as right
 
 
-def test_success_is_what_the_task_says(
+def test_the_task_defines_success(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rewards of 0, ¼, … 1: with --success 0.5, three of the five are right.

@@ -90,7 +90,7 @@ def value_of(folder: Path) -> float:
     return value
 
 
-def test_the_disk_forgets_what_was_not_synced(disk: Disk, tmp_path: Path) -> None:
+def test_the_disk_loses_unsynced_bytes(disk: Disk, tmp_path: Path) -> None:
     """The tool itself: bytes and names are lost one without the other."""
     (disk.root / "bytes").write_bytes(b"12")
     with open(disk.root / "both", "wb") as file:

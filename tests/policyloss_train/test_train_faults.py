@@ -243,7 +243,7 @@ class StrangeError(Exception):
     __repr__ = __str__ = lambda self: 1 / 0  # type: ignore[assignment]
 
 
-def test_what_is_no_reward_is_an_error_that_says_so() -> None:
+def test_an_invalid_reward_is_an_error() -> None:
     """Numbers that no float holds, or whose squares none holds; objects that raise whatever is
     done with them.
     """
@@ -427,7 +427,7 @@ def test_native_code_that_never_returns_ends_the_process() -> None:
     assert time_limit.HARD_S == 20  # what the other process made shorter for itself
 
 
-def test_no_limit_is_none() -> None:
+def test_zero_is_no_limit() -> None:
     assert call_within(0, lambda: signal.getitimer(signal.ITIMER_REAL)) == (0.0, 0.0)
     with pytest.raises(TimeIsUp):
         call_within(0.05, spin)
@@ -436,7 +436,7 @@ def test_no_limit_is_none() -> None:
 # ---------------------------------------------------------------- a heartbeat, and ranks that stall
 
 
-def test_a_heartbeat_says_where_a_run_waits() -> None:
+def test_a_heartbeat_names_the_wait() -> None:
     said: list[str] = []
     with Watch(Ranks(0, 1, torch.device("cpu")), said.append, 0.3) as watch:
         watch.at("step 3, scoring")

@@ -56,7 +56,7 @@ def said(*steps: dict[str, float], **options: object) -> list[str]:
         ),
     ],
 )
-def test_each_hint_is_said_once_after_some_steps_in_a_row(
+def test_each_hint_is_printed_once_after_some_steps_in_a_row(
     metrics: dict[str, float], patience: int, text: str
 ) -> None:
     assert said(*[metrics] * (patience - 1)) == []
@@ -75,9 +75,7 @@ def constant(example: object, completion: str) -> float:
     return 0.5
 
 
-def test_a_run_whose_reward_never_varies_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_constant_reward_gives_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "run", steps=PATIENCE, reward="test_train_hints:constant") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("has the reward 0.5, so nothing is learned") == 1

@@ -334,7 +334,7 @@ def test_old_log_probabilities_are_the_policy_s_or_the_sampler_s() -> None:
         )
 
 
-def test_the_reference_stays_as_it_is() -> None:
+def test_the_reference_does_not_change() -> None:
     model = llama(1)
     made = learner(model, LOSSES["grpo with reference"], advantage="dr_grpo", epochs=2)
     batch = samples(model)

@@ -490,7 +490,7 @@ def test_a_task_of_one_s_own(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.slow
-def test_memory_stays_as_it_is(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors and objects that are alive after some of 20 steps,
     with completions that wait and a critic.
     """

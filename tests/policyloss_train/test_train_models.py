@@ -132,7 +132,7 @@ def test_a_tokenizer_that_cannot_pad_pads_with_its_end_token(stored: Any) -> Non
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
 
 
-def test_weights_are_those_that_were_stored_in_the_dtype_that_was_asked_for(stored: Any) -> None:
+def test_stored_weights_load_in_the_requested_dtype(stored: Any) -> None:
     expected = small("qwen2").state_dict()
     found = loaded(stored("qwen2"), dtype=torch.bfloat16)[0].state_dict()
     assert found.keys() == expected.keys()
@@ -140,7 +140,7 @@ def test_weights_are_those_that_were_stored_in_the_dtype_that_was_asked_for(stor
         assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
 
 
-def test_logits_that_are_more_than_their_config_says_are_refused(stored: Any) -> None:
+def test_logits_that_contradict_the_config_are_refused(stored: Any) -> None:
     """Gemma's own cap is known; one that the config does not name is not."""
     model, _ = loaded(stored("gemma2"))
     assert observe_head(model) == (1.0, 1.0)
@@ -322,7 +322,7 @@ def test_warm_up_repeats_and_sees_training_prompts_only() -> None:
     assert seen <= {example.prompt for example in task.train}
 
 
-def test_warm_up_skips_what_has_no_answer_and_needs_one() -> None:
+def test_warm_up_skips_examples_without_an_answer_and_needs_one() -> None:
     rows = (Example("a=", "", 0), Example("b=", "x", 1))
     tokenizer = tiny_tokenizer(sorting())
     task = Task("t", rows, (), make_reward("exact"))

@@ -191,7 +191,7 @@ def test_it_learns(tmp_path: Path) -> None:
     ("options", "says"),
     [({"parallel": "fsdp"}, "use ddp, or adamw"), ({"dtype": "float64"}, "computes in float32")],
 )
-def test_what_it_cannot_do(options: dict[str, Any], says: str) -> None:
+def test_unsupported_settings_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         TrainConfig(optimizer="adamw8bit", **options)
 

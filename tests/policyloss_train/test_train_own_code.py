@@ -88,7 +88,7 @@ def test_a_loss_of_ones_own_is_a_spec_or_a_function(code: Path) -> None:
         ("nothing", "has no function 'nothing'"),
     ],
 )
-def test_what_is_no_loss(name: str, says: str, code: Path) -> None:
+def test_invalid_losses_are_refused(name: str, says: str, code: Path) -> None:
     with pytest.raises(InputError, match=says):
         read_spec(f"{code}:{name}")
 

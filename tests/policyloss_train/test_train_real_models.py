@@ -90,7 +90,7 @@ def test_targets_by_name() -> None:
         TrainConfig(lora_alpha=3.0)
 
 
-def test_merged_weights_are_a_model_without_adapters_that_says_the_same() -> None:
+def test_merged_weights_give_the_same_logits_without_adapters() -> None:
     made, plain = adapted(), llama(9)
     assert (logits(made) - logits(llama(1))).abs().max() > 0.1
     merged = merged_weights(made)
@@ -120,7 +120,7 @@ def test_the_reference_of_a_policy_with_adapters_is_the_model_without_them() -> 
         assert torch.equal(p, before[name]) == ("lora" not in name), name
 
 
-def test_a_critic_starts_from_what_the_adapters_made_of_the_model() -> None:
+def test_a_critic_starts_from_the_adapted_model() -> None:
     critic = Critic(llama(1), Rows())
     critic.start_from(adapted())
     ids = torch.arange(6)[None]
@@ -423,7 +423,7 @@ def test_an_exported_folder_is_the_policy_with_its_tokenizer_and_template(
     assert train(plain, model=str(folder), steps=1) == 0
 
 
-def test_what_cannot_be_exported(
+def test_invalid_exports_are_refused(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"

@@ -52,7 +52,7 @@ def test_seeds_follow_from_the_run_the_draw_and_the_place() -> None:
     assert max(seeds) < 2**48
 
 
-def test_what_an_engine_returns_comes_in_order_with_its_numbers() -> None:
+def test_completions_of_an_engine_keep_their_order_and_numbers() -> None:
     other = dataclasses.replace(GOOD, ids=[5], logp=torch.tensor([-1.5]), finished=False)
     pairs = check_completions(
         "mine", PROMPTS, SAMPLING, [[GOOD, other], [GOOD]], vocabulary=30, version=2
@@ -83,7 +83,7 @@ def test_what_an_engine_returns_comes_in_order_with_its_numbers() -> None:
         ({"ids": [20, 5]}, "with finished=True and the last token 5"),
     ],
 )
-def test_what_an_engine_must_not_return(change: dict[str, Any], says: str) -> None:
+def test_invalid_completions_of_an_engine_are_refused(change: dict[str, Any], says: str) -> None:
     bad = dataclasses.replace(GOOD, **change)
     with pytest.raises(RolloutError, match=f"mine returned a completion {says}"):
         check_completions(
@@ -185,7 +185,7 @@ def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_copy_on_a_gpu_samples_beside_the_learner(model: str) -> None:
+def test_a_copy_on_a_gpu_samples_while_the_learner_runs(model: str) -> None:
     """On a stream of its own, in a thread, while the default stream changes the policy."""
     policy = loaded(model).cuda()
     engine = BuiltIn(policy, lambda: policy, 4096, copied=True)
@@ -222,7 +222,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
     return out
 
 
-def test_each_completion_says_which_weights_sampled_it(ahead: Path) -> None:
+def test_each_completion_names_the_weights_that_sampled_it(ahead: Path) -> None:
     """Steps 1 to 3 were sampled before anything was learned: two of them wait, one is learned from.
     Then the weights are two steps old.
     """
@@ -238,7 +238,7 @@ def test_each_completion_says_which_weights_sampled_it(ahead: Path) -> None:
     assert [{s["version"] for s in batch["samples"]} for batch in waiting] == [{2}, {3}]
 
 
-def test_a_sampler_that_cannot_run_beside_the_learner_gives_the_same_bytes(
+def test_a_sampler_that_waits_for_the_learner_gives_the_same_bytes(
     ahead: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a sharded model does it, which has no copy: one after the other."""

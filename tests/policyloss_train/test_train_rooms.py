@@ -57,7 +57,7 @@ def imported(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("room", OUTSIDE)
-def test_a_room_knows_little_of_the_others(room: str) -> None:
+def test_a_folder_imports_few_others(room: str) -> None:
     files = sorted((TRAIN / room).glob("*.py"))
     assert len(files) > 3
     for file in files:
@@ -67,7 +67,7 @@ def test_a_room_knows_little_of_the_others(room: str) -> None:
         assert outside <= OUTSIDE[room], file.name
 
 
-def test_what_is_imported_is_seen() -> None:
+def test_every_import_is_counted() -> None:
     source = (
         "from policyloss_train.tasks import Task\n"
         "if TYPE_CHECKING:\n"
@@ -125,7 +125,7 @@ def test_everything_in_the_trainer_is_used() -> None:
     ]
 
 
-def test_what_is_not_used_is_seen() -> None:
+def test_unused_names_are_reported() -> None:
     source = (
         "def f(x, *, a=1, b=2): return g(x)\n"
         "def g(x, *, b=3): return f(x, a=2, b=b)\n"

@@ -85,7 +85,7 @@ def test_json_keeps_nan_and_any_reader_takes_it() -> None:
         (b"", "numbers is a bytes"),
     ],
 )
-def test_json_refuses_what_it_would_change(value: Any, says: str) -> None:
+def test_json_refuses_values_it_would_change(value: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         to_json(value, "numbers")
 
@@ -112,7 +112,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
 # -------------------------------------------------------------------------------------------- lines
 
 
-def test_a_line_holds_what_json_cannot_beside() -> None:
+def test_a_line_stores_values_that_json_cannot_hold() -> None:
     line = line_of({"kl": 0.5, "step": 3, "grad": math.nan, "hist": {"counts": [1.0, -math.inf]}})
     assert line == (
         b'{"step": 3, "kl": 0.5, "grad": null, "hist": {"counts": [1.0, null]}, '
@@ -125,7 +125,7 @@ def test_a_line_holds_what_json_cannot_beside() -> None:
 @pytest.mark.parametrize(
     "tail", [b"", b'{"step": 4, "x": 0.', b'{"step": 4}', b"\0\0\0\0\n", b'{"x": 1}\n{"st']
 )
-def test_truncation_keeps_the_bytes_of_what_stays(tmp_path: Path, tail: bytes) -> None:
+def test_truncation_keeps_the_bytes_of_earlier_lines(tmp_path: Path, tail: bytes) -> None:
     """Spaces as a hand might have left them stay; later rows and what a crash left of a line go."""
     path = tmp_path / "metrics.jsonl"
     kept = b'{"step": 1, "x": 0.1}\n{"x":  0.25,"step":2}\n{"step": 2, "x": 1e-07}\n'
@@ -180,7 +180,7 @@ def test_steps_never_go_back(run: RunDir) -> None:
 # ---------------------------------------------------------------------------------------- directory
 
 
-def test_a_run_is_what_it_was_started_with(run: RunDir) -> None:
+def test_a_run_keeps_the_options_of_its_start(run: RunDir) -> None:
     import policyloss
 
     contents = RunDir.read_config(run.path)
@@ -360,7 +360,7 @@ def stand_in(calls: list[Any], fails: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_gets_numbers_and_knows_a_resumed_run(
+def test_a_service_gets_numbers_and_continues_a_resumed_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []

@@ -132,7 +132,7 @@ def scripted(model: Any, prompt: str, completion: list[int]) -> Tensor:
 
 @family
 @pytest.mark.parametrize("ends", [False, True])
-def test_greedy_is_what_generate_gives(make: Any, ends: bool) -> None:
+def test_greedy_equals_generate(make: Any, ends: bool) -> None:
     model = make()
     batch = letters()(PROMPTS, padding=True, return_tensors="pt")
     inputs = {
@@ -373,7 +373,7 @@ def test_batches_keep_to_the_token_budget(
     assert seen == prefills
 
 
-def test_two_ranks_sample_what_one_does() -> None:
+def test_two_ranks_sample_the_tokens_of_one() -> None:
     model, limit = llama(), 8
     drawn = uniforms(7, 3, len(PROMPTS), limit)
     one = sampled(model, PROMPTS, uniforms=drawn)

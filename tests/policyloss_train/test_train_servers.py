@@ -214,7 +214,7 @@ def test_progress_is_not_lost_when_every_answer_comes_late(
         ("404", "/weight_info", "and start it with VLLM_SERVER_DEV_MODE=1"),
     ],
 )
-def test_what_a_server_refuses_is_not_asked_again(
+def test_a_refused_request_is_not_repeated(
     fault: str,
     path: str,
     says: str,
@@ -230,7 +230,7 @@ def test_what_a_server_refuses_is_not_asked_again(
     assert pair[0].address in str(caught.value)
 
 
-def test_a_server_must_report_what_it_samples_by(model: str, tmp_path: Path) -> None:
+def test_a_server_must_report_its_sampling_settings(model: str, tmp_path: Path) -> None:
     with FakeServer(model, logprobs_mode="raw_logprobs") as server:
         config = TrainConfig(rollout=server.address, out=tmp_path / "run")
         with pytest.raises(InputError, match="start it with --logprobs-mode processed_logprobs"):
@@ -246,7 +246,7 @@ def test_a_server_must_report_all_that_it_kept(model: str, tmp_path: Path) -> No
         Servers(config, ONE, TopLogprobs.of(config, 100), print).close()
 
 
-def test_a_server_that_reports_too_little_of_a_token_is_asked_again(
+def test_a_token_without_enough_log_probabilities_is_requested_again(
     pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
 ) -> None:
     engine = Engine(pair, weights, tmp_path, report=TopLogprobs(15, 100))
@@ -304,7 +304,7 @@ def test_a_run_with_servers(model: str, tmp_path: Path) -> None:
     assert max(gaps) < 1e-5
 
 
-def test_a_run_whose_servers_are_gone_stops_in_words_and_resumes(
+def test_a_run_without_servers_stops_with_an_error_and_resumes(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"

@@ -81,7 +81,7 @@ def test_processed_log_probabilities_by_hand() -> None:
 
 @pytest.mark.parametrize("batch_tokens", [30, 10_000], ids=["many batches", "one batch"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_what_is_recorded_is_what_each_token_was_drawn_from(
+def test_the_recorded_support_is_the_set_each_token_was_drawn_from(
     model: str, cut: str, batch_tokens: int
 ) -> None:
     """Rows end at different times, in batches of any size; a forward of each row alone says what
@@ -165,7 +165,7 @@ SAMPLES = [
 ]
 
 
-def test_a_pack_lays_out_what_each_place_predicts_from() -> None:
+def test_a_pack_holds_the_support_of_each_prediction() -> None:
     """5 6 7 | 1 2 has four places: the last two predict the completion. 8 | 3 9 has two."""
     ids, offsets = Pack.of(SAMPLES).micro_batch()["support"]
     assert ids.tolist() == [1, 4, 2, 0, 3, 9, 7, 8]
@@ -228,7 +228,7 @@ def test_an_engine_returns_a_support_for_all_or_for_none() -> None:
         check_completions("mine", [Prompt([7], 2, 0)], SAMPLING, both, 30, 2)
 
 
-def test_an_engine_that_does_not_say_what_it_kept_is_named_once() -> None:
+def test_an_engine_without_kept_tokens_is_named_once() -> None:
     """Unless nothing was cut, or its log-probabilities are over all tokens."""
     messages: list[str] = []
     unused: Any = None
@@ -294,7 +294,7 @@ def over_the_kept(policy: Any, s: Sample) -> Tensor:
 
 @pytest.mark.parametrize("head", ["fused", "logits"])
 @pytest.mark.parametrize("old_logp", ["rollout", "recompute"])
-def test_an_update_is_the_gradient_over_what_was_kept(head: Any, old_logp: Any) -> None:
+def test_an_update_is_the_gradient_over_the_kept_tokens(head: Any, old_logp: Any) -> None:
     """Against the same step written out: policy and reference over the kept tokens, the advantages
     ±½, ∓⅜ and ∓¼ of `dr_grpo`, gradient descent with the rate 1, several micro-batches.
     """
@@ -372,7 +372,7 @@ def test_the_ratio_is_1_on_a_gpu(model: str, tmp_path: Path, dtype: str) -> None
     assert {x for row in lines(out, "rollouts") for x in row["ratio"]} == {1.0}
 
 
-def test_without_the_mask_it_is_not_and_the_run_says_so_once(
+def test_without_the_mask_a_run_warns_once(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The learner's log-probabilities are then lower by the logarithm of what was kept."""

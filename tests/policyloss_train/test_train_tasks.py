@@ -56,7 +56,7 @@ def test_sort_has_thousands_of_prompts_with_sorted_answers() -> None:
         assert task.score(example, example.answer[::-1]) == 0.0
 
 
-def test_the_seed_changes_what_sort_trains_on_and_not_what_it_holds_out() -> None:
+def test_the_seed_changes_the_training_set_of_sort_alone() -> None:
     first, again, other = (make_task("sort", reward=None, seed=seed) for seed in (0, 0, 1))
     assert first.train == again.train
     assert prompts(first.train) != prompts(other.train)
@@ -296,7 +296,7 @@ def test_a_reward_that_does_not_exist(name: str, message: str) -> None:
         make_reward(name)
 
 
-def test_a_reward_that_fails_says_on_what() -> None:
+def test_a_failing_reward_names_the_completion() -> None:
     def fails(example: Example, completion: str) -> float:
         raise KeyError("score")
 

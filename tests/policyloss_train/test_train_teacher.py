@@ -62,7 +62,7 @@ def test_advantages_by_hand(options: dict[str, Any], expected: list[float]) -> N
     torch.testing.assert_close(judged.advantages, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
-def test_rewards_count_if_they_are_asked_for() -> None:
+def test_rewards_count_if_enabled() -> None:
     assert TrainConfig().reward_share == 1
     assert TrainConfig(teacher=Path("t")).reward_share == 0
     assert TrainConfig(teacher=Path("t"), reward_coef=0.5).reward_share == 0.5

@@ -91,7 +91,7 @@ def test_it_sleeps_while_the_policy_learns_and_wakes_with_new_weights(
 
 
 @pytest.mark.parametrize(("gpu", "staleness"), [(True, 1), (False, 0)])
-def test_it_does_not_sleep_beside_the_learner_nor_on_a_cpu(
+def test_it_sleeps_only_on_a_gpu_shared_with_the_learner(
     gpu: bool, staleness: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"model": model, "steps": 1, "staleness": staleness}
@@ -121,7 +121,7 @@ def test_with_top_p_the_ratio_of_an_unchanged_policy_is_one(
     assert min(x for row in rows for x in row["rollout_logp"]) < -0.5  # there was a choice
 
 
-def test_how_many_log_probabilities_are_asked_for() -> None:
+def test_the_number_of_requested_log_probabilities() -> None:
     def count(vocabulary: int, **options: Any) -> int:
         return TopLogprobs.of(TrainConfig(rollout="vllm", **options), vocabulary).count
 
@@ -137,7 +137,7 @@ def test_how_many_log_probabilities_are_asked_for() -> None:
             count(4097, **options)
 
 
-def test_the_kept_tokens_are_those_with_a_probability() -> None:
+def test_tokens_with_a_probability_are_kept() -> None:
     """Of three likeliest tokens, two, one and (in a vocabulary of three) all were kept. A server
     writes −9999 for −inf.
     """

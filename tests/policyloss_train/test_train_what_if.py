@@ -13,7 +13,7 @@ from policyloss.cli import main
 
 
 @pytest.mark.slow
-def test_a_run_is_seen_through_its_last_checkpoint(
+def test_a_run_is_compared_through_its_last_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(tmp_path / "run")

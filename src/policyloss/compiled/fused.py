@@ -23,6 +23,7 @@ from policyloss.compiled.call import (
     numbers_of,
     requiring_grad,
     results_of,
+    scaled,
     with_gradients,
 )
 from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError, traced
@@ -142,6 +143,33 @@ def run_kernels(
     spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
 ) -> LossOutput | None:
     """`fused_loss` on any device: Triton's interpreter runs on a CPU."""
+    results = _results(spec, inputs, step, level)
+    if results is None:
+        return None
+    call, loss, metrics, known = results
+    if call.leaves:
+        loss = with_gradients(loss, known, [call.tensors[name] for name in call.leaves])
+    return LossOutput(loss, metrics)
+
+
+def fused_gradients(
+    spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
+) -> tuple[LossOutput, dict[str, Tensor]] | None:
+    """`fused_loss` without autograd, and the gradients of the tensors that require one."""
+    results = None if _reason_to_skip(inputs) else _results(spec, inputs, step, level)
+    if results is None:
+        return None
+    call, loss, metrics, known = results
+    gradients = dict(zip(call.leaves, scaled(known, len(call.leaves), None), strict=True))
+    return LossOutput(loss, metrics), {n: g.to(call.tensors[n].dtype) for n, g in gradients.items()}
+
+
+def _results(
+    spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
+) -> tuple[Call, Tensor, Metrics, list[Tensor]] | None:
+    """The call, its loss and metrics, and the gradients as `scaled` takes them; None if the kernels
+    do not support the call.
+    """
     tensors_here = inputs.tensors()
     if _refusal(spec, inputs, tensors_here):
         return None
@@ -157,9 +185,7 @@ def run_kernels(
             raise
         _of_spec(spec)[_key(level, call)] = _gave_up(error)
         return None
-    if call.leaves:
-        loss = with_gradients(loss, known, [call.tensors[name] for name in call.leaves])
-    return LossOutput(loss, Metrics.packed(ready.places, packed))
+    return call, loss, Metrics.packed(ready.places, packed), known
 
 
 def _is_recorded(x: Tensor) -> bool:

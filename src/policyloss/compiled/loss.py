@@ -15,12 +15,13 @@ from torch import Tensor
 
 from policyloss.arguments import is_compiling, refuse_transforms
 from policyloss.catalogue import AnyLoss
+from policyloss.compiled.fused import fused_gradients
 from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.inputs import DIFFERENTIATED, CallTensors, takes_tensors
+from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.policy_metrics import MetricsLevel, check_level
-from policyloss.totals import Totals
+from policyloss.totals import Totals, resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -109,25 +110,33 @@ class CompiledLoss:
         on by itself.
 
         The arguments are those of a call. `logp.backward(gradients.logp)` afterwards has the effect
-        of `loss.backward()`, at less cost per step. The returned loss has no graph.
+        of `loss.backward()`, at less cost per step. The returned loss has no graph. On a GPU it
+        runs the kernels of `policy_loss`, where they support the call.
         """
+        carried: Any = {"logp": logp, **{name: tensors.get(name) for name in DIFFERENTIATED}}
+        leaves = {
+            name: x.detach().requires_grad_()
+            for name, x in carried.items()
+            if isinstance(x, Tensor)
+        }
+        others: Any = {**tensors, **leaves}
+        first = others.pop("logp", logp)
+        results = None
         if self._can_compile(tensors):
-            step, level = _as_tensors(totals, logp), self.metrics
-            with torch.no_grad():
-                results = self._gradients(
-                    self.spec, logp, old_logp, advantages, mask, step, level, tensors
-                )
-            if results is not None:
-                return _refuse_invalid(results[0]), Gradients(**results[1])
+            if isinstance(logp, Tensor) and logp.is_cuda:
+                inputs = Inputs.of(first, old_logp, advantages, mask, others)
+                with torch.enable_grad():
+                    results = fused_gradients(self.spec, inputs, resolve(totals), self.metrics)
+            if results is None:
+                step = _as_tensors(totals, logp)
+                with torch.no_grad():
+                    results = self._gradients(
+                        self.spec, logp, old_logp, advantages, mask, step, self.metrics, tensors
+                    )
+        if results is not None:
+            return _refuse_invalid(results[0]), Gradients(**results[1])
         with torch.enable_grad():
-            carried = {"logp": logp, **{name: tensors.get(name) for name in DIFFERENTIATED}}
-            leaves = {
-                name: x.detach().requires_grad_()
-                for name, x in carried.items()
-                if isinstance(x, Tensor)
-            }
-            named: Any = {"logp": logp, "totals": totals, **tensors, **leaves}
-            out = self(old_logp=old_logp, advantages=advantages, mask=mask, **named)
+            out = self(first, old_logp, advantages, mask, totals=totals, **others)
             gradients = torch.autograd.grad(
                 out.loss, list(leaves.values()), materialize_grads=True, allow_unused=True
             )

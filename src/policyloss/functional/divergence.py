@@ -15,21 +15,46 @@ The limits of the JSD are defined as in GKD: β = 0 is the forward KL and β = 1
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-KINDS = ("forward", "reverse", "jsd", "generalised")
-TOPS = ("student", "teacher", "union", "intersection")
+KindName = Literal["forward", "reverse", "jsd", "generalised"]
+Top = Literal["student", "teacher", "union", "intersection"]
+TOPS = get_args(Top)
+
+
+class Kind(NamedTuple):
+    """One kind of divergence. terms, slopes: its formulas, of `student`, `teacher` and β.
+
+    total: Σ slopes of a complete row, from its divergence and the sum of its computed slopes.
+    words: its name in a sentence. reads_beta: whether it compares with the mixture m.
+    weighted_by_teacher: whether p_t weights the log-ratios, not p_s. omits_p: whether the slopes
+    leave out a p_s. takes_tail: whether a support may have a tail. complete: the kind that it
+    equals on complete rows, where both p_s and p_t sum to 1; "" if it is that kind itself. code:
+    FORM of the kernels, which read complete rows only.
+    """
+
+    name: KindName
+    words: str
+    terms: Callable[[Tensor, Tensor, float], Tensor]
+    slopes: Callable[[Tensor, Tensor, float], Tensor]
+    total: Callable[[Tensor, Tensor], Tensor]
+    code: int = -1
+    reads_beta: bool = False
+    weighted_by_teacher: bool = False
+    omits_p: bool = False
+    takes_tail: bool = True
+    complete: KindName | Literal[""] = ""
 
 
 class Measure(NamedTuple):
-    """Which divergence is taken. kind, beta: as above; beta is the teacher's share of m.
+    """The divergence to compute. kind, beta: as above; beta is the teacher's share of m.
 
     top: None for every entry that the teacher knows; otherwise the `k` most probable entries of
     the student, of the teacher, of either ("union") or of both ("intersection"). tail: whether the
-    entries outside a support count as one more entry; the generalised form never has it.
+    entries outside a support count as one more entry; the generalised kind never has it.
     """
 
     kind: str
@@ -39,28 +64,26 @@ class Measure(NamedTuple):
     k: int | None = None
 
     @property
-    def form(self) -> str:
-        """The kind whose formula is computed: at its limits a JSD is one of the two KLs."""
+    def computed_kind(self) -> Kind:
+        """The kind that is computed: at its limits a JSD is one of the two KLs."""
         if self.kind == "jsd" and self.beta in (0, 1):
-            return "reverse" if self.beta else "forward"
-        return self.kind
+            return KINDS["reverse" if self.beta else "forward"]
+        return KINDS[self.kind]
 
     @property
     def has_tail(self) -> bool:
         """Whether a support is completed by the bucket of the other entries."""
-        return self.tail and self.kind != "generalised"
+        return self.tail and KINDS[self.kind].takes_tail
+
+    @property
+    def of_complete_rows(self) -> Measure:
+        """The same divergence of rows that hold every entry, by the simplest kind that gives it."""
+        return self._replace(kind=KINDS[self.kind].complete or self.kind)
 
 
 def terms(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
     """The term of each entry in the divergence. `[..., V]`, `[..., V]` → `[..., V]`."""
-    p_s, p_t, gap = student.exp(), teacher.exp(), _gap(student, teacher)
-    if measure.form == "forward":
-        return _times(p_t, gap)
-    if measure.form == "jsd":
-        beta, (to_student, to_teacher) = measure.beta, _to_mixture(gap, measure.beta)
-        return -beta * _times(p_t, to_teacher) - (1 - beta) * _times(p_s, to_student)
-    reverse = -_times(p_s, gap)
-    return reverse if measure.form == "reverse" else reverse - p_s + p_t
+    return measure.computed_kind.terms(student, teacher, measure.beta)
 
 
 def slopes(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
@@ -70,12 +93,7 @@ def slopes(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
     out keeps the digits of the rest: forward −p_t, reverse and generalised p_s·(log p_s − log p_t),
     jsd (1−β)·p_s·(log p_s − log m). `[..., V]`, `[..., V]` → `[..., V]`.
     """
-    if measure.form == "forward":
-        return -teacher.exp()
-    gap = _gap(student, teacher)
-    if measure.form == "jsd":
-        return -(1 - measure.beta) * _times(student.exp(), _to_mixture(gap, measure.beta)[0])
-    return -_times(student.exp(), gap)
+    return measure.computed_kind.slopes(student, teacher, measure.beta)
 
 
 def on_support(
@@ -100,12 +118,12 @@ def support_slopes(
     p = student.exp()
     if not measure.has_tail:
         each = slopes(student, teacher, measure)
-        return each + p if measure.form == "reverse" else each
+        return each + p if measure.computed_kind.omits_p else each
     rest = 1 - p.sum(-1, keepdim=True)
     student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
     each = slopes(student, teacher, measure)
-    # The tail's log-probability falls as those of the support rise:
-    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is held, and flat.
+    # The tail's log-probability falls as the others rise:
+    # d log(1 − Σp) = −Σ p·dlog p / (1 − Σp). Below the rounding error of 1 it is constant.
     through_tail = torch.where(rest > _least(p), each[..., -1:] / rest.clamp(min=_least(p)), 0)
     return each[..., :-1] - p * through_tail
 
@@ -124,8 +142,8 @@ def support_of(
 ) -> tuple[Tensor, Tensor]:
     """The entries of a support, and which of them count. `[..., V]`, `[..., V]` → `[..., K]` twice.
 
-    student, teacher: log-probabilities, or numbers that rise with them. which: whose k most
-    probable entries, one of `TOPS`. K is k, or 2·k for both.
+    student, teacher: log-probabilities, or numbers that rise with them. which: one of `TOPS`, the
+    models that choose their k most probable entries. K is k, or 2·k for both models.
     """
     of_each = {"student": student, "teacher": teacher}
     if which in of_each:
@@ -166,3 +184,73 @@ def _least(x: Tensor) -> float:
 def _log_rest(x: Tensor) -> Tensor:
     """The log-probability of everything outside a support. `[..., K]` → `[..., 1]`."""
     return (1 - x.exp().sum(-1, keepdim=True)).clamp(min=_least(x)).log()
+
+
+def _forward_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return _times(teacher.exp(), _gap(student, teacher))
+
+
+def _forward_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return -teacher.exp()
+
+
+def _reverse_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return -_times(student.exp(), _gap(student, teacher))
+
+
+def _jsd_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    to_student, to_teacher = _to_mixture(_gap(student, teacher), beta)
+    return -beta * _times(teacher.exp(), to_teacher) - (1 - beta) * _times(
+        student.exp(), to_student
+    )
+
+
+def _jsd_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return -(1 - beta) * _times(student.exp(), _to_mixture(_gap(student, teacher), beta)[0])
+
+
+def _generalised_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return _reverse_terms(student, teacher, beta) - student.exp() + teacher.exp()
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            "forward",
+            "KL(teacher, student)",
+            terms=_forward_terms,
+            slopes=_forward_slopes,
+            total=lambda divergence, summed: torch.full_like(divergence, -1),
+            code=0,
+            weighted_by_teacher=True,
+        ),
+        Kind(
+            "reverse",
+            "KL(student, teacher)",
+            terms=_reverse_terms,
+            slopes=_reverse_terms,
+            total=lambda divergence, summed: divergence,
+            code=1,
+            omits_p=True,
+        ),
+        Kind(
+            "jsd",
+            "the JSD of student and teacher at beta {beta:.10g}",
+            terms=_jsd_terms,
+            slopes=_jsd_slopes,
+            total=lambda divergence, summed: summed,
+            code=2,
+            reads_beta=True,
+        ),
+        Kind(
+            "generalised",
+            "the generalised KL(student, teacher)",
+            terms=_generalised_terms,
+            slopes=_reverse_terms,
+            total=lambda divergence, summed: divergence,
+            takes_tail=False,
+            complete="reverse",
+        ),
+    )
+}

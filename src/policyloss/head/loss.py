@@ -118,7 +118,7 @@ def linear_policy_loss(
         skip_zero_advantage,
     )
     batch, work, chosen = call.decide(plan)
-    if batch is None or chosen.has_own_backward:
+    if batch is None or chosen.computes_gradient_in_backward:
         return call.compose(chosen, metrics)
     return call.run_windows(batch, work, chosen, metrics)
 

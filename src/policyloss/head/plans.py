@@ -67,13 +67,13 @@ class Plan:
     kernels: str = ""
 
     @property
-    def has_own_backward(self) -> bool:
-        """Whether autograd runs the backward of the head, instead of scaling known gradients."""
+    def computes_gradient_in_backward(self) -> bool:
+        """Whether the backward computes the gradient, and not only scales that of the forward."""
         return self.name in ("recompute", "stash")
 
     @property
     def keeps_probabilities(self) -> bool:
-        """Whether the forward keeps them for the backward."""
+        """Whether the forward keeps probabilities for the backward."""
         return self.name == "stash"
 
     def __str__(self) -> str:
@@ -144,14 +144,14 @@ def free_bytes(like: Tensor) -> int:
 def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     """The plan of `linear_logprobs`."""
     early = " linear_logprobs cannot use the gradient early: the loss is yours."
-    _checked_name(plan, LOGPROB_PLANS, early if plan == "one_pass" else "")
+    _name_of(plan, LOGPROB_PLANS, early if plan == "one_pass" else "")
     why = "the loss on logp is not known here"
     return _plan_without_choice(head, work, plan) or _stash_or_recompute(head, work, why)
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
     """The plan of `linear_policy_loss` for a loss of this `reach`. why: what makes it "batch"."""
-    name = _checked_name(plan, LOSS_PLANS)
+    name = _name_of(plan, LOSS_PLANS)
     if name == "one_pass" and reach == "batch":
         raise InputError(
             f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'."
@@ -162,16 +162,16 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
             f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, "
             f"and one has {work.longest} tokens."
         )
-    settled = _plan_without_choice(head, work, plan)
-    if settled is not None:
-        return settled
+    only = _plan_without_choice(head, work, plan)
+    if only is not None:
+        return only
     if reach == "batch":
         return _stash_or_recompute(head, work, why)
     return _one_pass(head, work, reach, forced=name == "one_pass")
 
 
-def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> str:
-    """The name of `plan`; an error that ends in `why` unless it is one of `valid`."""
+def _name_of(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> str:
+    """The name of `plan`. Raise an error that ends in `why` unless it is one of `valid`."""
     if not isinstance(plan, (str, Plan)):
         raise InputError(
             f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got "
@@ -189,12 +189,11 @@ def _checked_name(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> st
 def _plan_without_choice(head: Head, work: Work, plan: str | Plan) -> Plan | None:
     """The plan, where the caller has chosen it or nothing needs a gradient; else None."""
     if isinstance(plan, Plan):
-        return _checked_plan(head, work, plan)
+        return _complete_plan(head, work, plan)
     if not work.any_gradient:
         return _forward(head, work)
-    if plan == "stash":
-        return _stash(head, work, "asked for")
-    return _recompute(head, work, "asked for") if plan == "recompute" else None
+    make = {"stash": _stash, "recompute": _recompute}.get(plan)
+    return None if make is None else make(head, work, "asked for")
 
 
 def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
@@ -203,26 +202,26 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     if reach == "sequence":
         rows = max(rows, work.longest)
     budget = SHARE * _free(head)
-    gathered = _gathered(head, work, budget)
+    gathered = _rows_to_gather(head, work, budget)
     if gathered:
         rows = max(_rows(head, work, GATHER_ROWS), least)
     while rows > least and _one_pass_bytes(head, work, rows, gathered) > budget:
         rows = max(least, rows // 2)
     need = _one_pass_bytes(head, work, rows, gathered)
     if need > budget and not forced:
-        what = f"a window of {rows} rows"
+        window = f"a window of {rows} rows"
         if reach == "sequence":
-            what = f"a window that holds the longest sequence, {rows} rows,"
-        why = f"{what} and the sums take {need / 2**30:.1f} GiB, more than is free"
+            window = f"a window that holds the longest sequence, {rows} rows,"
+        why = f"{window} and the sums take {need / 2**30:.1f} GiB, more than is free"
         return _recompute(head, work, why)
     known = "each token's gradient depends on its own numbers"
     if reach == "sequence":
         known = "windows hold whole sequences"
     reason = f"{known}, so it is known as soon as its logits are"
-    return _with_figures(head, work, Plan("one_pass", rows, 0, gathered, reason=reason))
+    return _add_figures(head, work, Plan("one_pass", rows, 0, gathered, reason=reason))
 
 
-def _gathered(head: Head, work: Work, budget: float) -> int:
+def _rows_to_gather(head: Head, work: Work, budget: float) -> int:
     """How many rows of dlogits to gather: all, if they are in half precision and fit; else 0.
 
     float16 is not gathered, because it is scaled window by window.
@@ -244,7 +243,7 @@ def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
 
 def _recompute(head: Head, work: Work, reason: str) -> Plan:
     rows = _rows(head, work, GPU_LEAST_ROWS)
-    return _with_figures(head, work, Plan("recompute", rows, _columns(head, work), reason=reason))
+    return _add_figures(head, work, Plan("recompute", rows, _columns(head, work), reason=reason))
 
 
 def _columns(head: Head, work: Work) -> int:
@@ -253,7 +252,8 @@ def _columns(head: Head, work: Work) -> int:
     return min(max(columns // 128 * 128, 128), max(head.weight.shape[0], 1))
 
 
-def _stash(head: Head, work: Work, reason: str) -> Plan:
+def _check_stash(head: Head) -> None:
+    """Raise if the gradient of this head cannot be computed from kept probabilities."""
     if head.softcap is not None:
         raise InputError(
             "plan='stash' keeps probabilities, from which a softcap's slope is not known; use "
@@ -264,18 +264,22 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
             "plan='stash' keeps rounded probabilities, whose gradient has other bits than that of "
             "the other plans; within exact() use plan='recompute'."
         )
+
+
+def _stash(head: Head, work: Work, reason: str) -> Plan:
+    _check_stash(head)
     # The backward needs more room than windows of both models' logits do.
     rows = _rows(head, work, GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS)
-    return _with_figures(head, work, Plan("stash", rows, _columns(head, work), reason=reason))
+    return _add_figures(head, work, Plan("stash", rows, _columns(head, work), reason=reason))
 
 
 def _forward(head: Head, work: Work) -> Plan:
     rows, reason = _rows(head, work, GPU_FORWARD_ROWS), "nothing requires a gradient"
-    return _with_figures(head, work, Plan("forward", rows, 0, reason=reason))
+    return _add_figures(head, work, Plan("forward", rows, 0, reason=reason))
 
 
-def _checked_plan(head: Head, work: Work, plan: Plan) -> Plan:
-    """The plan that the caller made, checked, with the figures of this call."""
+def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:
+    """Check the caller's plan, and fill in the figures of this call."""
     if plan.rows < 1 or plan.columns < 0:
         raise InputError(
             f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row."
@@ -288,11 +292,11 @@ def _checked_plan(head: Head, work: Work, plan: Plan) -> Plan:
             "a window holds, and not in float16, whose windows are scaled one by one. Use "
             "gathered=0."
         )
-    if plan.name == "stash":
-        _stash(head, work, "")  # the same conditions
+    if plan.keeps_probabilities:
+        _check_stash(head)
     columns = plan.columns or _columns(head, work)
-    asked = Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for")
-    return _with_figures(head, work, asked)
+    bare = Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for")
+    return _add_figures(head, work, bare)
 
 
 def _free(head: Head) -> int:
@@ -340,15 +344,15 @@ def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
     return _window_bytes(head, work, rows) + kept + sums
 
 
-def _with_figures(head: Head, work: Work, plan: Plan) -> Plan:
-    """`plan` with the figures that describe it: rows, matmuls and memory."""
+def _add_figures(head: Head, work: Work, plan: Plan) -> Plan:
+    """Fill in the figures that describe `plan`: rows, matmuls and memory."""
     backward = work.hidden_gradient + work.weight_gradient
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
     of_teacher = forward * work.teacher_matmul
     extra = _window_bytes(head, work, plan.rows)
     if plan.name == "one_pass":
         extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
-    elif plan.name == "stash":
+    elif plan.keeps_probabilities:
         share = forward  # everything kept is multiplied
         kept = work.computed * head.vocabulary.largest * head.weight.element_size()
         extra += kept * work.stashes

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from policyloss.arguments import description
 from policyloss.errors import SpecError
-from policyloss.functional.divergence import Measure
+from policyloss.functional.divergence import KINDS, KindName, Measure, Top
 from policyloss.functional.masking import bound
 from policyloss.functional.ratio import LogClamp
 from policyloss.parts.validate import Part, Positive, log_clamp, within
 from policyloss.parts.wording import bounds_in_words, spoken
 from policyloss.tokens import Tokens
-
-_IN_WORDS = {
-    "forward": "KL(teacher, student)",
-    "reverse": "KL(student, teacher)",
-    "generalised": "the generalised KL(student, teacher)",
-}
 
 
 def _name_or_none(owner: Any, field: str) -> None:
@@ -61,14 +55,14 @@ class Divergence(Part):
     reach: ClassVar[str] = "token"
     teaches: ClassVar[bool] = True
 
-    kind: Literal["forward", "reverse", "jsd", "generalised"]
+    kind: KindName
     coef: Annotated[float, within(least=0, finite=True, hint="to leave it out, use kl=None.")]
     beta: Annotated[float, within(least=0, most=1, hint="0: forward KL, 1: reverse KL.")] = 0.5
     weight: Annotated[str | None, _name_or_none] = None
     clamp: Annotated[LogClamp, log_clamp] = None
     weight_max: Positive | None = None
     tail: Annotated[bool, _true_or_false] = True
-    top: Literal["student", "teacher", "union", "intersection"] | None = None
+    top: Top | None = None
     k: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,8 +86,9 @@ class Divergence(Part):
     @property
     def idle_fields(self) -> tuple[str, ...]:
         """The fields that have no effect."""
-        beta = () if self.kind == "jsd" else ("beta",)
-        return (*beta, "tail") if self.kind == "generalised" else beta
+        kind = KINDS[self.kind]
+        beta = () if kind.reads_beta else ("beta",)
+        return beta if kind.takes_tail else (*beta, "tail")
 
     @property
     def reads_ratio(self) -> bool:
@@ -110,7 +105,7 @@ class Divergence(Part):
 
     def sentence(self) -> str:
         """The added term in words."""
-        of = _IN_WORDS.get(self.kind, f"the JSD of student and teacher at beta {self.beta:.10g}")
+        of = KINDS[self.kind].words.format(beta=self.beta)
         limit = self.clamp
         low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit or (None, None)
         clamp = " and ".join(bounds_in_words(low, high)).removeprefix("at ")
@@ -133,9 +128,9 @@ class Divergence(Part):
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """Its kind (as it is computed), its entries, and what weights it."""
+        """The computed kind, its entries and its weight."""
         weight = "ratio" if self.reads_ratio else "extra"
         tail = () if self.measure.has_tail else ("divergence_no_tail",)
         top = () if self.top is None else (f"divergence_top_{self.top}",)
         by = () if self.weight is None else (f"divergence_weight_{weight}",)
-        return "Divergence", f"divergence_{self.measure.form}", *tail, *top, *by
+        return "Divergence", f"divergence_{self.measure.computed_kind.name}", *tail, *top, *by

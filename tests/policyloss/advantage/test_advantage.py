@@ -520,7 +520,7 @@ def test_empty_input(name):
     assert adv.ESTIMATORS[name](rewards, *extra).shape == (0,)
 
 
-def test_the_result_is_what_policy_loss_takes():
+def test_policy_loss_takes_the_result():
     # One token each, on policy: ratio 1, so the token-mean loss
     # is −mean(A) = −(0.75 − 3·0.25)/4 = 0, its gradient −A/4.
     logp = torch.full((4, 1), -1.0, requires_grad=True)

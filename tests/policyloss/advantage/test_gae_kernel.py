@@ -145,7 +145,7 @@ def test_a_nan_or_inf_makes_its_own_sequence_nan_and_no_other() -> None:
     assert (advantages[3:].isnan() == b.mask[3:]).all()
 
 
-def test_what_masked_tokens_hold_is_ignored() -> None:
+def test_values_at_masked_tokens_are_ignored() -> None:
     b = batch(10, rows=4)
     clean = both(b.rewards, b.values, b.mask)
     garbage = torch.where(torch.arange(29) % 2 == 0, math.nan, math.inf)

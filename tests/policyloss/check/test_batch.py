@@ -30,7 +30,7 @@ def test_packing_keeps_tokens_that_are_not_trained_on_and_drops_padding() -> Non
     assert torch.equal(small().as_rows(small().logp), small().logp)
 
 
-def test_rows_come_in_the_order_asked_for_with_everything_of_theirs() -> None:
+def test_rows_come_in_the_requested_order_with_all_their_tensors() -> None:
     for index in ([2, 0], torch.tensor([2, 0])):
         part = small().rows(index)
         assert part.advantages.tolist() == [[20, 21, 22], [0, 1, 2]]
@@ -38,7 +38,7 @@ def test_rows_come_in_the_order_asked_for_with_everything_of_theirs() -> None:
         assert part.inside.tolist() == [[True, True, True], [True, True, False]]
 
 
-def test_map_changes_what_it_names_and_by_default_all_numbers_of_tokens() -> None:
+def test_map_changes_named_tensors_and_by_default_all_numbers_of_tokens() -> None:
     changed = small().map(lambda x: -x)
     assert all(torch.equal(getattr(changed, name), -small().logp) for name in cases.TOKEN_TENSORS)
     assert torch.equal(changed.mask, small().mask)

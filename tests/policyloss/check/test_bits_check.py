@@ -51,7 +51,7 @@ def test_an_invariant_function():
     )
 
 
-def test_products_whose_kernel_follows_from_the_shape():
+def test_products_with_a_kernel_chosen_by_shape():
     """MKL multiplies one row and three in another order than many."""
     report = pl.bits_check(head, SEQUENCES)
     assert not report.is_invariant
@@ -176,7 +176,7 @@ def test_a_buffer_that_every_call_writes_into():
     assert not pl.bits_check(by_number, [0, 1]).is_invariant
 
 
-def test_a_report_says_what_to_do():
+def test_a_report_names_the_remedy():
     def text(report: pl.BitsReport) -> str:
         return " ".join(str(report).split())
 
@@ -204,7 +204,7 @@ def test_an_error_of_the_function_names_the_run():
         assert raised.value.__notes__ == notes
 
 
-def test_a_number_beside_nan_is_named():
+def test_a_number_against_nan_is_named():
     report = pl.bits_check(lambda xs: [torch.tensor([1.0])] * len(xs), [0], against=[[math.nan]])
     assert "1 against NaN" in str(report)
 

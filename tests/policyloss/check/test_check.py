@@ -147,7 +147,7 @@ def test_a_loss_that_was_turned_round_is_caught(check):
     assert failed == {name: {check} for name in failed}
 
 
-def test_what_is_wrong_is_said_in_words():
+def test_a_problem_is_described_in_words():
     said = {
         "no detach": TURNED["detach"]["a weight by the engine"],
         "nothing depends on logp": lambda t: -t.advantages * t.anchor_logp("old"),
@@ -245,7 +245,7 @@ def test_a_detached_result_is_named():
     )
 
 
-def test_frozen_stop_gradients_replay_what_they_recorded():
+def test_frozen_stop_gradients_replay_recorded_values():
     frozen = FrozenStopGradients()
     # x·sg[x] at 2 is 2·2; away from there the second factor stays 2.
     product = frozen.function(lambda x: x * x.detach(), torch.tensor(2.0))

@@ -290,7 +290,7 @@ def test_a_mask_that_misses_the_numerator(right_loop: bool) -> None:
         report.raise_if_moved()
 
 
-def test_a_step_that_masks_by_other_means_is_told_so_and_not_accused() -> None:
+def test_a_step_with_other_masks_gets_a_note_and_no_accusation() -> None:
     step = trainer(lambda x, mask, k, n, s: token_sum(x, make_batch()["mask"][:1].expand_as(x)))
     report = pl.partition_check(step, make_batch())
     assert not report.moved
@@ -424,7 +424,7 @@ def test_every_way_to_return_gradients_is_the_same() -> None:
 # The page -----------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_what_is_printed() -> None:
+def test_the_page_shows_the_printed_output() -> None:
     """Block after block; the text after a block is what it prints."""
     page = (ROOT / "docs/partition_check.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|text)\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)

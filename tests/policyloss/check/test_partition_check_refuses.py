@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import policyloss as pl
 
 
-def test_equal_lengths_are_told() -> None:
+def test_equal_lengths_are_reported() -> None:
     step = trainer(lambda x, mask, k, n, s: token_sum(x, mask) / n)
     report = pl.partition_check(step, make_batch(lengths=torch.tensor([4, 4, 4])))
     assert not report.moved
@@ -126,7 +126,7 @@ def test_a_batch_that_is_no_mapping() -> None:
         pl.partition_check(right_step, [make_batch()])  # type: ignore[arg-type]
 
 
-def test_weights_that_cannot_be_told_apart_are_not_made_up() -> None:
+def test_indistinguishable_weights_are_not_invented() -> None:
     """Every token has the same gradient here, so any weights that add up
     to the same explain the same.
     """
@@ -143,7 +143,7 @@ def test_weights_that_cannot_be_told_apart_are_not_made_up() -> None:
 # Against a reference, and over two ranks ----------------------------------------------------------
 
 
-def test_a_reference_shows_what_every_cut_has() -> None:
+def test_a_reference_shows_an_error_that_every_cut_has() -> None:
     reference = pl.partition_check(right_step, make_batch()).gradient
     third = trainer(lambda x, mask, k, n, s: token_sum(x, mask) / n / 3)
     assert not pl.partition_check(third, make_batch()).moved
@@ -226,7 +226,7 @@ def test_dp_size_forgotten_or_used_where_ranks_are_summed(said: list[dict[str, A
             assert cause in answer["diagnosis"][0]
 
 
-def test_without_a_reference_it_says_what_it_cannot_see(said: list[dict[str, Any]]) -> None:
+def test_without_a_reference_it_names_undetectable_errors(said: list[dict[str, Any]]) -> None:
     answer = said[0]["dp_size forgotten, no reference"]
     assert answer["moved"] is False
     assert "every run on these 2 ranks" in answer["notes"][0]

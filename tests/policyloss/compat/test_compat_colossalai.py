@@ -178,7 +178,7 @@ def test_attributes_as_upstream():
 # --- coati.models.loss ----------------------------------------------------------------------------
 
 
-def test_the_older_loss_holds_the_ratio_at_ten_and_says_when_to_skip():
+def test_the_older_loss_bounds_the_ratio_by_ten_and_returns_a_skip():
     # Ratios 100, 1, 1, 1 in one row: mean 25.75 is above 20. A = −1: the ratio counts as 10,
     # without a gradient: (10 + 3)/4.
     logp = rows([log(100), 0, 0, 0]).requires_grad_()
@@ -277,7 +277,7 @@ def test_install_reaches_every_binding(coati):
     assert package.ValueLoss is package.loss.ValueLoss is not models.ValueLoss
 
 
-def test_install_takes_what_can_be_imported(coati):
+def test_install_patches_the_modules_that_exist(coati):
     coati(DISTRIBUTED | {"models/__init__": "import a_module_that_is_not_there\n"})
     assert colossalai.install() == ["coati.distributed.loss.PolicyLoss"]
 

@@ -546,7 +546,7 @@ def test_install_serves_the_release(package):
 
 
 @pytest.mark.parametrize("release", ["0.8.5", "0.9.2", "0.11.3", "1.0.0"])
-def test_install_refuses_what_it_does_not_know(package, release):
+def test_install_refuses_unknown_modules(package, release):
     with pytest.raises(pl.SpecError, match=release.replace(".", r"\.")):
         openrlhf.install(release)
     assert not issubclass(import_module("openrlhf.models").PolicyLoss, torch.nn.Module)

@@ -31,6 +31,6 @@ def test_none_is_the_current_release():
 
 
 @walked("bad", ["", "0.9.", "0..9", "latest", "0.9.x", " 0.9", 0.9, (0, 9)])
-def test_what_is_no_release_is_named(bad):
+def test_an_invalid_release_is_named(bad):
     with pytest.raises(SpecError, match="release="):
         at_least(bad, "0.9.0")

@@ -170,12 +170,12 @@ def test_the_entropy_bonus_is_in_the_spec_where_it_is_averaged_alike() -> None:
     )
 
 
-def test_options_beside_the_policy_loss_can_be_left_to_the_caller() -> None:
+def test_options_outside_the_policy_loss_can_be_left_to_the_caller() -> None:
     beside = config(top_entropy_quantile=0.2, entropy_coef=0.01, use_adaptive_entropy=True)
     assert spec_from_config(beside, handled=EXTRA_OPTIONS) == MEANS["dapo"]
 
 
-def test_a_config_of_an_older_release_lacks_what_that_release_lacks() -> None:
+def test_a_config_of_an_older_release_lacks_newer_options() -> None:
     names = (
         "use_bias_correction_kl",
         "entropy_coef",
@@ -229,7 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @walked(("options", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_cannot_be_said_is_refused_by_name(options: dict[str, Any], said: str) -> None:
+def test_unsupported_options_are_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(pl.SpecError) as error:
         spec_from_config(config(**options))
     assert said in str(error.value)
@@ -240,7 +240,7 @@ def test_an_object_that_is_no_config_is_refused() -> None:
         spec_from_config(SimpleNamespace(beta=0.0))
 
 
-def test_only_options_beside_the_policy_loss_can_be_handled_elsewhere() -> None:
+def test_only_options_outside_the_policy_loss_can_be_handled_elsewhere() -> None:
     with pytest.raises(pl.SpecError, match="unknown option in handled 'delta'"):
         spec_from_config(config(), handled=("delta",))
 
@@ -460,7 +460,7 @@ def test_a_product_may_reach_to_the_engine_through_bounded_weights() -> None:
     assert ratio_of(masked, x, x, rollout) == pytest.approx(1e-8 * 1.5, rel=1e-12)
 
 
-def test_parts_of_trl_refuse_what_they_cannot_mean() -> None:
+def test_parts_of_trl_refuse_invalid_values() -> None:
     with pytest.raises(pl.SpecError, match="anchor must be 'old'"):
         RolloutProduct(anchor="rollout", outside="mask")
     with pytest.raises(pl.SpecError, match="outside"):
@@ -591,7 +591,7 @@ def test_options_that_still_act_are_no_error() -> None:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def test_the_page_on_a_config_says_what_decides_what_not_and_what_surprises() -> None:
+def test_the_page_on_a_config_lists_effective_ignored_and_surprising_options() -> None:
     page = explain_config(
         config(loss_type="cispo", delta=4.0, beta=0.04, **VLLM, top_entropy_quantile=0.2)
     )

@@ -102,7 +102,7 @@ def made(policy_loss: Any = None, **options: Any) -> Any:
     return compat.GRPOTrainer("model", args=grpo_config(**options), policy_loss=policy_loss)
 
 
-def test_the_class_is_made_once_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_is_made_once_and_names_its_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.GRPOTrainer is compat.GRPOTrainer
     assert issubclass(compat.GRPOTrainer, Parent)
     trainer.trainer_class.cache_clear()
@@ -155,7 +155,7 @@ def test_trl_s_token_filter_acts_on_our_loss() -> None:
     assert model[0].grad.tolist() == [[0.0, -1 / 3], [2 / 3, 0.0]]
 
 
-def test_metrics_of_a_step_are_those_of_all_its_tokens() -> None:
+def test_metrics_of_a_step_cover_all_its_tokens() -> None:
     ours = made(gradient_accumulation_steps=2, steps_per_generation=2)
     ours.accelerator.sync_gradients = False
     # Two micro-batches of 3 tokens and of 1: the mean advantage is (1 + 1 − 2 + 1)/4,
@@ -173,7 +173,7 @@ def test_metrics_of_a_step_are_those_of_all_its_tokens() -> None:
     assert ours._metrics["train"]["policyloss/tokens"] == [3.0], "the next step starts anew"
 
 
-def test_metrics_of_an_evaluation_are_those_of_all_its_batches() -> None:
+def test_metrics_of_an_evaluation_cover_all_its_batches() -> None:
     ours = made()
     ours.model.training = False
     ours._compute_loss(forward(), inputs())
@@ -218,7 +218,7 @@ def test_a_drift_is_measured_from_the_engine_where_its_numbers_are_there() -> No
     assert model[0].grad.tolist() == [[-1 / 3, -1 / 3], [0.0, 0.0]]
 
 
-def test_what_cannot_run_is_refused_before_anything_is_loaded(
+def test_invalid_options_are_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def load(self: Any, model: Any, reward_funcs: Any = None, args: Any = None) -> None:

@@ -572,6 +572,6 @@ def components(**config):
         ),
     ],
 )
-def test_errors_name_what_is_wrong(name, given, error, message):
+def test_errors_name_the_argument(name, given, error, message):
     with pytest.raises(error, match=message):
         call(name, **given)

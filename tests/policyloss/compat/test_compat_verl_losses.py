@@ -230,7 +230,7 @@ BAD = {
 
 
 @walked("case", BAD)
-def test_what_cannot_be_done_is_named(case: str) -> None:
+def test_unsupported_settings_are_named(case: str) -> None:
     call, match = BAD[case]
     with pytest.raises(pl.PolicyLossError, match=match):
         call()
@@ -382,7 +382,7 @@ def test_a_registered_preset_is_the_preset(fake_verl: dict[str, Any], name: str)
     assert float(loss) == pytest.approx(float(expected), rel=1e-13, abs=1e-15)
 
 
-def test_a_preset_with_kl_leaves_it_to_verl_or_says_what_to_set(fake_verl: dict[str, Any]) -> None:
+def test_a_preset_with_kl_leaves_it_to_verl_or_names_the_setting(fake_verl: dict[str, Any]) -> None:
     with pytest.raises(
         pl.SpecError, match=r"use_kl_loss=true.*kl_loss_type=k3.*kl_loss_coef=0\.04"
     ):
@@ -512,7 +512,7 @@ def test_sapo_holds_its_temperatures_as_the_advantages() -> None:
     )
 
 
-def test_a_hook_without_its_framework_says_so() -> None:
+def test_a_hook_without_its_framework_is_an_error() -> None:
     with pytest.raises(
         ImportError, match=r"verl is not installed here.*policyloss\.compat\.verl work without it"
     ):

@@ -150,7 +150,7 @@ def test_the_first_releases_measured_weights_before_they_were_truncated():
     )
 
 
-def test_icepop_reports_what_it_zeroes_and_survives_zeroing_all():
+def test_icepop_reports_zeroed_tokens_and_survives_zeroing_all():
     _, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", "0.25_2")
     check(metrics, {"rollout_is_oob_ratio": 2 / (3 + E), "rollout_is_mean": 0.5 / (3 + E)})
     weights, metrics = verl.compute_rollout_correction_weights(
@@ -380,7 +380,7 @@ def both(**words):
     return verl.compute_rollout_correction_and_rejection_mask(LOG_RATIO, ROLLOUT, MASK, **words)
 
 
-def test_nothing_asked_for_is_the_diagnostics_alone():
+def test_without_options_only_diagnostics_are_returned():
     proto, mask, metrics = both()
     assert proto is None
     assert torch.equal(mask, MASK)
@@ -536,7 +536,7 @@ def test_malformed_rejections(rollout_rs, threshold, said):
         verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, rollout_rs, threshold)
 
 
-def test_releases_differ_in_what_they_refuse():
+def test_releases_refuse_different_settings():
     kept, _ = verl.compute_rollout_rejection_mask(
         LOG_RATIO, MASK, "token_k1", "2_0.5", release="0.8.0"
     )

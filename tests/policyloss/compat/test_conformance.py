@@ -299,7 +299,7 @@ def test_a_defect_may_be_that_the_framework_raises():
     )
 
 
-def test_a_case_can_be_run_again_from_what_a_failure_says():
+def test_a_failure_names_the_command_that_repeats_it():
     failure = run_function(twin(loss=lambda x: x + 1)).failures[0]
     words = json.loads(
         json.dumps({key: failure[key] for key in ("seed", "kind", "dtype", "options")})
@@ -331,7 +331,7 @@ def test_one_case_in_three_still_shows_every_option_and_kind():
     assert cases.count(TOY, 3) == 40
 
 
-def test_batches_are_what_their_kind_says():
+def test_batches_match_their_kind():
     for seed in range(20):
         assert draw(seed, "full", F64).mask.all()
         assert not draw(seed, "all_masked", F64).mask.any()
@@ -493,7 +493,7 @@ def test_every_peer_has_pins_for_its_release():
             } <= named
 
 
-def test_a_child_that_dies_is_told_with_its_last_words(monkeypatch, tmp_path, capsys):
+def test_a_dead_child_is_reported_with_its_last_output(monkeypatch, tmp_path, capsys):
     words = tmp_path / "dies"
     words.write_text("#!/bin/sh\necho progress 1 2\necho its last words\nexit 3\n")
     words.chmod(0o755)
@@ -513,7 +513,7 @@ def test_an_unknown_framework_is_named():
         driver.chosen(["verll"])
 
 
-def test_stand_ins_answer_only_for_what_is_missing(monkeypatch):
+def test_stand_ins_replace_missing_modules_only(monkeypatch):
     import sys
 
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -566,7 +566,7 @@ def test_ours_may_only_add_keywords_that_are_named():
     assert signatures.drift("pair", None, ours) == ["pair: only we have it"]
 
 
-def test_returns_that_one_side_never_showed_count_unless_told_otherwise(monkeypatch):
+def test_a_return_value_of_one_side_counts_unless_excluded(monkeypatch):
     monkeypatch.setattr(
         signatures,
         "our_calls",
@@ -626,7 +626,7 @@ def test_chosen_cases_show_every_option_and_kind():
     assert len(record.spread(every[:1], 12)) == 1
 
 
-def test_a_record_is_replayed_and_leaves_out_what_a_defect_covers():
+def test_a_record_is_replayed_without_the_cases_of_a_defect():
     release.set_current("1.0")
     whole = replace(NAN_ON_EMPTY, outputs=("loss", "gradient"))
     function = replace(TOY, theirs=nan_on_empty, defect=declared(whole))

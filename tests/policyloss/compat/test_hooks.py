@@ -133,9 +133,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
         (pl.preset("ppo"), "group", ["the preset 'ppo'", "advantage.gae", "cannot compute them"]),
     ],
 )
-def test_trl_says_that_the_advantages_are_others(
-    loss: Any, scale_rewards: Any, words: list[str]
-) -> None:
+def test_trl_warns_of_other_advantages(loss: Any, scale_rewards: Any, words: list[str]) -> None:
     (text,) = warnings_of(lambda: checked_loss(loss, trl_args(scale_rewards)), times=2)
     assert not [word for word in words if word not in text]
 
@@ -155,7 +153,7 @@ def test_trl_is_quiet_where_they_fit(loss: Any, scale_rewards: Any) -> None:
     checked_loss(loss, trl_args(scale_rewards))  # a warning is an error here
 
 
-def test_the_page_on_a_config_says_it_too() -> None:
+def test_the_page_on_a_config_names_other_advantages() -> None:
     trap = (
         "Dr. GRPO's advantages are not divided by a standard deviation; set scale_rewards='none'."
     )
@@ -259,7 +257,7 @@ def test_verl_names_the_settings_a_preset_overrides_once(
         ("ppo", {}),
     ],
 )
-def test_verl_is_quiet_where_a_setting_says_what_the_preset_does(
+def test_verl_is_quiet_where_a_setting_agrees_with_the_preset(
     name: str, options: dict[str, Any]
 ) -> None:
     called(name, ActorConfig(**options))
@@ -341,9 +339,7 @@ def run_config(loss_mode: str, adv_estimator: Any, **more: Any) -> dict[str, Any
         ),
     ],
 )
-def test_a_verl_run_says_that_the_advantages_are_others(
-    config: dict[str, Any], words: list[str]
-) -> None:
+def test_a_verl_run_warns_of_other_advantages(config: dict[str, Any], words: list[str]) -> None:
     (text,) = warnings_of(lambda: verl.check_config(config), times=2)
     assert not [word for word in words if word not in text]
 
@@ -393,7 +389,7 @@ def test_the_check_follows_verl_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not settings.extend_validation()
 
 
-def test_a_sentence_is_said_once() -> None:
+def test_a_warning_appears_once() -> None:
     assert warnings_of(lambda: [warn_once(text) for text in ("a", "b", "a", "b")], times=2) == [
         "a",
         "b",

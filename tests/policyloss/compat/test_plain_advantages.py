@@ -179,7 +179,7 @@ def test_whiten_with_its_small_constants():
 
 
 @walked("count", [0, 1])
-def test_whiten_refuses_what_has_no_variance(count):
+def test_whiten_refuses_values_without_variance(count):
     with pytest.raises(InputError, match=f"two valid tokens, got {count}"):
         plain_whiten(torch.ones(2, 3), torch.arange(6).view(2, 3) < count)
 

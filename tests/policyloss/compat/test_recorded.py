@@ -102,7 +102,7 @@ def test_openrlhf_takes_either_family_of_arguments():
         assert forms.constructor_problems(older, version) == []
 
 
-def test_every_pinned_callable_of_verl_is_recorded_with_what_it_returns():
+def test_every_pinned_callable_of_verl_is_recorded_with_its_results():
     found = recorded_signatures(PEERS["verl"])["callables"]
     assert found["verl.trainer.ppo.core_algos:compute_policy_loss"]["returns"] == ["4 values"]
     assert found["verl.trainer.ppo.core_algos:compute_value_loss"]["returns"] == ["2 values"]
@@ -278,6 +278,6 @@ def test_the_records_stay_small():
         ("openrlhf", signatures.ACTOR_FORWARD, "policyloss.compat.openrlhf.hook:actor_forward"),
     ],
 )
-def test_a_head_has_the_parameters_of_what_it_replaces(peer, theirs, ours):
+def test_a_head_has_the_parameters_of_the_replaced_function(peer, theirs, ours):
     recorded_parameters = recorded_signatures(PEERS[peer])["callables"][theirs]["parameters"]
     assert signatures.parameters(signatures.resolve(ours)) == recorded_parameters

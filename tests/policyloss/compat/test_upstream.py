@@ -27,7 +27,7 @@ def test_every_number_is_spoiled_wherever_it_is() -> None:
     assert spoil(torch.tensor([3])).tolist() == [4]
 
 
-def test_calls_are_noted_and_only_the_one_asked_for_is_spoiled() -> None:
+def test_calls_are_recorded_and_only_the_chosen_one_is_spoiled() -> None:
     reached = Reached(test="a")
     double, half = (
         reached.watch(name, function)
@@ -56,7 +56,7 @@ def test_the_drop_ins_are_all_that_stand_in_for_something() -> None:
     assert not {"register", "install", "check_config", "POLICY_LOSSES"} & set(of_verl)
 
 
-def test_a_test_that_looks_is_told_from_one_that_does_not(
+def test_a_test_that_checks_the_result_is_recognised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tests"

@@ -201,7 +201,7 @@ def test_a_backward_belongs_to_its_own_call() -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_only_what_carries_a_gradient_is_differentiated() -> None:
+def test_only_tensors_with_a_gradient_are_differentiated() -> None:
     spec = PRESETS["ppo"].replace(entropy_coef=0.1)
     loss, expected = compiled_loss(spec), run(spec, BATCH)
     entropy = BATCH.entropy.clone().requires_grad_()
@@ -238,7 +238,7 @@ def test_strides_and_offsets_are_no_matter() -> None:
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("totals", [None, pl.Totals(100, 7, dp_size=2)], ids=["local", "totals"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_value_and_gradient_are_those_of_the_backward(totals: Any, dtype: torch.dtype) -> None:
+def test_value_and_gradient_equal_the_backward_pass(totals: Any, dtype: torch.dtype) -> None:
     spec = PRESETS["ppo"].replace(entropy_coef=0.1)
     batch, loss = make_batch(seed=2, dtype=dtype), compiled_loss(spec)
     expected = run(spec, batch, totals)
@@ -443,7 +443,7 @@ def test_it_may_stand_inside_a_compiled_function() -> None:
     ],
     ids=lambda x: "+".join(x) if isinstance(x, dict) else x,
 )
-def test_bad_input_is_told_in_the_same_words(change: dict[str, Any], spec: str) -> None:
+def test_bad_input_gives_the_same_error(change: dict[str, Any], spec: str) -> None:
     arguments = {**BATCH.kwargs, **change}
     with pytest.raises(InputError) as eager:
         pl.policy_loss(PRESETS[spec], **arguments)

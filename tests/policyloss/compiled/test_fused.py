@@ -93,6 +93,24 @@ def test_the_kernels_divide_by_the_totals_of_the_step(name: str) -> None:
     assert_equal(PRESETS[name], arguments_of(PRESETS[name]), pl.Totals(tokens, 30, dp_size=2))
 
 
+@pytest.mark.parametrize("totals", [None, pl.Totals(50, 30)], ids=["local", "totals"])
+def test_value_and_gradient_takes_the_gradients_of_the_kernels(
+    totals: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = PRESETS["ppo_dual_clip"]
+    arguments = arguments_of(spec)
+    leaf = arguments["logp"].clone().requires_grad_()
+    monkeypatch.setattr(fused, "_reason_to_skip", lambda inputs: "")  # as on a GPU
+    results = fused.fused_gradients(spec, Inputs(**{**arguments, "logp": leaf}), totals, "all")
+    assert results is not None
+    (out, gradients), (loss, metrics, expected) = results, run(spec, arguments, True, totals, "all")
+    assert not out.loss.requires_grad
+    assert torch.equal(out.loss, loss)
+    assert out.metrics.compute() == pytest.approx(metrics, nan_ok=True)
+    assert gradients.keys() == {"logp"}
+    assert torch.equal(gradients["logp"], expected[0])
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_kernels_name_nothing_else(name: str) -> None:
     """What is executed is arithmetic: names that it assigns, and functions of Triton's language."""
@@ -111,7 +129,7 @@ def test_kernels_name_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(UNSERVED))
-def test_a_loss_that_does_not_fit_says_why(name: str) -> None:
+def test_a_loss_that_does_not_fit_has_a_reason(name: str) -> None:
     spec = PRESETS[name]
     inputs = Inputs(**arguments_of(spec))
     assert fused.run_kernels(spec, inputs, None, "all") is None
@@ -156,7 +174,7 @@ def test_more_tokens_than_a_span() -> None:
     assert_equal(grpo, arguments_of(grpo, wide), level="basic")
 
 
-def test_only_what_is_there_is_summed() -> None:
+def test_only_present_tensors_are_summed() -> None:
     """By a function that is not 0 behind the end of a span, as masked tokens of a loss are."""
 
     def numbers(x: Tensor) -> list[Tensor]:
@@ -188,7 +206,7 @@ def test_other_leaves_and_other_ranks_have_kernels_of_their_own() -> None:
                 torch.testing.assert_close(torch.autograd.grad(out.loss, logp)[0], expected[2][0])
 
 
-def test_what_is_wrong_with_a_batch_shows() -> None:
+def test_a_bad_batch_raises_an_error() -> None:
     """A NaN, an infinity, an empty mask and a wrong mask look as they do eagerly."""
     arguments = arguments_of(SPEC)
     row, column = arguments["mask"].nonzero()[3].tolist()
@@ -258,7 +276,7 @@ def test_a_wrong_shape_is_refused_as_ever() -> None:
         pl.policy_loss(SPEC, **row_mask)
 
 
-def test_the_path_is_told() -> None:
+def test_the_path_is_reported() -> None:
     arguments = arguments_of(SPEC)
     told = pl.explain_path(SPEC, **arguments)
     if DEVICE == "cpu":

@@ -176,7 +176,7 @@ def test_metrics_of_two_losses_are_added_within_a_graph() -> None:
     assert compiled(BATCH.logp)[0] == 2 * BATCH.mask.sum()
 
 
-def test_the_gradient_reaches_what_stands_before_the_loss() -> None:
+def test_the_gradient_reaches_tensors_before_the_loss() -> None:
     weight = torch.randn(3, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ids, old = torch.arange(20).view(4, 5) % 11, torch.full((4, 5), -2.0, dtype=torch.float64)

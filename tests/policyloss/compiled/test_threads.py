@@ -46,7 +46,7 @@ def test_the_first_call_from_several_threads():
         assert torch.equal(gradient, results[0][1])
 
 
-def test_a_trace_is_none_in_other_threads():
+def test_a_trace_does_not_reach_other_threads():
     """A loss that another thread takes meanwhile still checks what it is given."""
     mask = torch.full((2, 3), -100)
     x = torch.zeros(2, 3)

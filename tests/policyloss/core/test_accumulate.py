@@ -71,7 +71,7 @@ def test_any_cut_is_the_whole_batch(name: str, cut: str) -> None:
 
 
 @walked("name", MEASURED)
-def test_what_is_measured_first_is_the_whole_batch_too(name: str) -> None:
+def test_a_measurement_before_the_steps_covers_the_batch(name: str) -> None:
     spec = MEASURED[name]
     check(
         [taken(pl.accumulate(spec, micro_batches(CUTS["uneven, layouts mixed"]), logp=current))],

@@ -258,7 +258,7 @@ def test_supports() -> None:
 
 
 @by_measure
-def test_entries_that_neither_knows_count_for_nothing(measure: Measure) -> None:
+def test_entries_unknown_to_both_count_for_nothing(measure: Measure) -> None:
     z, teacher = rows()
     student = z.log_softmax(-1)
     nothing = torch.full((5, 3), -torch.inf, dtype=torch.float64)
@@ -422,4 +422,4 @@ def test_in_words() -> None:
     assert "beta" not in str(pl.explain(pl.LossSpec(kl=pl.Divergence("reverse", 0.5))))
     named = pl.LossSpec(kl=pl.Divergence("forward", 1.0, weight="importance"))
     assert "kl = divergence * importance" in str(pl.explain(named))
-    assert KINDS == ("forward", "reverse", "jsd", "generalised")
+    assert tuple(KINDS) == ("forward", "reverse", "jsd", "generalised")

@@ -137,5 +137,5 @@ def test_a_clip_of_one_number_is_symmetric() -> None:
     assert pl.Clip(0.2, None) == pl.Clip(0.2)  # type: ignore[arg-type]  # as TRL's epsilon_high=None
 
 
-def test_the_names_that_a_type_checker_knows_are_the_presets() -> None:
+def test_the_literal_type_lists_the_presets() -> None:
     assert get_args(PresetName) == tuple(PRESETS)

@@ -86,7 +86,7 @@ def test_a_number_that_is_not_finite_stays_loud(bad):
         assert math.isnan(float(folded(arithmetic().total(torch.tensor([1.0, bad, 2.0])))))
 
 
-def test_numbers_beside_limbs():
+def test_numbers_combined_with_limbs():
     three = torch.tensor([1.0, 0.25, 0.0], dtype=torch.float64)
     two = torch.tensor(2.0, dtype=torch.float64)
     assert added(three, two).tolist() == [3.0, 0.25, 0.0]

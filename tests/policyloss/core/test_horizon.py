@@ -36,7 +36,7 @@ def test_a_preset_has_no_length_of_a_run() -> None:
 
 
 @walked("part", UNSET, ids=lambda p: type(p).__name__)
-def test_computing_without_a_horizon_says_how_to_set_it(part: Any) -> None:
+def test_computing_without_a_horizon_names_the_remedy(part: Any) -> None:
     batch = make_batch()
     spec = pl.LossSpec(aggregate=part)
     calls = {
@@ -57,7 +57,7 @@ def test_computing_without_a_horizon_says_how_to_set_it(part: Any) -> None:
     assert pl.check_loss(spec)  # a common factor, which no check depends on
 
 
-def test_with_horizon_sets_it_and_for_run_only_what_is_not_set() -> None:
+def test_with_horizon_sets_it_and_for_run_only_a_missing_one() -> None:
     spec = pl.preset("dr_grpo")
     set_to_8 = spec.replace(aggregate=pl.SeqMeanTokenSumNorm(8))
     assert spec.with_horizon(8) == spec.for_run(8) == set_to_8
@@ -105,7 +105,7 @@ def test_as_data() -> None:
     assert pl.LossSpec.from_dict(data) == spec
 
 
-def test_the_printed_formula_names_what_is_not_set() -> None:
+def test_the_printed_formula_names_a_missing_horizon() -> None:
     printed = formula(pl.preset("dr_grpo"))
     assert printed.lines[-1].expression == "sum(surrogate) / (B * horizon)"
     assert "with_horizon" in printed.vocabulary["horizon"]

@@ -94,7 +94,7 @@ def test_micro_batches_carry_extras() -> None:
     assert_same(taken(SPEC, BATCH, WEIGHT), taken(PLAIN, SCALED, None), what="loss")
 
 
-def test_a_compiled_loss_takes_what_the_eager_one_takes() -> None:
+def test_a_compiled_loss_takes_the_inputs_of_the_eager_one() -> None:
     arguments = {**BATCH.kwargs, "extras": {"weight": WEIGHT}, "teacher_logp": BATCH.ref_logp}
     eager = pl.policy_loss("ppo", **arguments)
     compiled = pl.compiled_loss("ppo")(**arguments)

@@ -148,7 +148,7 @@ def test_every_formula_is_a_metric():
     assert all(FORMULAS.values())
 
 
-def test_metrics_follow_what_was_given():
+def test_metrics_follow_the_given_tensors():
     """A metric is there exactly when its tensors are: nothing is reported that was not measured."""
     batch = make_batch()
     spec = pl.preset("reinforce")

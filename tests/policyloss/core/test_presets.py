@@ -91,7 +91,7 @@ def test_every_choice_has_a_source(preset: Preset):
 
 
 @walked("preset", PRESETS.values(), ids=lambda p: p.name)
-def test_sources_name_what_exists(preset: Preset):
+def test_sources_name_existing_fields(preset: Preset):
     for key, source in preset.sources.items():
         if key == "advantage":
             assert preset.advantage is not None
@@ -231,7 +231,7 @@ def test_numbers(name):
     assert {slot: getattr(spec, slot) for slot in NUMBERS[name]} == NUMBERS[name]
 
 
-def test_what_learns_from_a_teacher_says_what_it_was_compared_with():
+def test_a_loss_with_a_teacher_names_its_comparison():
     by_loss = {name for name, p in PRESETS.items() if any(k.teaches for k in p.spec.kl_parts)}
     taught = by_loss | {"opd", "iw_opd"}
     assert len(taught) == 12

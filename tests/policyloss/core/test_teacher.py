@@ -84,7 +84,7 @@ def test_the_ratio_may_be_to_the_teacher(ratio: Any) -> None:
     assert spec.reads == ("teacher_logp",)
 
 
-def test_what_a_teachers_kl_reads() -> None:
+def test_the_tensors_of_a_teachers_kl() -> None:
     assert pl.LossSpec(kl=pl.KL("k3", 0.1, anchor="teacher")).reads == ("old_logp", "teacher_logp")
     with pytest.raises(pl.InputError, match="teacher_logp, which is missing"):
         run(distilled(pl.KL("k2", 1.0, anchor="teacher")), BATCH, teacher_logp=None)

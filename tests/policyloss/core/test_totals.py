@@ -76,7 +76,7 @@ def test_add_groups():
     )
 
 
-def test_what_cannot_be_added():
+def test_totals_that_cannot_be_added():
     a = pl.Totals.count(MASK, group_ids=IDS)
     with pytest.raises(pl.InputError, match="dp_size"):
         a + replace(a, dp_size=2)

@@ -173,7 +173,7 @@ def test_metrics_against_numpy():
 
 
 @walked("dtype", [torch.float32, torch.float64])
-def test_what_did_not_move_is_not_clipped(dtype):
+def test_an_unmoved_value_is_not_clipped(dtype):
     """Nothing moves by 10, so nothing is clipped: not by a rounding error either."""
     g = torch.Generator().manual_seed(0)
     values, returns, old = (torch.randn(16, 64, generator=g, dtype=dtype) for _ in range(3))

@@ -17,7 +17,7 @@ from policyloss.cli import main
 CHOICES = all_choices()
 
 
-def test_every_combination_gives_a_loss_whose_code_is_that_loss() -> None:
+def test_every_combination_gives_a_loss_and_its_code() -> None:
     assert len(CHOICES) == 4 * 2 * 3 * 2 * 2 * 2
     for choice in CHOICES:
         assert eval(choice.code, {"pl": pl}) == choice.spec, choice.code
@@ -78,7 +78,7 @@ def test_a_chosen_loss_has_a_gradient(choice) -> None:  # type: ignore[no-untype
         ({"signal": "reward_and_teacher", "engine": "same"}, 'pl.preset("kdrl")'),
     ],
 )
-def test_what_is_chosen(answers: dict[str, str], code: str) -> None:
+def test_the_choices(answers: dict[str, str], code: str) -> None:
     assert choose(**answers).code == code
 
 

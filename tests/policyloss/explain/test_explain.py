@@ -85,7 +85,7 @@ MORE_CORRECTIONS = (
 
 
 @walked("name", pl.presets())
-def test_the_printed_formula_of_a_preset_is_what_is_computed(name: str) -> None:
+def test_the_printed_formula_of_a_preset_is_the_computed_one(name: str) -> None:
     for batch in BATCHES:
         assert_formula_holds(PRESETS[name], batch)
 
@@ -100,7 +100,7 @@ def test_the_formula_holds_for_every_trust_region_under_every_ratio(part: Any) -
 
 @walked("rejected", REJECTED)
 @walked("part", [pl.TokenRatio(), pl.SequenceRatio(), pl.SegmentRatio()], ids=label)
-def test_the_formula_holds_for_every_correction_and_what_it_does_to_the_denominator(
+def test_the_formula_holds_for_every_correction_and_its_denominator(
     part: Any, rejected: Any
 ) -> None:
     averages = (
@@ -196,7 +196,7 @@ def test_dapo_reads_as_the_paper_writes_it() -> None:
 @walked(
     "part", [*RATIOS, pl.SegmentRatio(log_clamp=0.2), pl.SequenceRatio(log_clamp=0.1)], ids=label
 )
-def test_the_gradient_is_zero_where_explain_says_and_nowhere_else(part: Any) -> None:
+def test_the_gradient_is_zero_exactly_where_explain_shows_it(part: Any) -> None:
     for trusted in (*TRUSTS, *MORE_TRUSTS):
         spec = swapped(pl.LossSpec(), ratio=part, trust=trusted)
         if spec is None:
@@ -209,7 +209,7 @@ def test_the_gradient_is_zero_where_explain_says_and_nowhere_else(part: Any) -> 
 
 @walked("rejected", REJECTED)
 @walked("trusted", REJECTING_TRUSTS, ids=label)
-def test_the_gradient_of_rejected_tokens_is_zero_where_explain_says(
+def test_the_gradient_of_rejected_tokens_is_zero_where_explain_shows_it(
     trusted: Any, rejected: Any
 ) -> None:
     for part in (pl.TokenRatio(), pl.SequenceRatio(), pl.SegmentRatio()):
@@ -261,7 +261,7 @@ def test_sources_name_real_slots_and_fields(name: str) -> None:
             part = getattr(part, field)
 
 
-def test_a_changed_number_says_so() -> None:
+def test_a_changed_number_is_marked() -> None:
     spec = pl.preset("dapo").replace(trust=pl.Clip(0.2, 0.3), kl=pl.KL("k3", 0.01))
     e = pl.explain(spec)
     assert (e.preset, e.near) == (None, "dapo")
@@ -442,7 +442,7 @@ def test_cross_framework_names(loss: str, framework: str, name: str) -> None:
     assert any(name in said for said in names), names
 
 
-def test_gspo_is_not_said_to_be_verls() -> None:
+def test_gspo_is_not_attributed_to_verl() -> None:
     surrogates = [e.names for e in pl.explain("gspo").elsewhere if e.part == "surrogate"]
     assert all("verl" not in names for names in surrogates)  # verl's is the token form
 

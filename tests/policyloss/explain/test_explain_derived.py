@@ -75,7 +75,7 @@ def test_brackets_follow_pythons_precedences() -> None:
 
 
 @walked("text", ["a and b", "a < b < c", "x[0]", "f(a=1)", "'text'", "a @ b"])
-def test_what_is_no_expression_is_refused(text: str) -> None:
+def test_an_invalid_expression_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not an expression of the printed formulas"):
         parse(text)
 
@@ -274,7 +274,7 @@ PARTS = {
 
 
 @walked("file", sorted(EXPLAIN.glob("*.py")), ids=lambda path: path.stem)
-def test_explain_knows_no_part_by_name(file: Path) -> None:
+def test_explain_names_no_part(file: Path) -> None:
     """What is said of a part stands on the part.
 
     (Texts of `framework_names` and `traps` are data, optional for a new one.)
@@ -289,7 +289,7 @@ def test_explain_knows_no_part_by_name(file: Path) -> None:
 @walked(
     "module", [ratio, trust, correction, kl, aggregate], ids=lambda m: m.__name__.rsplit(".", 1)[1]
 )
-def test_every_part_says_what_it_does(module: Any) -> None:
+def test_every_part_has_a_sentence(module: Any) -> None:
     for variant in module.VARIANTS:
         assert callable(getattr(variant, "sentence", None)), variant
         assert module is not trust or callable(getattr(variant, "slopes", None)), variant

@@ -48,7 +48,7 @@ def test_the_meanings_of_a_name_really_differ(homonym: Homonym) -> None:
 
 
 @walked("same", SAME, ids=lambda s: s.says)
-def test_what_is_said_to_be_the_same_is_the_same(same: Any) -> None:
+def test_homonyms_listed_as_equal_are_equal(same: Any) -> None:
     (loss, gradient), (other_loss, other_gradient) = names_page.same_numbers(same)
     assert same.a != same.b
     assert gradient.abs().max() > 0.01
@@ -385,7 +385,7 @@ WITHOUT |= {("grpo, as an advantage", "ColossalChat")}
 
 
 @walked(("key", "framework"), [(key, who) for key, checks in CHECKS.items() for who in checks])
-def test_a_meaning_is_what_the_drop_in_computes(key: tuple[str, str], framework: str) -> None:
+def test_a_meaning_matches_the_drop_in(key: tuple[str, str], framework: str) -> None:
     meaning = next(m for h, m in MEANINGS if (h.name, m.who) == key)
     given = names_page.batch()
     given["logp"].requires_grad_()
@@ -461,7 +461,7 @@ VALUES: dict[tuple[str, str], dict[str, Callable[[Given], Any]]] = {
 
 
 @walked(("key", "framework"), [(key, who) for key, checks in VALUES.items() for who in checks])
-def test_a_value_is_what_the_drop_in_reports(key: tuple[str, str], framework: str) -> None:
+def test_a_value_matches_the_drop_in(key: tuple[str, str], framework: str) -> None:
     meaning = next(m for h, m in MEANINGS if (h.name, m.who) == key)
     given: dict[str, Any] = names_page.batch()
     given |= {

@@ -72,7 +72,7 @@ def test_defaults_by_heart() -> None:
     assert stated["policyloss", "TokenRatio.log_clamp"] == 20.0
 
 
-def test_the_options_of_trl_are_all_there_with_the_defaults_the_drop_in_knows() -> None:
+def test_all_options_of_trl_are_listed_with_the_defaults_of_the_drop_in() -> None:
     stated = {option.name: option.default for _, option in said(Option, "TRL")}
     assert {name: stated[name] for name in DEFAULTS if name in stated} == DEFAULTS
     # An option of the advantages, which the drop-in leaves to TRL.
@@ -135,7 +135,7 @@ def test_every_name_of_every_part_is_on_the_page() -> None:
             assert who.split(", ")[0] in FRAMEWORKS or f"{who}: {name}" in row
 
 
-def test_an_error_knows_what_frameworks_call_a_field() -> None:
+def test_an_error_suggests_our_name_for_a_frameworks_field() -> None:
     """Every name in the tables of a number or a word that one field of a part holds."""
     groups = ("Ratio and trust region", "Average", "KL and entropy")
     unknown, tried = {}, 0

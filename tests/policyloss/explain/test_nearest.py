@@ -165,7 +165,7 @@ def test_few_changes_lead_to_the_same_loss() -> None:
         (pl.preset("rloo_loss").replace(kl=pl.KL("k3", 0.05)), "rloo_loss"),
     ],
 )
-def test_what_a_reader_would_say(spec: pl.LossSpec, name: str) -> None:
+def test_the_nearest_preset_is_the_one_a_reader_would_name(spec: pl.LossSpec, name: str) -> None:
     assert by_value(spec) == name
 
 

@@ -95,7 +95,7 @@ SHOWN = {
 
 
 @walked("name", SHOWN)
-def test_a_notebook_shows_what_the_text_says_and_no_markup_of_others(name: str) -> None:
+def test_a_notebook_shows_the_text_and_no_foreign_markup(name: str) -> None:
     thing, expected = SHOWN[name]
     page = Page(thing._repr_html_())
     text = " ".join(page.texts)
@@ -105,7 +105,7 @@ def test_a_notebook_shows_what_the_text_says_and_no_markup_of_others(name: str) 
     assert "b" not in page.elements
 
 
-def test_the_numbers_of_metrics_are_those_they_compute() -> None:
+def test_the_shown_metrics_are_the_computed_ones() -> None:
     metrics = pl.Metrics({"share": pl.Stat(torch.tensor(3.0), torch.tensor(8))})
     assert Page(metrics._repr_html_()).texts[-2:] == ["share", "0.375"]
     assert Page(pl.Metrics()._repr_html_()).texts == ["metric", "value"]

@@ -299,7 +299,7 @@ def test_rows_that_fill_no_tile_are_not_copied_into_one(plan, rooms):
 
 
 @pytest.mark.parametrize("plan", ["one_pass", "recompute"])
-def test_what_lies_in_the_rest_of_a_tile_does_not_matter(plan):
+def test_the_padding_of_a_tile_does_not_matter(plan):
     """Rows that only the metrics want, or memory of a larger window, beside those that move."""
     batch = make_head_batch(seed=5, rows=7, width=9, vocab=1024, size=96, dtype=torch.float32)
     spec = LOSSES["token"].replace(kl=None, entropy_coef=0.0)
@@ -345,7 +345,7 @@ def test_parts_cover_a_vocabulary(vocab):
     assert len(tiles.parts) == 8 or vocab < 128
 
 
-def test_what_the_mode_refuses():
+def test_the_mode_refuses_some_calls():
     case = bits_case("1000x64", torch.float32)
     arguments = (leaf(case.hidden), case.weight, case.ids)
     teacher = pl.Teacher(case.hidden, case.weight)
@@ -359,7 +359,7 @@ def test_what_the_mode_refuses():
             tiles_of.Tiles.of(half, half, tiles_of.Vocabulary(2, 2))
 
 
-def test_a_device_whose_products_depend_on_the_place_is_refused(monkeypatch):
+def test_a_device_with_position_dependent_products_is_refused(monkeypatch):
     def biased(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
         out[-1] *= 1 + 2 * torch.finfo(out.dtype).eps

@@ -359,7 +359,7 @@ def test_only_rows_that_matter_enter_a_product(name: str, layout: str) -> None:
 
 
 @walked("name", ["ppo", "gspo"])
-def test_no_window_is_larger_than_asked(name: str) -> None:
+def test_no_window_is_larger_than_the_limit(name: str) -> None:
     plan = rows_of_plan(PRESETS[name], BATCH, "one_pass", 9)
     with MatmulRows(33, 8) as counted:
         run_loss(PRESETS[name], BATCH, plan=plan)
@@ -401,7 +401,7 @@ def test_windows_of_rows_with_and_without_advantage(rows: int) -> None:
 
 
 @walked("name", ["ppo", "gspo", "grpo", "clip_cov"])
-def test_the_plan_says_what_the_call_does(name: str) -> None:
+def test_the_plan_matches_the_call(name: str) -> None:
     spec, n = PRESETS[name], ZEROS.ids.numel()
     for asked in ("auto", *preset_plans(name, "padded")):
         for windows in (None, 8):
@@ -427,7 +427,7 @@ def test_the_plan_says_what_the_call_does(name: str) -> None:
                 )
 
 
-def test_the_plan_knows_what_trains() -> None:
+def test_the_plan_depends_on_the_trained_tensors() -> None:
     """Nothing, the hidden states alone (no dW), or only the bias."""
     frozen = {
         "hidden": BATCH.hidden,
@@ -445,7 +445,7 @@ def test_the_plan_knows_what_trains() -> None:
         assert plan.matmuls == pytest.approx(3 * share)
 
 
-def test_a_plan_says_what_works_on_rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_names_the_kernels_for_rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     from policyloss.head import softmax_rows
 
     plan = pl.explain_plan(None, torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2).long())

@@ -284,7 +284,7 @@ NORMALISED = {
 
 @walked("measured", [False, True], ids=["local", "measured"])
 @walked("name", NORMALISED)
-def test_weights_normalised_beside_a_correction_that_reads_logp(name: str, measured: bool) -> None:
+def test_normalised_weights_with_a_correction_that_reads_logp(name: str, measured: bool) -> None:
     """The mean weight depends on logp: a window must be given it, and cannot know it alone."""
     spec = pl.LossSpec(correction=NORMALISED[name])
     batch = make_head_batch(seed=2)
@@ -320,7 +320,7 @@ def check_every_call(spec: pl.LossSpec, *calls: str) -> None:
             assert error_of(actual, expected, metrics=call != "skip") <= loss_tolerance(batch), call
 
 
-def test_a_test_of_sequences_beside_a_weight_of_tokens() -> None:
+def test_a_sequence_mask_with_a_token_weight() -> None:
     """What does not read logp is asked of the whole batch:
     a window of single tokens is no sequence to judge.
     """

@@ -197,7 +197,7 @@ def test_entries_that_are_among_the_students_best() -> None:
     assert_near(value, truth, 10 * TOL, "divergence")
 
 
-def test_the_teachers_best_entries_of_those_it_has() -> None:
+def test_the_top_entries_of_a_partial_teacher() -> None:
     """Row 3 lacks its first: the three best after it are taken."""
     teacher, logp = known_entries(6)
     options = {"kind": "forward", "top": "teacher", "k": 3}
@@ -322,7 +322,7 @@ def test_the_entropy_of_rows_that_nothing_else_moves(top: str | None) -> None:
         assert_near(ours.dhidden, truth.dhidden, 10 * TOL, plan)
 
 
-def test_what_the_output_holds() -> None:
+def test_the_fields_of_the_output() -> None:
     teacher = BATCH.teacher()
     arguments = {**BATCH.kwargs, "teacher": teacher}
     hidden, weight = leaf(BATCH.hidden), leaf(BATCH.weight)
@@ -475,7 +475,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
 
 
 @walked("name", WRONG)
-def test_errors_say_what_to_do(name: str) -> None:
+def test_errors_name_the_remedy(name: str) -> None:
     make, words = WRONG[name]
     with pytest.raises(pl.PolicyLossError) as error:
         make()

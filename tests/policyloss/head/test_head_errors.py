@@ -141,7 +141,7 @@ def test_tensors_on_two_devices() -> None:
 
 @walked("call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"])
 @walked("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_temperature_that_is_none(call: Any, value: float) -> None:
+def test_an_invalid_temperature_is_refused(call: Any, value: float) -> None:
     said(lambda: call(temperature=value), "temperature")
     shape = BATCH.ids.shape if call is loss else CASE.ids.shape
     said(lambda: call(temperature=torch.full(shape, value, device=DEVICE)), "temperature")
@@ -164,7 +164,7 @@ def test_temperatures_that_do_not_fit(call: Any) -> None:
 
 
 @walked("call", [linear, logits, loss], ids=["linear_logprobs", "logprobs", "linear_policy_loss"])
-def test_a_softcap_that_is_none(call: Any) -> None:
+def test_an_invalid_softcap_is_refused(call: Any) -> None:
     for value in (0, -30.0, float("nan"), "30"):
         said(lambda value=value: call(softcap=value), "softcap")
 
@@ -250,7 +250,7 @@ def test_a_stash_has_no_softcap() -> None:
     said(lambda: loss(plan="stash", softcap=30.0), "stash", "softcap", "recompute")
 
 
-def test_what_policy_loss_refuses_is_refused() -> None:
+def test_the_errors_of_policy_loss_are_raised() -> None:
     said(lambda: loss(PRESETS["grpo"], ref_logp=None), "ref_logp")
     said(lambda: loss(PRESETS["tis"], rollout_logp=None), "rollout_logp")
     said(lambda: loss(old_logp=BATCH.kwargs["old_logp"][:, 1:]), "old_logp", "(7, 7)", "(7, 8)")

@@ -286,7 +286,7 @@ def test_batched_shapes_and_one_row_expanded() -> None:
     assert_near(run.grads[0], true.grads[0], 1e-5, "gradient of an expanded row")
 
 
-def test_entropy_is_only_returned_when_asked_for() -> None:
+def test_entropy_is_returned_on_request() -> None:
     case = LogitsCase(5, 33, torch.float32)
     alone = pl.logprobs(case.logits, case.ids).logp
     assert isinstance(alone, Tensor)

@@ -107,7 +107,7 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 # Clip-Cov draws by the bits of old_logp, which differ in float32.
 @walked("layout", LAYOUTS)
 @walked("name", [n for n in PRESETS if not (CUDA and n == "clip_cov")])
-def test_the_policy_of_now_as_the_old_one(name: str, layout: str) -> None:
+def test_the_current_policy_as_the_old_one(name: str, layout: str) -> None:
     """`old_logp="current"` is the head's own log-probabilities, which nobody has beforehand."""
     batch, spec = LAYOUTS[layout], PRESETS[name]
     expected = run_oracle(spec, batch, old_logp="current")
@@ -121,7 +121,7 @@ def test_the_policy_of_now_as_the_old_one(name: str, layout: str) -> None:
         assert_same_loss(actual, expected, loss_tolerance(batch))
 
 
-def test_the_policy_of_now_in_one_pass() -> None:
+def test_the_current_policy_in_one_pass() -> None:
     """Unless a correction reads the old log-probabilities before the first window."""
     arguments = {**BATCH.kwargs, "old_logp": "current"}
     of_head = (leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids)
@@ -239,7 +239,7 @@ def test_arguments_of_other_shapes_and_types(plan: str) -> None:
 
 
 @walked("plan", LOSS_PLANS)
-def test_what_is_not_read_need_not_be_given(plan: str) -> None:
+def test_unread_tensors_may_be_left_out(plan: str) -> None:
     nothing = dict.fromkeys(("old_logp", "rollout_logp", "ref_logp", "group_ids"))
     check(PRESETS["reinforce"], BATCH, plan=plan, **nothing)
     check(PRESETS["gpg"], LAYOUTS["packed"], plan=plan, **nothing)
@@ -506,7 +506,7 @@ def test_skipping_tokens_without_advantage(name: str) -> None:
             assert 0 < found.metrics["tokens"] < everything
 
 
-def test_what_was_skipped_is_known() -> None:
+def test_skipped_tiles_are_counted() -> None:
     """ppo trains on single tokens: those computed are the valid ones with an advantage,
     and only they have a logp.
     """

@@ -201,7 +201,7 @@ def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
 
 
 @walked(("count", "name"), SHARDED)
-def test_the_shards_are_what_they_should_be(count: int, name: str) -> None:
+def test_the_shards_are_right(count: int, name: str) -> None:
     """Shards make up the vocabulary, both ends of each live one are asked for,
     and some tokens are clipped but not most.
     """
@@ -245,7 +245,7 @@ def test_a_nan_in_one_shard_shows_on_every_rank(said: Said, count: int, plan: st
         assert numbers["metrics"]["nonfinite_tokens"] == BATCH.tokens.mask.sum()
 
 
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(agreement: Said) -> None:
+def test_an_error_on_one_rank_is_an_error_on_all(agreement: Said) -> None:
     """A shard without entries, or hidden states that are not the same everywhere:
     none is left waiting for the others.
     """
@@ -328,7 +328,7 @@ def test_context_parallel_ranks_add_up(two: Said, name: str, sharding: str) -> N
 
 
 @walked("name", ["ppo, seq-mean", "gspo"])
-def test_context_parallel_ranks_whose_gradients_are_averaged(two: Said, name: str) -> None:
+def test_context_parallel_ranks_with_averaged_gradients(two: Said, name: str) -> None:
     """`Totals.count` takes it that gradients are averaged over the group:
     each rank's is then twice its share.
     """

@@ -197,12 +197,14 @@ def test_two_shards_merge(kind: str) -> None:
     cuts = (slice(0, 150), slice(150, V))
     partials = [
         pair_kernels.pair_partials(
-            z[:, c], ids - c.start, plain, u[:, c], plain, kind, False, **FORWARD
+            z[:, c], ids - c.start, plain, u[:, c], plain, measure.computed_kind, False, **FORWARD
         )
         for c in cuts
     ]
     if kind == "jsd":
-        student, _, _ = pair_kernels.pair_partials(z, ids, plain, u, plain, kind, False, **FORWARD)
+        student, _, _ = pair_kernels.pair_partials(
+            z, ids, plain, u, plain, measure.computed_kind, False, **FORWARD
+        )
         lse = finished(student).lse
         parts = [
             pair_kernels.mixture_sums(

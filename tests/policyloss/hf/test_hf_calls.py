@@ -297,7 +297,7 @@ class Wrong(nn.Linear):
         (lambda: Plain(head=nn.Identity()), "needs a floating-point weight"),
     ],
 )
-def test_an_error_names_what_was_looked_for(model: Any, words: str) -> None:
+def test_an_error_names_the_missing_head(model: Any, words: str) -> None:
     with pytest.raises(pl.InputError, match=words):
         pl.hf.logprobs(model(), IDS)
 
@@ -341,7 +341,7 @@ def test_a_layout_is_tried_once() -> None:
         assert len(seen) == first + 1
 
 
-def test_errors_say_what_tensors_are_aligned_with() -> None:
+def test_errors_name_the_alignment_of_tensors() -> None:
     model = Plain()
     long = torch.zeros(3, 9)
     for name in ("old_logp", "mask", "ref_logp"):

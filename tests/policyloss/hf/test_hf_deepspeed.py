@@ -29,7 +29,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore:.*tie")
 @pytest.mark.parametrize("case", deepspeed_ranks.CASES)
-def test_gradients_are_those_of_one_process(results: list[dict[str, Any]], case: str) -> None:
+def test_gradients_equal_the_gradients_of_one_process(
+    results: list[dict[str, Any]], case: str
+) -> None:
     stage, head, way = case.split(", ")
     expected = deepspeed_ranks.whole(head, way)
     for rank in range(2):

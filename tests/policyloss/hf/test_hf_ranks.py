@@ -26,7 +26,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_one_process(results: list[dict[str, Any]], case: str) -> None:
+def test_gradients_equal_the_gradients_of_one_process(
+    results: list[dict[str, Any]], case: str
+) -> None:
     kind, name = case.split(", ")
     expected = hf_ranks.whole(kind, hf_ranks.SPECS[name])
     assert any("lm_head" in parameter for parameter in expected) == (kind != "frozen")

@@ -180,7 +180,7 @@ def test_drop_ins_do_not_warn(said: Said) -> None:
     assert all(ranks["warnings: drop-ins"] == [] for ranks in said)
 
 
-def test_what_the_losses_exchange(said: Said) -> None:
+def test_the_numbers_that_losses_exchange(said: Said) -> None:
     """One all-reduce of (sum, count) for a sequence-level ratio, and one back; turns send their
     ends besides, in two gathers.
     """
@@ -221,6 +221,6 @@ def test_what_the_losses_exchange(said: Said) -> None:
         ),
     ],
 )
-def test_every_rank_says_what_is_wrong(case: str, message: str, said: Said) -> None:
+def test_every_rank_raises_the_error(case: str, message: str, said: Said) -> None:
     for rank, ranks in enumerate(said):
         assert message in ranks[case], f"rank {rank}"

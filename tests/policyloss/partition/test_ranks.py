@@ -168,7 +168,7 @@ def valid_tokens(cut: str) -> list[list[int]]:
     ]
 
 
-def test_the_cuts_are_what_they_are_called() -> None:
+def test_the_cuts_match_their_names() -> None:
     assert {cut.ranks for cut in CUTS.values()} == set(WORLDS)
     assert 0 in valid_tokens("accumulation, a micro-batch without a valid token")[0]
     assert [0] in valid_tokens("DP, a rank without a valid token")
@@ -256,9 +256,7 @@ def test_a_loss_makes_no_collective_under_data_parallel(name: str, said: Said) -
 
 
 @walked("name", COUNTED)
-def test_what_crosses_context_parallel_ranks_is_a_few_numbers_per_sequence(
-    name: str, said: Said
-) -> None:
+def test_context_parallel_ranks_exchange_a_few_numbers_per_sequence(name: str, said: Said) -> None:
     """How many numbers each all-reduce of the loss and of its backward carries;
     S sequences, of 8 tokens or fewer.
     """
@@ -282,7 +280,7 @@ def test_missing_totals_are_an_error(call: str, world: int, said: Said) -> None:
 
 
 @walked("world", [2, 4])
-def test_what_cannot_be_known_locally_is_an_error_or_a_warning(world: int, said: Said) -> None:
+def test_global_numbers_that_are_missing_are_an_error_or_a_warning(world: int, said: Said) -> None:
     refusals = said[world]["refusals"]
     assert "pass positions=" in refusals["turns"]
     assert "policyloss.measure(spec" in refusals["statistics"]

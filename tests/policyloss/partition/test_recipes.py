@@ -85,7 +85,7 @@ def test_a_recipe_ends_where_the_plain_loop_does(name: str, folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_batch_tells_a_wrong_denominator_from_a_right_one(folder: Path) -> None:
+def test_the_batch_shows_a_wrong_denominator(folder: Path) -> None:
     """The mean of the micro-batches' own means, and no training at all, are four orders of
     magnitude outside the tolerance.
     """
@@ -123,7 +123,7 @@ def test_the_command_of_a_recipe_starts_it(tmp_path: Path, folder: Path) -> None
 
 
 @walked("name", RANKS)
-def test_a_recipe_is_short_and_the_page_shows_it_as_it_is(name: str) -> None:
+def test_a_recipe_is_short_and_printed_on_the_page(name: str) -> None:
     code = (RECIPES / f"{name}.py").read_text(encoding="utf-8")
     assert len(code.splitlines()) < 40
     assert f"examples/recipes/{name}.py" in command(name)

@@ -59,7 +59,7 @@ def test_the_score_is_the_density_of_student_t():
     assert found.score == pytest.approx(-4 * log_density + math.log(2), rel=1e-9)
 
 
-def test_tokens_of_which_nothing_is_said_count_like_the_others():
+def test_tokens_without_evidence_count_like_the_others():
     x = t4(1000, 0.3)
     part = x.clone()
     part[::2] = torch.nan

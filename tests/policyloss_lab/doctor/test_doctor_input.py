@@ -174,7 +174,7 @@ def tensors_file(dtype: str, shape: list[int], place: tuple[int, int] = (0, 8)) 
         ("a.csv", "what,is\nthis,file", "it is no log of a run"),
     ],
 )
-def test_a_file_that_is_not_what_it_seems_is_named(
+def test_a_file_of_another_format_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,

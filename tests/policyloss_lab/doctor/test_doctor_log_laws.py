@@ -89,7 +89,7 @@ def test_skipped_updates_are_no_small_steps() -> None:
     assert "learning_rate_low" not in named(lambda s: stuck | {"skipped": 2.0})
 
 
-def test_one_update_for_each_batch_says_nothing_of_the_learning_rate() -> None:
+def test_one_update_per_batch_is_no_evidence_on_the_learning_rate() -> None:
     # The ratio is measured before the only update: it is 1 at any learning rate.
     stuck = {"reward/mean": 0.3, "accuracy": 0.3}
     assert "learning_rate_low" not in named(lambda s: stuck | {"actor/ppo_kl": 0.0})
@@ -168,7 +168,7 @@ def test_completions_that_were_cut_at_the_start_must_become_better() -> None:
     assert "truncation" in named(lambda s: cut(s) | {"reward/mean": flat(s), "accuracy": 0.4})
 
 
-def test_one_reward_out_of_range_does_not_hide_what_is_learned() -> None:
+def test_one_reward_out_of_range_does_not_hide_learning() -> None:
     assert named(lambda s: {"reward/mean": 9.0} if s == 20 else {}) == []
 
 

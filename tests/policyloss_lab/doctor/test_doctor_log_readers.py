@@ -37,7 +37,7 @@ def test_a_state_that_trl_wrote() -> None:
 
 
 @pytest.mark.parametrize("name", ["verl.jsonl", "verl_console.txt"])
-def test_what_verl_wrote(name: str) -> None:
+def test_a_log_of_verl(name: str) -> None:
     rows = read_log(RECORDED / name)
     assert len(rows) == 12
     assert rows[1]["critic/score/mean"] == 0.375
@@ -130,7 +130,7 @@ def test_lines_of_different_lengths_are_read_as_far_as_they_go(tmp_path: Path) -
         b"step:1 - reward",
     ],
 )
-def test_what_is_no_log_has_no_verdict(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_a_log_has_no_verdict(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(content)
     with pytest.raises(pl.InputError, match=r"no log of a run|no metric of these logs is known"):
@@ -165,7 +165,7 @@ def test_a_table_of_many_columns_takes_bounded_time(tmp_path: Path) -> None:
     assert time.perf_counter() - began < 10  # 0.1 seconds; a walk takes a minute
 
 
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "real.jsonl").write_text('{"step": 1, "reward": 1}')
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "real.jsonl")
     with pytest.raises(pl.InputError, match="symbolic link"):

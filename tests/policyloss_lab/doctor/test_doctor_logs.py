@@ -77,7 +77,7 @@ def test_a_symptom_is_found(cause: str) -> None:
     assert cause in [finding.cause for finding in diagnose_rows(run(SICK[cause])).findings]
 
 
-def test_where_a_symptom_begins_is_said() -> None:
+def test_a_symptom_has_a_first_step() -> None:
     by_cause = {f.cause: f for f in diagnose_rows(run(SICK["gradient_spike"])).findings}
     assert by_cause["gradient_spike"].step == 17
     (nan,) = diagnose_rows(run(SICK["nonfinite"])).findings
@@ -186,7 +186,7 @@ def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
         lab.doctor_run(tmp_path)
 
 
-def test_a_cut_events_file_gives_what_is_whole(tmp_path: Path) -> None:
+def test_a_cut_events_file_gives_its_complete_records(tmp_path: Path) -> None:
     folder = tensorboard(tmp_path / "log", run())
     (file,) = folder.glob("events*")
     file.write_bytes(file.read_bytes()[:-20])

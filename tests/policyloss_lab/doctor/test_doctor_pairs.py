@@ -36,14 +36,14 @@ def test_noise_of_half_precision_is_healthy(scale: float) -> None:
     assert verdicts == ["healthy"] * 8
 
 
-def test_the_floor_is_what_bf16_does_to_large_logits() -> None:
+def test_the_floor_is_the_bf16_noise_of_large_logits() -> None:
     """Logits from 16 to 32 have steps of 1/8 in bf16, on both sides."""
     step = torch.tensor(16.0).bfloat16().nextafter(torch.tensor(32.0).bfloat16()) - 16
     floor = lab.doctor(**noisy(0.01, 0)).floor
     assert floor == pytest.approx(math.sqrt(2) * float(step) / math.sqrt(12), rel=0.03)
 
 
-def test_larger_noise_is_not_explained_and_says_what_to_pass() -> None:
+def test_larger_noise_is_unexplained_and_names_the_missing_argument() -> None:
     verdict = lab.doctor(**noisy(0.3, 0))
     assert verdict.cause == "not_explained"
     assert any("model=, ids= and prompts= tell which" in sentence for sentence in verdict.evidence)

@@ -75,7 +75,7 @@ def test_a_blinded_hypothesis_makes_its_row_wrong(monkeypatch: pytest.MonkeyPatc
 
 
 @walked("name", sorted(FROM_PAIRS))
-def test_pairs_alone_name_what_they_can(name: str) -> None:
+def test_pairs_alone_name_their_causes(name: str) -> None:
     assert lab.doctor(**batch(name).arguments).causes == (FROM_PAIRS[name],)
 
 
@@ -93,7 +93,7 @@ def test_the_numbers_of_a_fault_are_found() -> None:
     assert verdict("temperature").details["side"] == "rollout_logp"
 
 
-def test_what_is_healthy_says_how_quiet_it_is() -> None:
+def test_a_healthy_verdict_states_the_noise() -> None:
     float32, bf16 = verdict("healthy_f32"), verdict("healthy_bf16")
     assert float32.details["scale"] < 1e-5 < bf16.details["scale"] < bf16.floor
     assert float32.healthy
@@ -239,7 +239,7 @@ def test_an_engine_has_no_dropout() -> None:
     assert "dropout" not in found.causes
 
 
-def test_numbers_that_are_missing_at_the_end_of_rows_are_told_from_float32_noise() -> None:
+def test_numbers_missing_at_the_end_of_rows_differ_from_float32_noise() -> None:
     """The end token is missing, and the token before it has ten times the noise of the others."""
     made = batch("end_token")
     a = {name: x.clone() for name, x in made.arguments.items()}

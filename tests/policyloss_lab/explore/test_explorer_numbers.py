@@ -71,7 +71,7 @@ def batches(first: int, points: int = POINTS) -> list[Batch]:
 
 
 @walked("name", [*PRESETS, "a seed"])
-def test_the_browser_computes_what_pytorch_computes(page: Any, name: str) -> None:
+def test_the_browser_computes_the_numbers_of_pytorch(page: Any, name: str) -> None:
     assert_computes(page, PRESETS.get(name, SEEDED), batches(first=1000))
 
 

@@ -107,7 +107,7 @@ def test_an_open_formula_with_numbers_is_the_formula(slot: str, part: Any) -> No
     ],
     ids=field_name,
 )
-def test_limits_are_those_of_the_part(part: type, name: str, expected: Limits) -> None:
+def test_limits_come_from_the_part(part: type, name: str, expected: Limits) -> None:
     (field,) = [field for field in numbers_of(part) if field.name == name]
     assert limits(part, field) == expected
 
@@ -199,7 +199,7 @@ def test_the_command_writes_the_page(
     assert file.read_text() == "the page of ['ppo', 'gspo']"
 
 
-def test_the_command_says_what_it_cannot_show(
+def test_the_command_names_losses_it_cannot_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "page.html"

@@ -40,7 +40,7 @@ def test_the_branches_of_a_clip_with_a_dual_bound() -> None:
     ]
 
 
-def test_a_rejected_token_says_so_whatever_the_trust_region_does() -> None:
+def test_a_rejected_token_is_marked_inside_and_outside_the_trust_region() -> None:
     """Weights exp(old − rollout) of 1, 3 and 1; the band keeps 0.5 to 2."""
     spec = pl.preset("dapo").replace(correction=(pl.Band(0.5, 2.0),))
     old, rollout = ratios(1.0, 3.0, 1.0), ratios(1.0, 1.0, 1.0)

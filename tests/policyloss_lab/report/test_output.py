@@ -73,7 +73,7 @@ def test_only_regular_files_are_written(tmp_path: Path, kind: str) -> None:
 @posix
 @pytest.mark.parametrize("option", ["--out", "--json"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_report_refuses_what_is_no_regular_file(
+def test_the_report_writes_regular_files_only(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -106,7 +106,7 @@ def test_a_regular_file_gets_new_contents_at_once(tmp_path: Path) -> None:
     assert sorted(p.name for p in path.parent.iterdir()) == ["page.html"]
 
 
-def test_the_report_does_not_overwrite_what_it_reads(
+def test_the_report_does_not_overwrite_its_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}])
@@ -124,7 +124,7 @@ def test_the_report_does_not_overwrite_what_it_reads(
 
 
 @posix
-def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_writer_removes_the_file_of_a_killed_one(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     child = os.fork()
     if child == 0:

@@ -61,7 +61,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert run["notes"] == ["policy/kl_ref was NaN or infinite at 2 step(s), first at step 1."]
 
 
-def test_metrics_alone_are_those_of_the_policy(tmp_path: Path) -> None:
+def test_a_step_without_a_source_records_metrics_of_the_policy(tmp_path: Path) -> None:
     logp, mask = torch.full((1, 2), -1.0), torch.ones(1, 2, dtype=torch.bool)
     out = pl.policy_loss("ppo", logp, logp, torch.ones(1), mask)
     with Recorder(tmp_path) as recorder:

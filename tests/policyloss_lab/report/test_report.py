@@ -87,7 +87,7 @@ def test_the_numbers_of_a_small_run(tmp_path: Path) -> None:
     assert found["notes"] == ["rollouts.jsonl does not exist."]
 
 
-def test_what_differs_between_runs(two_runs: list[Path]) -> None:
+def test_differences_between_runs(two_runs: list[Path]) -> None:
     differences = collect(two_runs)["differences"]
     assert differences["config"] == [
         {"key": "loss", "values": ["dapo", "gspo"]},
@@ -114,9 +114,7 @@ def test_a_setting_that_one_run_lacks_differs_from_null(tmp_path: Path) -> None:
         ("ppo", 0.28, "dapo"),  # ppo, changed until it was dapo
     ],
 )
-def test_a_loss_is_called_what_it_is(
-    tmp_path: Path, asked: str, eps_high: float, name: str
-) -> None:
+def test_a_loss_has_its_name(tmp_path: Path, asked: str, eps_high: float, name: str) -> None:
     run = write_run(tmp_path / "a", [], config={"loss": asked})
     stored = json.loads((run / "config.json").read_text())
     stored["loss"]["trust"]["eps_high"] = eps_high
@@ -214,7 +212,7 @@ def test_partial_runs_give_a_page_with_notes(
     assert page.endswith("</html>\n")
 
 
-def test_what_is_no_run_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_path_without_a_run_is_an_error_that_names_the_missing_files(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", [])
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -389,7 +387,7 @@ def test_files_are_written_whole_or_not_at_all(
         write_report(two_runs[:1], page, tmp_path)
 
 
-def test_the_command_writes_both_files_and_says_where(
+def test_the_command_writes_both_files_and_prints_their_paths(
     two_runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, data = tmp_path / "page.html", tmp_path / "data.json"

@@ -134,7 +134,7 @@ def test_steps_and_rows_beyond_the_index_are_not_read(
     )
 
 
-def test_too_many_metrics_keep_those_that_the_charts_name(tmp_path: Path) -> None:
+def test_too_many_metrics_keep_the_metrics_of_charts(tmp_path: Path) -> None:
     """Thirty thousand names took a minute. The expected ones are kept even if they come last."""
     many = {f"odd/{i}": float(i) for i in range(30_000)}
     rows = [{"step": s, "x" * 201: 1.0, **many, "reward/mean": 0.5, "tokens": 10} for s in range(2)]
@@ -274,7 +274,7 @@ def test_settings_are_bounded(tmp_path: Path) -> None:
     assert "environment.json is larger than 1 MiB and was left out." in found["notes"]
 
 
-def test_the_command_line_says_what_was_left_out(
+def test_the_command_line_names_omissions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"step": i, f"m{i:02d}": math.inf} for i in range(1, 61)]

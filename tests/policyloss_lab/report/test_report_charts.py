@@ -125,9 +125,7 @@ def test_seeds_are_a_band_with_mean_and_range(open_page: Open, seeds: list[Path]
 
 @needs_browser
 @pytest.mark.slow
-def test_a_band_of_runs_of_different_lengths_counts_those_that_are_there(
-    open_page: Open, tmp_path: Path
-) -> None:
+def test_a_band_counts_the_runs_that_reach_a_step(open_page: Open, tmp_path: Path) -> None:
     """Seeds are compared at the same x, between their points where need be."""
     first = small_run(tmp_path / "a", [0, None, 4, 6], seed=1, steps=4)
     second = small_run(tmp_path / "b", [2, 4, 8], seed=2, steps=4)
@@ -369,7 +367,7 @@ def test_the_line_under_the_pointer_is_highlighted_in_every_chart(
 
 
 @needs_browser
-def test_a_chart_tells_its_gist_and_its_numbers(open_page: Open, tmp_path: Path) -> None:
+def test_a_chart_has_a_summary_and_its_numbers(open_page: Open, tmp_path: Path) -> None:
     page = open_page([small_run(tmp_path / "run", [1, 4, 0, 2])])
     label = picture(page, "Reward").get_attribute("aria-label")
     assert label.startswith(

@@ -232,7 +232,7 @@ def test_the_table_shows_the_numbers_of_the_verdict(tmp_path: Path) -> None:
     assert "0.363 →</span> <b>0.62<" in table
 
 
-def test_an_accuracy_that_fell_or_that_lost_what_it_gained() -> None:
+def test_an_accuracy_that_fell_or_lost_its_gain() -> None:
     fell = judged({"eval/accuracy": curve([0.5, 0.2])}, 98)
     assert fell["state"] == "worse"
     assert fell["sentence"].startswith("Gets worse: held-out accuracy fell from 50.0 % at step 0")

@@ -290,7 +290,7 @@ def test_arrow_keys_move_between_tokens_completions_and_groups(page: Open) -> No
 
 
 @needs_browser
-def test_tokens_are_coloured_by_what_is_chosen(page: Open) -> None:
+def test_tokens_are_coloured_by_the_chosen_value(page: Open) -> None:
     """And not by colour alone: strong ones carry their sign, a branch has a sign of its own."""
     sheet = page()
     offers = sheet.locator("#color option").all_inner_texts()
@@ -387,7 +387,7 @@ def test_one_prompt_is_followed_over_the_run(page: Open) -> None:
 
 
 @needs_browser
-def test_only_what_is_seen_is_built(page: Open, tmp_path: Path) -> None:
+def test_only_visible_rows_are_built(page: Open, tmp_path: Path) -> None:
     """Of 2,000 tokens, and of 300 prompts."""
     sheet = page("#step=20&group=2")
     assert sheet.locator("#tokens").bounding_box()["y"] > 0
@@ -433,7 +433,7 @@ def test_the_page_fits_a_phone_and_prints(page: Open) -> None:
 
 
 @needs_browser
-def test_a_screen_reader_is_told_what_there_is(page: Open) -> None:
+def test_a_screen_reader_gets_descriptions(page: Open) -> None:
     sheet = page()
     grid = sheet.get_by_role("grid", name="Prompts and their completions")
     assert grid.get_by_role("row").count() == 9  # with the line of heads

@@ -190,7 +190,7 @@ def test_words_for_numbers() -> None:
     ]
 
 
-def test_every_chart_says_what_is_good_and_what_is_bad(two_runs: list[Path]) -> None:
+def test_every_chart_describes_good_and_bad_values(two_runs: list[Path]) -> None:
     page = render(collect(two_runs))
     for panel in PANELS:
         assert panel.hint.endswith("."), panel.id

@@ -118,7 +118,7 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert run["summary"]["steps"] == 20
 
 
-def test_a_model_beside_the_log_is_not_a_run_of_ours(tmp_path: Path) -> None:
+def test_a_model_next_to_a_log_is_not_a_run(tmp_path: Path) -> None:
     """`save_model` writes a config.json into the folder of the run."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     for step in (5, 20):
@@ -150,7 +150,7 @@ def test_a_run_of_verl(name: str) -> None:
     assert run["names"]["eval/reward"] == "val-core/openai/gsm8k/reward/mean@1"
 
 
-def test_the_dumps_of_verl_beside_its_log(tmp_path: Path) -> None:
+def test_the_dumps_of_verl_next_to_its_log(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     for step in (1, 2):
         text = (RECORDED / f"report/verl/rollouts/{step}.jsonl").read_text()
@@ -237,7 +237,7 @@ def test_a_run_of_openrlhf_in_tensorboard(tmp_path: Path) -> None:
     assert run["names"]["policy/loss"] == "train/policy_loss"
 
 
-def test_several_runs_of_tensorboard_are_asked_for_one_by_one(tmp_path: Path) -> None:
+def test_several_runs_of_tensorboard_must_be_named_one_by_one(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     for name in ("a", "b"):
@@ -295,7 +295,7 @@ def check_tracked(run: dict[str, Any]) -> None:
     assert [row["step"] for row in run["rollouts"]] == [10, 10, 20, 20, 30, 30]
 
 
-def test_what_wandb_writes_offline(tmp_path: Path) -> None:
+def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
     """The step is the trainer's, not the number of calls that W&B counts."""
     pytest.importorskip("wandb")
     script(WANDB, str(tmp_path))
@@ -305,7 +305,7 @@ def test_what_wandb_writes_offline(tmp_path: Path) -> None:
     assert run["config"]["nested"] == {"b": 2}
 
 
-def test_what_trackio_writes(tmp_path: Path) -> None:
+def test_a_database_of_trackio(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     script(TRACKIO, str(tmp_path), "first", "second")
     with pytest.raises(
@@ -330,7 +330,7 @@ def test_any_mixture_is_drawn_side_by_side(tmp_path: Path) -> None:
     assert "Names of the metrics" not in render(collect([ours]))
 
 
-def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
+def test_a_column_without_values_is_left_out(tmp_path: Path) -> None:
     ours, trl = realistic_run(tmp_path / "ours", steps=3), TRL
     known = ["Run", "Verdict", "Held-out accuracy", "Reward", "Steps", "Time"]
     for paths, names in (
@@ -345,7 +345,7 @@ def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
     assert "The files of the run do not name its loss." in page
 
 
-def test_what_is_no_run_is_told_what_was_looked_for(tmp_path: Path) -> None:
+def test_a_path_without_a_run_names_the_expected_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing, really")
     (tmp_path / "data.json").write_text('{"prompt": "x", "completion": "y"}')
     for path in (tmp_path, tmp_path / "notes.txt"):

@@ -110,7 +110,7 @@ def test_two_hosts_and_no_host_are_refused(server: command.LiveServer) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
-def test_what_does_not_read_is_refused(server: command.LiveServer, method: str) -> None:
+def test_requests_that_write_are_refused(server: command.LiveServer, method: str) -> None:
     status, body, headers = ask(server, method=method)
     assert (status, body) == (405, b"This server is read-only.\n")
     assert headers["Allow"] == "GET, HEAD"
@@ -174,7 +174,7 @@ def test_a_page_that_takes_long_is_not_made_for_every_question(
         assert ask(server)[1] == f"page {number}".encode()
 
 
-def test_a_run_that_vanishes_is_said_and_may_come_back(
+def test_a_vanished_run_is_named_and_may_come_back(
     server: command.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.live._next = 0.0
@@ -187,7 +187,7 @@ def test_a_run_that_vanishes_is_said_and_may_come_back(
     assert rewards(ask(server)[1]) == [0.25]
 
 
-def test_a_port_that_is_taken_is_said(server: command.LiveServer, run: Path) -> None:
+def test_a_taken_port_is_named(server: command.LiveServer, run: Path) -> None:
     port = server.server_address[1]
     with pytest.raises(InputError, match=rf"port={port} cannot be used: .*0 takes any"):
         command.LiveServer([run], port)
@@ -195,7 +195,7 @@ def test_a_port_that_is_taken_is_said(server: command.LiveServer, run: Path) -> 
         command.LiveServer([run], 70_000)
 
 
-def test_the_command_says_which_options_do_not_go_together(
+def test_the_command_names_contradicting_options(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run), "--serve", "--out", "x.html"]) == 2

@@ -156,7 +156,7 @@ def test_the_file_of_a_run_in_it_is_known(
     assert live.refresh()[1] != first
 
 
-def test_a_run_of_what_holds_one_is_refused(tmp_path: Path) -> None:
+def test_a_run_name_for_a_file_of_one_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     with pytest.raises(pl.InputError, match=r"log\.jsonl is one run; leave out #a\."):
         collect([f"{tmp_path}/log.jsonl#a"])
@@ -164,7 +164,7 @@ def test_a_run_of_what_holds_one_is_refused(tmp_path: Path) -> None:
         collect([f"{tmp_path}/none.csv#a"])
 
 
-def test_completions_beside_several_runs_are_not_given_to_one_of_them(tmp_path: Path) -> None:
+def test_completions_next_to_several_runs_belong_to_none(tmp_path: Path) -> None:
     (tmp_path / "reward.csv").write_text("Step,a - reward,b - reward\n1,2,3\n")
     (tmp_path / "1.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     runs = collect([tmp_path])["runs"]

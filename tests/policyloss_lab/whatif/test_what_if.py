@@ -108,7 +108,7 @@ def test_hand_computed_cosine_change_and_gain() -> None:
     assert float(result.gain[0]) == pytest.approx((0.25 + 0.375) / length / 2)
 
 
-def test_a_token_that_is_rejected_says_so() -> None:
+def test_a_rejected_token_is_named() -> None:
     """The band keeps weights exp(old - rollout) from 0.5 to 2, and the last token has 3."""
     tokens = four_tokens(rollout_logp=-1 - logs([[1.0, 1.0], [1.0, 3.0]]))
     outcome = lab.what_if(tokens, {"band": PPO.replace(correction=pl.Band(0.5, 2.0))})["band"]
@@ -146,7 +146,7 @@ def test_every_preset_gives_the_gradient_of_policy_loss(name: str) -> None:
     assert outcome.metrics["loss"] == pytest.approx(out.loss.item())
 
 
-def test_a_preset_that_cannot_be_tried_says_what_is_missing() -> None:
+def test_a_preset_that_cannot_be_tried_names_the_missing_tensor() -> None:
     result = lab.what_if(four_tokens())
     tried = {outcome.name for outcome in result.outcomes}
     assert tried | set(result.refused) == set(pl.presets())
@@ -218,7 +218,7 @@ def test_few_heavy_tokens_are_a_problem() -> None:
     assert problems(outcome_of("x", remedy.spec, tokens_with_ratio(40.0, 1)), Limits()) == ()
 
 
-def test_what_cannot_be_cured_is_said() -> None:
+def test_an_incurable_problem_is_named() -> None:
     """A spec with a function in it cannot be changed by numbers."""
     custom = PPO.replace(aggregate=lambda t: t.mask.double() / 10)
     (remedy,) = lab.what_if(tokens_with_ratio(9.0, 5), ["ppo"], spec=custom).remedies

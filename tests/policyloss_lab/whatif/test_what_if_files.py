@@ -84,7 +84,7 @@ def test_a_run_gives_its_last_step_and_its_own_loss(tmp_path: Path) -> None:
         read(run, 7)
 
 
-def test_steps_whose_advantages_are_all_0_are_passed_over(tmp_path: Path) -> None:
+def test_steps_with_zero_advantages_are_skipped(tmp_path: Path) -> None:
     """They have no gradient to look at, whether the file holds advantages, rewards or a mask."""
     by_rewards = [
         {name: x for name, x in row(2, reward=r, step=step).items() if name != "token_advantage"}
@@ -109,7 +109,7 @@ def test_steps_whose_advantages_are_all_0_are_passed_over(tmp_path: Path) -> Non
         assert zeros.notes[0].endswith(f"of step {max(steps)}, one of {len(steps)} stored steps.")
 
 
-def test_advantages_that_are_all_0_are_what_is_wrong(tmp_path: Path) -> None:
+def test_zero_advantages_are_the_verdict(tmp_path: Path) -> None:
     rows = [row(2, step=step, token_advantage=0.0) for step in (1, 2)]
     result = lab.what_if(file_of(tmp_path, rows), ["ppo"], spec="dapo")
     assert "step 2, one of 2 stored steps." in result.notes[0]
@@ -170,7 +170,7 @@ def test_names_of_other_trainers_are_understood(tmp_path: Path) -> None:
     assert tokens.notes == ()
 
 
-def test_what_is_missing_is_made_up_for_and_noted(tmp_path: Path) -> None:
+def test_missing_tensors_are_replaced_with_a_note(tmp_path: Path) -> None:
     """Rewards 1 and 0 of one prompt: GRPO's advantages are ±0.5/(std + 1e-6), std over n - 1."""
     rows = [row(2, reward=r) for r in (1.0, 0.0)]
     for r in rows:
@@ -286,7 +286,7 @@ def test_the_page_stays_small() -> None:
     assert len(data["losses"][0]["change"]) == 2
 
 
-def test_the_command_writes_a_page_and_says_what_it_saw(
+def test_the_command_writes_a_page_and_prints_its_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = file_of(tmp_path, [row(3), row(4, reward=0.0)]), tmp_path / "page.html"

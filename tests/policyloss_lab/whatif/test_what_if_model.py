@@ -94,7 +94,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize(("kind", "options", "warmth"), KINDS)
-def test_products_are_those_of_one_backward_pass_for_each_token(
+def test_products_equal_one_backward_pass_per_token(
     kind: str, options: dict[str, Any], warmth: float
 ) -> None:
     model = small_model(kind, **options)
@@ -148,7 +148,7 @@ def test_a_model_of_other_weights_is_noted() -> None:
     assert "1 nats from the stored ones" in note
 
 
-def test_what_gradients_pass_is_chosen_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parameters_of_the_gradient_are_chosen_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     size = Parameters(model).size
     monkeypatch.setattr("policyloss_lab.whatif.weights.GRADIENT_NUMBERS", 3 * size)
@@ -179,7 +179,7 @@ def test_a_model_without_ids_or_prompts_is_refused() -> None:
         ([[1], [2], [3]], -1, f"has the ids 0 to {VOCABULARY - 1}"),
     ],
 )
-def test_ids_that_the_model_does_not_know_are_refused(prompts: Any, first: int, words: str) -> None:
+def test_ids_outside_the_vocabulary_are_refused(prompts: Any, first: int, words: str) -> None:
     model = small_model()
     tokens = tokens_for(model)
     assert tokens.ids is not None

@@ -242,8 +242,8 @@ def comparison_of(
     entries = head.weight.shape[0]
     if isinstance(teacher, TopK):
         return _of_top_k(teacher, measure, head, tokens)
-    if measure.top is None and measure.kind == "generalised":
-        measure = measure._replace(kind="reverse")  # the probabilities of either sum to 1
+    if measure.top is None:
+        measure = measure.of_complete_rows
     of_student = (measure, head.vocabulary.size, head.hidden.shape[1])
     if isinstance(teacher, Tensor):
         check_tensor("teacher", teacher, "float", like=("hidden", head.hidden))

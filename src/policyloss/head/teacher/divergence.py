@@ -5,13 +5,14 @@ Per-token numbers with their gradient, from hidden states or from logits that ex
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
+from policyloss.functional.divergence import KindName, Top
 from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, Rows
 from policyloss.head.linear import Outputs, head_of, rows_with_gradient
@@ -23,16 +24,13 @@ from policyloss.head.vocab_parallel import Vocabulary
 from policyloss.parts.divergence import Divergence
 from policyloss.teacher import Teacher, TopK
 
-Kind = Literal["forward", "reverse", "jsd", "generalised"]
-Top = Literal["student", "teacher", "union", "intersection"]
-
 
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
     teacher: Teacher | TopK | Tensor,
     *,
-    kind: Kind,
+    kind: KindName,
     beta: float = 0.5,
     tail: bool = True,
     top: Top | None = None,
@@ -77,7 +75,7 @@ def divergence(
     logits: Tensor,
     teacher: TopK | Tensor,
     *,
-    kind: Kind,
+    kind: KindName,
     beta: float = 0.5,
     tail: bool = True,
     top: Top | None = None,

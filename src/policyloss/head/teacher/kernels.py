@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from policyloss.functional.divergence import Measure
+from policyloss.functional.divergence import Kind, Measure
 from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.kernels import (
     BACKWARD,
@@ -34,8 +34,6 @@ PAIR_FORWARD = {4: (4096, 4), 2: (2048, 4)}
 # A multiply-add that is rounded once would make two equal rows differ: `u·rate` is subtracted from
 # `z·rate`, which is rounded. The kernels wait for memory in any case.
 FUSION = False
-# The kinds of divergence as the kernels know them.
-FORMS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 
 @triton.jit
@@ -278,13 +276,13 @@ def pair_partials(
     scaling: Scaling,
     u: Tensor,
     teacher_scaling: Scaling,
-    form: str,
+    kind: Kind,
     entropy: bool,
     *,
     _block: int | None = None,
     _warps: int | None = None,
 ) -> tuple[Partials, Partials, Tensor]:
-    """The partials of both rows, and the cross sum (of a JSD: nothing), in one read of each."""
+    """The partials of both rows, and the cross sum (undefined for a JSD), in one read of each."""
     rows, vocabulary = z.shape
     out = torch.empty(7 if entropy else 6, rows, dtype=torch.float32, device=z.device)
     if rows:
@@ -303,7 +301,7 @@ def pair_partials(
                 rows,
                 vocabulary,
                 **options(scaling, teacher_scaling),
-                FORM=FORMS[form],
+                FORM=kind.code,
                 ENTROPY=entropy,
                 K=max(1, block // (lanes * entries)),
                 L=lanes,
@@ -576,7 +574,7 @@ def pair_gradient(
             out.stride(0),
             vocabulary,
             **options(scaling, teacher_scaling),
-            FORM=FORMS[measure.form],
+            FORM=measure.computed_kind.code,
             ENTROPY=with_entropy,
             NARROWING=out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size(),
             BLOCK=block,

@@ -91,14 +91,7 @@ def pair_statistics(
         each = torch.stack([terms(ls, lt, measure).sum(-1), slopes(ls, lt, measure).sum(-1)])
         sums.append(each)
     divergence, total = vocabulary.summed(torch.cat(sums, -1))
-    return s, PairStatistics(divergence, lse, _total(divergence, total, measure))
-
-
-def _total(divergence: Tensor, total: Tensor, measure: Measure) -> Tensor:
-    """The sum of the slopes, exactly −1 of the forward KL and the divergence of the reverse."""
-    if measure.form == "forward":
-        return torch.full_like(divergence, -1)
-    return total if measure.form == "jsd" else divergence
+    return s, PairStatistics(divergence, lse, measure.computed_kind.total(divergence, total))
 
 
 def _fused_statistics(
@@ -113,22 +106,22 @@ def _fused_statistics(
     entropy: bool,
 ) -> tuple[Statistics, PairStatistics]:
     """One read of both rows for a KL, two for a JSD, whose mixture is known after the first."""
-    form = measure.form
-    ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, form, entropy)
+    kind = measure.computed_kind
+    ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, kind, entropy)
     student, teacher_rows = vocabulary.merged(ours, here), vocabulary.merged(theirs, here)
     s, lse = finished(student), finished(teacher_rows).lse
-    if form == "jsd":
+    if kind.reads_beta:
         of_student, of_teacher = vocabulary.summed(
             fused.mixture_sums(z, s.lse, scaling, teacher.u, lse, teacher.scaling, measure.beta)
         )
         total = (1 - measure.beta) * of_student
         return s, PairStatistics(measure.beta * of_teacher + total, lse, total)
-    weighing, merged = (theirs, teacher_rows) if form == "forward" else (ours, student)
+    weighing, merged = (theirs, teacher_rows) if kind.weighted_by_teacher else (ours, student)
     cross = vocabulary.summed(cross * _shrink(weighing, merged)) / merged.sum
     # The mean of (log p_t − log p_s) up to the normalisers, whose large parts cancel first.
     shift = (teacher_rows.max - student.max) + (teacher_rows.sum.log() - student.sum.log())
-    divergence = cross - shift if form == "forward" else cross + shift
-    return s, PairStatistics(divergence, lse, _total(divergence, divergence, measure))
+    divergence = cross - shift if kind.weighted_by_teacher else cross + shift
+    return s, PairStatistics(divergence, lse, kind.total(divergence, divergence))
 
 
 def _shrink(p: Partials, merged: Partials) -> Tensor:
