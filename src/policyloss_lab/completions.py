@@ -16,8 +16,8 @@ from policyloss.inputs import Inputs
 from policyloss.loss import corrected_tokens, with_ratio
 from policyloss.parts.trust import Surrogate
 
-# What became of a token, by the code that `token_branches` gives it: a short name, and a sentence
-# for a reader who does not know the loss.
+# The branches that `token_branches` numbers: a short name, and a sentence for a reader who does not
+# know the loss.
 BRANCHES = {
     "plain": (
         "plain",

@@ -29,11 +29,11 @@ RUNS = 100  # runs of one table
 PATHS = 20_000  # files of one folder that is searched for logs
 FOLDER_DEPTH = 8  # levels of folders in that search
 COLUMNS = 5_000  # metrics that are collected from one log; the page shows fewer
-INDEXED = 200_000  # steps of metrics, and rows of rollouts, whose offset is kept in memory
+INDEXED = 200_000  # offsets in memory: of steps of metrics, and of rows of rollouts
 WATCHED = 10_000  # files that a live page watches
 
 # Numbers and texts of a page
-NAMES = 300  # metrics of one file, in addition to those that the charts of the page name
+NAMES = 300  # metrics of one file, in addition to the metrics of the charts
 NAME_LENGTH = 200
 POINTS = 5_000  # points of one metric
 POINT_BUDGET = 400_000  # points of all metrics of one file together

@@ -28,7 +28,7 @@ _NONFINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
 
 def open_file(path: Path, limit: int | None = None, name: str = "") -> BinaryIO:
     """Open a regular file of up to `limit` bytes for reading; an `InputError` for anything else.
-    name: of the file in the error; the path unless given.
+    name: of the file in the error; by default, the path.
     """
     name = name or str(path)
     try:
@@ -208,8 +208,8 @@ def strict(value: Any, name: str, notes: Notes) -> Any:
     """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read
     it.
 
-    Values nested deeper than `limits.DEPTH`, and those after the first `limits.SETTINGS` values,
-    are left out; a note names the file, `name`.
+    Values nested deeper than `limits.DEPTH`, and values after the first `limits.SETTINGS`, are left
+    out; a note names the file, `name`.
     """
     count = deep = 0
 

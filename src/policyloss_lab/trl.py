@@ -17,7 +17,7 @@ def _callback_class() -> type:
     """`DoctorCallback`, a `TrainerCallback` of transformers, which TRL's trainers take."""
     base: Any = import_module("transformers").TrainerCallback
 
-    class DoctorCallback(base):  # type: ignore[misc]  # a class that is known at run time
+    class DoctorCallback(base):  # type: ignore[misc]  # its base is known only at run time
         """Warns once of each symptom. every: the number of logged steps between two diagnoses."""
 
         def __init__(self, every: int = 10) -> None:

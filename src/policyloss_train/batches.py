@@ -21,7 +21,7 @@ from policyloss_train.sampler import Sample
 class Pack:
     """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
     lengths: places of each sequence. kept: for each sequence, the vocabulary entries that its
-    tokens were drawn from, place after place; `tokens["kept"]` counts those of each place. None if
+    tokens were drawn from, place after place; `tokens["kept"]` counts them at each place. None if
     every token was drawn from the full vocabulary.
     """
 

@@ -354,7 +354,7 @@ class Result(NamedTuple):
 class Evaluation(NamedTuple):
     """Means over the examples, Σ_i x_i / n, and the results in the order of the examples.
 
-    accuracy: the share whose score reaches the task's `success`.
+    accuracy: the share of scores that reach the task's `success`.
     """
 
     accuracy: float

@@ -1,9 +1,9 @@
-"""Completions sampled from a Hugging Face causal LM with a key-value cache, each with the
-log-probabilities it was sampled with.
+"""Sample completions from a Hugging Face causal LM with a key-value cache, and record their
+log-probabilities.
 
 Shapes: R prompts of a call, B rows of one batch (fewer as rows end), P prompt tokens, T = the most
-new tokens, L tokens of a completion, V vocabulary entries. Token t of row r is a function of the
-model, the prompt and `uniforms[r, t]` alone (inverse CDF). So the samples do not depend on how the
+new tokens, L tokens of a completion, V vocabulary entries. Token t of row r is a function of only
+the model, the prompt and `uniforms[r, t]` (inverse CDF). So the samples do not depend on how the
 rows are cut into batches or dealt to ranks, up to the rounding of the model's products.
 """
 
@@ -34,8 +34,8 @@ class Sample:
     """One sampled completion, ragged, on the CPU; every tensor owns its memory.
 
     `rollout_logp` is `log softmax(logits / temperature)`, over all tokens or, if the rule is
-    `processed`, over those that top-p and top-k kept. At temperature 0 (greedy) it is the log-prob
-    of temperature 1. `support` holds the tokens that each was drawn from, as in `Completed`.
+    `processed`, over the tokens that top-p and top-k kept. At temperature 0 (greedy) it is the
+    log-prob at temperature 1. `support`: as in `Completed`.
     """
 
     example: int  # Example.id
@@ -104,8 +104,8 @@ def sample(
 
 
 def cut_at_stop(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) -> Sample:
-    """The completion up to the first of the texts `stop`: its tokens include those that spell the
-    text, its own text does not. The rest is dropped here, so engines need no support for it.
+    """Cut the completion at the first of the texts `stop`: its tokens include the stop text, its
+    text does not. The cut happens here, so that engines need not support it.
     """
     begins = [place for place in (s.text.find(text) for text in stop) if place >= 0]
     if not begins:
@@ -135,7 +135,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
         return []
     try:
         ids = tokenizer(distinct, return_attention_mask=False)["input_ids"]
-    except (TypeError, UnicodeEncodeError) as error:  # tokenizers take no half of a surrogate pair
+    except (TypeError, UnicodeEncodeError) as error:  # tokenizers reject half a surrogate pair
         bad = next((text for text in distinct if not is_text(text)), distinct[0])
         raise InputError(
             f"the tokenizer cannot read the prompt {bad!r} ({type(error).__name__})."
@@ -147,7 +147,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
 def unusable_prompts(
     model: PreTrainedModel, ids: Sequence[list[int]], max_new_tokens: int
 ) -> dict[int, str]:
-    """The places of the prompts that the model cannot continue, and why."""
+    """The index of each prompt that the model cannot continue, and the reason."""
     most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     reasons: dict[int, str] = {}
     for i, prompt in enumerate(ids):
@@ -162,8 +162,8 @@ def unusable_prompts(
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion: those of the model (generation_config may name several) and
-    that of the tokenizer.
+    """The ids that end a completion: the model's (generation_config may name several) and the
+    tokenizer's.
     """
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = set(named) if isinstance(named, (list, tuple)) else {named}
@@ -180,7 +180,7 @@ def as_samples(
 ) -> list[Sample]:
     """Completions with their texts. keys: example and group of each. ids: the prompt of each."""
     finished = [one.tokens[-1] in ends for one in completions]
-    # An end token need not be marked special in the tokenizer: it is cut here.
+    # Cut the end token here: the tokenizer may not mark it as special.
     bodies = [
         one.tokens[:-1] if done else one.tokens
         for one, done in zip(completions, finished, strict=True)
@@ -207,10 +207,10 @@ def complete(
     *,
     supports: bool = False,
 ) -> list[Completed]:
-    """One completion of each prompt, as `sample` draws them. supports: record the tokens that each
-    was drawn from, if the rule leaves out some.
+    """One completion of each prompt, as in `sample`. supports: record the support of each token, if
+    the rule leaves out some tokens.
     """
-    # The longest prompts come first, and rows of one prompt lie side by side.
+    # The longest prompts come first, and rows of one prompt are adjacent.
     first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
     completions: dict[int, Completed] = {}
@@ -236,7 +236,7 @@ def complete(
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """`model` in eval mode (no dropout); afterwards each module is in its own mode again."""
+    """Put `model` in eval mode (no dropout); afterwards restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -255,11 +255,11 @@ def _complete_batch(
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[B, T]` (-1 after the end) and log-probs `[B, T]` of one batch.
-    A row that ends leaves batch and cache. kept: collects the tokens that each was drawn from.
+    A row that ends leaves batch and cache. kept: collects the support of each token.
     """
     device, (rows, limit), width = model.device, uniforms.shape, max(map(len, prompts))
     uniforms, stops = uniforms.to(device), torch.tensor(ends, dtype=torch.int64, device=device)
-    from transformers import DynamicCache  # slow to import; a command's help must not wait for it
+    from transformers import DynamicCache  # slow to import, and a command's help must be fast
 
     cache = DynamicCache(config=model.config)
     logits, mask, position = _prefill(model, cache, prompts, limit)
@@ -273,7 +273,7 @@ def _complete_batch(
             kept.add(alive, support)
         if t + 1 == limit:
             break
-        # Its size is the one thing the host waits for.
+        # The host waits for nothing but its size.
         going = (~torch.isin(token, stops)).nonzero().squeeze(-1)
         if len(going) < len(alive):
             if not len(going):
@@ -290,16 +290,16 @@ def _complete_batch(
 def _prefill(
     model: PreTrainedModel, cache: DynamicCache, prompts: list[list[int]], limit: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Run each *distinct* prompt once; then copy it for each of its rows:
+    """Run each *distinct* prompt once; then copy the result for each of its rows:
     next logits `[B, V]`, mask, last position `[B]`.
 
-    Left padding, so that every row's next token is the last column. The mask `[B, P + limit]`
-    already covers the tokens to come; it is None when no row is padded, which lets the model take
-    its faster path.
+    Padding is on the left, so that every row's next token is in the last column. The mask
+    `[B, P + limit]` already covers future tokens; it is None when no row is padded, which lets the
+    model take its faster path.
     """
     distinct = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     width = max(map(len, distinct))
-    # The padding is masked out, so any valid id does.
+    # Padding is masked, so any valid id will do.
     padded = torch.tensor(
         [[*repeat(0, width - len(prompt)), *prompt] for prompt in distinct], device=model.device
     )
@@ -329,7 +329,7 @@ def _next_logits(
         use_cache=True,
         logits_to_keep=1,
     )
-    # Without it each token would be read as if it were the first.
+    # Without a position each token would count as the first.
     if getattr(out, "past_key_values", None) is None:
         raise InputError(
             f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a "

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Setup(NamedTuple):
-    """model: the language model, which samples. learner: has the policy around it, which learns."""
+    """model: the language model, which samples. learner: trains the policy, which wraps `model`."""
 
     task: Task
     tokenizer: Any
@@ -61,7 +61,7 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load all of it. offline: download nothing, because no user named the model."""
+    """Make or load everything. offline: download nothing, as the user did not name the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     load_model = partial(
         load,
@@ -72,7 +72,7 @@ def build(
         trust_remote_code=config.trust_remote_code,
         warn=warn,
     )
-    # In eval mode: dropout would make the policy that is trained another one than that sampled.
+    # In eval mode: with dropout, the trained policy would differ from the sampled one.
     model, tokenizer = load_model(config.model, offline=offline)
     _check_vocabulary(model, tokenizer)
     task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
@@ -133,9 +133,10 @@ def _teacher(
 def teach(
     setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]
 ) -> None:
-    """Supervised steps on the task's own answers, then what starts as a copy of the policy.
+    """Make supervised steps on the task's demonstrations, then copy the policy into the reference
+    and the critic.
 
-    progress: makes, for a number of steps, the function that is told of each.
+    progress: takes the number of steps, and returns a function to call after each.
     """
     steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
@@ -146,14 +147,14 @@ def teach(
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """How many there are: by default some for the built-in task, and none for a user's data."""
+    """The number of warm-up steps; by default some for a tiny model on "sort", else 0."""
     if config.warmup_steps is not None:
         return config.warmup_steps
     return WARMUP_STEPS if config.model in TINY and config.task == "sort" else 0
 
 
 def distribute(learner: Learner) -> None:
-    """Wrap policy and critic for several ranks, once their weights are what they start from."""
+    """Wrap policy and critic for several ranks, after their first weights are set."""
     config, ranks = learner.config, learner.ranks
     if ranks.world == 1:
         return
@@ -162,7 +163,7 @@ def distribute(learner: Learner) -> None:
     )
     learner.optimizer = adamw(learner.policy, config.lr, config)
     if config.parallel == "fsdp":
-        with torch.no_grad():  # the whole must be run before a part of it, which is what samples
+        with torch.no_grad():  # FSDP must run the root module before a part of it, which samples
             learner.logprobs(learner.policy, Pack.nothing().to(ranks.device).micro_batch())
     if learner.critic is not None:
         learner.critic = wrap_for_ranks(learner.critic, ranks, config.parallel, [])
@@ -170,7 +171,7 @@ def distribute(learner: Learner) -> None:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """The blocks of the model's body, which a sharded model gathers one after the other."""
+    """The blocks of the model's body, which a sharded model gathers one at a time."""
     lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
@@ -205,7 +206,7 @@ def warm_up(
     progress: Callable[[int, float], object] | None = None,
 ) -> None:
     """`steps` AdamW steps on `−mean log p(completion, end | prompt)` of the task's demonstrations,
-    in eval mode. Only training prompts are seen. progress: called as `progress(done, loss)`.
+    in eval mode, on training prompts only. progress: called as `progress(done, loss)`.
     """
     rng = Random(f"warm-up {seed}")
     rows = [example for example in task.train if task.demonstration(example, Random(0)) is not None]
@@ -220,7 +221,7 @@ def warm_up(
         chosen = rng.sample(rows, min(BATCH, len(rows)))
         texts = [(example.prompt, task.demonstration(example, rng) or "") for example in chosen]
         for group in optimizer.param_groups:
-            # The first steps of AdamW are large whatever the gradient.
+            # The first steps of AdamW are large for any gradient.
             group["lr"] = LR * min(1.0, (step + 1) / 10)
         loss = _loss(model, transformation, *_tensors(tokenizer, texts, model.device))
         optimizer.zero_grad()

@@ -16,14 +16,13 @@ from policyloss.spec import LossSpec
 
 
 def is_reference(text: str | None) -> bool:
-    """Whether `text` names code, as `load_code` takes it, and no address of a server."""
+    """Whether `text` names code for `load_code`, and not the address of a server."""
     return text is not None and ":" in text and "://" not in text
 
 
 def load_code(reference: str, what: str) -> Any:
-    """What `module:name` or `path/to/file.py:name` names. what: for errors, "the reward".
-
-    The current folder counts as a place of modules, as it does for `python -m`.
+    """The object that `module:name` or `path/to/file.py:name` names. what: for errors, e.g. "the
+    reward". Modules are also searched in the current folder, as by `python -m`.
     """
     module_name, _, attribute = reference.rpartition(":")
     is_file = module_name.endswith(".py")
@@ -45,7 +44,7 @@ def load_code(reference: str, what: str) -> Any:
             f"{what} {reference!r}: there is no module {module_name!r} here or among the "
             "installed ones."
         ) from error
-    # It is the user's own code, which may do anything when it is imported.
+    # The user's code may raise anything on import.
     except (Exception, SystemExit) as error:
         raise InputError(
             f"{what} {reference!r}: importing {module_name!r} raised "
@@ -59,8 +58,8 @@ def load_code(reference: str, what: str) -> Any:
 
 
 def load_loss(reference: str) -> LossSpec:
-    """A loss of the user's own: a `LossSpec`, a function without arguments that returns one, or a
-    function of `Tokens`, which fills the slot `trust` of the default loss.
+    """A user's loss: a `LossSpec`, a function without arguments that returns one, or a function of
+    `Tokens`, which fills the slot `trust` of the default loss.
     """
     value = load_code(reference, "the loss")
     needed = _needed(value) if callable(value) else None
@@ -77,7 +76,7 @@ def load_loss(reference: str) -> LossSpec:
 
 
 def _needed(function: Any) -> int:
-    """How many arguments a function cannot be called without."""
+    """The number of required arguments of a function."""
     return sum(
         parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -101,7 +100,7 @@ def _file(path: str) -> ModuleType:
 
 @functools.cache
 def _executed(path: str) -> ModuleType:
-    """The file as a module, executed once: two options may name functions of one file."""
+    """Execute a file as a module, once: two options may name functions of one file."""
     spec = importlib.util.spec_from_file_location(path, path)
     assert spec is not None
     assert spec.loader is not None

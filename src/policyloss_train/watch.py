@@ -22,8 +22,8 @@ from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.preflight import WITHOUT_GROUPS
 
-# How the messages begin or what they hold when a collective ends because another rank did not come,
-# or has gone.
+# Parts of error messages of a collective that fails because another rank did not join, or has
+# ended.
 _LOST = (
     *("timed out", "timeout", "broken pipe", "socket closed"),
     *("connection closed by peer", "connection reset"),
@@ -31,11 +31,11 @@ _LOST = (
 
 
 class Watch:
-    """A context manager. `at(where)` says what begins now, in the same order on all ranks.
+    """A context manager. `at(where)` records the current phase, in the same order on all ranks.
 
-    After `every` seconds in one place (0: never) the first rank says where it is and which ranks
-    are behind. Each rank puts its own place into the store that the group of processes met by,
-    which needs no collective.
+    After `every` seconds in one phase (0: never) the first rank prints its phase and the ranks that
+    are behind. Each rank writes its phase to the store of the process group, which needs no
+    collective.
     """
 
     def __init__(self, ranks: Ranks, say: Callable[[str], None], every: float) -> None:
@@ -46,7 +46,7 @@ class Watch:
         self._store: Any = dist.distributed_c10d._get_default_store() if ranks.world > 1 else None
 
     def at(self, where: str) -> None:
-        """From here on the run is at `where`."""
+        """Record that the phase `where` begins."""
         self.where, self._since, self._count = where, time.time(), self._count + 1
 
     def __enter__(self) -> Watch:
@@ -62,7 +62,7 @@ class Watch:
             self._thread.join(timeout=5)
 
     def lost_a_rank(self, error: BaseException) -> bool:
-        """Whether `error` is that of a collective which another rank did not come to."""
+        """Whether `error` is of a collective that another rank did not join."""
         text = str(error).lower()
         return (
             self._ranks.world > 1
@@ -71,7 +71,7 @@ class Watch:
         )
 
     def places(self) -> str:
-        """Where every rank is, and for how long; those that are behind are named first."""
+        """The phase of every rank, and for how long; ranks that are behind come first."""
         now, rows = time.time(), self._rows()
         counts = [row["count"] for row in rows]
         behind = [str(i) for i, n in enumerate(counts) if n == min(counts) < max(counts)]
@@ -104,7 +104,7 @@ class Watch:
                     last_said = now
                     alone = f"{self.where}, for {now - self._since:.0f} s"
                     self._say(f"still running; {alone if self._store is None else self.places()}")
-            # The store is gone: another rank has ended, and the collective says so.
+            # The store is gone because another rank has ended; the collective raises that error.
             except (RuntimeError, OSError):
                 return
 
@@ -113,12 +113,12 @@ def _key(rank: int) -> str:
     return f"policyloss/place/{rank}"
 
 
-PATIENCE = 3  # steps in a row of which something holds before it is said
-LONG_PATIENCE = 10  # the same for what may be a slow start
+PATIENCE = 3  # steps in a row for which a condition holds before its hint is printed
+LONG_PATIENCE = 10  # the same for conditions that may be a slow start
 
 
 class Hints:
-    """Looks at the numbers of each step. success: the reward of a completion that is right."""
+    """Prints hints about the numbers of a run. success: the reward of a correct completion."""
 
     def __init__(self, config: TrainConfig, success: float, say: Callable[[str], None]) -> None:
         self._config, self._success, self._say = config, success, say
@@ -177,7 +177,7 @@ class Hints:
 
 
 def mismatch_of(pack: Pack) -> str | None:
-    """The problem with the ratio of a policy that was not updated yet; None if there is none."""
+    """The problem with the ratio of a policy before its first update; None if there is none."""
     tokens: dict[str, Any] = {
         name: pack.tokens[name] for name in ("rollout_logp", "old_logp", "mask")
     }
@@ -185,7 +185,7 @@ def mismatch_of(pack: Pack) -> str | None:
         verdict = doctor(**tokens, cu_seqlens=pack.cu_seqlens)
     except InputError:
         return None
-    if verdict.cause in ("healthy", "copy"):  # one program may compute both alike to the bit
+    if verdict.cause in ("healthy", "copy"):  # equal bits are normal if one program computes both
         return None
     return (
         "the ratio of the unchanged policy is not 1: the sampler's log-probabilities are not the "
@@ -194,17 +194,17 @@ def mismatch_of(pack: Pack) -> str | None:
     )
 
 
-# What a loss reads of each token, in the order in which one follows from the other.
+# The inputs of a loss for each token, in the order of their computation.
 READ = ("rollout_logp", "old_logp", "ref_logp", "old_values", "advantages", "returns")
-SHOWN = 4  # tokens, or weights, that a message names
+SHOWN = 4  # number of tokens or weights in a message
 
 
 class NotFiniteError(PolicyLossError):
-    """Numbers that are not finite where training cannot go on with them."""
+    """Training cannot go on because numbers are not finite."""
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors that hold a NaN or an infinity, in this rank's part of them."""
+    """The names of the tensors that hold a NaN or an infinity in this rank's part."""
     local = {name: x.to_local() if hasattr(x, "to_local") else x for name, x in tensors.items()}
     floats = {name: x for name, x in local.items() if x.is_floating_point()}
     return [name for name, x in floats.items() if not bool(torch.isfinite(x).all())]
@@ -236,7 +236,7 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tenso
 
 
 def nonfinite_gradient(module: nn.Module) -> str:
-    """Whose gradient is not finite; "" if all are."""
+    """The weights with a gradient that is not finite, in words; "" if all are finite."""
     bad = nonfinite_names(
         {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     )
@@ -244,6 +244,6 @@ def nonfinite_gradient(module: nn.Module) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few names, and the number of others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -1,8 +1,8 @@
 """Tests that the library runs on a user's code: `check_loss`, `partition_check`, `bits_check`.
 
-`loss` checks a loss. `partition` checks a training step: `cutting` cuts its batch, `running` runs
-it, `diagnosis` finds the normalisation that explains the gradients, and `wording` puts it into
-words. `bits` compares log-probabilities bit by bit.
+`loss` and `signs` check a loss. `partition` checks a training step: `cutting` cuts its batch and
+runs the step on the pieces, and `diagnosis` finds and describes the normalisation that explains the
+gradients. `bits` compares log-probabilities bit by bit.
 """
 
 from policyloss.check.bits import BitsReport, bits_check

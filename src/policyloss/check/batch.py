@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def inside(self) -> Tensor:
-        """Which of the `[B, width]` positions hold a token at all."""
+        """A mask of the positions `[B, width]` that hold a token."""
         return torch.arange(self.width) < self.lengths[:, None]
 
     def packed(self) -> Batch:
@@ -99,12 +99,12 @@ class Batch:
         if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (
             len(self.cu_seqlens) - 1,
         ):
-            # One per token, in a pack of as many sequences.
+            # If N = S, `[1, N]` marks one advantage per token.
             arguments["advantages"] = self.advantages.unsqueeze(0)
         return arguments
 
     def others(self, spec: LossSpec | None = None) -> dict[str, Any]:
-        """Every argument but logp. spec: what it differentiates besides carries a gradient."""
+        """Every argument but logp. spec: tensors that it also differentiates require a gradient."""
         reads = () if spec is None else spec.reads
         return {
             name: x.detach().requires_grad_() if name in DIFFERENTIATED and name in reads else x

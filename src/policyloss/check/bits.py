@@ -1,8 +1,8 @@
 """`bits_check`: whether a log-probability depends on its neighbours, down to the last bit.
 
-A function is batch-invariant if a sequence gets the same bits alone, in any batch and at any place
-of it. Only then can the log-probabilities of a trainer and of an engine be equal, and only then is
-a difference between them a difference between the two.
+A function is batch-invariant if a sequence gets the same bits alone and at any place of any batch.
+Only then can the log-probabilities of a trainer and an engine be equal, and only then does a
+difference show that the two programs differ.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from policyloss.errors import InputError
 LogProbFunction = Callable[[list[Any]], Sequence[Any]]
 _WIDE = torch.float64
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BEYOND = 1 << 62  # stands for the distance of a number from NaN
-_FARTHEST = 1 << 61  # two numbers that lie farther apart count as so far
+_BEYOND = 1 << 62  # the distance of a number from NaN
+_FARTHEST = 1 << 61  # larger distances are capped here
 
 
 @dataclass(frozen=True)
 class BitsResult:
     """Two runs of the same sequences, compared bit by bit.
 
-    name: what was different. tokens: the log-probabilities compared. different: those whose bits
-    differ. first: the sequence and the token of the first of them, in the order of tokens; values:
-    the two numbers there. ulps: the largest distance, in units of the last place. histogram: how
-    many lie at most so many units apart, and more than the key before.
+    name: the difference between the runs. tokens: the number of compared log-probabilities.
+    different: how many of them differ in a bit. first: sequence and token of the first difference,
+    in the order of tokens; values: the two numbers there. ulps: the largest distance, in units of
+    the last place. histogram: {limit: the number of distances up to it and above the last limit}.
     """
 
     name: str
@@ -68,9 +68,9 @@ class BitsResult:
 class BitsReport:
     """The result of `bits_check`; `str()` is a table and sentences.
 
-    arrangements: the same function on the same sequences in other company. against: the function
-    beside another one, or beside recorded numbers; None without. not_numbers: how many
-    log-probabilities are NaN; two of them count as the same.
+    arrangements: the same function on the same sequences in other batches. against: the comparison
+    with another function or recorded numbers, or None. not_numbers: how many log-probabilities are
+    NaN; two NaN count as equal.
     """
 
     arrangements: tuple[BitsResult, ...]
@@ -168,17 +168,17 @@ def bits_check(
     *,
     against: LogProbFunction | Sequence[Any] | None = None,
 ) -> BitsReport:
-    """Whether `fn` gives a sequence the same bits alone, in any batch and at any place, and where
-    its bits first differ from those of another engine.
+    """Check that `fn` gives a sequence the same bits alone, in any batch and at any place, and find
+    the first bits that differ from another engine's.
 
         print(pl.bits_check(logprobs_of_trainer, sequences, against=logprobs_of_engine))
 
-    fn: takes a list of sequences, pads or packs them as it likes, and returns the log-probabilities
-    of each, 1-D (a tensor or numbers). sequences: what `fn` takes, one entry per sequence: token
-    ids, or anything else. Some should be longer than others. against: another such function, or
-    recorded log-probabilities, 1-D for each sequence; they are compared in the narrower type.
-    `fn` is called with all sequences, again, one by one, in the reverse order, beside one other
-    each, and with every sequence twice: about `2·S + 4` calls for S sequences.
+    fn: takes a list of sequences, pads or packs them in any way, and returns the log-probabilities
+    of each, 1-D (a tensor or numbers). sequences: the input of `fn`, one entry per sequence: token
+    ids, or anything else, of different lengths. against: another such function, or recorded
+    log-probabilities, 1-D for each sequence; they are compared in the narrower type.
+    `fn` is called with all sequences, again, one by one, in the reverse order, in pairs, and with
+    every sequence twice: about `2·S + 4` calls for S sequences.
     """
     for name, function in {"fn": fn, "against": against}.items():
         if isinstance(function, type) or (name == "fn" and not callable(function)):
@@ -223,7 +223,7 @@ def _run(
 ) -> list[Tensor]:
     """The log-probabilities of each sequence, from calls of `argument` with these members.
 
-    A sequence that is a member of several takes those of the last.
+    If a sequence is in several calls, the last one counts.
     """
     results: dict[int, Tensor] = {}
     for members in calls:
@@ -264,13 +264,13 @@ def _numbers(x: Any, count: int, name: str) -> list[Tensor]:
                 f"{name} has shape {tuple(y.shape)} and dtype {y.dtype} for sequence {i}; give "
                 "its log-probabilities as floats, 1-D and without padding."
             )
-        # A function may return one buffer again and again.
+        # A function may return the same buffer every time.
         tensors.append(y.detach().to("cpu", copy=True))
     return tensors
 
 
 def _compared(name: str, expected: list[Tensor], actual: list[Tensor]) -> BitsResult:
-    """Two runs of the same sequences."""
+    """Compare two runs of the same sequences."""
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.shape != b.shape:
             raise InputError(
@@ -304,7 +304,7 @@ def _compared(name: str, expected: list[Tensor], actual: list[Tensor]) -> BitsRe
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
-    """How many numbers of their type lie between two, int64; 0 for two NaN."""
+    """The distance of two numbers in representable numbers of their type, int64; 0 for two NaN."""
     kind = _INTEGERS[a.dtype.itemsize]
     lowest = torch.iinfo(kind).min
 
@@ -313,7 +313,7 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(bits < 0, lowest - bits, bits)
 
     of_a, of_b = rank(a), rank(b)
-    # Of numbers of two signs, the difference of ranks may be too large for an int64.
+    # With opposite signs, the difference of ranks may overflow int64.
     to_zero = [x.abs().clamp(max=_FARTHEST // 2) for x in (of_a, of_b)]
     across = (of_a < 0) != (of_b < 0)
     distance = torch.where(across, to_zero[0] + to_zero[1], (of_a - of_b).abs())

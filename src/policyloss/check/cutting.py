@@ -23,9 +23,9 @@ Cut = list[list[int]]  # the micro-batches, each a list of sequences
 class CuttableBatch:
     """The mapping that a trainer trains on, as S sequences that can be cut.
 
-    mask: `[B, T]` rows, or `[N]` with `cu_seqlens`. Tensors that lie along the rows (`[B, …]`), the
-    tokens of a pack (`[N, …]`, `[1, N, …]`) or its sequences (`[S, …]`) are cut; everything else is
-    passed through.
+    mask: `[B, T]` rows, or `[N]` with `cu_seqlens`. Tensors with a dimension of rows (`[B, …]`), of
+    tokens of a pack (`[N, …]`, `[1, N, …]`) or of its sequences (`[S, …]`) are cut; everything else
+    is passed through.
     lengths: the number of valid tokens of each sequence. positions: the number of all its
     positions, masked ones included. Both are `[S]`, float64.
     """
@@ -50,7 +50,7 @@ class CuttableBatch:
 
     @property
     def packed(self) -> bool:
-        """Whether the tokens lie in one pack, `[N]` with `cu_seqlens`."""
+        """Whether the tokens are packed, `[N]` with `cu_seqlens`."""
         return self.cu_seqlens is not None
 
     def take(self, chosen: Sequence[int]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class CuttableBatch:
         for name, x in self.batch.items():
             if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == (1, n):
                 micro[name] = x[:, tokens.to(x.device)]
-            else:  # as everywhere, where N = S a tensor is taken per token
+            else:  # if N = S, a tensor counts as per token, as everywhere
                 along_tokens = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == n
                 size, chosen_here = (n, tokens) if along_tokens else (self.sequences.count, index)
                 micro[name] = self._picked(x, size, chosen_here)
@@ -153,8 +153,8 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
     """The gradients in `result` as one float64 vector `[P]` on the CPU, and the coarsest dtype
     among them.
 
-    result: a module or parameters, whose `.grad` is read (None counts as 0), or the gradients
-    themselves: a tensor, a mapping or an iterable of tensors.
+    result: a module or parameters with `.grad` (None counts as 0), or the gradients themselves: a
+    tensor, a mapping or an iterable of tensors.
     """
     if isinstance(result, nn.Module):
         result = [p for p in result.parameters() if p.requires_grad]
@@ -205,7 +205,7 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
     def agreed(self, number: float) -> float:
-        """The first rank's `number`: ranks that run different things would wait for each other."""
+        """The first rank's `number`, because ranks that take different branches would deadlock."""
         if self.size == 1:
             return number
         shares: list[Any] = [None] * self.size

@@ -1,10 +1,10 @@
 """Which normalisation explains a gradient that moved.
 
 A micro-batch m alone has the gradient g_m, normalised as the trainer normalises it. With a trainer
-that averages, the gradient of the uncut batch is `g = Σ_m v_m · g_m` and that of the cut batch is
-`g_cut = Σ_m w_m · g_m`. What v and w are proportional to is the diagnosis: valid tokens, sequences,
-nothing (1/k each), or a plain sum. A law must fit every cut at once, because several laws may fit a
-single cut.
+that averages, the gradient of the uncut batch is `g = Σ_m v_m · g_m`, and the gradient of the cut
+batch is `g_cut = Σ_m w_m · g_m`. The diagnosis is the quantity that v and w are proportional to:
+valid tokens, sequences, a constant (1/k each), or a plain sum. A law must fit every cut at once,
+because several laws may fit a single cut.
 
 Legend: k micro-batches, P parameters.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-POWERS = (0, -1, 1, -2)  # of k: what a loop divides by, or multiplies with, on top of its weights
+POWERS = (0, -1, 1, -2)  # powers of k by which a loop may scale its weights
 
 
 class Counts(NamedTuple):
@@ -32,8 +32,8 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One cut: the gradients of the uncut and of the cut batch `[P]`, that of each micro-batch
-    alone `[k, P]`, and the counts of the micro-batches.
+    """One cut: the gradients of the uncut and of the cut batch `[P]`, the gradient of each
+    micro-batch alone `[k, P]`, and the counts of the micro-batches.
     """
 
     name: str
@@ -60,7 +60,7 @@ def _share(x: Tensor) -> Tensor:
     return x / x.sum()
 
 
-# Where several laws fit, the first is taken: it is the simplest, and for a loop it needs no
+# If several laws fit, the first is chosen: it is the simplest, and in a loop it needs no
 # counting.
 LAWS = {
     "equal": Law(lambda c: torch.full_like(c.tokens, 1 / c.tokens.numel()), "1/{k}", ""),
@@ -109,7 +109,7 @@ def fitting_power(factors: list[tuple[int, float]], tolerance: float) -> int | N
 
 
 def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing | None:
-    """The laws that explain every experiment, that of the loop with a power of k."""
+    """The laws that explain every experiment; the law of the loop has a power of k."""
 
     def misfit(law: str, power: int, target: str) -> float:
         weights = LAWS[law].weights
@@ -151,15 +151,15 @@ def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor 
 
 
 def is_a_weighted_sum(gradient: Tensor, alone: Tensor, tolerance: float) -> bool:
-    """Whether `gradient` is any weighted sum of those of the micro-batches."""
-    # This driver also solves for gradients that depend on each other, or are 0.
+    """Whether `gradient` is any weighted sum of the gradients of the micro-batches."""
+    # This driver also handles gradients that are linearly dependent, or 0.
     weights = torch.linalg.lstsq(alone.T, gradient[:, None], driver="gelsd").solution[:, 0]
     return float((gradient - weights @ alone).norm()) <= tolerance * float(gradient.norm())
 
 
 def _misfit(gradient: Tensor, alone: Tensor, weights: Tensor) -> float:
     """`‖gradient − Σ_m weight_m · alone_m‖`, relative to the gradient or to its terms, whichever is
-    larger: where terms cancel, their rounding errors do not.
+    larger: if terms cancel, their rounding errors do not.
     """
     size = max(float(gradient.norm()), float((weights.abs() * alone.norm(dim=1)).sum()))
     return float((gradient - weights @ alone).norm()) / size if size else 0.0
@@ -207,7 +207,7 @@ _COUNTED = {
 
 
 def weighing_words(weighing: Weighing, names: PieceNames, packed: bool) -> str:
-    """The diagnosis and the remedy where laws explain the gradients."""
+    """The diagnosis and the remedy if laws explain the gradients."""
     k, law = names.number, LAWS[weighing.full_law]
     on_top = _ON_TOP[weighing.power].format(k=k)
     words = [
@@ -240,7 +240,7 @@ def weighing_words(weighing: Weighing, names: PieceNames, packed: bool) -> str:
 
 
 def factor_words(power: int, names: PieceNames) -> str:
-    """The diagnosis where only the length is off, by a power of the number of pieces."""
+    """The diagnosis if only the length is off, by a power of the number of pieces."""
     k, many = names.number, names.many
     if power > 0:
         return (
@@ -258,7 +258,7 @@ def factor_words(power: int, names: PieceNames) -> str:
 
 
 def unequal_factors_words(factors: list[tuple[int, float]], names: PieceNames) -> str:
-    """The diagnosis where only the length is off, and by no power of the number of pieces."""
+    """The diagnosis if only the length is off, and not by a power of the number of pieces."""
     listed = ", ".join(
         f"{factor:.4g}× at {names.number} = {k}" for k, factor in dict(factors).items()
     )
@@ -282,7 +282,7 @@ def unknown_words(
     cut_weights: Tensor | None,
     names: PieceNames,
 ) -> str:
-    """The report where no law fits: the fitted weights, if they are unique."""
+    """The report if no law fits: the fitted weights, if they are unique."""
     start = "No normalisation that is known here explains it."
     if full_weights is None or cut_weights is None:
         return (
@@ -302,7 +302,7 @@ def _numbers(x: Tensor) -> str:
 
 
 def reference_words(factor: float | None, ranks: int, tolerance: float) -> str:
-    """The diagnosis against a reference. factor: None where the direction differs too."""
+    """The diagnosis against a reference. factor: None if the direction differs too."""
     where = "in one micro-batch" if ranks == 1 else f"shared among {ranks} ranks"
     if factor is None:
         return (

@@ -1,4 +1,4 @@
-"""`check_loss`: the library's own battery of tests, for a loss that a user wrote.
+"""`check_loss`: runs the library's own tests on a user's loss.
 
 def my_surrogate(t: pl.Tokens) -> torch.Tensor:
     return -t.advantages * t.ratio.clamp(max=2.0)
@@ -40,7 +40,7 @@ class Result:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_loss` found: true if every property holds; `str()` is a table."""
+    """The result of `check_loss`: true if every property holds; `str()` is a table."""
 
     results: tuple[Result, ...]
 
@@ -56,7 +56,7 @@ class CheckReport:
         return "\n".join([*lines, self._summary])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The report as HTML, for a notebook."""
         rows = [("ok" if r.passed else "FAIL", r.name, r.detail) for r in self.results]
         return notebook.table(("", "property", "seen"), rows) + notebook.paragraphs(self._summary)
 
@@ -67,12 +67,12 @@ class CheckReport:
 
 
 class FrozenStopGradients(TorchFunctionMode):
-    """Hold every stop-gradient at the value it has at a base point, so that finite differences see
-    what autograd sees.
+    """Hold every stop-gradient at its value at a base point, so that finite differences agree with
+    autograd.
 
-    `detach()` says "a constant here". A numerical derivative moves that constant too, and disagrees
-    by design. Under this mode the first run records the result of every `detach()`, and each later
-    run is given those numbers in the same order.
+    `detach()` marks a constant. A numerical derivative moves that constant too, and disagrees by
+    design. Under this mode the first run records the result of every `detach()`, and later runs
+    reuse these results in the same order.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class FrozenStopGradients(TorchFunctionMode):
         return self.recorded[-1]
 
     def function(self, f: Callable[..., Tensor], *base: Tensor) -> Callable[..., Tensor]:
-        """`f` with its stop-gradients held as at `base`, and its value there in `self.base`."""
+        """`f` with its stop-gradients fixed at `base`; stores its value there in `self.base`."""
         with self:
             self.base = f(*base)
 
@@ -130,7 +130,7 @@ def check_loss(
     if base is not None:
         spec = as_spec(base, "base").replace(trust=spec.trust)
     batch = Batch.random(seed=seed)
-    spec = spec.for_run(batch.mask.shape[-1])  # a common factor, which no check depends on
+    spec = spec.for_run(batch.mask.shape[-1])  # a constant factor, which affects no check
     results = [_run("runs", _runs, spec, batch)]
     if results[0].passed:
         checks = {
@@ -159,7 +159,7 @@ def _run(
         problem = check(spec, batch)
     except PolicyLossError as error:
         problem = str(error)
-    except Exception as error:  # a user's function may raise anything; the report says what
+    except Exception as error:  # a user's function may raise anything; the report shows it
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     return Result(name, not problem, problem)
 

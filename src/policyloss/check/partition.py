@@ -40,8 +40,8 @@ from policyloss.errors import InputError
 
 @dataclass(frozen=True)
 class CutResult:
-    """One cut: the distance of its gradient from that of the uncut batch, `‖g_cut − g‖ / ‖g‖`, and
-    the factor f with `g_cut ≈ f · g`.
+    """One cut: the relative distance of its gradient from the uncut batch's, `‖g_cut − g‖ / ‖g‖`,
+    and the factor f with `g_cut ≈ f · g`.
     """
 
     name: str
@@ -137,22 +137,22 @@ def partition_check(
     """Cut `batch` in several ways, run your training step on each, and report whether the gradient
     moved, how far, and why.
 
-    step_fn: takes a list of micro-batches (dicts like `batch`) and does what your trainer does for
-      ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without an
-      optimizer step and without gradient clipping. It returns the model, its parameters, or the
+    step_fn: takes a list of micro-batches (dicts like `batch`) and does the work of your trainer
+      for ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without
+      an optimizer step and without gradient clipping. It returns the model, its parameters, or the
       gradients (a mapping or an iterable of tensors; a few layers are enough).
-    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors that lie along rows,
-      tokens or sequences are cut with it, everything else is passed through.
+    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors with a dimension of
+      rows, tokens or sequences are cut with it, everything else is passed through.
     cuts: name → micro-batches, each a list of sequences. The default cuts are halves, single
     sequences, one and the rest, short and long.
     tolerance: the largest allowed `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients'
-    machine epsilon (3e-4 in float32). Under autocast, pass that of the half precision, 1e-1 for
-    bfloat16, or check in float32.
+    machine epsilon (3e-4 in float32). Under autocast, pass the value of the half precision, 1e-1
+    for bfloat16, or check in float32.
     group: the data-parallel ranks; None is the default group if there is one. Every rank makes this
     call with the same batch, which is then also shared among the ranks.
     reference: a gradient from another run, in any form that `step_fn` may return, such as
-    `report.gradient` of a run in one process. Nothing else can show a factor that every run on
-    these ranks has.
+    `report.gradient` of a run in one process. Only this can show a factor that every run on these
+    ranks has.
     """
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
@@ -230,7 +230,7 @@ class _Check:
         gradient = self.steps.run([shares[self.ranks.rank] * copies])
         wave = torch.arange(gradient.numel(), dtype=torch.float64).cos()
         self.ranks.check_same(
-            [float(gradient.norm()), float(gradient @ wave)],  # enough to tell two gradients apart
+            [float(gradient.norm()), float(gradient @ wave)],  # enough to distinguish two gradients
             self.tolerance,
             "step_fn gave other gradients on other ranks: return them averaged or summed over the "
             "ranks, and whole, not a shard.",

@@ -1,4 +1,4 @@
-"""The checks of `check_loss` that find a sign, a side or a stop-gradient that is wrong.
+"""The checks of `check_loss` that find a wrong sign, side or stop-gradient.
 
 Each computes the loss of single-token sequences at chosen log-ratios, and returns a problem in
 words, or "".
@@ -16,11 +16,11 @@ from policyloss.parts.aggregate import weight_factors
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 
-# Log-ratios at which a limit may bind. Along the advantage they go further, to find one that is
-# wide on that side.
+# Log-ratios at which a limit may bind. They go further along the advantage, to find a limit that
+# is wide on that side.
 AGAINST = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
 ALONG = (*AGAINST, 3.0)
-# As many good tokens as bad ones, of three sizes, at three log-probabilities.
+# Equally many good and bad tokens, of three sizes, at three log-probabilities.
 ADVANTAGES = torch.tensor([0.3, 1.0, 2.5, -0.3, -1.0, -2.5]).double().repeat_interleave(3)
 ANCHOR = torch.tensor([-4.0, -4.5, -5.0]).double().repeat(6)
 
@@ -28,7 +28,7 @@ ANCHOR = torch.tensor([-4.0, -4.5, -5.0]).double().repeat(6)
 def _tokens(
     advantages: Tensor, log_ratio: Tensor | float, log_weight: Tensor | float = 0
 ) -> Tokens:
-    """Tokens that are sequences of their own, `[n, 1]`.
+    """Tokens that are each a sequence, `[n, 1]`.
 
     log_ratio: of the current policy to every other. log_weight: of the trainer to the engine.
     """
@@ -80,9 +80,9 @@ def direction(spec: LossSpec, batch: Batch) -> str:
 
 
 def pessimism(spec: LossSpec, batch: Batch) -> str:
-    """A limit must not hold a token that moved *against* its advantage, never to return.
+    """A limit must not trap a token that moved *against* its advantage.
 
-    (A dual clip holds bad tokens there. A loss may also drop what is far off: its loss is 0.)
+    (A dual clip traps bad tokens there. A loss may also drop far-off tokens: their loss is 0.)
     """
     at_one, against = _pulls(spec, 0.0)[0], [_pulls(spec, -distance) for distance in AGAINST]
     is_held = at_one[0].any() and any(
@@ -112,7 +112,7 @@ def detach(spec: LossSpec, batch: Batch) -> str:
 
 
 def importance(spec: LossSpec, batch: Batch) -> str:
-    """A weight must not fall where the policy finds a token more likely than its sampler did."""
+    """A weight must not fall where a token is more likely under the policy than its sampler."""
     log_weight = torch.tensor([-0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25]).double().unsqueeze(1)
     t, corrected = corrected_tokens(spec, _tokens(torch.ones(7).double(), 0.0, log_weight), None)
     falls = False
@@ -133,7 +133,7 @@ def importance(spec: LossSpec, batch: Batch) -> str:
 def anchor(spec: LossSpec, batch: Batch) -> str:
     """Without an advantage, a token more likely than its anchor must not become more so.
 
-    (k1 has one gradient on both sides, and other estimators turn round close to the anchor.)
+    (k1 has the same gradient on both sides, and other estimators change sign near the anchor.)
     """
     pulls = torch.stack([_losses(spec, 0 * ADVANTAGES, x)[1] for x in ALONG])
     if ((pulls <= 0).all(0) & (pulls < 0).any(0)).any():

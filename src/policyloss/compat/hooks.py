@@ -70,7 +70,7 @@ def warn_once(text: str) -> None:
 
 
 def default_of(config: Any, option: str, otherwise: Any) -> Any:
-    """The default of an option: that of the config, if it is a dataclass with this option."""
+    """The default of an option in a dataclass config; `otherwise` if the config has none."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return next((field.default for field in fields if field.name == option), otherwise)
 
@@ -82,8 +82,8 @@ def check_advantages(
     setting: str,
     fix: Callable[[str], str],
 ) -> None:
-    """Warn if the framework computes other advantages than those that define `loss` (or the preset
-    that it is a variant of).
+    """Warn if the framework's advantages differ from the advantages that define `loss` (or its
+    preset, if it is a variant of one).
 
     name: the framework's name of the loss. estimator: the function of `policyloss.advantage` that
     computes the framework's advantages, or None if there is none. setting: the option that chooses

@@ -61,7 +61,7 @@ def share(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def as_count(x: Any) -> Any:
-    """A count as a Python number; a tensor is returned unchanged, so that it need not be read."""
+    """A count as a Python number; a tensor is returned unchanged, to avoid reading the device."""
     return x if isinstance(x, Tensor) or not hasattr(x, "item") else x.item()
 
 

@@ -1,4 +1,4 @@
-"""`explain` describes a loss in words a person can check; `diff` compares two losses."""
+"""`explain` describes a loss in verifiable words; `diff` compares two losses."""
 
 from policyloss.explanations.difference import Difference, diff
 from policyloss.explanations.explanation import Explanation, explain, shortened

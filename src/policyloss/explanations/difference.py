@@ -20,7 +20,7 @@ from policyloss.spec import SLOTS, LossSpec
 
 
 class FieldChange(NamedTuple):
-    """One number or choice that differs: its name and its value on either side."""
+    """A number or choice that differs: its name and its value on each side."""
 
     field: str
     a: Any
@@ -28,7 +28,7 @@ class FieldChange(NamedTuple):
 
 
 class SlotChange(NamedTuple):
-    """One slot that differs: the part on either side, and the meaning of the change.
+    """A slot that differs: the part on each side, and the meaning of the change.
 
     fields: the fields that differ, if both are the same part.
     """
@@ -42,7 +42,7 @@ class SlotChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """How two losses differ. `str()` gives plain text, `to_dict()` JSON-ready data."""
+    """The difference of two losses. `str()` gives plain text, `to_dict()` JSON-ready data."""
 
     a: str
     b: str
@@ -55,7 +55,7 @@ class Difference:
         return not self.changes
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The difference as plain data."""
         changes = []
         for c in self.changes:
             fields = [{"field": f.field, "a": plain(f.a), "b": plain(f.b)} for f in c.fields]
@@ -70,7 +70,7 @@ class Difference:
         return "\n\n".join([*blocks, *self.notes])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The difference as HTML, for a notebook."""
         if self.equal:
             return notebook.paragraphs(str(self))
         rows = []
@@ -96,7 +96,7 @@ def diff(a: AnyLoss, b: AnyLoss) -> Difference:
 
 
 def shown(value: Any, where: str = "") -> Any:
-    """A number as it is printed in formulas; other values as they are.
+    """A number as printed in formulas; other values unchanged.
 
     A horizon of None is "not set".
     where: the name of the number, such as "aggregate.horizon".
@@ -148,7 +148,7 @@ def _field_changes(a: Any, b: Any, prefix: str = "") -> Iterator[FieldChange]:
 
 
 def part_text(value: Any) -> str:
-    """A part as it is written, without the fields that have their defaults."""
+    """A part as code, without the fields that have their defaults."""
     if isinstance(value, tuple):
         return " + ".join(part_text(v) for v in value) or "none"
     if value is None or isinstance(value, (str, int, float)):

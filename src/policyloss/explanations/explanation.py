@@ -1,4 +1,4 @@
-"""`explain` describes a loss in words a person can check, and prints them as a page."""
+"""`explain` describes a loss in verifiable words, as a page of text."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Explanation:
 
     @property
     def advantages(self) -> str:
-        """A sentence on the advantages that go with it."""
+        """A sentence on the advantages that the loss is defined with."""
         if self.advantage is None:
             return "any: it is not defined with advantages of its own."
         return f"advantage.{self.advantage}; {self.advantage_source}."
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The explanation as plain data."""
         plain_fields = ("title", "preset", "near", "paper", "note", "advantage", "advantage_source")
         return {
             **{name: getattr(self, name) for name in plain_fields},
@@ -111,7 +111,7 @@ class Explanation:
         return "\n\n".join(section(title, lines) for title, lines in sections if lines)
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The explanation as HTML, for a notebook."""
         title, *rest = _heading(self)
         remarks = [line for line in _formula(self) if not line.startswith("  ")]
         numbers = [
@@ -206,7 +206,7 @@ def _numbers(e: Explanation) -> list[str]:
 
 
 def shortened(numbers: tuple[Sourced, ...]) -> list[str]:
-    """The sources, with "the same" for a long one that repeats the row above."""
+    """The sources, with "the same" for a long source that repeats the row above."""
     above = ["", *(n.source for n in numbers[:-1])]
     return [
         "the same" if n.source == a and "." in n.where and len(a) > 24 else n.source

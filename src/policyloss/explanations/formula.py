@@ -2,8 +2,8 @@
 
 Each expression is Python over the small vocabulary below, so a formula can be read and can be run:
 a test evaluates the printed lines and compares loss and gradient with `policy_loss`. The lines of a
-part are derived from its code (see `derive`), also those of a user's function, unless the part
-states them. Every name means a number per valid token; masked tokens do not exist here.
+part, also of a user's function, are derived from its code (see `derive`), unless the part states
+them. Every name means a number per valid token; masked tokens do not occur in a formula.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ VOCABULARY = {
     "n": "n: tokens of this call alone (1 if there are none)",
     "b": "b: sequences of this call alone that have a token (1 if there are none)",
 }
-# Names that a local variable of a part may not give to a line: they mean something in every
-# formula.
+# Names with a fixed meaning in every formula; a local variable of a part may not give them to a
+# line.
 _RESERVED = COMMON_NAMES | {"entropy", "log_weight", "weight", "surrogate", "kl", "token_loss"}
 _RESERVED |= {"loss", "exp", "log", "tokens"}
 
@@ -89,7 +89,7 @@ class Line(NamedTuple):
 
 
 class CallableInSlot(NamedTuple):
-    """A user's function whose formula cannot be derived: its name, and how its docstring begins."""
+    """A user's function without a derivable formula: its name, and how its docstring begins."""
 
     slot: str
     name: str
@@ -105,7 +105,7 @@ class Formula:
 
     lines: tuple[Line, ...]
     callables: tuple[CallableInSlot, ...] = ()
-    # Of lines that two parts inside a part share.
+    # Second names of lines that two parts inside a part share.
     other_names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -157,7 +157,7 @@ _Slot = tuple[list[Line], list[CallableInSlot]]
 
 
 def callable_name(part: Any) -> str:
-    """A name to print for a user's own function."""
+    """A name to print for a user's function."""
     called = getattr(part, "__name__", type(part).__name__)
     return called if called.isidentifier() else "your_function"
 
@@ -168,10 +168,10 @@ def _unknown(slot: str, part: Any) -> CallableInSlot:
 
 
 def _live(lines: list[Line]) -> tuple[Line, ...]:
-    """The lines that `loss` depends on: those whose name a later line needs."""
+    """The lines that `loss` depends on."""
     needed, kept = {"loss"}, []
     for line in reversed(lines):
-        # The mask is in every sum and count without being written there.
+        # Every sum and count reads the mask, though it is not printed there.
         if line.name in needed or line.name == "mask":
             needed.discard(line.name)
             needed |= names_in(line.expression)
@@ -184,7 +184,7 @@ def _taken(label: str) -> bool:
 
 
 def _derived(slot: str, part: Any, anchor: str = "old") -> Derived | None:
-    """The formula of a part by what it returns; None if symbols cannot follow it."""
+    """The formula of a part by its results; None if symbols cannot follow it."""
     # A part of the library is a value, so its lines never change; a user's function may read
     # anything.
     return (_derived_once if is_part(slot, part) else _derived_anew)(part, anchor)
@@ -203,7 +203,7 @@ def _renamed(lines: Lines, last: str) -> list[Line]:
 
 
 def _of_slot(slot: str, part: Any, anchor: str, last: str) -> _Slot:
-    """The lines of a part that returns one number per token, the last of which is called `last`."""
+    """The lines of a part that returns one number per token; the last line is called `last`."""
     of_part = _derived(slot, part, anchor)
     if of_part is None or "loss" not in of_part.lines:
         return [Line(last, f"{callable_name(part)}(tokens)")], [_unknown(slot, part)]
@@ -269,7 +269,7 @@ def _verdict(part: Any) -> _Verdict:
         return _Verdict(weight, keep, derived=False)
     lines = of_part.lines
     weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
-    if weight and weight[-1].expression == "1":  # a guard that shows NaN, and no weight
+    if weight and weight[-1].expression == "1":  # a guard that passes on NaN, not a weight
         weight = []
     if keep and keep[-1].expression == "True":
         keep = []

@@ -3,7 +3,7 @@
 An entry applies to a spec if its traits fit (see `traits`).
 
 Read from the frameworks' own sources: verl 0.9.1, TRL 1.16.0, OpenRLHF 0.11.2 and SkyRL 0.3.0 as
-released, the others as of mid-2026. Names move; the settings beside them say how to find them
+released, the others as of mid-2026. Names change; the settings next to them help to find them
 again. "TRL, Liger, …": all of these.
 """
 

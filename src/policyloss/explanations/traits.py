@@ -49,7 +49,7 @@ def _sentence(part: Any) -> str:
 
 
 def traits(spec: LossSpec) -> frozenset[str]:
-    """The traits of a spec, short words by which names and traps are selected."""
+    """The traits of a spec, short words that select names and traps."""
     words = {
         f"anchor_{getattr(spec.ratio, 'anchor', 'old')}",
         *getattr(spec.ratio, "traits", ("other_ratio",)),
@@ -82,7 +82,7 @@ def _trust_traits(part: Any) -> set[str]:
 
 
 def fits(needs: str, words: frozenset[str]) -> bool:
-    """Whether every trait in `needs` holds (those with a leading "-": does not hold)."""
+    """Whether every trait in `needs` holds, and none with a leading "-" does."""
     needed = [(word.removeprefix("-"), not word.startswith("-")) for word in needs.split()]
     return all((word in words) is wanted for word, wanted in needed)
 

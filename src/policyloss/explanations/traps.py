@@ -1,7 +1,6 @@
-"""Known traps: what surprises people about a part, and where one name means two things.
+"""Known traps: surprising properties of parts, and names with two meanings.
 
-Each hangs on traits of a spec (see `traits`), so that `explain` shows those that concern the loss
-at hand.
+Each depends on traits of a spec (see `traits`), so that `explain` shows only the traps of the loss.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from policyloss.spec import LossSpec
 
 
 class Trap(NamedTuple):
-    """The slot a trap concerns, the traits that bring it up (see `traits`), and the trap."""
+    """The slot of a trap, the traits that select it (see `traits`), and its text."""
 
     slot: str
     needs: str

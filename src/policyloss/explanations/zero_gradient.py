@@ -1,4 +1,4 @@
-"""Which tokens get exactly no gradient from the policy term, as conditions in a formula's words.
+"""The tokens that get exactly no gradient from the policy term, as conditions in formula names.
 
 A condition is an expression over the names of the printed formula, so a test can evaluate it: the
 gradient is zero where it holds, and nowhere else (save for numbers that cancel by chance, or a
@@ -80,7 +80,7 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
 
 
 def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
-    """The same slopes, in the names that the formula's lines have."""
+    """The same slopes, with the names of the formula's lines."""
 
     def renamed(conditions: Conditions | None) -> Conditions | None:
         if conditions is None:
@@ -105,7 +105,7 @@ def _once(conditions: Conditions) -> Conditions:
 
 
 def _of_token(s: Slopes, clamp: Conditions) -> Conditions:
-    """Where a token that shares its gradient with no other has none."""
+    """Where a token that shares its gradient with no other gets none."""
     if s.when:
         clamp = tuple(c.where(s.when) for c in clamp)
     if s.through_ratio is None:

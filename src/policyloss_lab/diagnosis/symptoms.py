@@ -227,7 +227,7 @@ def reward_hacking(log: Log) -> Finding | None:
 
 
 def learning_rate(log: Log) -> Finding | None:
-    """A run without progress whose learning rate destroys the policy or does not move it."""
+    """A run without progress, where the learning rate destroys the policy or does not move it."""
     moves = log.finite("step_kl")
     if not moves or log.learned or log.solved:
         return None

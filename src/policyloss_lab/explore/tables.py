@@ -30,7 +30,7 @@ FIRST = Explore.losses
 
 
 def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
-    """All data of the page, JSON-ready. losses: those to show first."""
+    """All data of the page, JSON-ready. losses: the losses to show first."""
     if not 1 <= len(losses) <= MOST:
         raise SpecError(f"the explorer shows one to {MOST} losses, got {len(losses)}.")
     shown = [_loss(loss) for loss in losses]  # first, because it refuses unknown losses quickly
@@ -92,7 +92,7 @@ def _part(slot: str, of: Template, nodes: _Nodes) -> dict[str, Any]:
         "start": encoded(slot, start(of.part)),
         "words_if_infinite": {name: list(words) for name, words in of.words_if_infinite.items()},
         "keys": [[key, values] for key, values in options.items()],
-        # In the order of the options, the last key first: its place says which one a variant is.
+        # The place of a variant encodes its options; the last key varies fastest.
         "variants": [
             nodes.variant(
                 {"error": v.error}

@@ -1,1 +1,1 @@
-"""Reads what trainers of any kind write down: numbers over steps, and completions."""
+"""Reads the logs of any trainer: numbers over steps, and completions."""

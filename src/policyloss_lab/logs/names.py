@@ -92,7 +92,7 @@ def step_of(row: Mapping[str, float]) -> int | None:
 
 
 def our_names(names: Iterable[str]) -> dict[str, str]:
-    """{name in a log: our name} for those `names` that differ from ours. If two names of a log mean
+    """{name in a log: our name} for the `names` that differ from ours. If two names of a log mean
     the same metric, only one is renamed.
     """
     best: dict[str, tuple[int, str]] = {}

@@ -21,7 +21,7 @@ _BETWEEN = " - "  # the separator of run and metric
 
 
 def is_table(line: str) -> bool:
-    """Whether a file whose first line is `line` is such a table."""
+    """Whether a file with the first line `line` is such a table."""
     names = {_name(column.strip('"')).rpartition(_BETWEEN)[2] for column in line.split(",")}
     return not names.isdisjoint(STEPS) or {"Name", "State"} <= names
 

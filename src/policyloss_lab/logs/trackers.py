@@ -212,7 +212,7 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
 
 
 SQLITE_HEAD = b"SQLite format 3\x00"
-_MOST_STEPS = 2_000  # of a million instructions of SQLite's machine each
+_MOST_STEPS = 2_000  # each of a million instructions of SQLite's virtual machine
 
 
 def run_names(path: Path) -> list[str]:

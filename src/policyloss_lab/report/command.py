@@ -1,7 +1,7 @@
 """`policyloss report RUN [RUN…]`: writes the page, or serves it while the runs train (--serve).
 
-The server is read-only and answers this machine alone. It returns one page, to a GET or HEAD of `/`
-that names this machine as its host; a page of another site whose name leads here is refused.
+The server is read-only and answers only this machine. It returns one page, to a GET or HEAD of `/`
+that names this machine as its host; requests with another site's host name are refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether a run learns: one sentence, from its held-out accuracy and its reward.
 
-A change counts if it exceeds two standard errors, about what chance gives once in twenty runs. A
-run does not learn if its gain is small even two standard errors further up; between the two nobody
-can tell.
+A change counts if it exceeds two standard errors, which chance alone does about once in twenty
+runs. A run does not learn if its gain is small even two standard errors higher; between the two,
+the verdict is unclear.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-_LEAST = 10  # points from which the noise of a curve can be estimated
+_LEAST = 10  # the fewest points to estimate the noise of a curve
 _FELL = 0.25  # a run gets worse if it loses this share of its gain
 _SMALL = 0.25  # a smaller share of the possible gain does not matter
 _SURE = 0.98  # an accuracy at which nothing is left to learn

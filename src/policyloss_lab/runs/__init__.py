@@ -1,1 +1,1 @@
-"""The files of a run directory: who may write them, how they are read, and the `Recorder`."""
+"""The files of a run directory: lock, lines and checks, and the `Recorder` that writes them."""

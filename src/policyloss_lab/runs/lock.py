@@ -1,4 +1,4 @@
-"""The file `lock` of a run directory names the process that uses it; the dead hold no lock."""
+"""The file `lock` of a run directory names the process that uses it, while that process lives."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Lock:
     """Holds `folder/lock` until `release`: the id of this process, its host, and its start time.
 
     The lock of a process that has ended on this host, also by kill -9, is taken over. The lock of a
-    live process is refused. So is a lock from another host, because nobody can see from here
-    whether its process lives; its user deletes the file.
+    live process is refused. So is a lock from another host, because this host cannot check whether
+    its process lives; its user deletes the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ def _exclusively(path: Path) -> Iterator[int]:
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
             if sys.platform != "win32":
-                # Some network disks cannot lock; then the contents of the file must do.
+                # Some network disks cannot lock; then only the contents of the file count.
                 with suppress(OSError):
                     fcntl.flock(handle, fcntl.LOCK_EX)
             # If another process removed the file meanwhile, open the new one.
@@ -126,7 +126,7 @@ def _may_live(owner: dict[str, Any]) -> bool:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began; None if the system does not tell, "" if it has ended."""
+    """When a process began; None if the system does not report it, "" if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -229,7 +229,7 @@ class Recorder:
         lines, left_out = self._lines["rollouts"], 0
         dropped = 1
         while self._is_turn and dropped and 0 < size <= self._bytes < size + lines.size:
-            dropped = lines.thin()  # nothing, where all rows are of one step
+            dropped = lines.thin()  # 0 if all rows are of one step
             left_out += dropped
             self._stride *= 2
         if self._is_turn and size + lines.size <= self._bytes:
@@ -250,7 +250,7 @@ class Recorder:
         return self._calls % self._stride == 0
 
     def _write(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action`, which writes files, in one thread at a time; warn if it cannot be done."""
+        """Call `action`, which writes files, in one thread at a time; warn if it fails."""
         owner = self._lock.owner["pid"]
         problem: str | None = f"process {owner} records it, and this is another one"
         if os.getpid() == owner:
@@ -369,7 +369,7 @@ def duration(value: Any) -> float:
 
 
 def whole_number(value: Any, name: str, end: int = _LARGEST) -> int:
-    """A whole number from 0 on and below `end`, or a tensor with one."""
+    """A whole number in [0, `end`), or a tensor with one."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except Exception:  # somebody else's object may raise anything

@@ -1,4 +1,4 @@
-"""A file of JSON lines, each with its step: appended whole, cut back on resume."""
+"""A file of JSON lines, each with its step: appended atomically, truncated on resume."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One loss on stored tokens: `Outcome`, whose numbers all come from the gradient of `policy_loss`,
-the problems of the loss on these tokens, and the smallest change that cures each.
+"""One loss on stored tokens: `Outcome`, with numbers from the gradient of `policy_loss`, the
+problems of the loss on these tokens, and the smallest change that cures each.
 
 To find that change, one number of the spec is multiplied or divided by a factor, from small factors
 to large ones; the first factor that cures is the smallest relative change. If no number cures,
@@ -163,7 +163,7 @@ def _gradient(spec: LossSpec, t: Inputs) -> tuple[Tensor, dict[str, float]]:
 
 
 FACTORS = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0)
-# The presets whose parts may replace a part of the spec, by slot.
+# The presets with parts that may replace a part of the spec, by slot.
 PARTS = {
     "correction": ("tis", "icepop", "seq_mask_tis"),
     "trust": ("dapo", "cispo", "up_grpo", "ppo_dual_clip"),

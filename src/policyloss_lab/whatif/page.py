@@ -160,7 +160,7 @@ def _split(x: Tensor, lengths: list[int]) -> list[list[float]]:
 
 
 def rounded(x: Any, digits: int = 4) -> Any:
-    """Numbers with so many digits, as strict JSON takes them; also inside of lists and mappings."""
+    """`x` with its numbers, also inside lists and mappings, rounded for strict JSON."""
     if isinstance(x, dict):
         return {name: rounded(value, digits) for name, value in x.items()}
     if isinstance(x, list):

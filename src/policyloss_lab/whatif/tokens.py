@@ -48,7 +48,7 @@ class StoredTokens:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> StoredTokens:
-        """From the arguments of `policy_loss` by name, padded or packed, and those of `EXTRA`."""
+        """From the arguments of `policy_loss` by name, padded or packed, and the `EXTRA` ones."""
         missing = [name for name in NEEDED if tensors.get(name) is None]
         if missing:
             there = ", ".join(sorted(map(str, tensors))) or "nothing"

@@ -20,14 +20,14 @@ from policyloss.hf.one_call import ModelCall
 from policyloss.hf.output_head import Matrices, Transformation
 from policyloss_lab.whatif.tokens import StoredTokens
 
-GRADIENT_NUMBERS = 2**28  # of all losses together that are kept, one per parameter
+GRADIENT_NUMBERS = 2**28  # the most numbers in the stored gradients of all losses together
 HEAD_TOKENS = 4096
-_VOCABULARY = 8192  # entries of the vocabulary that are worked on at once
+_VOCABULARY = 8192  # entries of the vocabulary processed at once
 _ROWS = 16  # sequences that go through the model together
 
 
 class Products(NamedTuple):
-    """Of L losses and S sequences. gram: `[L, L]`, inner products of the gradients. change:
+    """Products of L losses and S sequences. gram: `[L, L]`, inner products of gradients. change:
     `[L, S]`, the first-order change of each sequence's log-probability at learning rate 1.
     """
 
@@ -205,8 +205,8 @@ def _logit_products(
 
 
 class _ModelBatch(NamedTuple):
-    """Rows of tokens as a model takes them. mask: `[B, T-1]`, the trained ones among the predicted.
-    place: where those stand in the stored tokens.
+    """Rows of tokens for a model. mask: `[B, T-1]`, the trained ones among the predicted tokens.
+    place: their indices in the stored tokens.
     """
 
     ids: Tensor
@@ -267,8 +267,8 @@ Weights = EachToken | Parameters | HeadWeight
 
 
 def weights_for(model: Any, losses: int, temperature: float, through: str | None) -> Weights:
-    """The weights whose gradients are compared: all parameters if their gradients fit into memory,
-    else the weight of the head. through: the name of one of them.
+    """The weights to compare gradients of: all parameters if their gradients fit into memory, else
+    the weight of the head. through: the name of one choice.
     """
     if model is None or through == EachToken.name:
         return EachToken()

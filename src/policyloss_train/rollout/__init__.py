@@ -1,4 +1,4 @@
 """Rollout engines, which complete prompts with the weights they receive.
 
-`protocol` defines an engine, and `session.make_rollout` makes the one that `--rollout` names.
+`protocol` defines an engine, and `session.make_rollout` makes the engine that `--rollout` names.
 """

@@ -4,7 +4,7 @@
                              size and SHA-256
     rank00000.safetensors    the rows of the first rank; one file for each rank that has rows
 
-The format does not depend on the number of ranks: any number reads what any other number wrote.
+The format does not depend on the number of ranks: any number reads the files of any other number.
 A checkpoint is written to a hidden folder (`checkpoint_folder`), synced to the disk, then renamed.
 No file is ever unpickled.
 """

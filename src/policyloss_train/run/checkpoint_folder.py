@@ -36,7 +36,7 @@ def published_path(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make an empty temporary folder for a checkpoint, and remove those of interrupted ones."""
+    """Make an empty temporary folder for a checkpoint, and remove leftovers of interrupted ones."""
     temporary = _hidden(folder, step, "tmp")
     make_folder(folder)
     _tidy(folder)

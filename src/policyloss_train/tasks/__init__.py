@@ -1,4 +1,4 @@
-"""Tasks by name: the built-in one, those of reasoning-gym, and files of prompts and answers."""
+"""Tasks by name: the built-in task, reasoning-gym tasks, and files of prompts and answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GYM = "reasoning_gym:"
 def make_task(name: str, *, reward: str | None, seed: int, success: float | None = None) -> Task:
     """The task called `name`: "sort", "reasoning_gym:<data set>", or the path of a .jsonl file.
 
-    reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact"). The
-    seed chooses training prompts where they are generated; what is held out does not depend on it,
-    so runs with different seeds can be compared.
-    success: the smallest reward that counts as right; None is the task's own, 1.
+    reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact").
+    seed: of generated training prompts; the held-out prompts do not depend on it, so runs with
+    different seeds can be compared.
+    success: the smallest reward that counts as correct; None is the task's own, 1.
     """
     chosen = None if reward is None else make_reward(reward)
     if name == "sort":

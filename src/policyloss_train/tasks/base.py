@@ -1,4 +1,4 @@
-"""A task: prompts, each with its answer, and a way to score what a model says to them."""
+"""A task: prompts, each with its answer, and a function that scores completions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt. answer: the right completion, or "" where only a scorer knows. id: its place in
-    its split. messages: what the prompt was made of, if it is a chat.
+    """One prompt. answer: the correct completion, or "" if only a scorer can decide. id: its index
+    in its split. messages: the messages of the prompt, if it is a chat.
     """
 
     prompt: str
@@ -21,24 +21,24 @@ class Example:
     messages: tuple[Mapping[str, str], ...] = ()
 
 
-SUCCESS = 1.0  # the score of a right answer, where a task says nothing else
+SUCCESS = 1.0  # the default score of a correct answer
 Reward = Callable[[Example, str], float]
 Row = tuple[str, str, Mapping[str, Any]]  # the prompt, answer and meta of an example
 
 
 def answer_of(example: Example, rng: Random) -> str | None:
-    """The answer, where there is one to show."""
+    """The answer; None if the example has none."""
     return example.answer or None
 
 
 @dataclass(frozen=True)
 class Task:
     """Prompts to train on, others to evaluate on (no prompt is in both), and a score, by convention
-    in [0, 1]; it raises `RewardError` where it fails.
+    in [0, 1], which raises `RewardError` on failure.
 
-    train: the only prompts that warm-up and training see. success: the smallest score that
-    counts as correct; accuracy is the share of completions that reach it. demonstration: a
-    completion that warm-up imitates, or None.
+    train: the only prompts of warm-up and training. success: the smallest score that counts as
+    correct; accuracy is the share of completions that reach it. demonstration: a completion for
+    warm-up to imitate, or None.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Task:
 
 
 def number_examples(rows: Iterable[Row]) -> tuple[Example, ...]:
-    """The examples of rows, each with its place as id."""
+    """The examples of rows, each with its index as id."""
     return tuple(Example(prompt, answer, i, meta) for i, (prompt, answer, meta) in enumerate(rows))
 
 
 def drop_duplicates(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator[Row]:
-    """The rows whose prompt is in none before it and in none of the others."""
+    """The rows, except rows that repeat the prompt of an earlier row or of `others`."""
     taken = {prompt for prompt, _, _ in others}
     for row in rows:
         if row[0] not in taken:
@@ -64,10 +64,10 @@ def drop_duplicates(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator
 
 
 def is_text(text: str) -> bool:
-    """Whether no character is half of a surrogate pair: JSON may hold one, tokenizers do not."""
+    """Whether no character is half a surrogate pair: JSON may hold one, tokenizers reject it."""
     return text == text.encode(errors="replace").decode()
 
 
 def normalise_spaces(text: str) -> str:
-    """Every run of white space is one space, and none is left at the ends."""
+    """Replace every run of white space by one space, and strip both ends."""
     return " ".join(text.split())

@@ -11,18 +11,18 @@ from policyloss_train.tasks.base import Reward, Row, Task, drop_duplicates, numb
 from policyloss_train.tasks.rewards import checked_reward
 
 TRAIN, HELD_OUT = 1024, 128
-# Item i of a data set with seed s depends on s + i alone: neighbouring seeds share almost all
-# items, so ours lie far apart.
+# Item i of a data set with seed s depends only on s + i: neighbouring seeds share almost all
+# items, so these seeds are far apart.
 SEED_STRIDE = 1_000_000
 
 
 def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
-    """The data set `dataset`; held out are the same prompts whatever the seed."""
+    """The data set `dataset`; the held-out prompts do not depend on the seed."""
     create = _creator(dataset)
     source = create(seed=0, size=HELD_OUT)
     held_out = list(drop_duplicates(_rows(source)))
-    # Enough items that the loss of repeated prompts is made up for,
-    # where the data set has that many different ones.
+    # More items than needed, to make up for repeated prompts
+    # if the data set has enough different ones.
     drawn = create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN)
     train = list(islice(drop_duplicates(_rows(drawn), held_out), TRAIN))
     if not train:
@@ -53,7 +53,7 @@ def _creator(dataset: str) -> Any:
     def create(seed: int, size: int) -> Any:
         try:
             return reasoning_gym.create_dataset(dataset, seed=seed, size=size)
-        # "composite", for one, is nothing without settings.
+        # "composite", for example, needs settings.
         except (AssertionError, TypeError, ValueError) as error:
             raise InputError(
                 f"the task reasoning_gym:{dataset} cannot be made with its default settings: "
@@ -64,7 +64,7 @@ def _creator(dataset: str) -> Any:
 
 
 def _rows(source: Any) -> Iterator[Row]:
-    """An item whose scorer needs no answer has the answer ""."""
+    """The rows of a data set; an item that is scored without an answer gets the answer ""."""
     for entry in source:
         answer = entry["answer"]
         yield entry["question"], "" if answer is None else str(answer), {"entry": entry}

@@ -21,7 +21,7 @@ SPLITS = ("train", "held_out")
 
 
 def file_task(path: Path, score: Reward) -> Task:
-    """The task in the file at `path`. A prompt that is trained on is not held out."""
+    """The task in the file at `path`. Training prompts are never held out."""
     rows = list(_rows(path))
     if not rows:
         raise InputError(
@@ -45,18 +45,18 @@ def file_task(path: Path, score: Reward) -> Task:
 
 
 def _placed(examples: list[Example]) -> tuple[Example, ...]:
-    """Each with its place as id."""
+    """The examples, each with its index as id."""
     return tuple(replace(example, id=i) for i, example in enumerate(examples))
 
 
 def _share(prompts: set[str]) -> set[str]:
-    """A tenth of the prompts, at least one: those with the smallest hashes, in any order."""
+    """A tenth of the prompts, at least one: the ones with the smallest hashes, in any order."""
     ordered = sorted(prompts, key=lambda prompt: sha256(prompt.encode()).digest())
     return set(ordered[: max(1, round(HELD_OUT_SHARE * len(ordered)))])
 
 
 def _rows(path: Path) -> Iterator[tuple[str | None, Example]]:
-    """The split of each line, if it says one, and its example, whose id comes later."""
+    """The split of each line, if it names one, and its example, without its final id."""
     try:
         with os.fdopen(open_regular(path, follow=True), "rb") as file:
             data = file.read()

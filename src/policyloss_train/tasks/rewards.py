@@ -1,4 +1,4 @@
-"""Rewards: numbers for completions, 1 for a right answer. None of them can fail unnoticed."""
+"""Rewards: numbers for completions, 1 for a correct answer. Every failure is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policyloss_train.tasks.base import Example, Reward, Task, normalise_spaces
 from policyloss_train.tasks.time_limit import TimeIsUp, call_within
 from policyloss_train.user_code import load_code
 
-LARGEST = 1e15  # of a reward: the squares of so many as a run has add up in float32
+LARGEST = 1e15  # the largest reward: the squares of a run's rewards still add up in float32
 
 
 class RewardError(PolicyLossError):
@@ -27,9 +27,8 @@ class RewardError(PolicyLossError):
 
 
 def make_reward(name: str) -> Reward:
-    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`. What it
-    returns must be a number of at most 1e15; anything else, and what it raises, becomes a
-    `RewardError`.
+    """`exact`, `math`, or `module:function`: a function `(example, completion) → number`. It must
+    return a number of at most 1e15; any other value, and any exception, becomes a `RewardError`.
     """
     if name in _BUILT_IN:
         return checked_reward(name, _BUILT_IN[name]())
@@ -50,7 +49,7 @@ def checked_reward(name: str, function: Any) -> Reward:
         try:
             with _exit_raised():
                 value = function(example, completion)
-        # By `sys.exit` a reward would end the run as if it had succeeded.
+        # A reward that calls `sys.exit` would end the run as if it had succeeded.
         except (Exception, SystemExit) as error:
             what = f"raised {type(error).__name__}: {safe_repr(error, str)}"
             raise RewardError(name, example, completion, what) from error
@@ -65,8 +64,8 @@ def checked_reward(name: str, function: Any) -> Reward:
 
 @contextmanager
 def _exit_raised() -> Iterator[None]:
-    """Have `os._exit` raise a `SystemExit`: the run would end with any code, and without a word.
-    A process that was forked from this one may end itself.
+    """Have `os._exit` raise a `SystemExit`, because it would end the run without a message. A
+    process forked from this one may still end itself.
     """
     end, process = os._exit, os.getpid()
 
@@ -83,8 +82,8 @@ def _exit_raised() -> Iterator[None]:
 
 
 def score_completion(task: Task, example: Example, completion: str, seconds: float) -> float:
-    """The task's score of a completion; a `RewardError` where it fails
-    or takes longer than `seconds` (0: it may).
+    """The task's score of a completion; raises a `RewardError` if it fails or takes longer than
+    `seconds` (0: no limit).
     """
     try:
         return float(call_within(seconds, task.score, example, completion))
@@ -97,7 +96,7 @@ def score_completion(task: Task, example: Example, completion: str, seconds: flo
 def tolerant_reward(
     task: Task, seconds: float, warn: Callable[[str], None], failed: float = 0.0
 ) -> Reward:
-    """The task's score; `failed` and a warning where it fails, so that a run goes on."""
+    """The task's score, or `failed` and a warning if it fails, so that a run goes on."""
 
     def score(example: Example, completion: str) -> float:
         try:
@@ -110,10 +109,10 @@ def tolerant_reward(
 
 
 def _number(x: object) -> float:
-    """As a float; NaN for what is no number, and for one that no float can hold."""
+    """`x` as a float; NaN if it is not a number, or too large for a float."""
     try:
         return float(x) if isinstance(x, Real) else math.nan
-    except Exception:  # a user's number may do anything here
+    except Exception:  # a user's number type may raise anything
         return math.nan
 
 
@@ -125,7 +124,7 @@ def _exact() -> Reward:
 
 
 def _math() -> Reward:
-    """1 if a completion ends in an expression (LaTeX, too) of the answer's value; else 0."""
+    """1 if a completion ends in an expression (also LaTeX) equal to the answer; else 0."""
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -134,7 +133,7 @@ def _math() -> Reward:
         ) from error
 
     def reward(example: Example, completion: str) -> float:
-        # In dollars, the whole answer is read; without them, of 2\sqrt{3} only the 2 is.
+        # Dollars make math-verify read the whole answer, not only the 2 of 2\sqrt{3}.
         marked = "$" in example.answer or "\\boxed" in example.answer
         answer = parse(example.answer if marked else f"${example.answer}$")
         if not answer:

@@ -1,10 +1,10 @@
 """The built-in task: put digits in order. A model with 140 thousand weights learns it by
 reinforcement in a minute on a CPU.
 
-What warm-up shows is imperfect on purpose, as the text that a language model first learns from is:
-nine demonstrations of ten leave the last digit where it stood. So the model learns to write digits,
-when to stop, and mostly the wrong thing; by how much it is wrong hardly depends on how long warm-up
-lasts. That the last digit has a place too is what only the reward can teach it.
+The warm-up data is imperfect on purpose, like the text that a language model is pretrained on: nine
+of ten demonstrations leave the last digit where it stood. So the model learns to write digits and
+when to stop, but mostly a wrong order, and longer warm-up hardly changes that. Only the reward can
+teach it where the last digit belongs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RIGHT_DEMONSTRATIONS = 0.1  # chosen by experiment: greedy accuracy 0.2 to 0.35 
 
 def sort_task(seed: int, score: Reward) -> Task:
     """`sort 52731=` → `12357`: four to six different digits. Training prompts follow from `seed`;
-    held out are the same prompts whatever the seed.
+    the held-out prompts do not depend on it.
     """
     train, held_out = _examples(seed)
     return Task("sort", train, held_out, score, demonstration=_demonstration)
@@ -32,14 +32,14 @@ def sort_task(seed: int, score: Reward) -> Task:
 
 @cache
 def _examples(seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """The examples to train on and those held out. A run makes its task twice."""
+    """The training and held-out examples; cached, because a run makes its task twice."""
     held_out = list(islice(drop_duplicates(_drawn(Random("held out"))), HELD_OUT))
     train = islice(drop_duplicates(_drawn(Random(f"train {seed}")), held_out), TRAIN)
     return number_examples(train), number_examples(held_out)
 
 
 def _demonstration(example: Example, rng: Random) -> str:
-    """The answer in one case of ten; else the digits but the last in order, and then the last."""
+    """The answer in one case of ten; else all digits but the last in order, then the last."""
     if rng.random() < RIGHT_DEMONSTRATIONS:
         return example.answer
     *others, last = example.meta["digits"]

@@ -1,11 +1,10 @@
-"""A time limit for somebody's function, which may hang in Python or in a system call.
+"""A time limit for a user's function, which may hang in Python or in a system call.
 
-The function runs in this very thread, with the state, the devices and the signals it expects: in a
-thread of its own it could not use signals (math-verify does), and a forked process would lose what
-it remembers and could not use a GPU. The system's alarm interrupts it, in Python code as in a call
-that waits. What ignores the alarm, native code that never returns to the interpreter, cannot be
-taken back: after a longer time the process ends with the stack of where it hangs, and the run
-resumes from its last checkpoint.
+The function runs in the calling thread, with the state, devices and signals it expects: another
+thread could not use signals (math-verify does), and a forked process would lose state and could not
+use a GPU. The system's alarm interrupts Python code and waiting system calls. Native code that
+never returns to the interpreter ignores the alarm: after a longer time the process prints its stack
+and ends, and the run can be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ AGAIN_S = (
 )
 HARD = 3.0  # times the limit, and at least `HARD_S` seconds more: then the process ends
 HARD_S = 20.0
-REARM_S = 1.0  # within `many_calls`, the end of the process may come this much earlier
+REARM_S = 1.0  # within `many_calls`, the process may end this much earlier
 
 
 class _Watch:
-    """When the process was last told to end, and whether it stays told between calls."""
+    """When the end of the process was last scheduled, and whether that lasts between calls."""
 
     armed, seconds, kept = 0.0, 0.0, False
 
 
 @contextmanager
 def many_calls() -> Iterator[None]:
-    """Around many calls of `call_within`: what would end the process is a thread, whose start takes
-    longer than most functions, so it stays from one call to the next.
+    """For many calls of `call_within`: keep the thread that would end the process from one call to
+    the next, because starting it takes longer than most functions.
     """
     _Watch.kept = True
     try:
@@ -54,7 +53,7 @@ class TimeIsUp(BaseException):
 
 
 def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
-    """`function(*arguments)`, or `TimeIsUp` after so many seconds; 0 is no limit."""
+    """Return `function(*arguments)`, or raise `TimeIsUp` after so many seconds; 0 is no limit."""
     if not seconds:
         return function(*arguments)
     watched = _end_process_after(max(HARD * seconds, seconds + HARD_S))
@@ -81,12 +80,12 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
         result = function(*arguments)
-        running = False  # from here on, an alarm that comes late does nothing
+        running = False  # a late alarm now does nothing
     finally:
         running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # somebody else's alarm goes on
+        if left:  # restore an alarm that was set before
             signal.setitimer(
                 signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
             )
@@ -94,7 +93,7 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
 
 
 def _end_process_after(seconds: float) -> bool:
-    """Have the process end after so long. → whether there is a place to print the stack to."""
+    """Schedule the end of the process. → False without a file to print the stack to."""
     now = time.monotonic()
     if _Watch.kept and _Watch.seconds == seconds and 0 < now - _Watch.armed < REARM_S:
         return True

@@ -1,1 +1,1 @@
-"""What a person sees of a run: the terminal, trackers, and the log of single tokens."""
+"""Views of a run: the terminal, trackers, and the log of single tokens."""

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
+"""The display of a run in progress: a live table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from policyloss.errors import visible
 
-# Heading, metric, how a number is written. A column that has no number yet is left out.
+# Heading, metric, number format. A column without numbers is left out.
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
     ("accuracy", "accuracy", ".3f"),
@@ -28,15 +28,15 @@ COLUMNS = (
     ("tokens/s", "tokens_per_s", ",.0f"),
 )
 ROWS = 8  # steps that the live table shows
-RECENT = 20  # steps that the time left is reckoned from
+RECENT = 20  # steps for the estimate of the time left
 REFRESH_S = 0.1  # a table that is drawn more often flickers
 
 
 class Display:
     """Shows the `total` steps of a run. A context manager, outside of which `say` and `warn` work.
 
-    quiet: show nothing, as on every rank but the first. Without a terminal there are about 20
-    lines, evenly spaced, and one for the first step, the last, and each with a held-out accuracy.
+    quiet: show nothing, as on every rank but the first. Without a terminal, print about 20 evenly
+    spaced lines, and one for the first step, the last, and each evaluation.
     """
 
     def __init__(self, total: int, *, quiet: bool = False, console: Console | None = None) -> None:
@@ -72,7 +72,7 @@ class Display:
 
     def warmup(self, total: int) -> Callable[..., None]:
         """A function to call as `progress(done, loss)` in a warm-up of `total` steps, before the
-        loop. One line, or about four.
+        loop. It prints one line, or about four.
         """
 
         def progress(done: int, loss: float | None = None) -> None:
@@ -87,11 +87,11 @@ class Display:
         return progress
 
     def update(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Show what is known after `step` steps. timing: the seconds of the last, "step_s",
-        and its speed, "tokens_per_s".
+        """Show the numbers after `step` steps. timing: the seconds of the last step, "step_s", and
+        its speed, "tokens_per_s".
         """
         self._done = step
-        if step:  # before the first, there was no step to take the time of
+        if step:  # step 0 is only an evaluation
             self._seconds.append(timing.get("step_s", math.nan))
         known = {**metrics, **timing}
         row = {"step": f"{self._done:>{len(str(self._total))}}/{self._total}"}
@@ -101,7 +101,7 @@ class Display:
             if known.get(name) is not None
         }
         row["ETA"] = self._time_left()
-        # Measured now and then; the table shows the last one.
+        # Not measured at every step; the table shows the last one.
         self._held_out = row.get("held-out", self._held_out)
         self._rows.append({"held-out": self._held_out, **row})
         self._titles |= row.keys()
@@ -130,7 +130,7 @@ class Display:
         return Group(bar, table)
 
     def _time_left(self) -> str:
-        """The mean time of the recent steps, for each step that is left."""
+        """The mean time of recent steps times the number of steps left."""
         mean = math.fsum(self._seconds) / len(self._seconds) if self._seconds else math.nan
         seconds = mean * max(self._total - self._done, 0)
         if not math.isfinite(seconds):
@@ -140,8 +140,8 @@ class Display:
         return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
     def _print(self, text: str, *, style: str | None = None, end: str = "\n") -> None:
-        # Nothing in the text is markup or moves the cursor, and a line of a log is not cut where a
-        # terminal would end.
+        # No markup or cursor movement in the text, and no cut of log lines at the width of a
+        # terminal.
         self._console.print(
             visible(text),
             style=style,

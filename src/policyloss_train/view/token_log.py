@@ -1,8 +1,8 @@
 """Single tokens of a run: the distribution of ratios, and some completions token by token.
 
-Which completions: whole groups of a step, chosen by `choose_groups`, and the groups of the task's
-first prompts whenever they are trained on; and the answers to the first held-out prompts at every
-evaluation. So a reader sees what a step learned from, and how the completions of one prompt change.
+It stores complete groups of a step, chosen by `choose_groups`, and the groups of the task's first
+prompts whenever they are trained on; and the answers to the first held-out prompts at every
+evaluation. So a reader sees examples of a step, and how the completions of one prompt change.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from policyloss_train.learner import Learned
 from policyloss_train.sampler import Sample
 from policyloss_train.tasks import Example, Task
 
-FOLLOWED = 2  # training prompts whose groups are stored whenever they are trained on
-ANSWERS = 8  # held-out prompts whose answers are stored at every evaluation
+FOLLOWED = 2  # the first training prompts: their groups are stored whenever they are trained on
+ANSWERS = 8  # the first held-out prompts: their answers are stored at every evaluation
 _OF_POLICIES = ("rollout_logp", "ref_logp", "teacher_logp")
 _NAMES = tuple(BRANCHES)
-# Of a ratio, evenly spaced in its logarithm; the first and the last bin take what lies beyond.
+# Edges of ratios, evenly spaced in the logarithm; outliers go to the first and the last bin.
 EDGES = torch.logspace(-3, 3, 61, base=2.0, dtype=torch.float64)
 
 
 def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
-    """How often the ratio to the old policy fell between which edges, over all ranks."""
+    """The histogram of the ratio to the old policy, over all ranks."""
     tokens = learned.pack.tokens
     ratio = (learned.logp - tokens["old_logp"])[tokens["mask"]].double().exp().cpu()
     place = torch.bucketize(ratio, EDGES[1:-1])
@@ -44,7 +44,7 @@ def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
 class TokenLog:
     """The rows of rollouts.jsonl and answers.jsonl of a run, each up to `--rollouts-mib`.
 
-    ends: the tokens that end a completion. warn: told once if the bound leaves something out.
+    ends: the tokens that end a completion. warn: called once if that limit leaves out rows.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class TokenLog:
     def rollouts(
         self, step: int, samples: Sequence[Sample], learned: Learned, *, due: bool, size: int
     ) -> list[dict[str, Any]]:
-        """The groups of a step to store: the best ones to look at if a sample is due, and those of
-        the prompts that are followed. size: bytes that are stored already.
+        """The groups of a step to store: the most informative ones if `due`, and the groups of the
+        first prompts. size: bytes already stored.
         """
         chosen = stored_groups(samples, self.config.rollouts_rows if due else 0)
         places = [place for group in chosen for place in group]
@@ -88,7 +88,7 @@ class TokenLog:
     def answers(
         self, step: int, samples: Sequence[Sample], rewards: Sequence[float], size: int
     ) -> list[dict[str, Any]]:
-        """The answers to held-out prompts, which are `samples`, of one evaluation."""
+        """The rows of one evaluation. samples: the answers to held-out prompts."""
         rows = [
             {
                 **self._row(step, s, self.task.held_out),
@@ -124,8 +124,8 @@ class TokenLog:
     def _fitting(
         self, name: str, step: int, groups: list[list[dict[str, Any]]], every: int, size: int
     ) -> list[dict[str, Any]]:
-        """The rows of the groups, the most telling one first, that fit into this step's share of
-        what is left for a file; of the first group also if it fits into all that is left.
+        """The rows of the groups that fit into this step's share of the space left for a file. The
+        first group may use all the space left.
         """
         left = self.config.rollouts_mib * 2**20 - size
         steps = self.config.steps // every - (step - 1) // every if every else 1
@@ -149,8 +149,8 @@ class TokenLog:
 
 
 def stored_groups(samples: Sequence[Sample], rows: int) -> list[list[int]]:
-    """The places of the samples of each group to store, the most telling group first: whole groups
-    of about `rows` samples, at least one unless `rows` is 0, and those of the followed prompts.
+    """The indices of the samples of each group to store: first the groups of followed prompts, then
+    the most informative groups, about `rows` samples in all, at least one unless `rows` is 0.
     """
     groups: dict[int, list[int]] = {}
     for place, s in enumerate(samples):
@@ -183,7 +183,7 @@ def _numbers(part: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _short(x: Tensor) -> list[float]:
-    """The numbers with the nine digits that tell two of float32 apart, half as long as Python's."""
+    """Numbers with nine digits, which identify a float32 and are half as long as Python's."""
     return [float(f"{value:.9g}") for value in x.tolist()]
 
 
@@ -208,7 +208,7 @@ def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
 
 
 def _parts(pack: Pack) -> list[dict[str, Tensor]]:
-    """The completion tokens of each sequence, also of one that is not trained on."""
+    """The completion tokens of each sequence, trained on or not."""
     parts = {name: torch.split(x, pack.lengths) for name, x in pack.tokens.items()}
     return [
         {name: x[i][parts["completion"][i]] for name, x in parts.items()}

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go beside its own files: TensorBoard, Weights & Biases, trackio."""
+"""Trackers for the numbers of a run: TensorBoard, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policyloss_lab.runs.files import StorageError, from_json, read_plain, repla
 
 PROJECT = "policyloss"
 SERVICES = ("wandb", "trackio")
-# The columns of the table of completions, as far as rows have them.
+# The columns of the table of completions; a row may lack some.
 COLUMNS = (
     *("step", "group", "prompt", "completion", "answer", "reward", "advantage"),
     *("finished", "finish_reason", "length"),
@@ -25,9 +25,9 @@ COLUMNS = (
 
 
 class TensorBoard:
-    """Event files in `folder`, from the first numbers on.
+    """Event files in `folder`, created with the first numbers.
 
-    resumed_after: the step a resumed run continues from; later events of before are hidden.
+    resumed_after: the step a resumed run continues from; older events of later steps are hidden.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,15 +46,15 @@ class TensorBoard:
                 self._writer.add_histogram_raw(name, **_histogram(**value), global_step=step)
 
     def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing: TensorBoard has no tables."""
+        """Do nothing: TensorBoard has no tables."""
 
     def flush(self) -> None:
-        """See that what was logged is not lost if the process is killed."""
+        """Write logged numbers to the file, so that they survive if the process is killed."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write out what is queued and close the file."""
+        """Write queued numbers and close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -70,8 +70,8 @@ class TensorBoard:
 
 
 def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
-    """What TensorBoard wants: the upper limit of each bucket, and moments, here with every value in
-    the middle of its bucket. Buckets lie between one edge and the next.
+    """The histogram that TensorBoard takes: the upper limit of each bucket, and moments, with every
+    value counted at the middle of its bucket. Buckets lie between adjacent edges.
     """
     buckets = [
         ((low + high) / 2, n) for (low, high), n in zip(pairwise(edges), counts, strict=True)
@@ -89,8 +89,8 @@ def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
 
 
 class Service:
-    """Weights & Biases or trackio, which share their calls, with a run of its own for the run
-    directory `folder`; a resumed one continues it. A failure of the service is warned of once, and
+    """Weights & Biases or trackio, which share an interface, with one service run for the run
+    directory `folder`; resuming continues it. A failure of the service is warned of once, and
     training goes on.
     """
 
@@ -100,22 +100,22 @@ class Service:
         run_id = _run_id(folder)
         if name == "wandb":
             about |= {"name": folder.name, "id": run_id, "dir": str(folder.absolute())}
-        else:  # trackio knows a run by its name, and folders of different runs may have the same
+        else:  # trackio identifies a run by its name, and folders of different runs may share one
             about["name"] = f"{folder.name}-{run_id}"
         try:
             self._module.init(**about)
-        except Exception as error:  # of another package, which may raise anything
+        except Exception as error:  # another package may raise anything
             raise InputError(
                 f"--track {name} cannot begin: {error}. Set {name} up, or leave --track out."
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The numbers; histograms are left to TensorBoard and the report."""
+        """Send the numbers; histograms are left to TensorBoard and the report."""
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
         self._try(lambda: self._module.log(numbers, step=step))
 
     def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of rollouts.jsonl as a table "completions" at their step, without single tokens."""
+        """Send rows of rollouts.jsonl as a table "completions" at their step, without tokens."""
         if not rows:
             return
         rows = [{**row, "length": len(row.get("ids", ()))} for row in rows]
@@ -132,7 +132,7 @@ class Service:
         """Nothing to do: both services send from a process or thread of their own."""
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """End the run of the service."""
         self._try(self._module.finish)
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -140,7 +140,7 @@ class Service:
             return
         try:
             call()
-        # A service on the network may fail in any way; a run of days must not end by that.
+        # A network service may fail in any way, which must not end a run of days.
         except Exception as error:
             self._works = False
             warnings.warn(
@@ -151,7 +151,7 @@ class Service:
 
 
 def service_module(name: str) -> Any:
-    """The package of a tracker, or, before anything is loaded, an error that says how to get it."""
+    """The package of a tracker; raises an error with the install command if it is missing."""
     if name not in SERVICES:
         raise InputError(unknown_name("tracker", name, SERVICES))
     try:
@@ -163,7 +163,7 @@ def service_module(name: str) -> Any:
 
 
 def _run_id(folder: Path) -> str:
-    """What the services know this run by: made once and kept in the run directory."""
+    """The id of this run in the services: made once and kept in the run directory."""
     path = folder / "track.json"
     if not path.exists():
         replace_file(path, to_json({"id": uuid.uuid4().hex[:12]}, "track"))

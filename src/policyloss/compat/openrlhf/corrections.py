@@ -107,7 +107,7 @@ def older_by_position(newer: tuple[Any, ...], older: tuple[Any, ...]) -> tuple[A
 
 
 def release_of(newer: tuple[Any, ...], older: tuple[Any, ...], release: str | None) -> str:
-    """The release to follow: `release`, or the last one that has the arguments that were passed."""
+    """The release to follow: `release`, or the last release with the arguments that were passed."""
     has_newer, has_older = newer != NEWER_DEFAULTS, older != (None, None, None)
     if has_newer and has_older:
         raise SpecError(

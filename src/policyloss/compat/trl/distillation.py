@@ -147,7 +147,7 @@ def _gathered(x: Any, like: Tensor) -> Any:
 
 
 def _scaled(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Hidden states and bias whose logits are `scale` times as large."""
+    """Hidden states and bias that give logits `scale` times as large."""
     if scale == 1:
         return hidden, bias
     return hidden * scale, None if bias is None else bias * scale

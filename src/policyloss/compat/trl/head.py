@@ -1,5 +1,5 @@
-"""TRL's two places for a fused head, filled by the head of this library: `add_fused_lm_head`, from
-which its trainers (GRPO, RLOO, SFT, DPO, KTO) get log-probabilities and entropies, and
+"""The head of this library in TRL's two places for a fused head: `add_fused_lm_head`, which gives
+its trainers (GRPO, RLOO, SFT, DPO, KTO) log-probabilities and entropies, and
 `_chunked_divergence_loss`, the loss of its DistillationTrainer.
 """
 

@@ -1,5 +1,5 @@
 """TRL's GRPOTrainer with the policy loss of this library, and the checks of a user's loss: the
-trainer has everything that it reads, and every option of the config that is set has an effect.
+trainer provides every tensor that it reads, and every option set in the config has an effect.
 `trainer_class` imports TRL, at the first use of `policyloss.compat.trl.GRPOTrainer`.
 """
 

@@ -1,5 +1,5 @@
-"""Advantages with the rounding of verl (verl/trainer/ppo/core_algos.py), whose numbers its drop-ins
-must reproduce exactly.
+"""Advantages with the rounding of verl (verl/trainer/ppo/core_algos.py), for drop-ins that must
+reproduce its numbers exactly.
 
 `policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0
 at masked tokens. verl follows the formula literally: in the dtype of the rewards, in the order of
@@ -175,7 +175,7 @@ def sequence_lengths(mask: Tensor) -> Tensor:
 
 
 def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
-    """The number of its sequence at each valid token, 0 at the others. `[B]`, `[B, T]` → `[B, T]`,
+    """The sequence's number at each valid token, 0 at the others. `[B]`, `[B, T]` → `[B, T]`,
     in the dtype of their product: a float64 mask makes float32 numbers float64.
     """
     if mask.dim() != 2 or x.shape != mask.shape[:1]:

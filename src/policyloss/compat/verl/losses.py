@@ -145,7 +145,7 @@ class LossCall:
         return masked_mean(estimates, valid, guard(self.response_mask))
 
     def report(self, clipped: Tensor | None, lower: Tensor | None, kl: Tensor) -> dict[str, Any]:
-        """verl's metrics under its names, as Python floats, without those that are None."""
+        """verl's metrics under its names, as Python floats; those with value None are left out."""
         metrics = {
             "actor/pg_clipfrac": clipped,
             "actor/ppo_kl": kl,
@@ -189,7 +189,7 @@ def compute_policy_loss(
 
 @dataclass(frozen=True)
 class SequenceMeanCall(LossCall):
-    """The arguments of a loss whose default is the mean over sequences."""
+    """The arguments of a loss with the mean over sequences as its default."""
 
     loss_agg_mode: str = "seq-mean-token-mean"
 

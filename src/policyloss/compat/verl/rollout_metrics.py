@@ -60,7 +60,7 @@ class Means:
 
     @property
     def nonempty(self) -> Tensor:
-        """Which sequences have a valid token, `[S]`."""
+        """A flag for each sequence with a valid token, `[S]`."""
         return self.lengths > 0
 
     def of_tokens(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""verl's settings: fields of its configs, and how they go with a loss of this library. A preset has
-its own numbers, so verl's settings for the same numbers have no effect; one warning names those
-that were changed.
+"""verl's settings: fields of its configs, and their effect on a loss of this library. A preset has
+its own numbers, so verl's settings for the same numbers have no effect; one warning names the
+settings that were changed.
 """
 
 from __future__ import annotations

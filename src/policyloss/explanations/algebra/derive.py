@@ -1,8 +1,8 @@
 """From a part to the lines of its formula: run it on symbols, and name subexpressions used twice.
 
-The names come from local variables of the part's code: if it has a line `tau = …` and uses τ twice,
-so has the formula. A part states its formula in a method `formula` if the derived one would be hard
-to read, or if symbols cannot follow its code.
+The names come from local variables of the part's code: if the code has a line `tau = …` and uses τ
+twice, so does the formula. A part states its formula in a method `formula` if the derived one would
+be hard to read, or if symbols cannot follow its code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def symbolic_tokens(anchor: str) -> Tokens:
 
 
 class _SymbolicExtras(dict[str, Any]):
-    """Arguments by name. A tensor of `extras`, which may have any name, is made when it is read."""
+    """Arguments by name. A tensor of `extras`, which may have any name, is created when read."""
 
     def get(self, key: str, default: Any = None) -> Any:
         if key.startswith("extras."):
@@ -100,7 +100,7 @@ class _Recorder:
 
     @contextmanager
     def inside(self, field: str) -> Iterator[None]:
-        """While a part inside another part runs, end its names in the field that holds it."""
+        """While a part inside another part runs, append the name of its field to its names."""
         before, self.suffix = self.suffix, f"_{field}{self.suffix}"
         yield
         self.suffix = before
@@ -113,7 +113,7 @@ class _Recorder:
             code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
             if event == "return" and not module.startswith(__package__):
                 first = code.co_argcount + code.co_kwonlyargcount
-                # The last name is the most telling.
+                # The last name is the most descriptive.
                 for label in reversed(code.co_varnames[first:]):
                     value = frame.f_locals.get(label)
                     if isinstance(value, Symbol):
@@ -140,9 +140,9 @@ class Derived(NamedTuple):
 
 
 def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | None:
-    """The formula of what `part` returns for `t`; None if symbols cannot follow it.
+    """The formula of the result of `part` for `t`; None if symbols cannot follow it.
 
-    taken: whether a name already means something.
+    taken: whether a name already has a meaning.
     """
     recorder = _Recorder()
     try:
@@ -174,7 +174,7 @@ def _known(x: Expression) -> Expression:
 
 
 def _runnable(part: Any, recorder: _Recorder) -> Any:
-    """`part` with numbers that remember how they are written, or a function of its stated lines."""
+    """`part` with numbers that store their expression, or a function of its stated lines."""
     if hasattr(part, "formula"):
         return partial(recorder.state, part)
     if not has_fields(part):
@@ -209,7 +209,7 @@ def _chosen(
 ) -> dict[Expression, str]:
     """The subexpressions that get a line of their own, and its name.
 
-    Of those that have a label: the ones that were stated, are used twice, or join several tests.
+    They have a label, and were stated, are used twice, or join several tests.
     """
     uses: Counter[Expression] = Counter()
 
@@ -238,7 +238,7 @@ def _joins_tests(x: Expression) -> bool:
 
 
 def _in_order(roots: dict[str, Expression], chosen: dict[Expression, str]) -> dict[str, Lines]:
-    """The chosen subexpressions and the roots as lines, each after those it uses."""
+    """The chosen subexpressions and the roots as lines, each after the lines it uses."""
     written: set[str] = set()
 
     def short(x: Expression, lines: Lines) -> Expression:

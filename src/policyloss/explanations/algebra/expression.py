@@ -4,7 +4,7 @@ The functions that join expressions (`function`, `where`, `binary`, …) return 
 simpler that is equal to it in value and gradient. They leave out details that a reader
 does not need: a bound that cannot bind, a guard against NaN, a stopped gradient of a constant.
 
-The operators are all there is; a printer of another notation needs a case for each of these:
+These are all operators; a printer of another notation needs a case for each:
 
 | operator | arguments | value |
 |---|---|---|
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from policyloss.parts.wording import number as number_text
 
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
-# Python's own precedences: a comparison binds weakest, a power strongest.
+# Python's precedences: a comparison binds weakest, a power strongest.
 _PRECEDENCE = {
     **dict.fromkeys(COMPARISONS, 1),
     "|": 2,
@@ -46,7 +46,7 @@ _BOOLEAN_FUNCTIONS = ("seq_any", "seq_all", "run_all")
 
 @dataclass(frozen=True)
 class Expression:
-    """One node: see the table of operators above. Equal if built alike; `str()` is its text."""
+    """One node: see the table of operators above. Compared by structure; `str()` is its text."""
 
     operator: str
     arguments: tuple[Expression, ...] = ()
@@ -57,7 +57,7 @@ class Expression:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is a name, a number or True or False."""
+        """Whether it is a name, a number, True or False."""
         return self.operator in ("name", "number", "boolean")
 
     @property
@@ -159,7 +159,7 @@ _BINARY: dict[type, str] = {
 
 
 def parse(text: str) -> Expression:
-    """The expression that `text` stands for."""
+    """The expression with this text."""
     return _parsed(ast.parse(text, mode="eval").body)
 
 
@@ -189,7 +189,7 @@ def _parsed(node: ast.expr) -> Expression:
 
 
 TRUE, FALSE, ZERO, ONE = boolean(True), boolean(False), constant(0), constant(1)
-# How many tokens a sequence and a run of the mask have; both are at least 1 where a token is.
+# The number of tokens of a sequence and of a run of the mask; at least 1 at every token.
 LENGTHS = {"seq": name("L"), "run": name("run_length")}
 # The neutral element on the right of each operator.
 _NEUTRAL = {"+": ZERO, "-": ZERO, "*": ONE, "/": ONE, "**": ONE}
@@ -202,7 +202,7 @@ def stop(x: Expression) -> Expression:
 
 
 def unstopped(x: Expression) -> Expression:
-    """`x` as a value only: without any stopped gradient in it."""
+    """`x` without the stops of gradients in it: the same value."""
     if x.is_leaf:
         return x
     arguments = [unstopped(argument) for argument in x.arguments]
@@ -321,7 +321,7 @@ def _compared(operator: str, a: Expression, b: Expression) -> Expression:
                 "!=": x != y,
             }
             return boolean(results[operator])
-        if math.isinf(_value(b)):  # infinite values are guarded against, and not printed
+        if math.isinf(_value(b)):  # guards against infinite values are not printed
             below = operator in ("<", "<=", "!=")
             return boolean(below if _value(b) > 0 or operator == "!=" else operator in (">", ">="))
         if operator == "<" and _never_below(a, b):

@@ -2,7 +2,7 @@
 
 `Symbol` takes part in arithmetic and in torch's functions (through `__torch_function__`) and
 records an `Expression`. `Written` is a number that remembers how it was computed, so that `1 -
-eps_low` is printed as `1 - 0.2`. Whatever they do not know raises an error; then the formula is not
+eps_low` is printed as `1 - 0.2`. An unsupported operation raises an error; then the formula is not
 derived.
 """
 
@@ -40,7 +40,7 @@ class Written(float):
     expression: Expression
 
     def __new__(cls, value: float, expression: Expression | None = None) -> Written:
-        """`value`, printed as `expression` (as the number it is if none is given)."""
+        """`value`, printed as `expression`, or as a number without one."""
         self = super().__new__(cls, value)
         plain = expression is None or math.isinf(value)
         self.expression = constant(value) if plain or expression is None else expression
@@ -197,7 +197,7 @@ class SymbolicSequences:
         return Symbol(LENGTHS[self.over]) if counted else _call(f"{self.over}_sum", x)
 
     def sums(self, *xs: Any) -> tuple[Symbol, ...]:
-        """`sum` of each."""
+        """The `sum` of each."""
         return tuple(self.sum(x) for x in xs)
 
     def max(self, x: Any) -> Symbol:
@@ -205,7 +205,7 @@ class SymbolicSequences:
         return Symbol(algebra.stop(_call(f"{self.over}_max", x).expression))
 
     def expand(self, x: Any) -> Any:
-        """A number per sequence is written as the number of each of its tokens."""
+        """Return `x`: a number per sequence is written like a number per token."""
         return x
 
     def runs(self, mask: Any) -> SymbolicSequences:

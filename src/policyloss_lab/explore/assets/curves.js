@@ -2,7 +2,7 @@
 
 const DASHES = ["", "7 4", "2 3"];
 const POINTS = 181;
-// How a token's other probabilities compare with the old policy's: argument, setting, label.
+// The other probabilities of a token, relative to the old policy's: argument, setting, label.
 const POLICIES = [
   ["rollout_logp", "rollout", "π_old / π_rollout (engine)"],
   ["ref_logp", "ref", "π_old / π_ref (reference)"],
@@ -76,7 +76,8 @@ function edgesOf(lines, ratios, weight, sign) {
   return pairs;
 }
 
-// The curve over the shown range, with points on both sides of every edge, and where it has none.
+// The curve over the visible range, with points on both sides of every edge, and its intervals
+// without gradient.
 function sampled(lines, sign) {
   const [low, high] = view.zoom,
     last = Math.min(high, 0.999 / view.probability);

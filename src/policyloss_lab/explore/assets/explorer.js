@@ -31,7 +31,7 @@ const say = (text) => {
   $("status").textContent = text;
 };
 
-// The state from the address. What does not fit is left out, and said.
+// The state from the address. Invalid entries are left out, with a message.
 function load() {
   const fragment = new URLSearchParams(location.hash.slice(1)),
     next = first(),
@@ -108,7 +108,7 @@ function saveNow() {
   history.replaceState(null, "", `#${out}`);
 }
 
-// What is drawn of each loss: its lines, its curves, and what cannot be shown of it.
+// The drawing of each loss: its lines, its curves, and a note on anything that cannot be shown.
 function drawnLosses() {
   const labels = view.losses.map(labelOf);
   return view.losses.map((spec, index) => {
@@ -141,7 +141,7 @@ function redraw() {
   redrawStep();
 }
 
-// The parts of the page that a reading or a token changes; the losses are as they were.
+// Redraw the parts of the page that a reading or a token changes; the losses stay the same.
 function redrawReading() {
   drawCurves(drawn);
   drawReading(drawn);
@@ -159,7 +159,7 @@ function setReading(ratio) {
   redrawReading();
 }
 
-// Change a loss, if the change fits; otherwise say why in its card.
+// Change a loss, if the change fits; otherwise show the reason in its card.
 function editLoss(index, path, value, rebuild) {
   const problems = [];
   let spec = null;
@@ -183,7 +183,7 @@ function editLoss(index, path, value, rebuild) {
   return true;
 }
 
-// Which preset the loss of a card is.
+// The preset of a card's loss.
 function showPreset(card, index) {
   const [preset] = presetsOf(view.losses[index]),
     about = DATA.presets[preset];
@@ -238,7 +238,7 @@ function rebuildEditors() {
   if (active) $(active)?.focus();
 }
 
-// The sliders of what the losses read beside the ratio.
+// The sliders of the inputs of the losses other than the ratio.
 function rebuildSettings() {
   const reads = new Set(view.losses.flatMap((spec) => readsOf(formulaOf(spec))));
   const wanted = [
@@ -352,7 +352,7 @@ addEventListener("resize", () => {
 });
 reload();
 
-// For the console and for tests: what the page computes, from data that it checks first.
+// For the console and for tests: the computations of the page, on data that it checks first.
 globalThis.policyloss = Object.freeze({
   check: (data) => checkedSpec(data),
   formula: (data) =>

@@ -1,5 +1,5 @@
-// Formulas: evaluated with their gradient, and printed. Nothing here knows a loss: these are the
-// operators and words of the printed formulas, and the slope of each as autograd has it.
+// Formulas: evaluated with their gradient, and printed. Nothing here depends on a loss: these are
+// the operators and words of the printed formulas, and the slope of each, as in autograd.
 // An expression is a name, a number, True or False, or [operator, …arguments].
 
 // The value of each operator for one token, and its slope in each argument.
@@ -43,8 +43,8 @@ function each(size, values, compute) {
 }
 
 // The lines on the tokens of a step: every value by its name, and the gradient of `of`.
-// step: for each name an array with one entry per token; `row`, `column` and `group` say where a
-// token stands. Only valid tokens exist; a formula may narrow the mask.
+// step: for each name an array with one entry per token; `row`, `column` and `group` give the place
+// of a token. Only valid tokens exist; a formula may narrow the mask.
 function evaluate(lines, step, of = "loss") {
   const size = step.row.length,
     tape = [],
@@ -56,7 +56,7 @@ function evaluate(lines, step, of = "loss") {
   names.set("mask", leaf(Array(size).fill(true)));
   const mask = () => names.get("mask").value;
 
-  // parents: pairs of a node and what turns the gradient of this one into the gradient of that.
+  // parents: pairs of a node and a function from this node's gradient to that node's.
   const record = (value, parents) => {
     const carrying = parents.filter(([parent]) => parent.carries);
     const node = { value, carries: carrying.length > 0, parents: carrying, slope: null };
@@ -80,7 +80,7 @@ function evaluate(lines, step, of = "loss") {
     );
   };
 
-  // Sums over the tokens of the mask that share a key, given back to every token with that key.
+  // Sums over the tokens of the mask that share a key, returned at every token with that key.
   const totals = (keys, x, counted) => {
     const sums = new Map();
     keys.forEach((key, i) => sums.set(key, (sums.get(key) ?? 0) + (counted[i] ? at(x, i) : 0)));
@@ -206,7 +206,7 @@ function evaluate(lines, step, of = "loss") {
   return { value: (name) => names.get(name)?.value, has: (name) => names.has(name), gradient };
 }
 
-// splitmix64 over the bits as float32, as the word `draw` means.
+// splitmix64 over the bits as float32: the word `draw`.
 const MASK63 = 0x7fffffffffffffffn;
 function draw(seed, ...keys) {
   const wrap = (z) => BigInt.asIntN(64, z),
@@ -222,7 +222,7 @@ function draw(seed, ...keys) {
   return z & MASK63;
 }
 
-// The number that an expression without names is; null if it has any.
+// The value of an expression without names; null if it has any.
 function constant(x) {
   if (typeof x === "number") return x;
   if (!Array.isArray(x) || !Object.hasOwn(SMOOTH, x[0])) return null;

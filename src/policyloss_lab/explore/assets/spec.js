@@ -1,5 +1,5 @@
-// Specs: the data of `LossSpec.to_dict`. Checked before anything is done with it, then put together
-// to a formula from the lines of its parts, and written as Python and in frameworks' words.
+// Specs: the data of `LossSpec.to_dict`. A spec is checked first, then turned into a formula from
+// the lines of its parts, and written as Python and in frameworks' words.
 
 const RATIO_ANCHOR = "anchor of the ratio";
 const MOST_CORRECTIONS = 4;
@@ -94,7 +94,7 @@ function checkedPart(slot, data, depth = 0) {
   return part;
 }
 
-// A whole spec, checked; an error says what is wrong.
+// A complete spec, checked; raises an error that names the problem.
 function checkedSpec(data) {
   if (!isRecord(data)) fail(`a loss must be an object, got ${shown(data)}.`);
   for (const key of Object.keys(data)) {
@@ -171,8 +171,8 @@ function checkFit(spec) {
 const isNormalising = (part) => part.type === "SelfNormalise";
 const pullsOf = (spec) => (Array.isArray(spec.kl) ? spec.kl : spec.kl === null ? [] : [spec.kl]);
 
-// What a part is for its choices. An infinite bound of a field that may be None is none, if the
-// part may do without it.
+// The variant of a part for its choices. An infinite bound of an optional field counts as None, if
+// the part may omit it.
 function variantOf(slot, part, anchor) {
   const { keys, variants, fields } = DATA.slots[slot][part.type];
   const variant = (infinite) => {
@@ -278,7 +278,7 @@ function formulaOf(spec) {
 const namesIn = (x) =>
   Array.isArray(x) ? x.slice(1).flatMap(namesIn) : typeof x === "string" ? [x] : [];
 
-// The lines that the loss depends on. The mask is in every sum and count without being written.
+// The lines that the loss depends on. Every sum and count reads the mask, though it is not printed.
 function needed(lines) {
   const wanted = new Set(["loss"]),
     kept = [];
@@ -291,7 +291,7 @@ function needed(lines) {
   return kept;
 }
 
-// What a formula reads beside its own lines.
+// The inputs of a formula.
 function readsOf(lines) {
   const inputs = [
     "logp",
@@ -311,7 +311,7 @@ const rankedWords = (x) =>
   Array.isArray(x) && (["token_mean", "kth_largest", "sum"].includes(x[0]) || x.some(rankedWords));
 const needsStep = (lines) => lines.some(([label, x]) => label !== "loss" && rankedWords(x));
 
-// The presets that are exactly this spec.
+// The presets that equal this spec.
 const canonical = (x) =>
   JSON.stringify(x, (_, value) =>
     isRecord(value) ? Object.fromEntries(Object.entries(value).sort()) : value,

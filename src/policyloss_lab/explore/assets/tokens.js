@@ -1,8 +1,8 @@
-// A small step: two sequences whose tokens can be moved, and what each loss does to every token.
+// A small step: two sequences with tokens that can be moved, and the effect of each loss on them.
 
 const LENGTHS = [6, 3];
 const ROWS = LENGTHS.flatMap((length, row) => Array(length).fill(row));
-// A tool's answer stands in the middle of the first sequence, so it has two turns.
+// A tool's answer is in the middle of the first sequence, so it has two turns.
 const COLUMNS = LENGTHS.flatMap((length) => Array.from({ length }, (_, i) => (i < 3 ? i : i + 1)));
 const RATIOS = [1.05, 0.9, 1.3, 1.0, 0.8, 1.1, 1.15, 0.85, 1.4];
 const WEIGHTS = [1.0, 1.1, 0.9, 1.0, 1.6, 1.0, 0.95, 1.0, 1.05];
@@ -15,7 +15,7 @@ const tokenName = (i) => {
 };
 const readsEngine = (losses) => losses.some(({ lines }) => readsOf(lines).includes("rollout_logp"));
 
-// What a loss does in the step of the page.
+// The effect of a loss in the step of the page.
 function stepResult(lines) {
   const step = stepOf(view.ratios, {
     advantages: ROWS.map((row) => view.advantages[row]),

@@ -1,4 +1,4 @@
-// A loss written down: its formula, Python, and what frameworks call its parts.
+// A loss as text: its formula, Python, and the names of its parts in frameworks.
 
 const pythonValue = (x) => {
   if (x === null) return "None";
@@ -44,7 +44,7 @@ function pythonOf(spec) {
   return `${imports}import policyloss as pl\n\nspec = ${code}\n`;
 }
 
-// What frameworks call the parts of a spec: the entries whose traits fit.
+// The names of a spec's parts in frameworks: the entries with matching traits.
 function elsewhereOf(spec) {
   const [preset] = presetsOf(spec);
   if (preset) return DATA.presets[preset].elsewhere.map((i) => DATA.elsewhere[i]);
@@ -77,7 +77,7 @@ async function copy(text, what) {
   }
 }
 
-// The names of a loss in frameworks, one row for each framework, and what has no name there.
+// The names of a loss in frameworks, one row for each framework, and the parts without a name.
 function namesTable(parent, spec) {
   const entries = elsewhereOf(spec),
     counts = new Map();

@@ -1,4 +1,4 @@
-// What every chart of a report is made of: its state, names of runs and keys, and the axis of steps.
+// The basis of every chart of a report: its state, names of runs and keys, and the axis of steps.
 const DASHES = ["", "7 4", "2 3", "10 3 2 3", "1 5", "14 4"];
 const state = { run: 0, step: null, group: null, sample: 0, token: 0, color: "ratio", only: null, find: "", show: "all", sort: "step",
   smooth: 0, theme: "system", log: new Set(), hidden: new Set(), keys: new Set(), x: "step", zoom: null, base: "", bands: false, marked: new Set() };
@@ -13,8 +13,8 @@ function stepAxis(width) {
   return { ...found, unit: "steps", ticks: found.ticks.filter(Number.isInteger) };
 }
 
-// Exponential moving average without the pull to its start; gaps stay gaps. On a log axis, where 0 and below have no place, they
-// stay as they are: their average with what was before would look like a decay.
+// Exponential moving average without the bias to its start; gaps stay gaps. On a log axis, which cannot show values of 0 and below,
+// these stay unchanged: their average with earlier values would look like a decay.
 function smoothed(values, weight, log) {
   let sum = 0, mass = 0;
   return values.map((v) => (v === null || (log && v <= 0) ? v : ((sum = weight * sum + (1 - weight) * v), (mass = weight * mass + 1 - weight), sum / mass)));

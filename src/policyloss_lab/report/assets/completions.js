@@ -16,7 +16,7 @@ const SHOWN = {
 const groupsOf = () => DATA.runs[state.run].rollouts;
 const remembered = new WeakMap(); // run → name → value, as long as the page has that run
 
-// What `make` gives for the chosen run, computed once for a name.
+// The result of `make` for the chosen run, cached by name.
 function once(name, make) {
   const run = DATA.runs[state.run];
   if (!remembered.has(run)) remembered.set(run, new Map());
@@ -40,8 +40,8 @@ function samePrompt(group) {
   return by.get(promptOf(group));
 }
 
-// The place of the chosen group in the run: by step, and by its number in the step; the one with the
-// greatest spread if nobody chose it. −1 if there is none.
+// The index of the chosen group in the run: by step, and by its number in the step; by default the
+// group with the greatest spread. −1 if there is none.
 function chosenGroup() {
   const groups = groupsOf();
   if (!groups.length) return -1;
@@ -61,7 +61,7 @@ function openGroup(place) {
   save();
 }
 
-// The places of the groups that the search and the choices leave, in the chosen order.
+// The indices of the groups that match the search and the choices, in the chosen order.
 function listed() {
   const words = state.find.toLowerCase(), shown = SHOWN[state.show] ? state.show : "all", sort = state.sort;
   return once(`list ${shown} ${state.only} ${sort} ${words}`, () => {
@@ -88,7 +88,7 @@ function drawHeads() {
   }
 }
 
-// How high the bar of a reward is: 0 to 1 between the least and the greatest of the run.
+// The height of a reward's bar: 0 to 1 between the lowest and the highest reward of the run.
 function level(reward) {
   const [low, high] = once("rewards", () => {
     const all = groupsOf().flatMap((group) => group.rows.map((row) => row.reward).filter((r) => r !== null));
@@ -131,7 +131,7 @@ function drawLines() {
   if (focused) stop?.focus({ preventScroll: true });
 }
 
-// Scroll the table, and nothing else, until the chosen line can be seen.
+// Scroll the table, and nothing else, until the chosen line is visible.
 function revealLine() {
   const box = $("groups"), at = listed().indexOf(chosenGroup()) * LINE, room = box.clientHeight - 2 * LINE;
   if (at >= 0 && (at < box.scrollTop || at > box.scrollTop + room)) box.scrollTop = Math.max(0, at - room / 2);
@@ -152,7 +152,7 @@ function drawGroups() {
   drawLines();
 }
 
-// Where two texts differ: [the length of what they begin with, the length of what they end with].
+// Where two texts differ: [the length of their common start, the length of their common end].
 function ends(a, b) {
   let front = 0, back = 0;
   const shorter = Math.min(a.length, b.length);

@@ -1,5 +1,5 @@
 "use strict";
-// What the pages draw with: elements, numbers, axes and frames. Text reaches the page through textContent only.
+// Drawing for all pages: elements, numbers, axes and frames. Text reaches the page through textContent only.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SVG = document.querySelector("svg")?.namespaceURI;
 const $ = (id) => document.getElementById(id);
@@ -40,7 +40,7 @@ function axis(values, { log = false, count = 4, tight = false } = {}) {
   return { lo, hi, ticks, log };
 }
 
-// As few digits as keep the labels of an axis apart, three at least.
+// The fewest digits that keep the labels of an axis distinct, at least three.
 function tickDigits(ticks) {
   let digits = 3;
   while (digits < 12 && new Set(ticks.map((t) => short(t, digits))).size < ticks.length) digits++;

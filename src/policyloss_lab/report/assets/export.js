@@ -1,4 +1,4 @@
-// A chart as text and as files: its gist for a screen reader, its numbers as a table, CSV, SVG.
+// A chart as text and as files: a summary for a screen reader, its numbers as a table, CSV, SVG.
 const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-family", "font-size", "font-weight", "text-anchor"];
 
 // The first, last, lowest and highest value of a line, each with its place.
@@ -48,7 +48,7 @@ function saveFile(name, kind, text) {
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
-// A cell of a CSV file. A spreadsheet would run a text that begins like a formula, so a quote stands before it.
+// A cell of a CSV file. A spreadsheet would run a text that begins like a formula, so it gets a leading quote.
 function csvCell(value) {
   if (value === null || value === undefined) return "";
   if (typeof value === "number") return String(value);
@@ -56,7 +56,7 @@ function csvCell(value) {
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
-// Every point of the visible runs as they were logged: not smoothed, no mean, no difference.
+// Every logged point of the visible runs: not smoothed, no mean, no difference.
 function csvOf(panel) {
   const rows = [["run", "metric", "step", "tokens", "seconds", "value"]];
   for (const { run } of visibleRuns()) for (const key of panel.keys) {
@@ -67,7 +67,7 @@ function csvOf(panel) {
   return rows.map((row) => row.map(csvCell).join(",")).join("\n") + "\n";
 }
 
-// The chart as it is on the screen, with its colours, a title and a key, as a picture that needs no page.
+// The chart as on the screen, with its colours, a title and a key, as a standalone picture.
 function svgOf({ figure, panel, lines }) {
   const svg = figure.querySelector("svg"), copy = svg.cloneNode(true), width = svg.viewBox.baseVal.width, keys = lines.slice(0, 20);
   const originals = svg.querySelectorAll("*"), style = getComputedStyle(figure), height = HEIGHT + 40 + 18 * keys.length;

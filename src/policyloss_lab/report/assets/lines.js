@@ -16,7 +16,7 @@ function clockText(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 
-// The value of a line at x, between its points; null outside of the line and beside a gap.
+// The value of a line at x, between its points; null outside of the line and next to a gap.
 function valueAt(xs, ys, x) {
   let low = 0, high = xs.length - 1;
   if (high < 0 || x < xs[0] || x > xs[high]) return null;
@@ -30,7 +30,7 @@ function valueAt(xs, ys, x) {
   return a === null || b === null ? null : a + ((b - a) * (x - xs[low - 1])) / (xs[low] - xs[low - 1]);
 }
 
-// Where the steps of a run lie on the x axis; null if the run did not log that.
+// The steps of a run on the x axis; null if the run did not log that quantity.
 function placesOf(run, which) {
   if (state.x === "step") return run.steps[which];
   const sums = run.progress[state.x], cached = `${state.x}${which}`;
@@ -51,7 +51,7 @@ function runLine(index, key, k, log) {
   return { name: run.label, index, runs: [index], key, k, sparse, steps: run.steps[series[0]], xs, values, shown: state.smooth && !sparse ? smoothed(values, state.smooth, log) : values };
 }
 
-// The mean of the same metric of several runs, with its range: `low` and `high` beside `shown`.
+// The mean of the same metric of several runs, with its range: `low`, `high` and `shown`.
 function bandLine(group, key, k, log) {
   const members = group.runs.filter((i) => !state.hidden.has(i)).map((i) => runLine(i, key, k, log)).filter(Boolean);
   if (members.length < 2) return members[0] ?? null;
@@ -66,11 +66,11 @@ function bandLine(group, key, k, log) {
   return { ...members[0], name: group.label, index: group.runs[0], runs: members.flatMap((line) => line.runs), steps: state.x === "step" ? xs : null, xs, values: columns.shown, size: members.length, ...columns };
 }
 
-// What has a line: the runs that are visible, or the groups of seeds.
+// The owners of lines: the visible runs, or the groups of seeds.
 const subjects = () => (state.bands ? DATA.groups : DATA.runs.map((run, i) => ({ label: run.label, runs: [i] })));
 const lineOf = (subject, key, k, log) => (subject.runs.length > 1 ? bandLine(subject, key, k, log) : state.hidden.has(subject.runs[0]) ? null : runLine(subject.runs[0], key, k, log));
 
-// What the others are compared with: "r2" is the third run, "g0" the first group of seeds.
+// The baseline of the comparison: "r2" is the third run, "g0" the first group of seeds.
 function baseSubject() {
   const index = Number(state.base.slice(1));
   return state.base[0] === "g" ? DATA.groups[index] : state.base[0] === "r" && DATA.runs[index] ? { runs: [index] } : undefined;
@@ -96,7 +96,7 @@ function minusBase(line, zero) {
   return { ...line, values: less(line.values, raw), shown: less(line.shown, shown), low: less(line.low, shown), high: less(line.high, shown) };
 }
 
-// The visible lines that lie on each other, as lists of lines.
+// The visible lines that coincide, as lists of lines.
 function coincidingLines(lines) {
   if (state.bands) return [];
   return Object.values(Object.groupBy(lines, (line) => line.key)).flatMap((ofKey) =>

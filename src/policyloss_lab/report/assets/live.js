@@ -1,7 +1,7 @@
-// A page that `policyloss report --serve` gives out asks for itself again, and draws what has changed.
+// A page of `policyloss report --serve` fetches itself again, and draws the changes.
 let tag = null;
 
-// What a new page needs that this one has no place for: then it is loaded anew; the address keeps the view.
+// The structure of a page: if it has changed, the page is reloaded; the address keeps the view.
 const outline = (page, data) => JSON.stringify([
   [...page.querySelectorAll("main section")].map((section) => section.id),
   data.panels.map((panel) => [panel.id, panel.keys]),

@@ -108,12 +108,12 @@ startPanels();
 startRatios();
 startTokens();
 for (const { figure, panel } of charts) if (panel) figure.querySelector(".log").addEventListener("click", () => toggle(state.log, panel.id));
-// What had no box when it was to be drawn: in closed details, or in a frame that was not laid out yet.
+// Charts that had no box when they were due: in closed details, or in a frame without a layout yet.
 const boxes = new ResizeObserver(() => { if (charts.some((chart) => chart.boxless)) drawCharts((chart) => chart.boxless); });
 for (const { figure } of charts) boxes.observe(figure);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCharts());
 addEventListener("hashchange", () => { load(); update(); });
-// Paper has no triangle to open.
+// Details cannot be opened on paper.
 const more = document.querySelector("#more details");
 let opened = false;
 addEventListener("beforeprint", () => {

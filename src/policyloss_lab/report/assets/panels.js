@@ -5,8 +5,8 @@ let hovered = null; // the run that is pointed at
 const isCrowded = (lines) => new Set(lines.map((line) => line.index)).size > CROWD;
 const fits = (v, log) => v !== null && v !== undefined && (!log || v > 0);
 
-// Which points of a line are drawn: all, or, where several share a column of pixels, the first, the lowest and the highest
-// of them, the last, and every gap.
+// The points of a line to draw: all, or, where several share a column of pixels, the first, the lowest, the highest and the
+// last of them, and every gap.
 function drawnPoints(line, values, { x, box }, log) {
   if (values.length < 2 * (box.right - box.left)) return values.map((_, i) => i);
   const kept = new Set(), inside = (i) => fits(values[i], log);
@@ -51,7 +51,7 @@ function drawRange(plot, { x, y }, line, log) {
   finish();
 }
 
-// Dots in the colours of all runs whose lines lie on each other, in turns along the line.
+// Dots in the colours of all runs with coinciding lines, in turns along the line.
 function drawTurns(plot, { x, y, box }, same, log) {
   const [line] = same, every = Math.max(44, 8 * same.length), xs = line.xs.map(x);
   same.forEach((one, j) => {
@@ -72,7 +72,7 @@ function drawPanel(chart) {
   const whole = panel.share && !log && !compared && !state.zoom;
   const yAxis = whole ? { lo: 0, hi: 1, ticks: [0, 0.25, 0.5, 0.75, 1] } : axis(compared ? values.concat(0) : values, { log });
   const scales = frame(svg, sharedAxis(svg.clientWidth), yAxis, HEIGHT), { box, y } = scales;
-  // A nested picture cuts off what lies beside the zoom.
+  // A nested picture clips everything outside the zoom.
   const plot = add(svg, "svg", { class: "plot", x: box.left - 4, y: 0, width: box.right - box.left + 8, height: box.bottom + 4, viewBox: `${box.left - 4} 0 ${box.right - box.left + 8} ${box.bottom + 4}` });
   if (compared) add(plot, "line", { class: "zero", x1: box.left, x2: box.right, y1: y(0), y2: y(0) });
   for (const line of lines) {
@@ -123,7 +123,7 @@ function hover(index) {
   emphasise();
 }
 
-// The crosshair on every chart, and the values there beside the one that is pointed at.
+// The crosshair on every chart, and the values there next to the chart under the pointer.
 function point(chart, at, clientX, clientY) {
   for (const other of charts) {
     if (!other.line) continue;

@@ -1,4 +1,4 @@
-// Which runs are drawn: buttons for a few, a list with a search for many; and which are highlighted.
+// The choice of visible runs: buttons for a few, a list with a search for many; and of highlighted runs.
 const FEW = 8; // as many as there are colours
 
 const isShown = (subject) => subject.runs.some((i) => !state.hidden.has(i));

@@ -47,7 +47,7 @@ const cards = []; // of the chosen group: {row, index, list, boxes, rest}
 let seer = null; // watches the ends of what is built
 let drawn = []; // what the view was last drawn from
 
-// The colourings that some token of the chosen group has a number for; if the chosen one is not among them, the first.
+// The colourings with a number for some token of the chosen group; if the chosen colouring is not among them, the first.
 const offered = () => {
   const rows = groupsOf()[chosenGroup()]?.rows ?? [];
   const known = (row, of) => row.tokens.some((_, i) => of(row, i) !== null);
@@ -116,7 +116,7 @@ function fill(select, entries, chosen) {
   select.value = chosen;
 }
 
-// Build the tokens of a card up to one of them; what is left is built when its end is seen.
+// Build the tokens of a card up to one of them; the rest is built when its end is visible.
 function build(card, upTo) {
   const { row, list, boxes, rest } = card, to = Math.min(row.tokens.length, upTo), mode = colouring();
   for (let i = boxes.length; i < to; i++) {

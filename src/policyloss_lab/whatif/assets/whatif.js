@@ -8,7 +8,7 @@ const percent = (x) => `${(100 * x).toFixed(x && x < 0.0995 ? 1 : 0)} %`;
 const THEMES = { system: "light", light: "dark", dark: "system" };
 const chosen = () => state.losses.map((i) => DATA.losses[i]);
 
-// The first loss; of the others that have a gradient, the one least like it and the one that gains most.
+// The first loss; and of the others with a gradient, the least similar one and the one with the largest gain.
 function starting() {
   const alike = DATA.cosine[Object.keys(DATA.cosine).at(-1)][0], others = DATA.losses.map((_, i) => i).filter((i) => i && DATA.losses[i].norm > 0);
   const far = others.reduce((a, b) => (alike[b] < alike[a] ? b : a), others[0] ?? 0), rest = others.filter((i) => i !== far);
