@@ -71,7 +71,7 @@ def wheel_faults(wheel: Path, files: dict[str, bytes]) -> list[str]:
     expected: dict[str, bytes | None] = {
         name.removeprefix("src/"): data
         for name, data in files.items()
-        if name.startswith(f"src/{package}/")
+        if name.startswith(f"src/{package}/") and not name.endswith("/README.md")
     }
     licence = info + "licenses/LICENSE" if package == LIBRARY else f"{package}/LICENSE"
     expected |= dict.fromkeys(info + name for name in ("METADATA", "WHEEL", "RECORD"))

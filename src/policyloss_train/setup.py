@@ -91,9 +91,9 @@ def build(
         critic_optimizer = adamw(critic, config.critic_lr, config)
     if config.lora_rank:
         add_adapter(model, config)
-    if config.compile:
-        compile_blocks(model.base_model)
     policy = Policy(model, attention)
+    if config.compile:  # after the policy has observed the head, which would compile for its shape
+        compile_blocks(model.base_model)
     optimizer = adamw(policy, config.lr, config)
     learner = Learner(
         config, spec, ranks, policy, optimizer, reference, critic, critic_optimizer, warn=warn

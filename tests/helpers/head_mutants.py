@@ -52,7 +52,7 @@ HEAD = (
     ),
     (
         "hf_rounds_a_small_update_away",
-        "policyloss/hf/adapters.py",
+        "policyloss/hf/output_head.py",
         "return use(wide, Matrices(torch.cat([weight, *columns], 1), bias))",
         "return use(wide[..., : weight.shape[1]], Matrices(weight + sum(b @ head.lora_A[n].weight "
         "* head.scaling[n] for n, b in zip(names, columns)), bias))",
@@ -60,14 +60,14 @@ HEAD = (
     ),
     (
         "hf_uses_a_merged_head_for_the_reference",
-        "policyloss/hf/adapters.py",
+        "policyloss/hf/output_head.py",
         "head.unmerge()  # as PEFT does",
         "pass",
         f"{_ADAPTERS}test_merging_changes_no_number",
     ),
     (
         "hf_takes_any_variant_for_a_product",
-        "policyloss/hf/adapters.py",
+        "policyloss/hf/output_head.py",
         "if x is not None]",
         "if False]",
         f"{_ADAPTERS}test_an_adapter_that_is_no_product_is_refused",

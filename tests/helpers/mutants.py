@@ -403,7 +403,7 @@ MUTANTS = (
     ),
     Mutant(
         "given_penalty_unscaled",
-        "policyloss/compat/colossalai/parts.py",
+        "policyloss/compat/parts.py",
         "return self.beta * self.kl",
         "return self.kl",
         "test_compat_colossalai.py::test_the_penalty_keeps_its_gradient",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-from package_imports import SOURCE
+import policyloss as pl
 
 # A build without `torch.distributed` lacks the names that its C++ part would add to `torch._C`.
 SCRIPT = """
@@ -54,7 +55,7 @@ def test_neither_distributed_nor_numpy_nor_triton_is_needed() -> None:
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(Path(pl.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

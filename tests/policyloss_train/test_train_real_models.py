@@ -280,9 +280,9 @@ def test_compiled_blocks_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     for compiled in (False, True):
         made = llama(1)
         names, batch = {*made.state_dict()}, samples(made)
+        one = learner(made, LOSSES["ppo"], advantage="dr_grpo", micro_tokens=12)
         if compiled:
             compile_blocks(made.base_model)
-        one = learner(made, LOSSES["ppo"], advantage="dr_grpo", micro_tokens=12)
         assert {*made.state_dict()} == names
         before = {name: p.detach().clone() for name, p in made.named_parameters()}
         learn(one, batch)

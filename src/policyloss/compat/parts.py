@@ -1,4 +1,4 @@
-"""Parts, counts and shares that several frameworks' drop-ins compute alike."""
+"""Parts, counts and shares that several frameworks' drop-ins compute alike, and ColossalChat's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.inputs import Inputs
 from policyloss.parts import validate
 from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.parts.data import framework_part
 from policyloss.parts.wording import number
 from policyloss.records import Record, Stat
-from policyloss.tokens import Layout
+from policyloss.tokens import Layout, Tokens
+
+# ColossalChat adds it to the number of a sample's tokens, and to the tokens of the step.
+COATI_EPSILON = 1e-8
 
 
 @framework_part("aggregate", "parts")
@@ -76,3 +80,34 @@ def guarded_mean(record: Record, epsilon: float) -> Tensor:
     assert isinstance(record, Stat)
     total, count = record.numbers
     return total / (count + epsilon)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenKL:
+    """`beta` times a token-shaped penalty, which may carry a gradient."""
+
+    kl: Tensor
+    beta: float
+
+    def __call__(self, t: Tokens) -> Tensor:
+        return self.beta * self.kl.to(t.dtype)
+
+
+def sample_mean(mask: Tensor | None) -> SeqMeanTokenMean:
+    """The mean over samples of their token means. ColossalChat adds epsilon to a count in the
+    mask's precision, where only float64 changes by it.
+    """
+    return seq_mean_token_mean(
+        COATI_EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0
+    )
+
+
+def ratio_mean_and_max(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and maximum of the ratio over all positions; a masked one has ratio 1."""
+    tokens = Inputs(
+        logp=log_probs.detach(), advantages=advantages, mask=mask, old_logp=old_log_probs
+    ).tokens()
+    ratio = tokens.log_ratio_to("old").exp()
+    return ratio.mean(), ratio.max()

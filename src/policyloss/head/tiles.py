@@ -31,8 +31,10 @@ from policyloss.head.vocab_parallel import Vocabulary
 PARTS = 8
 # Parts begin at multiples of this, so that the rows of each are aligned in memory.
 ALIGNED = 16
-# Rows of a tile. Fewer cost speed, more cost memory, and work where a call has few rows.
-GPU_ROWS, CPU_ROWS = 2048, 512
+# Rows of a tile. Fewer cost speed, more cost memory, and work where a call has few rows. On a CPU
+# they are a multiple of BLOCK: libraries of products compute rows in blocks of 4 to 48, and the
+# rows of an incomplete block at the end of a tile have other bits (MKL with AVX2).
+GPU_ROWS, CPU_ROWS, BLOCK = 2048, 384, 48
 
 # Cache: does one matmul give the same bits as tiled ones, per shape?
 _CHECKED: dict[tuple[object, ...], bool] = {}
@@ -65,7 +67,7 @@ class Tiles(NamedTuple):
         rows = GPU_ROWS
         if x.device.type == "cpu":
             fit = CPU_BYTES // (compute_dtype(x).itemsize * vocabulary.size)
-            rows = min(max(fit // 16 * 16, 16), CPU_ROWS)
+            rows = min(max(fit // BLOCK * BLOCK, BLOCK), CPU_ROWS)
         tiles = cls.of_vocabulary(vocabulary, weight)._replace(rows=rows)
         return tiles._replace(at_once=tiles._check_products(x, weight))
 
@@ -85,7 +87,7 @@ class Tiles(NamedTuple):
     def _check_products(self, x: Tensor, weight: Tensor) -> bool:
         """Whether one product may compute the logits of all parts; tried once for each shape.
 
-        Raises unless products of these shapes give equal rows equal bits.
+        Raises unless a row has the same bits at every place of products of these shapes.
         """
         if x.is_meta or not self.parts:
             return False
@@ -103,23 +105,27 @@ class Tiles(NamedTuple):
 
     def _check_places(self, x: Tensor, w: Tensor) -> None:
         for other in (w.t(), w):
-            row = torch.arange(other.shape[0], device=x.device).sin().to(x.dtype)
-            out = _tile(self.rows, other.shape[1], x, compute_dtype(x))
-            self.product(row.expand(self.rows, -1), other, out)
-            if not torch.equal(out, out[:1].expand_as(out)):
+            rows = _trial_numbers(_tile(self.rows, other.shape[0], x, x.dtype))
+            here, next_place = (
+                _tile(self.rows, other.shape[1], x, compute_dtype(x)) for _ in range(2)
+            )
+            self.product(rows, other, here)
+            self.product(rows.roll(1, 0), other, next_place)
+            if not torch.equal(next_place, here.roll(1, 0)):
                 raise InputError(
-                    f"exact() cannot hold here: a product of {self.rows} equal rows by "
-                    f"{tuple(other.shape)} in {x.dtype} on {x.device} does not give equal rows."
+                    f"exact() cannot hold here: in a product of {self.rows} rows by "
+                    f"{tuple(other.shape)} in {x.dtype} on {x.device}, the bits of a row depend on "
+                    "its place."
                 )
 
     def _same_at_once(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the logits of a tile have the same bits by one product and part by part."""
         tile = _trial_numbers(_tile(self.rows, x.shape[1], x, x.dtype))
         out = _tile(self.rows, weight.shape[0], x, compute_dtype(x))
-        product(tile, weight.t(), out)
+        self.product(tile, weight.t(), out)
         for c in self.parts:
             part = _tile(self.rows, c.stop - c.start, x, out.dtype)
-            product(tile, weight[c].t(), part)
+            self.product(tile, weight[c].t(), part)
             if not torch.equal(part, out[:, c]):
                 return False
         return True
@@ -147,7 +153,7 @@ class Tiles(NamedTuple):
         copied either, if the rows are aligned. Rows beyond R do not count.
         """
         for at, tile in self._of_rows(x):
-            product(tile, other, out[at.start : at.start + self.rows])
+            _multiply(tile, other, out[at.start : at.start + self.rows])
 
     def logits(self, x: Tensor, weight: Tensor, z: Tensor) -> None:
         """`z = x @ weight.T`. `[R, D]`, `[V, D]` → `[full(R), V]`, as in `product`."""
@@ -165,7 +171,7 @@ class Tiles(NamedTuple):
             def share(i: int, tile: Tensor = tile) -> Tensor:
                 c = self.parts[i]
                 part = _tile(self.rows, weight.shape[1], dz, dtype)
-                product(tile[:, c], weight[c], part)
+                _multiply(tile[:, c], weight[c], part)
                 return part
 
             rows = out[at]
@@ -237,6 +243,12 @@ def _check_shards(vocabulary: Vocabulary) -> None:
             f"one of them; use 1, 2, 4 or 8 ranks with equal shards of a vocabulary that is a "
             f"multiple of {PARTS * ALIGNED}."
         )
+
+
+def _multiply(tile: Tensor, other: Tensor, out: Tensor) -> None:
+    """`out = tile @ other`, where a row has the same bits at every place."""
+    # In MKL with SSE4.2, 2 or 3 columns that are not contiguous depend on the place.
+    product(tile, other.contiguous() if other.shape[1] < 4 else other, out)
 
 
 def _trial_numbers(out: Tensor) -> Tensor:

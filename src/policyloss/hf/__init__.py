@@ -11,7 +11,6 @@ The model runs unchanged, inside its wrappers; only its output head is replaced 
 `linear_policy_loss` or `linear_logprobs`. This package does not import transformers.
 
 output_head  the module of the head, its matrices, and the transformation of its logits
-adapters     a head that PEFT adapts, as one product
 forward      the model's forward with another head
 layouts      whether the model keeps sequences apart in padded rows and in packs
 one_call     the arguments of a call, aligned with the predicted tokens

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import PolicyLossError
-from policyloss.hf.adapters import with_matrices
 from policyloss.hf.output_head import (
     Matrices,
     Transformation,
@@ -22,6 +21,7 @@ from policyloss.hf.output_head import (
     measuring,
     output_head,
     probe_logits,
+    with_matrices,
 )
 
 # The transformation of the logits by the model of each head, observed in its first forward.
@@ -44,8 +44,8 @@ def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = 
     """`model(**inputs)`, with `scores(hidden, matrices, transformation)` in the place of its head.
 
     hidden: the input of the head, `[B, T, D]`, with more columns if the head has an adapter
-    (`adapters`). The module of the head is called, so that FSDP and ZeRO-3 gather its weight. The
-    tensors of the result that carry a gradient are attached to the model's output too, because
+    (`with_matrices`). The module of the head is called, so that FSDP and ZeRO-3 gather its weight.
+    The tensors of the result that carry a gradient are attached to the model's output too, because
     wrappers (DDP, FSDP) look for it there.
     check: observe the transformation of the logits again; otherwise only the first call does.
     """

@@ -34,8 +34,7 @@ COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
 # A framework's own arithmetic, and what it is; every other module of `compat` translates.
 BOOKKEEPING = {
-    "parts.py": "guards of counts, shares and their dtype, a mean with a guarded length",
-    "colossalai/parts.py": "beta times a penalty that is given; mean and maximum of the ratios",
+    "parts.py": "guarded counts, shares and lengths; a given penalty, and the ratios' maximum",
     "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
     "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",

@@ -30,8 +30,8 @@ from cases import (
     with_divergence,
 )
 from policyloss.compiled import CompiledLoss, compiled_loss, in_graph
+from policyloss.compiled import in_graph as two_stages
 from policyloss.compiled import loss as compiled
-from policyloss.compiled import two_stage_sums as two_stages
 from policyloss.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about itself

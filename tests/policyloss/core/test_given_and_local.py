@@ -13,8 +13,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.compat.colossalai.parts import GivenKL
-from policyloss.compat.parts import GuardedSeqMeanTokenMean, guarded_mean, union_share
+from policyloss.compat.parts import GivenKL, GuardedSeqMeanTokenMean, guarded_mean, union_share
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 from policyloss.compat.verl.parts import (
     GeometricMeanWeight,

@@ -75,7 +75,8 @@ def test_padding_on_either_side_is_not_seen() -> None:
     # Padding alone would predict the first token of the left-padded row.
     assert not out.logp[0, 4:].any()
     assert not out.logp[1, :4].any()
-    assert torch.equal(pl.hf.logprobs(model, padded, live, logits_to_keep=6).logp, out.logp[:, -6:])
+    kept = pl.hf.logprobs(model, padded, live, logits_to_keep=6).logp
+    torch.testing.assert_close(kept, out.logp[:, -6:])  # fewer rows: products may round otherwise
 
 
 def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -19,7 +19,7 @@ from policyloss_lab.report import collect, render
 
 CELLS = """
 ```python
-import policyloss as pl
+import policyloss_lab as lab
 from policyloss_lab import limits
 lab.report.show({run!r}, height=600)
 ```

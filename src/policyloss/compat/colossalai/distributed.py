@@ -8,8 +8,13 @@ from torch import Tensor, nn
 
 from policyloss.arguments import check_choice
 from policyloss.compat.arguments import drop_in, drop_in_with
-from policyloss.compat.colossalai.parts import EPSILON, GivenKL, ratio_mean_and_max, sample_mean
-from policyloss.compat.parts import mask_or_all
+from policyloss.compat.parts import (
+    COATI_EPSILON,
+    GivenKL,
+    mask_or_all,
+    ratio_mean_and_max,
+    sample_mean,
+)
 from policyloss.errors import InputError, SpecError
 from policyloss.loss import policy_loss
 from policyloss.parts.aggregate import TokenMean
@@ -102,5 +107,5 @@ def _tokens_of_step(total: Tensor | float | None) -> Totals:
             'total_effective_tokens_in_batch was not given; loss_variation="token_level" divides '
             "by it."
         )
-    tokens = total + EPSILON
+    tokens = total + COATI_EPSILON
     return Totals(tokens, tokens)

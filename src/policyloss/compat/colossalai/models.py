@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from policyloss.compat.arguments import drop_in
-from policyloss.compat.colossalai.parts import ratio_mean_and_max, sample_mean
-from policyloss.compat.parts import mask_or_all
+from policyloss.compat.parts import mask_or_all, ratio_mean_and_max, sample_mean
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.parts.ratio import TokenRatio
