@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from docs.markdown import GENERATED, fenced, join, linked, table
-from policyloss.choose import QUESTIONS, RULES, Choice, Rule, all_choices, choose
+from policyloss.choose import QUESTIONS, RULES, Choice, ChoiceRule, all_choices, choose
 
 # Where the form stands on the site; in plain Markdown, the sentence stands there by itself.
 FORM = "In a terminal, `policyloss choose --help` asks the same questions."
@@ -66,7 +66,7 @@ def _code_cell(choice: Choice) -> str:
     return f"`{choice.code}` ([`{choice.preset}`](presets/{choice.preset}.md))"
 
 
-def _rule_row(rule: Rule) -> list[str]:
+def _rule_row(rule: ChoiceRule) -> list[str]:
     where = ", ".join(
         f"{name} is {' or '.join(f'`{value}`' for value in values.split('|'))}"
         for name, values in rule.when.items()

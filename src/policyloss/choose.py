@@ -79,7 +79,7 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Rule:
+class ChoiceRule:
     """Fits if every question in `when` has one of its answers.
 
     why: one or two sentences. source: of the rule; empty for the source of the preset. preset: the
@@ -105,38 +105,38 @@ class Rule:
 _REWARD = "reward|reward_and_teacher"
 _TIS = "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy RL training'"
 RULES = (
-    Rule(
+    ChoiceRule(
         {"signal": "teacher_distribution"},
         "A whole distribution says more about a token than one log-probability does. This is its "
         "exact reverse KL on the student's own completions; compute it in the head.",
         preset="opd_exact",
     ),
-    Rule(
+    ChoiceRule(
         {"signal": "teacher_tokens"},
         "The sampled tokens estimate the reverse KL to the teacher. The value is k1 and the "
         "gradient that of k2, because the gradient of k1 itself pulls nowhere.",
         preset="opd_kl",
     ),
-    Rule(
+    ChoiceRule(
         {"signal": "reward_and_teacher"},
         "The policy gradient of the reward and a pull to the teacher in one loss; kl.coef weighs "
         "the teacher.",
         preset="kdrl",
     ),
-    Rule(
+    ChoiceRule(
         {"critic": "yes"},
         "A critic gives each token an advantage of its own, so each token needs its own ratio. The "
         "dual clip bounds what a token with a negative advantage and a large ratio can do.",
         preset="ppo_dual_clip",
     ),
-    Rule(
+    ChoiceRule(
         {"model": "moe", "updates": "several"},
         "Experts are routed anew in every forward, which makes the ratios of single tokens jump. "
         "The geometric mean over the sequence evens that out.",
         "GSPO, arXiv 2507.18071",
         preset="gspo",
     ),
-    Rule(
+    ChoiceRule(
         {"updates": "stale"},
         "A clip silences the tokens whose ratio left its band, and with old completions these are "
         "many. CISPO bounds their weight and keeps their gradient, also with experts. The band of "
@@ -144,34 +144,34 @@ RULES = (
         "MiniMax-M1, a mixture of experts, arXiv 2506.13585; ScaleRL, arXiv 2510.13786",
         preset="cispo",
     ),
-    Rule(
+    ChoiceRule(
         {"updates": "one"},
         "On the first step the ratio is 1, where every clipped loss has the gradient of the plain "
         "policy gradient. So a clip would change nothing.",
         preset="gpg",
     ),
-    Rule(
+    ChoiceRule(
         {},
         "The clip leaves more room upwards than downwards, so that unlikely tokens can still gain "
         "probability, which keeps the entropy from collapsing.",
         "DAPO, arXiv 2503.14476",
         preset="dapo",
     ),
-    Rule(
+    ChoiceRule(
         {"signal": _REWARD, "updates": "one|several", "engine": "separate", "model": "dense"},
         "The engine's probabilities differ from the trainer's although the weights are the same. A "
         "truncated importance weight corrects for it; it needs rollout_logp from the engine.",
         f"{_TIS}; 2 is the default of verl, SkyRL and slime",
         slots={"correction": "pl.Truncate(high=2)"},
     ),
-    Rule(
+    ChoiceRule(
         {"signal": _REWARD, "updates": "one|several", "engine": "separate", "model": "moe"},
         "With experts, engine and trainer disagree about a few tokens by large factors. Such "
         "tokens get no gradient; it needs rollout_logp from the engine.",
         "IcePop (Ring-1T, arXiv 2510.18855)",
         slots={"correction": "pl.Band(low=0.5, high=5)"},
     ),
-    Rule(
+    ChoiceRule(
         {"signal": _REWARD, "updates": "stale", "engine": "separate"},
         "The weights that sampled are gone when the batch is trained on, so only what the engine "
         "reported describes the policy that sampled. The ratio to rollout_logp holds staleness and "
@@ -179,18 +179,18 @@ RULES = (
         "LlamaRL, arXiv 2505.24034: the ratio to the policy that sampled",
         slots={"ratio": "pl.TokenRatio(anchor='rollout')"},
     ),
-    Rule(
+    ChoiceRule(
         {"signal": _REWARD, "updates": "stale", "engine": "same"},
         "old_logp must be that of the policy that sampled, so store it with the completions.",
         "the definition of the ratio",
     ),
-    Rule(
+    ChoiceRule(
         {"signal": "reward", "critic": "no", "length": "long"},
         "Where lengths differ, the average decides how much a token of a long answer counts; look "
         "at the page on denominators before you change it.",
         "DAPO, arXiv 2503.14476; Dr. GRPO, arXiv 2503.20783",
     ),
-    Rule(
+    ChoiceRule(
         {"signal": "reward", "critic": "yes", "length": "long"},
         "With lam below 1 a reward at the end hardly reaches the first of thousands of tokens: "
         "compute the critic's returns with gae(lam=1.0).",
@@ -211,7 +211,7 @@ class Choice:
     """The loss for some answers. rules: one that names a preset, and those that change slots."""
 
     answers: dict[str, str]
-    rules: tuple[Rule, ...]
+    rules: tuple[ChoiceRule, ...]
 
     @property
     def preset(self) -> str:
