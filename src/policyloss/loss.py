@@ -312,13 +312,14 @@ def measure(
     dp_size: int | None = None,
     **tensors: Unpack[CallTensors],
 ) -> Totals:
-    """The totals of a whole step, for a loss that needs more than the counts of the mask.
+    """The totals of a whole step, for a loss whose normalisation needs more than the numbers of
+    valid tokens and sequences.
 
     Pass the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
-    then pass the result as `totals=` to `policy_loss` on each micro-batch: any cut of the batch
-    gives the same gradient. Needed for `rejected=` other than "keep" (it counts the survivors),
-    `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals `Totals.count`. Arguments as
-    in `policy_loss` and `Totals.count`.
+    then pass the result as `totals=` to `policy_loss` on each micro-batch: the gradient is the same
+    however the batch is split. Needed for `rejected=` other than "keep" (the tokens that survive
+    must be counted), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals
+    `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
     """
     spec = ready_spec(spec)
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)

@@ -212,7 +212,9 @@ def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
-    """The totals that the caller passed, or None for "this call is the whole batch"."""
+    """The caller's `Totals`, or None if this call holds the whole batch: "local", or None where
+    there is one rank.
+    """
     if isinstance(totals, Totals):
         return totals
     if totals is not None and not (isinstance(totals, str) and totals == "local"):

@@ -69,9 +69,10 @@ class Learner:
     """The policy and its optional critic, reference and teacher, and their training.
 
     `updates` counts optimizer steps over the run, `skipped_in_a_row` the skipped steps since the
-    last good one; each calls `warn`. stores_frozen: whether checkpoints hold weights that are never
-    trained; they need not if loading the model restores them. The reference is None for a policy
-    with adapters: the model without them is the reference.
+    last good one; every skipped step calls `warn`. stores_frozen: whether checkpoints hold the
+    weights that are never trained, which is unnecessary if loading the model restores those
+    weights. The reference is None for a policy with adapters: the same model with its adapters
+    disabled is the reference.
     """
 
     config: TrainConfig

@@ -268,10 +268,10 @@ def whiten(
     """`(x − mean) / √(variance + eps)` over all valid tokens, with the unbiased variance.
 
     x may have any shape. The result is 0 at masked tokens and has no gradient.
-    mean: False keeps the old mean (it is added back after scaling). group: a process group whose
-    ranks share mean and variance; "local" is this rank alone, and so is None, with a warning if
-    there are other ranks. cp_group: ranks that hold other tokens of the same sequences, if they are
-    not in `group`: they share both too.
+    mean: False keeps the original mean (it is added back after scaling). group: a process group
+    whose ranks share mean and variance; "local" uses this rank alone, and so does None, with a
+    warning if there are other ranks. cp_group: the context-parallel ranks, which hold other tokens
+    of the same sequences, if they are not in `group`; mean and variance are theirs too.
     A constant x, or a single valid token, gives 0 (plus the mean if it is kept); no valid token
     gives zeros.
     Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than

@@ -50,8 +50,8 @@ def gae(
     `A_t = δ_t + γλ·A_{t+1}`, `δ_t = r_t + γ·V_{t+1} − V_t`, `returns = A + V`, where t+1 is the
     next *valid* token.
 
-    values, mask: token-shaped. rewards: token-shaped, or one per sequence (`[S]`), then put on the
-    last valid token.
+    values, mask: token-shaped (`[B, T]`, or packed `[N]`). rewards: token-shaped, or `[S]`, one per
+    sequence, which is placed on the sequence's last valid token.
     last_values: `[S]`, the value after a sequence's last valid token (a truncated episode); 0 if
     not given.
     Whatever masked positions hold is ignored. A NaN or inf at a valid token makes its whole
@@ -59,10 +59,10 @@ def gae(
     Half precision is computed in float32. The advantages are not whitened; see `whiten`.
     With γ = λ = 1, A is the reward-to-go minus V; with λ = 0 it is δ.
     cp_group: the process group over which each sequence's tokens are spread (context parallel);
-    then positions, token-shaped integers, say where each valid token stands in its whole sequence,
-    and every rank gives the same `[S]` numbers.
-    Source: Schulman et al., arXiv 1506.02438; bridging as in verl's gae. Group of one, constant
-    rewards: nothing special.
+    then positions, token-shaped integers, are the index of each valid token in its whole sequence,
+    and every rank must pass the same `[S]` tensors.
+    Source: Schulman et al., arXiv 1506.02438; masked tokens between valid ones are skipped, as in
+    verl's gae.
     """
     _check_discount("gamma", gamma)
     _check_discount("lam", lam)

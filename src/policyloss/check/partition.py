@@ -134,25 +134,25 @@ def partition_check(
     group: Any = None,
     reference: Any = None,
 ) -> PartitionReport:
-    """Cut `batch` in several ways, run your training step on each, and report whether the gradient
-    moved, how far, and why.
+    """Split `batch` in several ways, run your training step on each, and report whether the
+    gradient changed, how much, and why.
 
     step_fn: takes a list of micro-batches (dicts like `batch`) and does the work of your trainer
       for ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without
       an optimizer step and without gradient clipping. It returns the model, its parameters, or the
       gradients (a mapping or an iterable of tensors; a few layers are enough).
     batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors with a dimension of
-      rows, tokens or sequences are cut with it, everything else is passed through.
+      rows, tokens or sequences are split along it, and everything else is passed unchanged.
     cuts: name → micro-batches, each a list of sequences. The default cuts are halves, single
-    sequences, one and the rest, short and long.
+    sequences, one sequence and the rest, and short and long sequences.
     tolerance: the largest allowed `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients'
-    machine epsilon (3e-4 in float32). Under autocast, pass the value of the half precision, 1e-1
-    for bfloat16, or check in float32.
+    machine epsilon (3e-4 in float32). Under autocast, pass the tolerance of the half precision
+    (1e-1 for bfloat16), or check in float32.
     group: the data-parallel ranks; None is the default group if there is one. Every rank makes this
-    call with the same batch, which is then also shared among the ranks.
+    call with the same full batch; the check also splits it across the ranks.
     reference: a gradient from another run, in any form that `step_fn` may return, such as
-    `report.gradient` of a run in one process. Only this can show a factor that every run on these
-    ranks has.
+    `report.gradient` of a run in one process. Only this comparison can show an error that every run
+    on these ranks has, such as a gradient divided by the number of ranks.
     """
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")

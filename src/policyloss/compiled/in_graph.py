@@ -36,9 +36,10 @@ _places: dict[str, RecordPlaces] = {}
 
 
 def loss_in_graph(*arguments: Any) -> LossOutput | None:
-    """`policy_loss` as one node, from the arguments of `_results`; None for a call that Dynamo must
-    trace line by line: with a callable of a user's, with collectives, with `extras`, or wrong (the
-    error is raised there, where Dynamo passes it on).
+    """`policy_loss` as one node of the graph, from the arguments of `_results`.
+
+    None for a call that Dynamo must trace line by line: one with a user's callable, collectives,
+    `extras`, or invalid arguments (the traced code raises the error, and Dynamo passes it on).
     """
     results = _results(True, *arguments)
     return None if results is None else results[0]

@@ -307,7 +307,9 @@ class GradientSums:
 
 
 def _one_index(places: list[Index], ids: Tensor) -> Index:
-    """The places of several windows as one index; a slice where they follow each other."""
+    """The rows of several windows as one index: a slice if each window begins where the one before
+    it ends, otherwise an index tensor on the device of `ids`.
+    """
     slices = [at for at in places if isinstance(at, slice)]
     if len(slices) == len(places) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)

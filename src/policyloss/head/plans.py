@@ -150,7 +150,9 @@ def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
-    """The plan of `linear_policy_loss` for a loss of this `reach`. why: the reason for "batch"."""
+    """The plan of `linear_policy_loss`. reach: the tokens that a token's loss depends on, "token",
+    "sequence" or "batch"; why: the reason for "batch", for messages.
+    """
     name = _name_of(plan, LOSS_PLANS)
     if name == "one_pass" and reach == "batch":
         raise InputError(

@@ -119,13 +119,13 @@ class Unbounded(Part):
 class CovClip(Part):
     """Clip-Cov: PPO's clip, and some tokens of high covariance get no gradient.
 
-    They are drawn at random among those with `cov_low < cov < cov_high`. fraction: how many, as a
-    share of all tokens. Source: arXiv 2505.22617.
-    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. At least one token, none that
-    PPO clips already. The choice depends on `seed` and on the token's own numbers, not on where it
-    stands: any cut of the batch drops the same tokens. (Tokens with the same anchor log-probability
-    and advantage share a draw, so of many such, all or none are dropped.)
-    A number that equals its mean up to rounding has covariance 0.
+    The dropped tokens are drawn at random from the tokens with `cov_low < cov < cov_high`, where
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: their share of all
+    tokens; at least one token is drawn, and none that PPO clips already. Source: arXiv 2505.22617.
+    The draw depends on `seed` and on the token's numbers, not on its position in the batch, so the
+    same tokens are dropped however the batch is split. (Tokens with the same advantage and the same
+    log-probability at the ratio's anchor share one draw: all of them are dropped, or none.)
+    A token whose advantage or logp equals the mean up to rounding has covariance 0.
     """
 
     reach: ClassVar[str] = "token"

@@ -219,10 +219,11 @@ class TwoSidedClip(Part):
 
 @dataclass(frozen=True)
 class DetachedClip(Part):
-    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`.
+    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`, where sg stops the gradient.
 
-    ratio_min, ratio_max are ratios, not distances. outside="clip" keeps every token's gradient;
-    "zero_by_sign" drops the tokens PPO would clip; "zero" drops every token outside the band.
+    ratio_min and ratio_max bound the ratio r itself, not its distance from 1. outside="clip" keeps
+    every token's gradient; "zero_by_sign" zeroes the loss of the tokens that PPO would clip; "zero"
+    zeroes it for every token outside the bounds.
     """
 
     reach: ClassVar[str] = "token"

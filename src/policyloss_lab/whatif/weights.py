@@ -49,7 +49,9 @@ class Products(NamedTuple):
 
 
 class EachToken:
-    """Without a model: each log-probability is one weight, `J = 1`."""
+    """Without a model: the log-probability of each token counts as a free parameter, so the
+    Jacobian of logp by the parameters is the identity.
+    """
 
     name = "tokens"
 
@@ -267,8 +269,9 @@ Weights = EachToken | Parameters | HeadWeight
 
 
 def weights_for(model: Any, losses: int, temperature: float, through: str | None) -> Weights:
-    """The weights to compare gradients of: all parameters if their gradients fit into memory, else
-    the weight of the head. through: the name of one choice.
+    """The weights whose gradients are compared: all parameters if the gradients of this many losses
+    fit into memory, otherwise the weight of the head, and without a model the log-probabilities.
+    through: the name of one of these classes, to choose it.
     """
     if model is None or through == EachToken.name:
         return EachToken()

@@ -301,7 +301,9 @@ def compute_policy_loss_geo_mean(call: LossCall) -> LossResult:
 
 @drop_in_of(LossCall)
 def compute_policy_loss_dro(call: LossCall) -> LossResult:
-    """DRO: `Quadratic(dro_beta)`."""
+    """verl's DRO (direct reward optimisation): `Quadratic(dro_beta)`, with `dro_beta` from
+    `config.policy_loss`.
+    """
     beta = read(policy_options(call.config), "dro_beta")
     if beta is None or beta <= 0:
         raise SpecError(f"policy_loss.dro_beta must be a positive number for DRO, got {beta!r}.")

@@ -84,10 +84,10 @@ def divergence(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`linear_divergence` from logits that exist, `[..., V]`; the gradient reaches the logits.
+    """`linear_divergence` of computed logits `[..., V]`; the gradient reaches the logits.
 
     teacher: logits of the same shape, or a `TopK`. The other arguments are as in
-    `linear_divergence`. → `[...]` float32 (float64 for float64), 0 where mask is False.
+    `linear_divergence`. → `[...]` in float32 (float64 for float64 logits), 0 where mask is False.
     """
     check_logits(logits)
     if isinstance(teacher, Teacher):
