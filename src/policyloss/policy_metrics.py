@@ -19,8 +19,7 @@ from policyloss.arguments import description, is_compiling
 from policyloss.errors import InputError
 from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import k3
-from policyloss.functional.masking import fill
-from policyloss.functional.stats import beyond, count, extremes, nonfinite
+from policyloss.functional.masking import beyond, count, extremes, fill, nonfinite
 from policyloss.metrics import Metrics
 from policyloss.parts.correction import Combined
 from policyloss.parts.ratio import TokenRatio

@@ -18,14 +18,15 @@ from policyloss.functional.masking import (
     bound,
     can_be_read,
     compute_dtype,
+    count,
     difference,
     fill,
     holds,
+    neither_0_nor_1,
     shared_zero,
 )
 from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences, group_index
-from policyloss.functional.stats import count, neither_0_nor_1
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # part of typing since Python 3.11

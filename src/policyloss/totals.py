@@ -16,9 +16,8 @@ from torch import Tensor
 from policyloss.arguments import check_group, check_like, check_tensor, description, is_number
 from policyloss.errors import InputError
 from policyloss.functional.collectives import several_ranks
-from policyloss.functional.masking import accumulator_dtype
+from policyloss.functional.masking import accumulator_dtype, count
 from policyloss.functional.segments import Sequences, group_index
-from policyloss.functional.stats import count
 from policyloss.tokens import as_mask, check_group_ids
 
 Number = int | float | Tensor

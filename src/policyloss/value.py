@@ -11,8 +11,7 @@ from policyloss.arguments import check_choice, check_like, check_number, check_t
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.exact import arithmetic, stays_eager
-from policyloss.functional.masking import accumulator_dtype, fill
-from policyloss.functional.stats import count, nonfinite
+from policyloss.functional.masking import accumulator_dtype, count, fill, nonfinite
 from policyloss.loss import LossOutput
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import TokenMean

@@ -20,8 +20,7 @@ from policyloss.arguments import check_group, check_like, check_tensor, descript
 from policyloss.errors import InputError
 from policyloss.functional.collectives import all_max
 from policyloss.functional.exact import arithmetic
-from policyloss.functional.masking import accumulator_dtype, can_be_read, holds
-from policyloss.functional.stats import count
+from policyloss.functional.masking import accumulator_dtype, can_be_read, count, holds
 
 
 class _SegmentSum(torch.autograd.Function):

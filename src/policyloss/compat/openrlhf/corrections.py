@@ -13,8 +13,7 @@ from torch import Tensor
 from policyloss.arguments import check_choice
 from policyloss.compat.arguments import at_least
 from policyloss.errors import SpecError
-from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.stats import count
+from policyloss.functional.masking import accumulator_dtype, count
 from policyloss.parts.correction import Band, DivergenceMask, SequenceMask, Truncate
 from policyloss.tokens import Tokens
 

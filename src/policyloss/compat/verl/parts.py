@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.functional import trust
-from policyloss.functional.masking import accumulator_dtype
-from policyloss.functional.stats import beyond
+from policyloss.functional.masking import accumulator_dtype, beyond
 from policyloss.parts.correction import Corrected, GivenWeight
 from policyloss.parts.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens

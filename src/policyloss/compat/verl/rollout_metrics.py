@@ -18,9 +18,8 @@ from torch import Tensor
 from policyloss.functional.collectives import all_sum
 from policyloss.functional.correction import any_in_sequence, importance_weight, reduced, within
 from policyloss.functional.kl import estimate
-from policyloss.functional.masking import accumulator_dtype, bound, fill
+from policyloss.functional.masking import accumulator_dtype, bound, extremes, fill
 from policyloss.functional.segments import Sequences
-from policyloss.functional.stats import extremes
 
 Statistics = dict[str, Tensor]
 
