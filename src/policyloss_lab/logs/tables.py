@@ -50,7 +50,7 @@ def _name(column: str) -> str:
 
 
 def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """({run: {metric: place of its column}}, {name: place} of the columns of no run)."""
+    """({run: {metric: index of its column}}, {name: index} of the columns of no run)."""
     runs: dict[str, dict[str, int]] = {}
     shared: dict[str, int] = {}
     names = _Names()
