@@ -231,7 +231,7 @@ class Learner:
 
     @property
     def advantages_by_teacher(self) -> bool:
-        """Whether the advantages read the teacher, because the loss does not."""
+        """Whether there is a teacher and the advantages, not the loss, read it."""
         taught = any(getattr(part, "teaches", False) for part in self.spec.kl_parts)
         return self.teacher is not None and not taught
 
