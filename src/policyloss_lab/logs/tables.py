@@ -112,7 +112,7 @@ def _beside_each_other(
 def _below_each_other(
     rows: Iterable[Sequence[str]], run: str, places: dict[str, int]
 ) -> Iterator[tuple[str, int, Row]]:
-    """run: the name of the run if no column has it."""
+    """The rows of `table_rows` if runs are below each other. run: the name if no column has it."""
     of_wandb = {"Name", "State"} <= places.keys()
     if of_wandb and places.keys().isdisjoint(STEPS):
         raise InputError(

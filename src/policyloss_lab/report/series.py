@@ -67,7 +67,7 @@ class Line:
         self._newest: Point = (0, None)
 
     def add(self, step: int, value: float | int | None) -> None:
-        """Add the next point; None stands for NaN or infinity."""
+        """Add the next point; None means NaN or infinity."""
         point = self._newest = (step, value)
         self._points.append(point)
         if len(self._points) > 2 * limits.POINTS:

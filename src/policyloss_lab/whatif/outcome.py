@@ -278,7 +278,7 @@ def _measures(outcome: Outcome) -> str:
 
 
 def _changes(spec: LossSpec) -> Iterator[tuple[str, list[tuple[str, LossSpec]]]]:
-    """Changed specs in groups of equal size, the smallest change first."""
+    """Changed specs, in groups of changes of equal size, the smallest change first."""
     if not spec.is_data:
         return
     data = spec.to_dict()
