@@ -55,11 +55,11 @@ CODES = {name: code for code, name in enumerate(BRANCHES)}
 def token_branches(
     spec: AnyLoss, logp: Tensor, old_logp: Any, advantages: Tensor, mask: Tensor, **rest: Any
 ) -> Tensor:
-    """Which branch of the loss each token takes, token-shaped int64: its place in `BRANCHES`.
+    """Which branch of the loss each token takes, token-shaped int64: its index in `BRANCHES`.
 
     Arguments as in `policy_loss`, of a whole step if the loss has batch-wide statistics. The KL and
-    entropy terms have no branches, so their tensors may be left out. Where several names fit, the
-    last of `BRANCHES` counts.
+    entropy terms have no branches, so their tensors may be left out. If several branches
+    fit, the last of them in `BRANCHES` counts.
     """
     spec = as_spec(spec)
     before = Inputs.of(logp, old_logp, advantages, mask, rest).tokens()
@@ -88,8 +88,8 @@ def choose_groups(rewards: Sequence[Sequence[float]], count: int) -> list[int]:
     """Up to `count` groups of a step, the most informative first.
 
     Groups with the greatest spread of rewards come first, because a policy learns from them. The
-    second place is for the worst group without spread (all wrong), the fourth for the best one (all
-    right), if there are such groups. rewards: the rewards of each group.
+    second group is the worst one without spread (all wrong), and the fourth is the best one without
+    spread (all right), if there are such groups. rewards: the rewards of each group.
     """
     spreads = [spread(group) for group in rewards]
     places = range(len(rewards))

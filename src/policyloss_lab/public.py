@@ -1,4 +1,4 @@
-"""Every public name of the lab. `import policyloss_lab` reads them from here when one is used."""
+"""Every public name of the lab. `policyloss_lab` imports this module when one of them is used."""
 
 from policyloss_lab import report
 from policyloss_lab.diagnosis import Diagnosis, RunDiagnosis, doctor, doctor_batch, doctor_run

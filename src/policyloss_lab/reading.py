@@ -79,7 +79,7 @@ class Lines:
         self.longest = limits.LINE_BYTES
         if self.sampled:
             self.longest = min(limits.LINE_BYTES, max(self._room, limits.LEAST_LINE))
-            if hasattr(os, "posix_fadvise"):  # else the system reads far ahead of every part
+            if hasattr(os, "posix_fadvise"):  # prevents reading far ahead of every part
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.long = self.number = 0
 
@@ -106,7 +106,7 @@ class Lines:
             offset += length
 
     def _skip_rest(self, start: int) -> bool:
-        """Go to the first line that begins at `start` or later; whether it is near enough."""
+        """Go to the first line that begins at `start` or later; returns False if it is too far."""
         self._file.seek(start - 1)
         return self._file.readline(self.longest).endswith(b"\n")
 
@@ -251,7 +251,7 @@ def number_of(value: object) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value stands for a number, finite or not (`NaN`, or the string "nan" of
+    """Whether a JSON value represents a number, finite or not (`NaN`, or the string "nan" of
     writers of strict JSON).
     """
     return isinstance(value, (int, float)) or (

@@ -1,5 +1,5 @@
 """The reference trainer: sample, score, learn.
 
-The order of a run is in `loop`, an update in `learner`. `tasks` holds prompts and rewards,
-`rollout` the sampling engines, `run` the files of a run directory, `view` the display and the logs.
+`loop` holds the order of a run, `learner` an update, `tasks` prompts and rewards, `rollout` the
+sampling engines, `run` the files of a run directory, `view` the display and the logs.
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_adapter(model: Any, config: TrainConfig) -> None:
     """Freeze the model and add adapters of rank `lora_rank` to its linear layers. An untrained
-    adapter does not change the output. Its first weights follow from the seed.
+    adapter does not change the output. Its initial weights follow from the seed.
     """
     try:
         from peft import LoraConfig

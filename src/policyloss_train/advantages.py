@@ -48,9 +48,9 @@ def judge(config: TrainConfig, pack: Pack, group: Any, *, by_teacher: bool = Fal
 def of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
     """The advantages of the rewards of a pack.
 
-    "gae" reads the critic's values of the tokens, `old_values`; "remax" reads the sequences'
-    `greedy`, the reward of the greedy answer to each prompt. group: the data-parallel ranks (or
-    "local"), which share batch statistics; all samples of a prompt are on one rank.
+    "gae" reads the token tensor `old_values`, the critic's values; "remax" reads the sequence
+    tensor `greedy`, the reward of the greedy answer to each prompt. group: the data-parallel ranks
+    (or "local"), which share batch statistics; all samples of a prompt are on one rank.
     """
     name, rewards, mask = config.reward_estimator, pack.sequences["rewards"], pack.tokens["mask"]
     bounds = pack.cu_seqlens

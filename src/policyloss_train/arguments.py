@@ -121,9 +121,9 @@ def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:
 
 
 def _starting_point(run: Path) -> tuple[dict[str, Any], LossSpec | None]:
-    """The options and the loss of a run, without its directory, to start another run from. Defaults
-    that depend on the model, the loss or the longest completion are left out, so that they are
-    computed again.
+    """The options and the loss of a run, without its directory, for a new run. Defaults that depend
+    on the model, the loss or the longest completion are left out, so that the new run computes them
+    again.
     """
     stored, spec = stored_options(run)
     follows = by_model(stored) if spec is None else following(stored, spec)
@@ -164,7 +164,7 @@ def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
 
 
 def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The arguments without `--loss.SLOT.OPTION VALUE`, and the removed ones as (path, text)."""
+    """The arguments without `--loss.SLOT.OPTION VALUE`, and these options as (path, text)."""
     rest: list[str] = []
     changes: list[tuple[str, str]] = []
     waiting = iter(arguments)

@@ -1,14 +1,14 @@
-"""How the sequences of a micro-batch go through a model's body, so that attention covers only pairs
-of tokens within one sequence.
+"""Ways to run the sequences of a micro-batch through a model's body, so that attention covers only
+pairs of tokens within one sequence.
 
 - "varlen": all sequences in one row, and a kernel for sequences of any length,
   `torch.nn.attention.varlen`. It needs CUDA and half precision.
-- "flash": the same by the package flash-attn, which also supports soft caps.
+- "flash": the same with the kernel of the package flash-attn, which also supports soft caps.
 - "rows": one sequence per row, sorted by length and padded on the right. It needs no kernel, and no
-  mask: the padding comes last, so tokens of a causal model never read it.
+  mask: the padding comes last, so no token of a causal model attends to it.
 - "alone": one sequence per call, which is slow but correct for any model.
 
-Legend: N tokens of a micro-batch, end to end, S sequences, H hidden.
+Legend: N concatenated tokens of a micro-batch, S sequences, hidden states of width H.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ except ImportError:
     _VARLEN_ARGUMENTS = frozenset()
 
 PADDING = 0.25  # the largest share of a padded micro-batch that may be padding
-SLACK = 1 / 16  # how far a packed micro-batch may be over its budget
-_UNPACKED = ("rows", "alone")  # these need only the model
+SLACK = 1 / 16  # the share by which a packed micro-batch may exceed its budget
+_UNPACKED = ("rows", "alone")  # ways that need no kernel
 _VARLEN = "policyloss_varlen"  # our name in the registry of transformers
 _FLASH = "flash_attention_2"  # the name that transformers uses
 # Arguments that change the result of attention and that `varlen_attn` does not support.
@@ -41,14 +41,16 @@ _UNKNOWN_TO_VARLEN = ("softcap", "s_aux", "position_bias")
 
 
 class Attention(Protocol):
-    """A way through the body."""
+    """A way to run sequences through the body."""
 
     @property
     def name(self) -> str:
         """The value of `--attention`."""
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """The sequences of each forward: about `budget` tokens at most, or one sequence."""
+        """The indices of the sequences of each forward, at most about `budget` tokens or one
+        sequence. lengths: the number of tokens of each sequence.
+        """
 
     def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
         """The last hidden states `[N, H]` of a micro-batch: its `ids` `[N]`, its `lengths`, …."""
@@ -61,7 +63,7 @@ class Rows:
     name: str = "rows"
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """The longest first, so that the sequences of a micro-batch have similar lengths."""
+        """Longest sequences first, so that the sequences of a micro-batch have similar lengths."""
         parts: list[list[int]] = []
         used = 0
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -82,7 +84,7 @@ class Rows:
             return cast("Tensor", out.last_hidden_state.flatten(0, 1))
         places = torch.cat([torch.arange(n) + row * width for row, n in enumerate(lengths)])
         places = places.to(ids.device)
-        padded = ids.new_zeros(rows * width).index_copy(0, places, ids)  # any valid id
+        padded = ids.new_zeros(rows * width).index_copy(0, places, ids)  # pad with any valid id
         out = body(input_ids=padded.view(rows, width), use_cache=False)
         return cast("Tensor", out.last_hidden_state.flatten(0, 1).index_select(0, places))
 
@@ -111,10 +113,10 @@ class Packed:
     name: str
 
     def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """Keep the order, and cut it into parts of similar size.
+        """Split the sequences, in their order, into parts of similar size.
 
-        Parts may exceed the budget by `SLACK` if that saves a part: a short part takes the host
-        nearly as long as a full one.
+        Parts may exceed the budget by `SLACK` if that saves a part, because a short part takes
+        the host nearly as long as a full one.
         """
         limit = int(budget * (1 + SLACK))
         even = sum(lengths) / max(math.ceil(sum(lengths) / limit), 1)
@@ -151,9 +153,9 @@ class Packed:
 def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
     """The first way that reproduces the model's numbers, and a sentence about it.
 
-    wanted: "auto", or the name of a way. Each is tried on two short sequences, and compared with
-    running these one at a time. Sets the model's attention function; a way that fails restores the
-    previous one.
+    wanted: "auto", "varlen", "flash", "rows" or "alone". Each way runs two short sequences together
+    and is compared with running them one at a time. Sets the model's attention function; after a
+    way that fails, the previous function is restored.
     """
     before, trial = model.config._attn_implementation, _Trial.of(model)
     reasons: list[str] = []
@@ -196,7 +198,7 @@ def _unavailable(name: str, model: Any) -> str:
 
 
 def _set(model: Any, name: str) -> str:
-    """Set the model's attention function for a way. → the reason if it cannot; "" if it can."""
+    """Set the model's attention function for a way; returns the reason if that fails, else ""."""
     if name in _UNPACKED:
         return ""
     if name == "varlen":
@@ -240,11 +242,11 @@ class _Trial:
 
 
 def _rounding(model: Any, width: int) -> float:
-    """How far rounding may take the last hidden states, relative to the largest of them.
+    """The largest error of the last hidden states by rounding, relative to the largest state.
 
     The errors of the layers add up like a random walk, and so do the errors of the `width` terms of
     a sum, which half precision adds up in float32. Correct models of 2 to 64 layers, 64 to 1024
-    wide, with random weights, stay below this by a factor of 4 in float32 and of 1.4 in bfloat16.
+    wide, with random weights, stay below this limit by factors of 4 in float32 and 1.4 in bfloat16.
     If sequences attend to each other, the error is half of the largest state or more.
     """
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 1)

@@ -1,8 +1,8 @@
-"""Completions as packs: sequences end to end, without padding.
+"""Completions as packs: concatenated sequences, without padding.
 
-Legend: N tokens of a pack, S sequences. A sequence of L tokens gives L−1 places, each with the
-token it reads (`ids`) and the token it predicts (`targets`); `completion` is True where the target
-belongs to the completion, `mask` where the target is trained on.
+Legend: N positions of a pack, S sequences. A sequence of L tokens has L−1 positions, each with the
+token that the model reads (`ids`) and the token that it predicts (`targets`). `completion` is True
+where the target belongs to the completion, `mask` where the target is trained on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from policyloss_train.sampler import Sample
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences end to end. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
-    lengths: places of each sequence. kept: for each sequence, the vocabulary entries that its
-    tokens were drawn from, place after place; `tokens["kept"]` counts them at each place. None if
-    every token was drawn from the full vocabulary.
+    """Concatenated sequences. tokens: `[N]` tensors by name. sequences: `[S]` tensors by name.
+    lengths: the number of positions of each sequence. kept: for each sequence, the vocabulary
+    entries that its tokens were drawn from, one position after the other; `tokens["kept"]` is the
+    number of entries at each position. None if every token was drawn from the full vocabulary.
     """
 
     tokens: dict[str, Tensor]
@@ -38,7 +38,7 @@ class Pack:
             for name in ("prompt_ids", "completion_ids")
         )
         lengths = prompts + completions - 1
-        # Each sequence has one more token than places, so the k-th begins k tokens later.
+        # Each sequence has one more token than positions, so the k-th begins k tokens later.
         text = torch.cat([x for s in samples for x in (s.prompt_ids, s.completion_ids)])
         row, positions = _places(lengths)
         first = torch.arange(row.shape[0]) + row
@@ -81,12 +81,12 @@ class Pack:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Where sequences begin and end, `[S+1]`."""
+        """The offset of each sequence, and N at the end, `[S+1]`."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(self.tokens["ids"].device)
 
     @property
     def completion_lengths(self) -> Tensor:
-        """Tokens of each sequence that are trained on, `[S]`."""
+        """The number of tokens of each sequence that are trained on, `[S]`."""
         mask = self.tokens["mask"]
         row, _ = _places(torch.tensor(self.lengths))
         counts = torch.zeros(len(self.lengths), dtype=torch.int64, device=mask.device)
@@ -137,12 +137,12 @@ class Pack:
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """For each place of a pack: its sequence, and its position in that sequence, `[N]` both."""
+    """For each position of a pack: its sequence, and its index in that sequence, each `[N]`."""
     row = torch.repeat_interleave(lengths)
     return row, torch.arange(row.shape[0]) - (lengths.cumsum(0) - lengths)[row]
 
 
 def minibatches(count: int, number: int, seed: int) -> list[list[int]]:
-    """`count` sequences in an order drawn from `seed`, cut into `number` parts of similar size."""
+    """`count` sequences, shuffled by `seed` and split into `number` parts of similar size."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return [order[i * count // number : (i + 1) * count // number] for i in range(number)]

@@ -1,4 +1,4 @@
-"""Prompts as messages: the tokenizer's chat template makes the text of each before sampling."""
+"""Prompts as messages: the tokenizer's chat template turns them into text before sampling."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def with_template(
 ) -> Task:
     """The task with the prompts that the model reads. The template renders prompts that are
     messages, up to the start of the assistant's reply. Plain prompts stay unchanged, unless a
-    system prompt or a template is named: then each becomes a user message.
+    system prompt or a template is named: then each prompt becomes a user message.
 
-    chat_template: a file to use in place of the tokenizer's own template; it becomes the
-    tokenizer's.
+    chat_template: a file with a template that replaces the tokenizer's own.
     """
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
@@ -53,8 +52,8 @@ def read_template(path: Path) -> str:
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Messages as the text of a prompt, without the special tokens that the tokenizer adds itself:
-    they would occur twice.
+    """Messages as the text of a prompt, without the special tokens that the tokenizer adds itself,
+    because they would occur twice.
     """
     if tokenizer.chat_template is None:
         raise InputError(

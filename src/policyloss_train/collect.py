@@ -37,8 +37,8 @@ _SUPPORT = ("support_ids", "support_offsets")  # stored if recorded
 class Completions:
     """The scored completions of one step on this rank.
 
-    greedy: the reward of the greedy answer to the prompt of each, for "remax". statistics: of all
-    ranks, by name.
+    greedy: for "remax", the reward of the greedy answer to the prompt of each completion.
+    statistics: by name, over all ranks.
     """
 
     samples: list[Sample]
@@ -57,7 +57,7 @@ class Completions:
 
     @classmethod
     def merged(cls, shares: Sequence[Completions]) -> Completions:
-        """The completions of all ranks, by group, as one process would have them."""
+        """The completions of all ranks, sorted by group, as if one process had sampled them."""
         rows = [
             (s.group, i, s, share.greedy) for share in shares for i, s in enumerate(share.samples)
         ]
@@ -74,7 +74,7 @@ class Completions:
         return Completions([self.samples[i] for i in places], greedy, self.statistics)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and numbers for a checkpoint: ragged lists end to end, and their lengths."""
+        """Tensors and numbers for a checkpoint: concatenated ragged lists, and their lengths."""
         ragged = [_ragged(s) for s in self.samples]
         tensors = {
             name: torch.cat([tensors[name] for tensors in ragged])
@@ -139,10 +139,10 @@ def _ragged(s: Sample) -> dict[str, Tensor]:
 class Collector:
     """Draws prompts and samples completions.
 
-    Its state: `cursor`, its place in the prompts; `draws`, how often it has sampled; and `queue`,
-    the completions that wait for their step (`staleness`). unusable: the training prompts that are
-    skipped; the others keep their places. at: progress callback. ahead: the pending prefetch of
-    `thread`, empty at checkpoints.
+    Its state: `cursor`, the position in the order of prompts; `draws`, the number of draws so far;
+    and `queue`, the completions that wait for their step (`staleness`). unusable: the training
+    prompts that are skipped; the others keep their indices. at: progress callback. ahead: the
+    pending prefetch of `thread`, empty at checkpoints.
     """
 
     config: TrainConfig
@@ -166,7 +166,7 @@ class Collector:
         return {"queue": [tensors for tensors, _ in waiting]}, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, on any number of ranks."""
+        """Load the result of `state`, on any number of ranks."""
         self.cursor, self.draws = (count_from(numbers, name) for name in ("cursor", "draws"))
         self.queue.clear()
         for i, its_numbers in enumerate(numbers["queue"]):
@@ -179,8 +179,8 @@ class Collector:
     def next_step(self, version: int) -> Completions:
         """The completions to train on now, which were sampled `staleness` steps ago.
 
-        version: the current weights, which sample the completions for `staleness` steps later: in
-        a thread, until `finish`, if the engine can sample while the policy learns.
+        version: the number of the current weights. They sample the completions for `staleness`
+        steps later, in a thread until `finish` if the engine can sample while the policy learns.
         """
         staleness = self.config.staleness
         self.at("giving the weights to the engine")
@@ -208,8 +208,8 @@ class Collector:
         self.rollout.engine.close()
 
     def collect(self) -> Completions:
-        """Sample and score the completions of one step. Every rank has complete groups; together
-        they are one batch.
+        """Sample and score the completions of one step. Every rank has complete groups; the
+        groups of all ranks are one batch.
         """
         config = self.config
         kept: list[Sample] = []
@@ -232,7 +232,7 @@ class Collector:
         return Completions(samples, greedy, statistics)
 
     def _plan(self, first_group: int) -> tuple[list[Wanted], Sampling]:
-        """The next draw of `prompts` groups: this rank's share of it."""
+        """The share of this rank in the next draw of `prompts` groups."""
         config = self.config
         examples = [self._next() for _ in range(config.prompts)]
         sampling = self._sampling(
@@ -252,7 +252,7 @@ class Collector:
         return self.rollout.sampling(draw=self.draws, seed=seed, max_new_tokens=limit, **rule)
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:
-        """One scored draw of this rank, and how many rewards failed; a running draw comes first."""
+        """One scored draw of this rank, a running one first; and the number of failed rewards."""
         self.at("sampling")
         if self.ahead is not None:
             running, self.ahead = self.ahead, None

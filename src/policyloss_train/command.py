@@ -158,7 +158,7 @@ def _as_in_training(
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
     """The options and the loss of a run, overridden by the user's options. A loss that is code is
-    not loaded: nothing is trained here.
+    not loaded, because these commands train nothing.
     """
     config, spec = stored_options(options.run)
     return replace(
@@ -170,8 +170,8 @@ def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 
 def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options of a command that scores nothing and so loads no reward; a .jsonl task needs one
-    and gets "exact".
+    """The options of a command that scores nothing and so loads no reward; a .jsonl task needs a
+    reward and gets "exact".
     """
     config, spec = _options(options)
     config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
@@ -236,7 +236,7 @@ def export_command(arguments: Sequence[str]) -> int:
 def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> None:
     """Write model and tokenizer under a temporary name next to `folder`, then rename them.
 
-    adapter: write only the adapters; otherwise they are merged into the weights.
+    adapter: write only the adapters; by default, the adapters are merged into the weights.
     """
     temporary = folder.with_name(f"{temporary_prefix(folder)}tmp")
     try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # torch is not needed to print the help
 
 BY_TEACHER = ("opd", "iw_opd")  # advantages that read a teacher
 Share = Annotated[float, Within(least=0, most=1)]
-# Stands for a default that depends on the model; `TrainConfig` replaces it.
+# A placeholder for a default that depends on the model; `TrainConfig` replaces it.
 FOLLOWS: Any = None
 if TYPE_CHECKING:
     Rate = float

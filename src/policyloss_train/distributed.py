@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def start(cls, device: str, timeout: float = 600.0) -> Ranks:
-        """Join the others if torchrun started them. timeout: seconds a rank waits for another."""
+        """Join the other ranks under torchrun. timeout: seconds that a rank waits for another."""
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         _check_device(kind)
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -58,11 +58,11 @@ class Ranks:
 
     @property
     def statistics(self) -> Any:
-        """The group that advantages share their statistics over."""
+        """The group over which advantages compute their statistics."""
         return self.group if self.world > 1 else "local"
 
     def gather(self, x: Any) -> list[Any]:
-        """`x` of every rank, in their order."""
+        """`x` of every rank, in the order of ranks."""
         if self.world == 1:
             return [x]
         objects: list[Any] = [None] * self.world
@@ -77,7 +77,7 @@ class Ranks:
         return x
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait until all ranks call this method."""
         if self.world > 1:
             dist.barrier(group=self.group)
 
@@ -147,8 +147,8 @@ def rank_in(group: Any) -> int:
 
 
 def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
-    """Run `action()` on every rank of `group`. → the results of all. If it fails on one rank, every
-    rank raises.
+    """Run `action()` on every rank of `group`; returns the results of all ranks. If it fails on one
+    rank, every rank raises.
 
     group: None for a single process, which raises the error of `action` itself.
     """

@@ -2,7 +2,7 @@
 that top-p and top-k keep.
 
 A recorded support is a pair (ids int32 `[K]`, offsets int64 `[L+1]`), as `policyloss.logprobs`
-takes it: token t was drawn from `ids[offsets[t]:offsets[t+1]]`. It is ragged, because a mask
+takes it: token t was drawn from `ids[offsets[t]:offsets[t+1]]`. The ids are ragged, because a mask
 `[L, V]` for a vocabulary of 150,000 entries would be a thousand times as large.
 
 Shapes: B rows, V vocabulary entries, L tokens of a completion, K kept entries of all L tokens.
@@ -23,7 +23,7 @@ from policyloss.head.support import Support
 
 @dataclass(frozen=True)
 class Rule:
-    """How the next token is chosen from the logits.
+    """The rule by which the next token is chosen from the logits.
 
     processed: normalise log-probabilities over the `support`, not over all tokens.
     """
@@ -50,8 +50,8 @@ class Rule:
 
 
 class Drawn(NamedTuple):
-    """token: int64 `[B]`. logp: its log-probability, `[B]`. kept: the tokens that it was drawn
-    from, bool `[B, V]`; None for all.
+    """token: int64 `[B]`. logp: its log-probability, `[B]`. kept: the tokens from which it was
+    drawn, bool `[B, V]`; None means all tokens.
     """
 
     token: Tensor
@@ -78,21 +78,21 @@ def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> Drawn:
             p = p.where(kept, 0.0)
             if rule.processed:
                 logp = scaled.where(kept, -math.inf).log_softmax(-1)
-        # In order of token ids, not of probability: rounding that
-        # swaps two near-equal tokens then changes no sample.
+        # Summed in the order of token ids, not of probability, so that rounding that swaps two
+        # nearly equal tokens changes no sample.
         cdf = p.cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
-        # NaN logits end past the last token; the sampler reports them.
+        # With NaN logits, the index is beyond the last token; the sampler reports them.
         token.clamp_(max=logits.shape[-1] - 1)
     return Drawn(token.squeeze(-1), logp.gather(-1, token).squeeze(-1), kept)
 
 
 def support(p: Tensor, top_p: float, top_k: int) -> Tensor:
-    """The tokens that may be drawn: bool `[B, V]`, at least one in each row;
-    of equal tokens, the lower ids first.
+    """The tokens that may be drawn: bool `[B, V]`, at least one in each row. Of equally likely
+    tokens, lower ids are kept first.
 
-    First keep the `top_k` likeliest tokens (0: all), then the fewest of these, likeliest first,
-    that hold the share `top_p` of their mass.
+    First keep the `top_k` likeliest tokens (0: all). Of these, keep the fewest, likeliest first,
+    that hold at least the share `top_p` of their mass.
     """
     ranked = p.topk(min(top_k or p.shape[-1], p.shape[-1])).values
     above = ranked.cumsum(-1, dtype=torch.float64)

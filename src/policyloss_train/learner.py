@@ -1,9 +1,9 @@
 """One step of learning: from scored completions to updated weights.
 
-Every policy-gradient method shares this order: compute log-probabilities of the old policy and the
-reference, and values of the critic; turn rewards into advantages; then take several optimizer
-steps, each divided by its own global counts (`policyloss.accumulate`), so that neither
-micro-batches nor ranks change the gradient.
+Every policy-gradient method has this order: compute log-probabilities of the old policy and the
+reference, and values of the critic; turn rewards into advantages; then make several optimizer
+steps. The loss of each step is divided by the counts of all its micro-batches on all ranks
+(`policyloss.accumulate`), so that neither micro-batches nor ranks change the gradient.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Rows = dict[int, Tensor]  # one number per token, by sequence
 
 
 class Update(NamedTuple):
-    """One optimizer step. norm: of the gradient before clipping. applied: False if the step was
-    skipped because a number was not finite.
+    """One optimizer step. norm: the norm of the gradient before clipping. applied: False if
+    the step was skipped because a number was not finite.
     """
 
     metrics: Metrics
@@ -49,8 +49,9 @@ class Update(NamedTuple):
 
 @dataclass
 class Learned:
-    """The result of a step. metrics, values: of policy and critic, over all updates and ranks.
-    skipped: skipped updates. logp, entropy: `[N]` of this rank's pack, from the last loss.
+    """The result of a step. metrics, values: the metrics of policy and critic, over all updates
+    and ranks. skipped: the number of skipped updates. logp, entropy: `[N]` of this rank's
+    pack, from the last loss.
     """
 
     metrics: dict[str, float]
@@ -112,7 +113,7 @@ class Learner:
         return tensors, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Load the result of `state`."""
         for name, module, optimizer in self._trained():
             load_weights(self._stored(module), subtree(tensors, name))
             moments = subtree(tensors, f"{name}_optimizer")
@@ -123,7 +124,7 @@ class Learner:
         self.skipped_in_a_row = count_from(numbers, "skipped_in_a_row")
 
     def layout(self) -> dict[str, Any]:
-        """How a checkpoint's tensors are sharded; moments are sharded like their parameters."""
+        """The sharding of a checkpoint's tensors; moments are sharded like their parameters."""
         return {
             f"{name}{kind}": self._stored(module)
             for name, module, _ in self._trained()
@@ -150,8 +151,8 @@ class Learner:
     def learn(self, pack: Pack, indices: Sequence[int], total: int, step: int) -> Learned:
         """Update the weights with this rank's sequences.
 
-        indices: their places among the `total` sequences of all ranks, so that the minibatches do
-        not depend on the number of ranks.
+        indices: the index of each sequence among the `total` sequences of all ranks, so that the
+        minibatches do not depend on the number of ranks.
         """
         config, pack = self.config, self._frozen(pack.to(self.ranks.device))
         place = {index: i for i, index in enumerate(indices)}
@@ -176,8 +177,8 @@ class Learner:
     def _updated(
         self, pack: Pack, shares: list[list[int]], old_logp: Tensor, fresh: bool, train: bool
     ) -> Learned:
-        """Make an update with each share. fresh: the first update computes the old
-        log-probabilities of its share. train: False leaves the policy unchanged.
+        """Make an update with each of `shares`, lists of sequences. fresh: the first update
+        computes the old log-probabilities of its share. train: False leaves the policy unchanged.
         """
         policy_updates: list[Update] = []
         critic_updates: list[Update] = []
@@ -230,7 +231,7 @@ class Learner:
 
     @property
     def advantages_by_teacher(self) -> bool:
-        """Whether the advantages read the teacher: they do if the loss does not."""
+        """Whether there is a teacher and the advantages, not the loss, read it."""
         taught = any(getattr(part, "teaches", False) for part in self.spec.kl_parts)
         return self.teacher is not None and not taught
 
@@ -238,8 +239,8 @@ class Learner:
     def _old_logp(self, pack: Pack, first: Sequence[int]) -> Tensor:
         """The log-probabilities of the policy before its first update, or of the sampler, `[N]`.
 
-        first: the sequences of the first update, which need no extra forward: that update runs the
-        old policy. Their entries are 0 until then.
+        first: the sequences of the first update. They need no extra forward, because the policy
+        of that update is the old policy; until then, their entries are 0.
         """
         if self.config.old_logp == "rollout":
             return pack.tokens["rollout_logp"]
@@ -266,12 +267,12 @@ class Learner:
         return torch.cat([rows[i] for i in range(len(pack.lengths))])
 
     def logprobs(self, policy: nn.Module, micro: Any) -> Tensor:
-        """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
+        """The log-probabilities of the targets of a micro-batch under a policy, `[N]`."""
         return logprobs(policy, micro, self.config.temperature)
 
     def _micro_batches(self, pack: Pack, mine: list[int]) -> tuple[list[Pack], list[list[int]]]:
-        """The chosen sequences of this rank as packs, and the indices in each pack; a rank without
-        sequences gets an empty pack.
+        """The sequences `mine` of this rank as packs, and the indices of the sequences in each
+        pack; a rank without sequences gets an empty pack.
         """
         if not mine:
             empty = pack.select([0])
@@ -283,13 +284,13 @@ class Learner:
 
     @property
     def attention(self) -> Attention:
-        """How sequences go through the policy."""
+        """The way in which sequences run through the policy."""
         policy: Any = unwrap(self.policy)
         attention: Attention = policy.attention
         return attention
 
     def _update(self, pack: Pack, mine: list[int], train: bool) -> tuple[Update, Rows, Rows]:
-        """One optimizer step of the policy; log-probabilities and entropies of its sequences."""
+        """One optimizer step of the policy, and the log-probabilities and entropies by sequence."""
         packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
         step = pl.accumulate(
@@ -297,7 +298,7 @@ class Learner:
         )
         logp_of: Rows = {}
         entropy_of: Rows = {}
-        # A rank with fewer micro-batches than another runs empty ones,
+        # A rank with fewer micro-batches than another rank runs empty micro-batches
         # and drops their results.
         for micro, part, chosen in zip_longest(step, packs, members):
             with synchronised(self.policy, micro.is_last):
@@ -344,8 +345,9 @@ class Learner:
         tokens: Callable[[], str],
         train: bool = True,
     ) -> Update:
-        """Clip, step, clear the gradients. If loss or norm is not finite, no rank makes the step:
-        both are equal on all ranks. tokens: returns the tokens at fault.
+        """Clip, step, clear the gradients. If loss or norm is not finite, no rank makes the step,
+        because loss and norm are equal on all ranks. tokens: a function that returns the text
+        about the tokens at fault.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

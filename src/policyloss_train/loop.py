@@ -1,7 +1,7 @@
 """`policyloss train`: sample, score, compute advantages, update, and repeat.
 
 Everything random follows from the seed and the step, and a checkpoint holds all state that changes.
-So, on the same CPU, a run that was killed and resumed gives the same bits as an uninterrupted run.
+So, on the same CPU, a run that was killed and resumed has the same bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ INTERRUPTED = 130
 def train(
     config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
 ) -> int:
-    """Train with the options `config`. → the exit code: 0; or 130 if the run was interrupted, after
-    writing a checkpoint and printing how to resume. A resumed run must have the options it was
-    started with, except for `extend` and the options in `resume.CHANGEABLE`.
+    """Train with the options `config`; returns the exit code: 0, or 130 if the run was interrupted,
+    after writing a checkpoint and printing how to resume. A resumed run must have the options that
+    it was started with, except for `extend` and the options in `resume.CHANGEABLE`.
 
-    offline: do not download the model, because a run directory named it, and not the user.
+    offline: do not download the model, because a run directory, not the user, named it.
     named_out: False if the user chose no directory, so that a new run may use path-2, path-3, ….
     """
     config = config.with_loss(spec)
@@ -174,7 +174,7 @@ class Training:
         return 0
 
     def _start(self) -> None:
-        """Step 0: warm up, evaluate and write a checkpoint; a resumed run loads its last one."""
+        """Step 0: warm up, evaluate and store; a resumed run loads its last checkpoint."""
         self.watch.at("looking at prompts, reward and disk")
         preflight(self)
         self.watch.at("the start")
@@ -236,8 +236,8 @@ class Training:
             self.run_dir.rollouts(rows)
 
     def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
-        """Whether an action due every so many steps (0: never) is due now. first: also after the
-        first step, unless `every` is 0. last: always after the last step.
+        """Whether an action is due now. every: steps between two actions; 0 is never. first: also
+        due after the first step, unless `every` is 0. last: always due after the last step.
         """
         if last and self.step == self.config.steps:
             return True

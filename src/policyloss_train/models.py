@@ -1,5 +1,5 @@
-"""Models: a new tiny one, or any causal language model of Hugging Face; their weights and heads,
-and how their blocks run.
+"""Models: a new tiny model, or any causal language model of Hugging Face; their weights and heads,
+and the compilation and checkpointing of their blocks.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def observe_head(model: PreTrainedModel) -> Transformation:
     """The scale and cap that the model applies to the logits of its head, from a forward of four
     tokens.
 
-    Raises if the model does more to its logits, or if its head reads anything but the last hidden
-    states of its body: the trained model would differ from the sampled one.
+    Raises if the model changes its logits in another way, or if its head reads anything but the
+    last hidden states of its body, because the trained model would differ from the sampled one.
     """
     wrong = InputError(
         f"the logits of {type(model).__name__} are not its last hidden states times its head. A "
@@ -127,7 +127,7 @@ def without_bars() -> Iterator[None]:
 
 
 def refuse_missing_folder(model: str) -> None:
-    """Raise if the name looks like a folder that does not exist; others may be on the hub."""
+    """Raise if the name looks like a folder that does not exist; other names may be on the hub."""
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     # `Path.is_dir` would raise for a name that is too long.
     if not model or (looks_local and not os.path.isdir(os.path.expanduser(model))):
@@ -175,9 +175,7 @@ def _stored(
 
 
 def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Refuse a model with missing weights: they would be drawn at random and trained as if they
-    were the model's.
-    """
+    """Refuse a model with missing weights, because random weights would replace them."""
     missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
     other = sorted(str(row[0]) for row in loading["mismatched_keys"])
     for names, what in (
@@ -201,8 +199,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _complete(tokenizer: Any, model: str) -> None:
-    """Require an end token, and add a padding token; many tokenizers have none, and padding is
-    masked, so any token will do.
+    """Require an end token, and add a padding token if there is none. Padding is masked, so any
+    token can be the padding token.
     """
     if tokenizer.eos_token is None:
         raise InputError(
@@ -214,10 +212,10 @@ def _complete(tokenizer: Any, model: str) -> None:
 
 
 def checkpoint_gradients(model: PreTrainedModel) -> None:
-    """Have the model store only the inputs of its layers, and recompute the rest.
+    """Make the model store only the inputs of its layers, and recompute the other activations.
 
-    Transformers does so only in layers in training mode. So the layers are in training mode, but
-    their submodules are not, and the layers' own dropout is 0: the numbers do not change.
+    Transformers recomputes only in layers in training mode. So the layers are in training mode, but
+    their submodules are not, and the layers' own dropout is 0; the numbers do not change.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -236,7 +234,7 @@ PRINTABLE = "\n\t" + "".join(map(chr, range(0x20, 0x7F)))
 
 
 def tiny_tokenizer(task: Task) -> PreTrainedTokenizerBase:
-    """One token per character: printable ASCII, and any others in the training examples."""
+    """One token per character: printable ASCII, and other characters of the training examples."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -280,8 +278,8 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 def compile_blocks(body: nn.Module) -> None:
     """Compile the forward of the repeated blocks of a body, except in sampling.
 
-    Only the class of a block changes, so its weights and their names stay, and copies work: a
-    function stored in the block would be shared by copies, and use the original's weights.
+    Only the class of a block changes, so its weights and their names stay, and copies work. If the
+    function were stored in the block, copies would share it and use the original's weights.
     """
     for module in body.children():
         if isinstance(module, nn.ModuleList):

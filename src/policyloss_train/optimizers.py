@@ -42,8 +42,8 @@ def adamw(module: nn.Module, lr: float, config: TrainConfig) -> torch.optim.Opti
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW that keeps a float32 copy of each weight of the model.
 
-    A step of 1e-6 on a weight of 1 is lost in bfloat16: the next number is 0.0078 away. In the
-    float32 copy such steps add up. The copy and both moments are the optimizer's state.
+    A step of 1e-6 on a weight of 1 is lost in bfloat16, because the next number is 0.0078 away. In
+    the float32 copy such steps add up. The copy and both moments are the optimizer's state.
     """
 
     def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:

@@ -24,7 +24,7 @@ Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 class Policy(nn.Module):
     """A causal language model for the loss, with one forward, so that DDP and FSDP can wrap it.
 
-    attention: how sequences go through it.
+    attention: the way in which sequences run through the model.
     """
 
     def __init__(self, model: Any, attention: Attention) -> None:
@@ -44,7 +44,7 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """A copy of a model's body, and one number per token:
+    """A copy of a model's body with a linear head. The value of token t is
     `V_t = w · hidden_t + b`, which is 0 before training.
     """
 
@@ -68,7 +68,7 @@ class Critic(nn.Module):
 
 
 def logprobs(policy: nn.Module, micro: Any, temperature: float) -> Tensor:
-    """The log-probabilities that a policy gives to the targets of a micro-batch, `[N]`."""
+    """The log-probabilities of the targets of a micro-batch under a policy, `[N]`."""
 
     def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
         options: dict[str, Any] = {"entropy": True, "mask": micro["mask"], "softcap": softcap}
@@ -87,8 +87,8 @@ def loss_and_numbers(
     teacher: nn.Module | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of a micro-batch of `step`, and the log-probabilities and entropies of its tokens;
-    its metrics are merged into the step's. Without `old_logp`, the current policy is the old one.
-    teacher: used if the loss compares distributions.
+    the metrics are merged into those of `step`. Without `old_logp`, the current policy is the
+    old one. teacher: used if the loss compares distributions.
     """
     divergence, targets, mask = step.spec.divergence, micro["targets"], micro["mask"]
     support = micro["support"]  # the tokens that the sampler kept

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 ENGINES = ("built-in", "vllm")
 BY_COMPARISON = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg")  # within a group
-WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards still give a gradient
+WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards still have a gradient
 # The other two estimators need numbers that a run does not have.
 ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
 SHOWN = 5  # number of prompts in a message
-TRIED = 8  # the reward must work on one of so many examples
+TRIED = 8  # the reward must work on at least one of this many examples
 SPARE = 1 << 20  # bytes for all files that are not checkpoints
 
 
 def option_problems(config: TrainConfig) -> Iterator[str]:
-    """Sampling, the optimizer and the advantages; each problem is a sentence with its remedy."""
+    """Problems of sampling, optimizer and advantages, each a sentence with its remedy."""
     completions, name = config.prompts * config.group_size, config.rollout
     tokens = completions * config.max_new_tokens
     if tokens >= 2**31:
@@ -153,7 +153,7 @@ def refuse_missing(config: TrainConfig) -> None:
     ):
         if is_reference(value):
             load_code(str(value), what)
-    if not config.task.startswith(GYM):  # its data sets are not files, and are slow to load
+    if not config.task.startswith(GYM):  # reasoning_gym's data sets are not files and load slowly
         make_task(config.task, reward=config.reward, seed=config.seed)
     if config.model not in TINY:
         refuse_missing_folder(config.model)
@@ -212,7 +212,7 @@ def _unusable_text(split: str, examples: Sequence[Example], bad: dict[int, str])
 
 
 def _reward_problem(task: Task, seconds: float) -> list[str]:
-    """The problem of a reward that fails on the answers of all the first examples."""
+    """A sentence if the reward fails on the answers of all of the first `TRIED` examples."""
     failures: list[RewardError] = []
     for example in task.train[:TRIED]:
         try:
@@ -228,8 +228,8 @@ def _reward_problem(task: Task, seconds: float) -> list[str]:
 
 
 def _disk_problem(out: Path, learner: Learner, keep: int) -> list[str]:
-    """The problem of a disk without room for the kept checkpoints and a new one: the weights of the
-    reference, and the weights and two moments of policy and critic.
+    """A sentence if the disk has no room for the kept checkpoints and a new one. A checkpoint holds
+    the weights of the reference, and the weights and two moments of policy and critic.
     """
     copies = ((3, learner.policy), (3, learner.critic), (1, learner.reference))
     size = sum(

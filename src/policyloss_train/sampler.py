@@ -4,7 +4,7 @@ log-probabilities.
 Shapes: R prompts of a call, B rows of one batch (fewer as rows end), P prompt tokens, T = the most
 new tokens, L tokens of a completion, V vocabulary entries. Token t of row r is a function of only
 the model, the prompt and `uniforms[r, t]` (inverse CDF). So the samples do not depend on how the
-rows are cut into batches or dealt to ranks, up to the rounding of the model's products.
+rows are split into batches or over ranks, up to the rounding of the model's products.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Sample:
     """One sampled completion, ragged, on the CPU; every tensor owns its memory.
 
     `rollout_logp` is `log softmax(logits / temperature)`, over all tokens or, if the rule is
-    `processed`, over the tokens that top-p and top-k kept. At temperature 0 (greedy) it is the
-    log-prob at temperature 1. `support`: as in `Completed`.
+    `processed`, over the tokens that top-p and top-k kept. At temperature 0 (greedy), it is the
+    log-probability at temperature 1. `support`: as in `Completed`.
     """
 
     example: int  # Example.id
@@ -53,7 +53,8 @@ class Sample:
 class Completed(NamedTuple):
     """The tokens of a completion, with the end token if there was one, and their log-probs `[L]`.
 
-    support: the tokens that each was drawn from; None for all, or if they were not recorded.
+    support: the tokens from which each token was drawn; None if these are all tokens, or if they
+    were not recorded.
     """
 
     tokens: list[int]
@@ -62,10 +63,10 @@ class Completed(NamedTuple):
 
 
 def uniforms(seed: int, step: int, rows: int, width: int) -> Tensor:
-    """`[rows, width]` float64 numbers in [0, 1) that depend on `seed`, `step` and their place only:
-    each rank takes its rows.
+    """`[rows, width]` float64 numbers in [0, 1). Each depends only on `seed`, `step` and its index,
+    so that each rank can take its rows.
     """
-    # torch's CPU generator keeps 32 bits of its seed; this one mixes all of seed and step.
+    # torch's CPU generator keeps 32 bits of its seed; PCG64 mixes all bits of seed and step.
     return torch.from_numpy(
         np.random.Generator(np.random.PCG64([seed, step])).random((rows, width))
     )
@@ -87,8 +88,8 @@ def sample(
     """One completion for each (example id, group, prompt text), in the order of the prompts.
 
     `temperature` 0 takes the likeliest token (`uniforms` may be None); `top_p` 1 and `top_k` 0 are
-    off. `uniforms` is `[R, max_new_tokens]`. A batch holds as many rows as `batch_tokens` allows,
-    each counted as its longest prompt plus `max_new_tokens`, and at least one.
+    off. `uniforms` is `[R, max_new_tokens]`. A batch holds at least one row, and as many as
+    `batch_tokens` allows if each row has the longest prompt of the batch plus `max_new_tokens`.
     The model samples in eval mode without gradients; its modes are restored.
     """
     rule = Rule(temperature, top_p, top_k)
@@ -105,7 +106,7 @@ def sample(
 
 def cut_at_stop(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[str]) -> Sample:
     """Cut the completion at the first of the texts `stop`: its tokens include the stop text, its
-    text does not. The cut happens here, so that engines need not support it.
+    text does not. Engines therefore need no support for stop texts.
     """
     begins = [place for place in (s.text.find(text) for text in stop) if place >= 0]
     if not begins:
@@ -178,7 +179,7 @@ def as_samples(
     ends: set[int],
     version: int = 0,
 ) -> list[Sample]:
-    """Completions with their texts. keys: example and group of each. ids: the prompt of each."""
+    """Completions with their texts. keys: their examples and groups. ids: their prompts."""
     finished = [one.tokens[-1] in ends for one in completions]
     # Cut the end token here: the tokenizer may not mark it as special.
     bodies = [
@@ -273,7 +274,7 @@ def _complete_batch(
             kept.add(alive, support)
         if t + 1 == limit:
             break
-        # The host waits for nothing but its size.
+        # The host waits only for the size of `going`.
         going = (~torch.isin(token, stops)).nonzero().squeeze(-1)
         if len(going) < len(alive):
             if not len(going):
@@ -318,8 +319,8 @@ def _prefill(
 def _next_logits(
     model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor | None, position: Tensor
 ) -> Tensor:
-    """Feed `ids` `[B, n]` after the tokens in the cache (`mask` covers both); the logits `[B, V]`
-    after the last of them.
+    """Run the model on `ids` `[B, n]` after the tokens in the cache (`mask` covers cache and ids);
+    returns the logits `[B, V]` after the last id.
     """
     out = model(
         input_ids=ids,
@@ -329,7 +330,7 @@ def _next_logits(
         use_cache=True,
         logits_to_keep=1,
     )
-    # Without a position each token would count as the first.
+    # Without a cache, the model would read each token as the first.
     if getattr(out, "past_key_values", None) is None:
         raise InputError(
             f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a "

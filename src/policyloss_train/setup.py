@@ -61,7 +61,7 @@ def build(
     warn: Callable[[str], None],
     offline: bool = False,
 ) -> Setup:
-    """Make or load everything. offline: download nothing, as the user did not name the model."""
+    """Make or load everything. offline: download nothing; the user did not name the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     load_model = partial(
         load,
@@ -92,7 +92,7 @@ def build(
     if config.lora_rank:
         add_adapter(model, config)
     policy = Policy(model, attention)
-    if config.compile:  # after the policy has observed the head, which would compile for its shape
+    if config.compile:  # after `observe_head`, whose forward would compile for its shape
         compile_blocks(model.base_model)
     optimizer = adamw(policy, config.lr, config)
     learner = Learner(
@@ -154,7 +154,7 @@ def warmup_steps(config: TrainConfig) -> int:
 
 
 def distribute(learner: Learner) -> None:
-    """Wrap policy and critic for several ranks, after their first weights are set."""
+    """Wrap policy and critic for several ranks, after their initial weights are set."""
     config, ranks = learner.config, learner.ranks
     if ranks.world == 1:
         return
@@ -258,7 +258,7 @@ def _tensors(
 def _loss(
     model: PreTrainedModel, form: Transformation, ids: Tensor, targets: Tensor, mask: Tensor
 ) -> Tensor:
-    """−mean log p(target) where `mask`; a scalar."""
+    """−mean log p(target) over the targets where `mask` is True; a scalar."""
     head = model.get_output_embeddings()
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[mask] * form.scale
     bias = getattr(head, "bias", None)

@@ -1,5 +1,5 @@
-"""Checks while a run trains: where it is and which rank the others wait for (`Watch`), advice when
-it does not learn (`Hints`), and numbers that are not finite.
+"""Checks while a run trains: its phase and the rank that others wait for (`Watch`), advice if the
+run does not learn (`Hints`), and numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._publish()
-        self._ranks.barrier()  # then every rank's place is in the store
+        self._ranks.barrier()  # then the phase of every rank is in the store
         if self._every:
             self._thread.start()
         return self
@@ -71,7 +71,7 @@ class Watch:
         )
 
     def places(self) -> str:
-        """The phase of every rank, and for how long; ranks that are behind come first."""
+        """The ranks that are behind, then the phase of every rank and its duration."""
         now, rows = time.time(), self._rows()
         counts = [row["count"] for row in rows]
         behind = [str(i) for i, n in enumerate(counts) if n == min(counts) < max(counts)]
@@ -211,8 +211,8 @@ def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tensor]) -> str:
-    """The first quantity that is not finite at a token of the `chosen` sequences, and where; "" if
-    all are. logp: the log-probabilities of the policy, by sequence, where they are known.
+    """The first quantity that is not finite at a token of the `chosen` sequences, and the token;
+    "" if all are finite. logp: the log-probabilities of the policy, by sequence, if known.
     """
     parts = {
         name: torch.split(pack.tokens[name], pack.lengths)

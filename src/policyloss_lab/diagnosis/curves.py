@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 Curve = list[tuple[int, float]]
-NEIGHBOURS = 8  # values before and after one that define the usual value there
+NEIGHBOURS = 8  # values before and after a value that define the usual value around it
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class LogThresholds:
     """The numbers at which a curve is a symptom; docs/doctor.md gives the source of each.
 
     least_steps: with fewer steps, only nonfinite numbers are a symptom.
-    trend_sigma, trend_least: a curve rose or fell if its end differs from its start by this many
-    standard errors, and by this share.
+    trend_sigma, trend_least: a curve rose or fell if its end differs from its start by more than
+    `trend_sigma` standard errors and by more than the share `trend_least` of the larger of the two.
     solved: smallest score at which flat curves are no symptom.
     entropy_share: share of the entropy at the start.
     dead_groups: share of groups with equal rewards; dead_unsolved: the part of that share that
@@ -53,8 +53,8 @@ class LogThresholds:
 
 @dataclass(frozen=True)
 class Log:
-    """The curves of a run under our names. raw: under the names of the log. rollouts: stored
-    completions, if any.
+    """The curves of a run. curves: by our names. raw: by the names of the log. rollouts: the stored
+    completions, if any. limits: the thresholds of the verdict.
     """
 
     curves: Mapping[str, Curve]
@@ -71,12 +71,12 @@ class Log:
         return [y for _, y in self.finite(name)]
 
     def start(self, name: str) -> float | None:
-        """The median of its first tenth: a policy may change early."""
+        """The median of the first tenth of a curve; short, because a policy may change early."""
         ys = self.values(name)
         return median(ys[: math.ceil(len(ys) / 10)]) if ys else None
 
     def end(self, name: str) -> float | None:
-        """The median of its last quarter."""
+        """The median of the last quarter of a curve."""
         ys = self.values(name)
         return median(ys[-math.ceil(len(ys) / 4) :]) if ys else None
 
@@ -84,7 +84,7 @@ class Log:
         """1 if a curve rose, -1 if it fell, 0 if its noise explains the difference.
 
         The noise is the median jump between neighbours, which neither a slow trend nor an outlier
-        enlarges. For normal noise with deviation σ it is 0.954 σ.
+        enlarges. For normal noise with standard deviation σ, that median is 0.954 σ.
         """
         ys, start, end = self.values(name), self.start(name), self.end(name)
         if len(ys) < 3 or start is None or end is None:
@@ -97,7 +97,7 @@ class Log:
         return 0 if small else 1 if change > 0 else -1
 
     def since(self, name: str, test: Callable[[float], bool]) -> int:
-        """The first step after which a curve passes a test nearly always (three in four)."""
+        """The first step from which on at least three of four values of a curve pass a test."""
         begin = passed = 0
         for count, (step, y) in enumerate(reversed(self.curves.get(name, [])), 1):
             passed += test(y)
@@ -116,7 +116,7 @@ class Log:
         ys, ratios = [y for _, y in curve], []
         for i, y in enumerate(ys):
             sides = ys[max(0, i - NEIGHBOURS) : i], ys[i + 1 : i + 1 + NEIGHBOURS]
-            # The larger of both, so that the last value before a fall is no outlier.
+            # The larger of the two medians, so that the last value before a fall is no outlier.
             ratios.append(y / max(median(side) for side in sides if side))
         deviation = 1.4826 * median(abs(math.log(ratio)) for ratio in ratios)
         bound = max(self.limits.spike, math.exp(min(self.limits.spike_sigma * deviation, 700)))

@@ -30,15 +30,17 @@ class Thresholds:
     """The numbers of the verdict; docs/doctor.md gives the source of each.
 
     floor: scale of healthy differences without a model, in nats of an unlikely token.
-    explains: largest share of the scale that an accepted hypothesis leaves; and the same
+    explains: largest share of the scale that an accepted hypothesis leaves. Some hypotheses have
+    a limit of their own instead:
     fixed: for a precision of the weights, which has no fitted number and hides in its own noise,
     shift: for a shift, behind which another cause may still hide,
     exact: for a change after which both sides would agree to the last digits.
     gain: least improvement of the score by an accepted hypothesis.
     noise: healthy multiple of the bf16 noise measured on the model.
     law: least improvement of the score per token by a law of noise over uniform noise.
-    wild: share of tokens beyond four times the floor that is no longer noise.
-    rest: share of the scale too small for a second cause.
+    wild: least share of tokens beyond four times the floor (without a model, four times `noise`
+    times the floor) that noise cannot explain.
+    rest: share of the scale below which no second cause is searched for.
     """
 
     floor: float = 0.05
@@ -71,7 +73,7 @@ FAR = 4  # times the floor: a difference that noise rarely reaches
 LEAST_FAR = 3  # fewer tokens than this may be far by chance
 CERTAIN = 0.99  # the largest confidence
 FEW_TOKENS = 16  # the confidence is halved at this many tokens
-LEAD_RATE = 5  # how fast the confidence rises with the lead in nats per token
+LEAD_RATE = 5  # the rate at which the confidence rises with the lead in nats per token
 
 
 def effects(others: Sequence[Sequence[int]] | None = None) -> tuple[Hypothesis, ...]:
@@ -118,9 +120,9 @@ def misfit_of(fit: Fit, case: Case) -> Misfit:
 class Search:
     """The state of a diagnosis.
 
-    case: the pairs without the causes accepted so far, and left: their misfit. first: the misfit of
-    all differences. accepted: the causes, and leads: how far each is ahead of its rivals. tested:
-    all fits of the first round of each step.
+    case: the pairs without the effects of the causes accepted so far. left: the misfit of `case`.
+    first: the misfit of all differences. accepted: the causes. leads: for each cause, its lead over
+    its rivals. tested: all fits of the first round of each step.
     """
 
     def __init__(self, case: Case, thresholds: Thresholds) -> None:
@@ -156,11 +158,12 @@ def diagnose(
        rows, they are realigned, because no other test makes sense before that.
     3. Effects. The hypothesis that best predicts the difference of each token is accepted and
        subtracted. With a model, a second round searches the rest for a second cause, unless the
-       rest is noise. Where a temperature or a cut explains a part, both are fitted together.
-    4. Noise. If the rest is still larger than noise, the laws that predict only where differences
-       are large are compared. A law alone that is about as good as the last effect and a law
-       together replaces that effect.
-    5. Confidence. The smallest lead of a cause over its rivals, lowered for few tokens.
+       rest is noise. If a temperature or a cut (top-p, top-k, min-p) explains only a part, a
+       temperature and a cut are also fitted together.
+    4. Noise. If the rest is still larger than noise, the laws of noise are compared, which predict
+       only where differences are large. If a law without the last effect fits about as well as a
+       law with that effect, the effect is dropped.
+    5. Confidence. It is the smallest lead of a cause over its rivals, lowered for few tokens.
     """
     if is_copy(case.pairs):
         evidence = f"all {case.pairs.size} log-probabilities are equal bit for bit"
@@ -213,7 +216,7 @@ def _test_noise(search: Search, before: Case | None) -> None:
     """Step 4 of `diagnose`. before: the case before the last accepted effect."""
     case, thresholds = search.case, search.thresholds
     if search.accepted:
-        # A guess from pairs alone leaves much by itself, so its rest is no second cause.
+        # A fit without a model is rough and leaves much, so its rest is no second cause.
         large = case.scorer is not None and search.left.scale > SECOND_CAUSE * search.first.scale
         if not large or search.left.scale <= search.floor:
             return
@@ -252,7 +255,7 @@ def _unexplained(case: Case) -> Misfit:
 
 
 def _lead_over(rivals: Sequence[Fitted], row: Fitted, left: Misfit, case: Case) -> float:
-    """From 0.5 to 1: how far a fit is ahead of the best one of another cause, per token."""
+    """The lead per token of a fit over the best fit of another cause, as a number in [0.5, 1]."""
     names = set(row.fit.cause.split("+"))
     others = [r.left.score for r in rivals if not names <= set(r.fit.cause.split("+"))]
     gap = (min([left.score, *others]) - row.left.score) / case.pairs.size
@@ -260,8 +263,8 @@ def _lead_over(rivals: Sequence[Fitted], row: Fitted, left: Misfit, case: Case) 
 
 
 def _explains(row: Fitted, left: Misfit, thresholds: Thresholds) -> bool:
-    """Whether a fit is accepted: its score beats the previous one, and it leaves as little as a
-    true cause would, or concerns only a few tokens at the edges.
+    """Whether a fit is accepted: its score beats the score without it, and the fit leaves as little
+    as a true cause would, or concerns only a few tokens at the edges.
     """
     share: float = getattr(thresholds, row.fit.share)
     return row.left.score < left.score - thresholds.gain and (
@@ -270,8 +273,8 @@ def _explains(row: Fitted, left: Misfit, thresholds: Thresholds) -> bool:
 
 
 def _partly_sampling(rows: Sequence[Fitted], left: Misfit, thresholds: Thresholds) -> bool:
-    """Whether a temperature or a cut explains something and nothing explains all, so that it is
-    worth the time to search for both together.
+    """Whether a temperature or a cut explains something and no fit explains everything, so that a
+    joint search for a temperature and a cut is worth its time.
     """
     if not rows or rows[0].left.scale <= NEGLIGIBLE * thresholds.rest * left.scale:
         return False
@@ -280,8 +283,8 @@ def _partly_sampling(rows: Sequence[Fitted], left: Misfit, thresholds: Threshold
 
 
 def _wild(case: Case, floor: float, thresholds: Thresholds) -> bool:
-    """Whether a few tokens differ far more than noise does, though most do not: of Student's t,
-    three of 10,000 lie beyond 12 scales. With the model, the floor is three scales already.
+    """Whether a few tokens differ far more than noise allows. Under Student's t, three of 10,000
+    tokens lie beyond 12 scales. With a model, the floor already is three scales (`noise`).
     """
     times = FAR if case.scorer is not None else FAR * thresholds.noise
     far = (case.pairs.difference / case.pairs.shape).abs() > times * floor
@@ -313,7 +316,7 @@ def _verdict(case: Case, search: Search, notes: Sequence[str], confidence: float
         evidence.append(row.fit.sentence + tail)
         details |= row.fit.details
     causes = tuple(dict.fromkeys(c for row in search.accepted for c in row.fit.cause.split("+")))
-    if "weights_bf16" in causes:  # a model in bf16 has such logits, too
+    if "weights_bf16" in causes:  # a model in bf16 also has bf16 logits
         causes = tuple(cause for cause in causes if cause != "logits_bf16")
     if "stale_weights" in causes:
         evidence += _steps(case, first.scale, details)
@@ -334,7 +337,7 @@ def _verdict(case: Case, search: Search, notes: Sequence[str], confidence: float
 
 
 def _steps(case: Case, scale: float, details: dict[str, object]) -> list[str]:
-    """About how many updates the engine is behind, where one update of the trainer is known."""
+    """A sentence on about how many updates the engine is behind, if `logp` shows one update."""
     if case.pairs.later is None:
         return []
     drift = misfit(case.pairs.later - case.pairs.trainer, case.pairs.shape, 0).scale
@@ -352,7 +355,7 @@ def _steps(case: Case, scale: float, details: dict[str, object]) -> list[str]:
 def _alternatives(
     tested: Sequence[Fitted], first: Misfit, causes: Sequence[str]
 ) -> list[Alternative]:
-    """The best fit of each cause that was not chosen, the one that leaves least first."""
+    """The best fit of each cause that was not chosen, sorted by the share that the fit leaves."""
     best: dict[str, Fitted] = {}
     for row in tested:
         name = row.fit.cause

@@ -20,8 +20,9 @@ BATCH_TOKENS = 8192  # tokens of one forward, padding included
 class Scorer:
     """A model and the sequences that it scores.
 
-    prompts: of each row, the tokens before the first scored one. completions: the tokens after
-    them. scored: `[n, 2]`, the row and the index in the completion of each scored token, in order.
+    prompts: for each row, the tokens before its completion. completions: for each row, the tokens
+    after its prompt. scored: `[n, 2]`, the row of each scored token and its index in the
+    completion, in order.
     """
 
     model: Any
@@ -101,8 +102,9 @@ class Scorer:
     ) -> Tensor:
         """`[n, V]` float32 logits.
 
-        prompts: replace the prompts of all rows. padding: the side. positions: whether position ids
-        skip padding. attend_padding: omit the attention mask.
+        prompts: used instead of the prompts of all rows. padding: the padded side, "left" or
+        "right". positions: whether position ids skip padding. attend_padding: omit the attention
+        mask. train: run the model in training mode, with dropout.
         """
         model = self.model
         device = next(model.parameters()).device

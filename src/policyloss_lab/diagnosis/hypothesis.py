@@ -2,9 +2,10 @@
 
 The measure is a Student-t likelihood with a fitted scale, and a penalty for every fitted number. A
 residual `e_t` has the density of Student's t with 4 degrees of freedom and the scale `σ·h_t`. The
-shape `h_t` is the relative size of noise: an error in the logits moves the log-probability of a
-token by about `1 - p` of it, so a likely token has little noise. Heavy tails keep a few wild tokens
-from deciding. The score is `-2·log likelihood + k·log n`, as in the BIC; smaller is better.
+shape `h_t` is the relative size of noise: an error in the logits changes the log-probability of a
+token by about `1 - p` times the error, so a likely token has little noise. Because of the heavy
+tails, a few wild tokens do not decide the fit. The score is `-2·log likelihood + k·log n`, as in
+the BIC; smaller is better.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Case:
     def sides(self) -> tuple[tuple[str, int], ...]:
         """The sides that may be wrong, each with the sign of its effect on the difference.
 
-        With a model, the side that is much nearer to it is right.
+        With a model, a side that is much nearer to the model than the other side is right.
         """
         both = (("rollout_logp", 1), ("old_logp", -1))
         if self.scorer is None:
@@ -50,8 +51,8 @@ class Case:
     def fit_sides(
         self, cause: str, sentence: str, effect: Tensor, details: Any = None, **options: Any
     ) -> Iterator[Fit]:
-        """A fit of each side that may be wrong. sentence: with "{side}" in it. effect: the change
-        of that side's log-probabilities.
+        """A fit of each side that may be wrong. sentence: contains "{side}" for the name of the
+        side. effect: the change of that side's log-probabilities.
         """
         for side, sign in self.sides:
             numbers = {**(details or {}), "side": side}
@@ -71,8 +72,8 @@ class Fit:
     `rollout_logp - old_logp` of each token, NaN if unknown; None is 0. shape: the relative size of
     noise at each token; None is `1 - p`. source: for a hypothesis about order, the index of the
     engine's number that belongs to each token (−1: none). freedom: the number of fitted numbers.
-    share: the field of `Thresholds` that limits the share of the scale it leaves. details: the
-    fitted numbers by name.
+    share: the name of the field of `Thresholds` that limits the share of the scale that the fit may
+    leave. details: the fitted numbers by name.
     """
 
     cause: str
@@ -86,12 +87,12 @@ class Fit:
 
     @property
     def masks_edges(self) -> bool:
-        """Whether it removes tokens at the edges of rows, at their scale of noise."""
+        """Whether the fit leaves out tokens at the edges of rows, with more noise there."""
         return self.shape is not None and self.source is not None
 
     @property
     def is_law(self) -> bool:
-        """Whether it predicts where differences are large."""
+        """Whether the fit predicts only where differences are large."""
         return self.shape is not None and self.source is None
 
 
@@ -99,18 +100,18 @@ class Hypothesis(Protocol):
     """A family of explanations with one fitting method."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Yield its best members; none if the case lacks the tensors that it needs."""
+        """Yield the best fits; no fit if the case lacks a tensor that the hypothesis needs."""
 
 
 DEGREES = 4.0
-ROUNDING = 2.0**-23  # no scale is smaller than float32 can tell apart
+ROUNDING = 2.0**-23  # the smallest scale: float32 cannot resolve a smaller one
 _CONSTANT = (
     math.lgamma((DEGREES + 1) / 2) - math.lgamma(DEGREES / 2) - 0.5 * math.log(DEGREES * math.pi)
 )
 
 
 class Misfit(NamedTuple):
-    """The rest of the differences. scale: σ of the residual. score: the penalised criterion."""
+    """The size of the residuals. scale: their σ. score: the penalised criterion."""
 
     scale: float
     score: float
@@ -137,9 +138,10 @@ def misfit(residual: Tensor, shape: Tensor, freedom: int) -> Misfit:
 
 
 def _likelihood(squares: Tensor, start: Tensor) -> tuple[float, float]:
-    """The scale that expectation maximisation reaches from a variance, and its mean log-density.
+    """The scale that expectation maximisation reaches from the variance `start`, and the mean
+    log-density at that scale.
 
-    Where most residuals are exact and some are not, there are two such scales; the start decides.
+    If most residuals are exact and some are not, there are two such scales; the start decides.
     """
     variance = max(float(start), ROUNDING**2)
     for _ in range(30):

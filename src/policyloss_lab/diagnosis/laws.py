@@ -1,5 +1,5 @@
-"""Laws of noise: hypotheses that predict where differences are large but not their sign. They are
-weights of another step, another context, dropout, and another route through the experts.
+"""Laws of noise: hypotheses that predict where differences are large but not their sign. The laws
+are weights of another step, another context, dropout, and another route through the experts.
 
 Each law runs the model several times with a random change. The typical size of the effect is the
 shape of its noise; if the mean effect is not 0, a multiple of it is predicted. Pairs alone cannot
@@ -54,7 +54,7 @@ def random_weights(
 
 def law_shape(effects: Tensor, case: Case) -> Tensor:
     """The typical size over draws, `(mean √|e|)²`, smoothed by `1 - p`: `sqrt(size² + (0.3·h)²)`,
-    both scaled to mean 1. A rare large effect must not dominate.
+    with size and h scaled to mean 1. The roots keep a rare large effect from dominating.
     """
     size = effects.abs().sqrt().mean(0).square()
     size = size / size.mean().clamp(min=1e-12)

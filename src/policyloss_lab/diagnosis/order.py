@@ -1,4 +1,4 @@
-"""Hypotheses about order: numbers shifted by a token, permuted rows, rows cut into other tokens,
+"""Hypotheses about order: numbers shifted by a token, permuted rows, rows split into other tokens,
 and tokens that do not belong in the mask.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
 from policyloss_lab.diagnosis.pairs import Pairs
 
-ROWS = 256  # rows that are compared with each other
-FIRST = 32  # tokens of each row that are compared
-WILD = 8.0  # times the scale of the other tokens: a number of another token
+ROWS = 256  # the most rows that are compared with each other
+FIRST = 32  # the first tokens of each row, which are compared
+WILD = 8.0  # a difference of this many scales of the other tokens is another token's number
 NEAR = 0.05  # the usual difference of two engines at one token, in nats
 
 
@@ -100,13 +100,13 @@ def _table(x: Tensor, starts: Tensor, count: int) -> Tensor:
 @dataclass(frozen=True)
 class OtherTokens:
     """After some token of a row, the engine's numbers are shifted: the text was encoded again, and
-    a word was cut into more or fewer tokens.
+    a word was split into more or fewer tokens.
     """
 
     lags: tuple[int, ...] = (-3, -2, -1, 1, 2, 3)
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """For each row, the place after which a lag fits better than none."""
+        """For each row, the index after which a lag fits better than no lag."""
         pairs = case.pairs
         starts = pairs.starts
         count = min(starts.numel() - 1, ROWS)
@@ -157,8 +157,8 @@ def _cost(gap: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Edges:
-    """Only the first or the last tokens of the rows differ: they should not be in the mask, or the
-    engine has no number for them.
+    """Only the first or the last tokens of the rows differ: these tokens should not be in the mask,
+    or the engine has no numbers for them.
     """
 
     def fit(self, case: Case) -> Iterator[Fit]:

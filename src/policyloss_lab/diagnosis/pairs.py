@@ -17,8 +17,8 @@ POSITIVE = 1e-3  # values above this are not log-probabilities; half precision m
 
 
 def noise_shape(logp: Tensor) -> Tensor:
-    """`max(1 - p, 0.02)` of each token, the relative size of noise: an error in the logits hardly
-    moves a likely token.
+    """`max(1 - p, 0.02)` of each token, the relative size of noise: an error in the logits
+    hardly changes the log-probability of a likely token.
     """
     return (-torch.expm1(logp)).clamp(min=QUIET)
 
@@ -27,8 +27,9 @@ def noise_shape(logp: Tensor) -> Tensor:
 class Pairs:
     """The valid tokens of a batch, flat, in the order of rows. `[n]` each, on the CPU.
 
-    row, column: the place of a token. ids, entropy, later (logp after the update): None unless
-    passed. impossible: the number of valid tokens with a `rollout_logp` of −inf, left out here.
+    row, column: the indices of a token in the batch. ids, entropy, later (logp after the
+    update): None unless passed. impossible: the number of valid tokens with a `rollout_logp` of
+    −inf, which are left out.
     """
 
     rollout: Tensor
@@ -57,7 +58,7 @@ class Pairs:
 
     @property
     def starts(self) -> Tensor:
-        """The index of the first token of each row with tokens, and n at the end."""
+        """The index of the first token of each nonempty row, followed by n."""
         new = torch.ones(self.size, dtype=torch.bool)
         new[1:] = self.row[1:] != self.row[:-1]
         return torch.cat([new.nonzero().flatten(), torch.tensor([self.size])])
@@ -95,8 +96,8 @@ class Pairs:
         return replace(self, rollout=self.rollout + change)
 
     def with_rollout_from(self, source: Tensor) -> Pairs:
-        """The pairs with the engine's numbers realigned: `source[i]` is the index of the number of
-        token i; tokens with −1 are left out.
+        """The pairs with the engine's numbers realigned: `source[i]` is the index of the number
+        of token i; tokens with `source[i]` = −1 are left out.
         """
         there = source >= 0
         moved = replace(self, rollout=self.rollout[source.clamp(min=0)])
@@ -209,7 +210,8 @@ def _where(pairs: Pairs, wrong: Tensor) -> str:
 def is_copy(pairs: Pairs) -> bool:
     """Whether both log-probabilities are equal bit for bit.
 
-    Certain tokens and numbers rounded to 16 bits do not count: two programs may agree on them.
+    Tokens with a probability near 1 and numbers that bf16 holds exactly do not count, because two
+    independent programs may agree on them.
     """
     precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
     return int(precise.sum()) >= LEAST_TOKENS and bool(

@@ -46,7 +46,7 @@ def read_tokens(path: str | Path) -> dict[str, Any]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file: a length, a JSON header with dtype, shape and place of each tensor,
+    """The tensors of a file: a length, a JSON header with dtype, shape and offset of each tensor,
     and the numbers.
     """
     with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
@@ -70,7 +70,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; at least one."""
+    """The objects of a file of JSON lines; a file without any raises an `InputError`."""
     rows: list[dict[str, Any]] = []
     with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
         for number, line in enumerate(handle, 1):

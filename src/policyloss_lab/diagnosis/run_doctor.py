@@ -137,7 +137,9 @@ class LogWatch:
         return self.look() if len(self.rows) % self.every == 0 else []
 
     def look(self) -> list[Finding]:
-        """The symptoms that were not returned before; [] while there are too few rows."""
+        """Diagnose all rows; returns the symptoms that were not returned before, [] if there are
+        too few rows.
+        """
         try:
             verdict = diagnose_rows(self.rows)
         except InputError:

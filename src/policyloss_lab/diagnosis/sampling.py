@@ -51,7 +51,7 @@ def geometric(low: float, high: float, count: int) -> list[float]:
 
 
 def one_way(case: Case) -> bool:
-    """Whether nearly all differences above noise have one sign, as a cut makes them."""
+    """Whether nearly all differences above noise have the same sign, as after a cut."""
     d = case.pairs.difference
     large = d[d.abs() > 1e-3 * case.pairs.shape]
     ups = float((large > 0).double().mean()) if large.numel() else 0.5
@@ -69,15 +69,15 @@ def _sentence(side: str, what: str) -> str:
 class Temperature:
     """One side divides its logits by a temperature.
 
-    With logits the prediction is exact: `log softmax(z/τ) - log softmax(z)`. With the entropy H it
-    is `(1/τ - 1)·(logp + H)`. With pairs alone, K equally likely tokens stand for all that were not
-    sampled: `p' = p^β / (p^β + (1 - p)^β·K^(1-β))` with β = 1/τ.
+    With logits z the prediction is exact: `log softmax(z/τ) - log softmax(z)`. With the entropy H
+    the prediction is `(1/τ - 1)·(logp + H)`. With pairs alone, K equally likely tokens represent
+    all tokens that were not sampled: `p' = p^β / (p^β + (1 - p)^β·K^(1-β))` with β = 1/τ.
     """
 
     def fit(self, case: Case) -> Iterator[Fit]:
         """The best temperature of each side."""
         if case.scorer is None and one_way(case):
-            return  # a temperature moves likely tokens one way and unlikely ones the other
+            return  # a temperature changes likely and unlikely tokens in opposite directions
         for side, sign in case.sides:
             tau, prediction, branches = self._best(case, sign)
             details: dict[str, float | str] = {"temperature": tau, "side": side}
@@ -112,7 +112,7 @@ class Temperature:
 
 
 def _guess(logp: Tensor, sign: int, branches: float, tau: float) -> Tensor:
-    logp = logp.clamp(max=0.0)  # noise may lift a number above it
+    logp = logp.clamp(max=0.0)  # noise may lift a log-probability above 0
     return sign * (_scaled(logp, 1 / tau, branches) - logp)
 
 
@@ -151,7 +151,9 @@ class Renormalised:
                 )
 
     def _from_pairs(self, case: Case, side: str, sign: int) -> Iterator[Fit]:
-        """A token above top-p has probability 1 among the kept ones; others gain the same."""
+        """A token with p > top-p is the only kept one and gets probability 1; all other sampled
+        tokens gain the same amount.
+        """
         if not one_way(case):
             return
         base = case.pairs.trainer if sign > 0 else case.pairs.rollout
@@ -174,10 +176,10 @@ class Renormalised:
 
 @dataclass(frozen=True)
 class TemperatureAndCut:
-    """A temperature and then a top-p, both on one side."""
+    """One side applies a temperature and then a top-p."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """The best pair, searched on some tokens and then on all."""
+        """The best pair of temperature and top-p, searched on some tokens and then on all."""
         if case.scorer is None:
             return
         scorer = case.scorer
@@ -244,7 +246,7 @@ class _Sorted:
         return cls(sorted_logp.exp().cumsum(1), sorted_logp, chosen)
 
     def effect(self, cut: str, sign: int, value: float) -> Tensor:
-        """`-log(kept mass)`, or `OUTSIDE` for cut tokens, times the sign of a side."""
+        """`-log(kept mass)`, or `OUTSIDE` for tokens that the cut removes, times `sign`."""
         most = self.cumulative.shape[1] - 1
         if cut == "top_p":
             bound = torch.full_like(self.logp, value)[:, None]

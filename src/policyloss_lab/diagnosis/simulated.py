@@ -66,7 +66,7 @@ class RoundedWeights:
         if case.scorer is None:
             return
         scorer, model = case.scorer, case.scorer.model
-        one_side = len(case.sides) == 1  # if both run in bf16, neither is wrong
+        one_side = len(case.sides) == 1  # if both sides run in bf16, neither is wrong
         if one_side:
             yield from case.fit_sides(
                 "weights_bf16",
@@ -136,7 +136,9 @@ class Adapter:
     """The model has an adapter that one side leaves out, or merges into rounded weights."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Both, for a model with `disable_adapter` and `merge_and_unload`, as in peft."""
+        """The adapter left out, and the adapter merged, for a model with `disable_adapter` and
+        `merge_and_unload`, as in peft.
+        """
         if case.scorer is None or not hasattr(case.scorer.model, "disable_adapter"):
             return
         scorer, model = case.scorer, case.scorer.model
@@ -159,7 +161,7 @@ class Adapter:
 
 
 def bos_of(scorer: Scorer) -> int | None:
-    """The first token of every prompt, or the one in the configuration."""
+    """The token that begins every prompt, else the BOS token of the configuration."""
     firsts = {p[0] if p else None for p in scorer.prompts}
     (first,) = firsts if len(firsts) == 1 else (None,)
     named = getattr(scorer.config, "bos_token_id", None)
@@ -172,7 +174,7 @@ class FirstToken:
     """One side has the first token (BOS) twice, or lacks it."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Both."""
+        """The first token twice, and the first token missing."""
         if case.scorer is None or (bos := bos_of(case.scorer)) is None:
             return
         prompts = case.scorer.prompts
@@ -189,7 +191,7 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class OtherPrompt:
-    """One side saw another prompt: part of it is missing, or it has another template.
+    """One side saw another prompt: a part is missing, or the template differs.
 
     others: the prompts in that template, as token ids.
     """
@@ -230,7 +232,7 @@ class Padding:
     """Rows are padded on the left, and one side counts padding as positions or attends to it."""
 
     def fit(self, case: Case) -> Iterator[Fit]:
-        """Each, and both together."""
+        """Counting padding, attending to padding, and both together."""
         if case.scorer is None:
             return
         scorer = case.scorer

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from policyloss_lab.diagnosis.curves import Log
 from policyloss_lab.reading import finite
 
-# In the order of computation: a nonfinite number spreads to those after it.
+# In the order of computation: a nonfinite number spreads to later metrics.
 ORDER = ("rollout", "reward", "advantage", "old", "entropy", "kl", "ratio", "loss", "grad")
 
 ROUNDING = 1e-12  # k3 between equal policies in float32
@@ -60,7 +60,7 @@ def not_finite(log: Log) -> Finding | None:
 
 
 def _rank(name: str) -> int:
-    """The place of a metric in `ORDER`: `policy/advantage_mean` is an advantage."""
+    """The index of a metric in `ORDER`: `policy/advantage_mean` is an advantage."""
     words = (place for place, word in enumerate(ORDER) if word in name)
     return next(words, len(ORDER))
 
@@ -117,8 +117,8 @@ def entropy_collapse(log: Log) -> Finding | None:
 
 
 def dead_groups(log: Log) -> Finding | None:
-    """Groups with equal rewards have no gradient. A group with only right answers is one of them,
-    so the share of right answers is subtracted.
+    """Groups with equal rewards have no gradient. Groups with only right answers count
+    among them, so the share of right answers is subtracted.
     """
     share = log.end("dead_groups")
     if share is None or share < log.limits.dead_groups:
@@ -171,8 +171,8 @@ def kl_drift(log: Log) -> Finding | None:
 
 
 def truncation(log: Log) -> Finding | None:
-    """Completions are cut at the end of the run; or they were cut at its start, and the shorter
-    ones afterwards are no better.
+    """Completions are cut at the end of the run; or completions were cut at the start of the
+    run, and the shorter completions afterwards are no better.
     """
     start, end = log.start("truncated"), log.end("truncated")
     if start is None or end is None:
@@ -227,7 +227,7 @@ def reward_hacking(log: Log) -> Finding | None:
 
 
 def learning_rate(log: Log) -> Finding | None:
-    """A run without progress, where the learning rate destroys the policy or does not move it."""
+    """A run without progress, where the learning rate destroys the policy or does not change it."""
     moves = log.finite("step_kl")
     if not moves or log.learned or log.solved:
         return None
@@ -249,7 +249,7 @@ def learning_rate(log: Log) -> Finding | None:
     # Before the only update of a batch, the ratio is 1 up to rounding at any learning rate.
     # verl's ppo_kl is the mean of -log(ratio), which has both signs.
     sizes = [abs(y) for _, y in moves if abs(y) > ROUNDING]
-    # Equal rewards give no gradient, and thus no step, at any learning rate.
+    # Equal rewards cause no gradient, and thus no step, at any learning rate.
     idle = (log.end("dead_groups") or 0.0) >= log.limits.dead_groups
     if len(sizes) < log.limits.least_steps or idle:
         return None
@@ -266,7 +266,7 @@ def learning_rate(log: Log) -> Finding | None:
 
 def engine_mismatch(log: Log) -> Finding | None:
     """An engine that disagrees with the trainer at nearly every step. Completions of older weights
-    also differ, but hardly at the first step, and little while the policy hardly changes.
+    also cause a difference, but hardly at the first step or while the policy hardly changes.
     """
     values = sorted(log.values("mismatch"))
     if not values or values[len(values) // 10] < log.limits.mismatch:

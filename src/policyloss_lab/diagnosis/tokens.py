@@ -41,7 +41,7 @@ def doctor(
     """Find out why `rollout_logp` and `old_logp` differ; returns a `Diagnosis`.
 
     Tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens`; each number belongs to the token
-    of `ids` at the same place. The more is passed, the more causes can be told apart:
+    of `ids` at the same position. More arguments distinguish more causes:
 
     - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounded
       log-probabilities, a temperature, a top-p. `entropy` (of the trainer) makes the temperature
@@ -98,7 +98,7 @@ def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
     }
     rows = arguments["rollout_logp"].shape[-1]
     if "ids" in arguments and arguments["ids"].shape[-1] != rows:
-        del arguments["ids"]  # some hold prompt and completion together
+        del arguments["ids"]  # some frameworks store prompt and completion together in it
     return doctor(**{**arguments, **options})
 
 

@@ -13,8 +13,8 @@ from policyloss.parts.correction import Band, Reject, SequenceMask, Truncate
 
 
 class Alternative(NamedTuple):
-    """A tested hypothesis. unexplained: the share of the scale of the differences that it leaves, 1
-    for all of it.
+    """A tested hypothesis. unexplained: the share of the scale of the differences that it does not
+    explain; 1 if it explains nothing.
     """
 
     cause: str
@@ -24,7 +24,7 @@ class Alternative(NamedTuple):
 
     @property
     def leaves(self) -> str:
-        """`unexplained` in words; a hypothesis that makes things worse leaves all."""
+        """`unexplained` in words: a percentage, or "all" if the hypothesis explains nothing."""
         return f"{self.unexplained:.0%}" if self.unexplained < 0.995 else "all"
 
 
@@ -33,10 +33,10 @@ class Diagnosis:
     """The cause of a mismatch between engine and trainer.
 
     cause: a name of `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the largest
-    first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for the slot of
-    that name that would have bounded the damage, or None. floor: the measured noise, in nats of an
-    unlikely token. details: the fitted numbers. alternatives: the other tested hypotheses, best
-    first.
+    first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for the slot
+    `correction` of a loss that would have bounded the damage, or None. floor: the measured noise,
+    in nats of an unlikely token. details: the fitted numbers. alternatives: the other tested
+    hypotheses, best first.
     """
 
     cause: str
@@ -61,7 +61,7 @@ class Diagnosis:
         return " and ".join(CAUSES[cause].title for cause in self.causes)
 
     def because_of(self, cause: str, evidence: Sequence[str]) -> Diagnosis:
-        """The diagnosis with a certain cause in the first place."""
+        """The diagnosis with `cause` as its only cause, and with `evidence` first."""
         return replace(
             self,
             cause=cause,
@@ -144,8 +144,8 @@ Correction = Truncate | Band | SequenceMask | Reject
 
 
 class Cause(NamedTuple):
-    """title: a few words. remedy: instructions. correction: parts that bound the damage until then;
-    None where a weight would only hide a bug.
+    """title: a few words. remedy: instructions. correction: parts that bound the damage until the
+    remedy is applied; None if a weight would only hide a bug.
     """
 
     title: str

@@ -39,8 +39,8 @@ class Field(NamedTuple):
 class Limits(NamedTuple):
     """The legal values of a number; None is no limit.
 
-    least, most: inclusive; above, below: exclusive. not_below: the field that is its lower limit.
-    infinite: whether infinity is legal.
+    least, most: inclusive; above, below: exclusive. not_below: the field with the
+    lower limit as its value. infinite: whether infinity is legal.
     """
 
     least: float | None = None
@@ -66,7 +66,7 @@ def _field(name: str, hint: Any) -> Field:
         return Field(name, "choice", (*none, *get_args(choices[0])))
     if bool in kinds:
         return Field(name, "choice", (True, False))
-    if str in kinds:  # the name of a tensor; the page has no other than the ratio
+    if str in kinds:  # the name of a tensor; on the page, the ratio is the only one
         return Field(name, "choice", (*none, "ratio"))
     if set(_kinds(LogClamp)) <= kinds:
         return Field(name, "clamp")

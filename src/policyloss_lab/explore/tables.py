@@ -1,8 +1,8 @@
 """The data of the explorer: every part with its formula, limits and names, and every preset.
 
 Expressions repeat each other, so each node is stored once: a name is a string (a parameter begins
-with "$"), a number a number, and everything else is a list of its operator and the places of its
-arguments in the list of nodes.
+with "$"), a number a number, and everything else is a list of its operator and the indices of
+its arguments in the list of nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
     """All data of the page, JSON-ready. losses: the losses to show first."""
     if not 1 <= len(losses) <= MOST:
         raise SpecError(f"the explorer shows one to {MOST} losses, got {len(losses)}.")
-    shown = [_loss(loss) for loss in losses]  # first, because it refuses unknown losses quickly
+    shown = [_loss(loss) for loss in losses]  # first, to refuse unknown losses quickly
     nodes = _Nodes()
     slots = {
         slot: {part.__name__: _part(slot, template(part), nodes) for part in parts}
@@ -92,7 +92,7 @@ def _part(slot: str, of: Template, nodes: _Nodes) -> dict[str, Any]:
         "start": encoded(slot, start(of.part)),
         "words_if_infinite": {name: list(words) for name, words in of.words_if_infinite.items()},
         "keys": [[key, values] for key, values in options.items()],
-        # The place of a variant encodes its options; the last key varies fastest.
+        # The index of a variant encodes its options; the last key varies fastest.
         "variants": [
             nodes.variant(
                 {"error": v.error}

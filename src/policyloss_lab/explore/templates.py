@@ -1,4 +1,4 @@
-"""The formula of every part with its numbers left open, so that a page can put in others.
+"""The formula of every part with parameters for its numbers, so that a page can insert any numbers.
 
 A part is made with numbers that occur in no formula, its lines are derived as `explain` derives
 them, and each such number is replaced by a parameter: a name that begins with "$". A part has
@@ -58,9 +58,9 @@ class Variant(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A class of parts. keys: the fields that choose a variant, of which "anchor of the ratio" is
-    the ratio's; variants: by the values of these. words_if_infinite: the traits that an infinite
-    number adds.
+    """A class of parts. keys: the fields that choose a variant; the key "anchor of the ratio" is a
+    field of the ratio. variants: by the values of these fields. words_if_infinite: the traits
+    that an infinite number adds.
     """
 
     part: type
@@ -207,9 +207,9 @@ class Joints(NamedTuple):
 
     weight, keep: of a second correction with the names `weight_2` and `keep_2`. rejected: added by
     each treatment of rejected tokens. normalised: added by `SelfNormalise`, by its unit and whether
-    tokens can be rejected. token_loss: by the presence of a weight, of a rejection whose
-    tokens keep their place, the number of pulls, and the presence of an entropy bonus; None if the
-    surrogate is all there is.
+    tokens can be rejected. token_loss: by the presence of a weight, of a rejection that
+    still counts its tokens in the average, the number of pulls, and the presence of an entropy
+    bonus; None if the token loss is the surrogate alone.
     """
 
     weight: Lines

@@ -50,7 +50,7 @@ def _name(column: str) -> str:
 
 
 def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """({run: {metric: place of its column}}, {name: place} of the columns of no run)."""
+    """({run: {metric: index of its column}}, {name: index} of the columns of no run)."""
     runs: dict[str, dict[str, int]] = {}
     shared: dict[str, int] = {}
     names = _Names()
@@ -112,7 +112,7 @@ def _beside_each_other(
 def _below_each_other(
     rows: Iterable[Sequence[str]], run: str, places: dict[str, int]
 ) -> Iterator[tuple[str, int, Row]]:
-    """run: the name of the run if no column has it."""
+    """The rows of `table_rows` if runs are below each other. run: the name if no column has it."""
     of_wandb = {"Name", "State"} <= places.keys()
     if of_wandb and places.keys().isdisjoint(STEPS):
         raise InputError(

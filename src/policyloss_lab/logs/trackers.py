@@ -50,8 +50,8 @@ def events(file: BinaryIO, share: float = 1.0) -> Iterator[tuple[int, Row]]:
 
 
 def sample(records: Iterator[Item], share: float) -> Iterator[Item]:
-    """About `share` of the records. Logs repeat the same metrics in the same order: every k-th
-    record could always be the same metric, while the golden ratio hits all of them.
+    """About `share` of the records. Logs repeat the same metrics in the same order, so every
+    k-th record could always be the same metric; steps of the golden ratio reach all metrics.
     """
     for place, record in enumerate(records):
         if share >= 1 or place * _GOLDEN % 1.0 < share:

@@ -59,7 +59,7 @@ _SHARE = 4  # a page is rendered again after this many times its rendering time,
 
 
 class LivePage:
-    """The page of `paths`, rendered again when one of their files has changed."""
+    """The page of the runs in `paths`, rendered again when a file of a run has changed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -101,7 +101,7 @@ def _files(path: Path) -> Iterator[str]:
 def _size(name: str) -> tuple[int, int]:
     try:
         entry = os.lstat(name)
-    except OSError:  # it was renamed or removed meanwhile
+    except OSError:  # the file was renamed or removed meanwhile
         return -1, -1
     return entry.st_size, entry.st_mtime_ns
 

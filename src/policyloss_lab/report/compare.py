@@ -50,8 +50,8 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """{"name", "spec", "explain": `Explanation.to_dict()`, "text": its page}; the last two are None
-    if the spec cannot be read.
+    """{"name", "spec", "explain": `Explanation.to_dict()`, "text": the explanation as text}; the
+    last two are None if the spec cannot be read.
     """
     name = config.get("loss")
     name = name if isinstance(name, str) and name else "unknown"
@@ -77,7 +77,7 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
 
 
 def _loss_name(name: str, explanation: Explanation) -> str:
-    """The run's name for its loss if it is right, else the nearest preset."""
+    """The name of the loss in the run's settings if it is right, else the nearest preset."""
     if explanation.preset is not None:
         return name if name in explanation.also else explanation.preset
     base = name if name in PRESETS else explanation.near
@@ -184,8 +184,8 @@ def identical_runs(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def coinciding(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[list[int]]]:
-    """{metric: [[index of a run, …], …]}: runs with the same line. runs: as on the page, {"steps":
-    [[…]], "series": {metric: [index of the steps, values]}}.
+    """{metric: [[index of a run, …], …]}: groups of runs with the same line. runs: as on the page,
+    {"steps": [[…]], "series": {metric: [index of a list in "steps", values]}}.
     """
     keys = dict.fromkeys(key for run in runs for key in run["series"])
     out = {}

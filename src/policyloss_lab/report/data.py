@@ -42,7 +42,7 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
 
     {"schema": 1, "runs": [run, …], "differences": {"config": […], "environment": […], "loss":
     […]}, "groups": [{"label", "runs", "end"}], "identical": [[index of a run, …]]}. A
-    missing or half-written file gives a note in the run's "notes". A folder without a run raises
+    missing or half-written file adds a note to the run's "notes". A folder without a run raises
     an `InputError`.
     """
     if isinstance(paths, (str, Path)):
@@ -65,7 +65,7 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def _run(place: RunPlace, label: str, runs: int) -> dict[str, Any]:
-    """The data of one of `runs`, which share the limits."""
+    """The data of one run. runs: the number of runs that share the limits."""
     path, notes = place.path, place.notes
     if place.files is None:
         stored = read_our_run(path, notes, runs)
@@ -151,8 +151,8 @@ def _state(folder: Path, trained: int, planned: int | None) -> str:
 def health_of(
     metrics: Mapping[str, Mapping[str, Sequence[Any]]], rollouts: Sequence[Mapping[str, Any]]
 ) -> tuple[int, list[dict[str, Any]]]:
-    """(the number of judged steps, 0 if there are too few; [{"cause", "step", "evidence",
-    "remedy"}]) of series as returned by `Table.series`.
+    """The symptoms of a run: (the number of judged steps, 0 if there are too few; [{"cause",
+    "step", "evidence", "remedy"}]). metrics: as `Table.series` returns them.
     """
     rows: dict[int, dict[str, float]] = {}
     for name, curve in metrics.items():

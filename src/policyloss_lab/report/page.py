@@ -20,7 +20,7 @@ _SCRIPTS = (
 
 
 def render(data: Mapping[str, Any], *, live: int = 0) -> str:
-    """The page of `data`, which `collect` returned. A content policy in its head forbids every
+    """The HTML page of `data`, the result of `collect`. A content policy in its head forbids every
     request and every other script. live: the interval in milliseconds at which the page reloads
     itself from its server, and from nowhere else; 0 disables it.
     """

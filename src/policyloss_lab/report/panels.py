@@ -170,8 +170,8 @@ PANELS = (
 )
 
 
-# The name of a line in its chart, where the name of the metric is unclear; a pointer on it
-# shows that name.
+# The name of a line in its chart, if the name of the metric is unclear; hovering over the label
+# shows the name of the metric.
 LABELS = {
     "eval/accuracy": "held-out",
     "accuracy": "training samples",

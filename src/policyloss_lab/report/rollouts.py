@@ -1,6 +1,6 @@
-"""Sampled completions, token by token. A long run has more of them than a page can show, so some
-steps are chosen, and of each step the most informative groups. Where a run stored no branch of the
-loss for its tokens, the library computes it from the stored numbers.
+"""Sampled completions, token by token. A long run has more completions than a page can show, so
+some steps are chosen, and the most informative groups of each step. If a run stored no branches of
+the loss for its tokens, they are computed from the stored numbers.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def _size(row: dict[str, Any]) -> int:
 
 
 def _choose(index: Index, budget: int, order: Order) -> dict[int, list[StoredRow]]:
-    """Every k-th step, counted back from the last, with the smallest k for which the first group of
-    each step fits; then the second group of each, and so on, while they fit. If a single group is
-    too long, its first rows are chosen.
+    """Every k-th step, counted back from the last, with the smallest k for which the first groups
+    of all these steps fit into `budget`; then their second groups, and so on, while they fit. If a
+    single group is too long, its first rows are chosen.
     """
     groups = {
         step: [list(of_step.values())[i] for i in order(list(of_step.values()))]
@@ -155,7 +155,7 @@ def _choose(index: Index, budget: int, order: Order) -> dict[int, list[StoredRow
 
 
 def _first(group: list[StoredRow], budget: int) -> list[StoredRow]:
-    """The first rows of a group that fit, at least one."""
+    """The first rows of a group that fit into `budget`; at least one row."""
     taken = 1
     while taken < min(len(group), limits.ROWS) and (
         sum(row.size for row in group[: taken + 1]) <= budget
@@ -239,10 +239,10 @@ _NAMES = tuple(BRANCHES)
 
 
 def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows with a branch for every token, where it follows from the row alone.
+    """The rows with a branch for every token, if the branch follows from the row alone.
 
-    loss: the card of the run's loss. Stored branches stay. If the trust region ranks all tokens of
-    a step, or a row lacks a number, the branch remains unknown.
+    loss: the result of `loss_card` for the run. Stored branches stay. If the trust region ranks all
+    tokens of a step, or a row lacks a number, the branch remains unknown.
     """
     spec = LossSpec.from_dict(loss["spec"]) if loss["explain"] is not None else None
     if spec is None or any(getattr(spec.trust, "statistics_names", ())):
@@ -266,7 +266,7 @@ def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> li
             **tensors,
             cu_seqlens=lengths.cumsum(0),
         )
-    except PolicyLossError:  # it reads a tensor that no file of completions holds
+    except PolicyLossError:  # the loss reads a tensor that no file of completions holds
         return list(rows)
     out = list(rows)
     for i, part in zip(open_rows, torch.split(codes, lengths[1:].tolist()), strict=True):

@@ -31,7 +31,7 @@ _COLUMNS = (
 
 
 def swatch(index: int) -> str:
-    """The mark in a run's colour."""
+    """A mark in the colour of the run with this index."""
     return f'<i class="swatch run{index % 8}"></i>'
 
 
@@ -188,7 +188,7 @@ def shared_notes(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list
 
 
 def health(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The symptoms of each run that has enough steps; "" if none has."""
+    """The symptoms of each run that has enough steps; "" if no run has enough."""
     lines, count, healthy = [], 0, []
     for i, run in enumerate(runs):
         name = f"<li>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>: "

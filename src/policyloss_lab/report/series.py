@@ -67,7 +67,7 @@ class Line:
         self._newest: Point = (0, None)
 
     def add(self, step: int, value: float | int | None) -> None:
-        """Add the next point; None stands for NaN or infinity."""
+        """Add the next point; None means NaN or infinity."""
         point = self._newest = (step, value)
         self._points.append(point)
         if len(self._points) > 2 * limits.POINTS:
@@ -88,8 +88,8 @@ class Line:
         self.total += value
 
     def points(self, limit: int) -> list[Point]:
-        """All points if they are at most `limit`; else about as many: the last one, and the lowest,
-        the highest and the first gap of every stretch.
+        """All points if there are at most `limit`, else about `limit` points: the last point, and
+        the lowest, the highest and the first nonfinite point of every stretch.
         """
         points = self._points
         if len(points) > limit:
@@ -121,7 +121,7 @@ class Table:
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
-        self.trained = 0  # an evaluation after the last step has its own line but is no step
+        self.trained = 0  # steps; an evaluation after the last step has a line but is no step
         self.histograms = Histograms()
         # The sums up to each step, on which other metrics are drawn.
         self._sums = {name: Line() for name in SUMMED}
@@ -302,8 +302,8 @@ class Histograms:
 
 
 def _histogram(value: Any) -> tuple[list[float], list[Any]] | None:
-    """Edges, positive and finite, and the counts between them; an outer edge of 0 or infinity is
-    drawn one bin further out.
+    """The positive, finite edges, and the counts between them. An outer edge of 0 or infinity is
+    replaced by an edge one bin further out.
     """
     if not isinstance(value, dict):
         return None

@@ -1,5 +1,5 @@
-"""`StoredRun`: a run as its files store it, read from a run directory of ours or from the files of
-another trainer.
+"""`StoredRun`: the contents of a run's files, read from a run directory of ours or from the files
+of another trainer.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Columns:
         steps, values = self._columns[name]
         order: Any = range(len(steps))
         if any(a > b for a, b in itertools.pairwise(steps)):
-            order = sorted(order, key=steps.__getitem__)  # stable: the later one comes later
+            order = sorted(order, key=steps.__getitem__)  # stable: equal steps keep their order
         for i in order:
             yield steps[i], rank, values[i]
 
@@ -169,10 +169,10 @@ def _without_ranges(row: Row) -> Row:
 
 @dataclass
 class RunPlace:
-    """Where a run is stored. path: the argument, plus `#` and the name of the run if it holds
-    several. files: the files of another trainer's run; None for ours. run: its name in a table of
-    several runs. columns: its numbers in a table, which is read once for all runs. notes: about
-    omitted data.
+    """Where a run is stored. path: the argument, plus `#` and the name of the run if the path holds
+    several runs. files: the files of another trainer's run; None for ours. run: the name of the run
+    in a table of several runs. columns: its numbers in a table, which is read once for all runs.
+    notes: about omitted data.
     """
 
     path: Path
@@ -210,8 +210,8 @@ def places_of(path: Path, paths: int) -> list[RunPlace]:
 
 
 def labels_of(places: Sequence[RunPlace]) -> list[str]:
-    """A short, unique name for each run: the name of its folder or in its table; the parent is
-    added on a clash, and then a number.
+    """A short, unique name for each run: the name of its folder, or its name in its table. If two
+    names are equal, the parent folder or the table is added; if still equal, a number.
     """
     names, longer = [], []
     for place in places:

@@ -1,8 +1,8 @@
 """Whether a run learns: one sentence, from its held-out accuracy and its reward.
 
-A change counts if it exceeds two standard errors, which chance alone does about once in twenty
-runs. A run does not learn if its gain is small even two standard errors higher; between the two,
-the verdict is unclear.
+A change counts if it exceeds two standard errors; by chance alone, this happens in about one of
+twenty runs. A run does not learn if its gain plus two standard errors is still small. Otherwise the
+verdict is unclear.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Course(NamedTuple):
     room: float
 
     def change(self) -> dict[str, Any]:
-        """How the curve began and ended: as in the summary of a run, by means over some steps."""
+        """The first, last and best level, in the form of a run's summary."""
         return {
             "first": self.begin.value,
             "first_step": self.begin.first_step,
@@ -72,7 +72,7 @@ def courses_of(metrics: Curves) -> dict[str, Course]:
 
 def verdict_of(metrics: Curves, summary: Mapping[str, Any]) -> dict[str, str]:
     """{"state": a key of `WORDS`, "sentence"} of the curves of a run. The first course that changed
-    decides, held-out accuracy before reward; the sentence mentions the other if it disagrees.
+    decides, held-out accuracy before reward; if the other course disagrees, the sentence adds it.
     """
     judged = [_judged(course) for course in courses_of(metrics).values()]
     if not judged:
@@ -136,8 +136,8 @@ def _smoothed(name: str, points: Sequence[tuple[int, float]], *, share: bool) ->
     """The course of a curve by means over a fifth of its points; None if there are too few.
 
     The noise is half the mean squared difference of neighbours, so that a slow rise is not noise. A
-    reward has no upper end: its gain is relative to its beginning, or to its noise if that is
-    larger.
+    reward has no upper end: its gain is relative to its beginning, or to its noise if the noise
+    is larger.
     """
     if len(points) < _LEAST:
         return None

@@ -111,8 +111,8 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """{colouring: the size with the full colour}. 98 % of the tokens do not exceed it, and all runs
-    share one scale.
+    """{colouring: the size with the full colour}. 98 % of the tokens do not exceed that size, and
+    all runs share one scale.
     """
     values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
     for row in rows:
@@ -152,8 +152,8 @@ def _percentile(values: list[float], share: float) -> float:
 def groups_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The groups of a run by step: training groups, and answers to held-out prompts.
 
-    Each has the common fields of its rows, the mean reward, its spread, the mean length, the number
-    of cut completions, and the rows.
+    Each group has the common fields of its rows, the mean reward, its spread, the mean length, the
+    number of cut completions, and the rows.
     """
     groups = [
         *_grouped(run["rollouts"], held_out=False),

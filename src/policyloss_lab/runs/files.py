@@ -1,6 +1,6 @@
-"""The files of a run directory. They survive a crash: each is written completely and synced to the
-disk before it gets its name. A link or a pipe among them is refused, never followed. JSON keeps
-every float.
+"""The files of a run directory. They survive a crash: each file is written completely and synced to
+the disk before it gets its name. A link or a pipe among the files is refused, never followed. The
+JSON files store every float exactly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StorageError(PolicyLossError):
 
 def write_error(what: object, error: Exception, kept: str) -> StorageError:
     """The error for a failed write of `what`, with reason and advice. kept: a sentence about the
-    data that is still there.
+    data that still exists.
     """
     rust = re.search(r"\(os error (\d{1,3})\)", str(error))  # as packages in Rust write it
     number = error.errno if isinstance(error, OSError) else int(rust[1]) if rust else None
@@ -169,7 +169,7 @@ def _float_or_dict(value: dict[str, Any]) -> Any:
 
 
 def require_plain(path: Path) -> None:
-    """Raise if there is something at `path` that is neither a plain file nor a folder."""
+    """Raise if `path` exists and is neither a plain file nor a folder."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

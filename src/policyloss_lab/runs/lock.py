@@ -24,8 +24,8 @@ class Lock:
     """Holds `folder/lock` until `release`: the id of this process, its host, and its start time.
 
     The lock of a process that has ended on this host, also by kill -9, is taken over. The lock of a
-    live process is refused. So is a lock from another host, because this host cannot check whether
-    its process lives; its user deletes the file.
+    live process is refused. A lock from another host is also refused, because this host cannot
+    check whether its process lives; the user must delete the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,8 +66,8 @@ class Lock:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the lock of a run names a live process, or one on another host. A link or a pipe in
-    the place of the lock is not read, and is no lock.
+    """Whether the lock of a run names a live process, or one on another host. A link or a pipe
+    named `lock` is not read, and is no lock.
     """
     try:
         handle = open_plain(folder / "lock", os.O_RDONLY)
@@ -82,7 +82,7 @@ def is_held(folder: Path) -> bool:
 
 @contextmanager
 def _exclusively(path: Path) -> Iterator[int]:
-    """The lock file, open for this process alone: two must not both take a dead lock."""
+    """The lock file, open for this process alone, so that only one takes over a dead lock."""
     while True:
         handle = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:

@@ -44,12 +44,12 @@ class Recorder:
     and the training goes on without a record.
 
     path: a folder, created if it is missing; a folder with a run is refused. spec: the loss, or the
-    name of its preset; the page explains it. config: settings that JSON can hold; "steps" is their
-    planned number, and the page shows "model" and "task" at the top. resume_after: continue the run
-    in `path` after this step; later steps are dropped. rollout_bytes: the largest size of
-    rollouts.jsonl. When it is full, every second step in it is dropped and only every second call
-    of `completions` is stored from then on, and so forth, so that the stored steps are evenly
-    spaced over the run. A warning and the metric `completions_left_out` report it.
+    name of its preset; the page explains it. config: settings that JSON can hold; "steps" is the
+    planned number of steps, and the page shows "model" and "task" at the top. resume_after:
+    continue the run in `path` after this step; later steps are dropped. rollout_bytes: the largest
+    size of rollouts.jsonl. Whenever the file is full, every second step in it is dropped, and from
+    then on only half as many calls of `completions` are stored, so that the stored steps are evenly
+    spaced over the run. A warning and the metric `completions_left_out` report the dropped rows.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Recorder:
         teacher_logp: Any = None,
         entropy: Any = None,
     ) -> None:
-        """Write B completions of a step: one line each. Steps may not go back.
+        """Write B completions of a step: one line each. `step` must not decrease between calls.
 
         prompts, texts: input and output of the model. ids: the tokens of the completions; tokens:
         their texts; decode: turns a list of ids into text where texts or tokens are missing.
@@ -224,7 +224,7 @@ class Recorder:
         self._write(self._append_completions, rows)
 
     def _append_completions(self, rows: list[dict[str, Any]]) -> None:
-        """Write the rows if it is their turn; make room first if the file is full."""
+        """Write the rows if this call is to be stored; make room first if the file is full."""
         size = sum(len(line_of(row)) + 1 for row in rows)
         lines, left_out = self._lines["rollouts"], 0
         dropped = 1

@@ -127,7 +127,7 @@ def line_of(row: Mapping[str, Any]) -> bytes:
     """A row as one line of JSON, its step first.
 
     JSON has no NaN and no infinity: such a number is written as null, and `"nonfinite"` holds it by
-    place: `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}`.
+    its path of keys ("a/b"): `{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}`.
     """
     row = {"step": row["step"], **row}
     try:

@@ -1,5 +1,5 @@
 """One loss on stored tokens: `Outcome`, with numbers from the gradient of `policy_loss`, the
-problems of the loss on these tokens, and the smallest change that cures each.
+problems of the loss on these tokens, and the smallest change that cures each problem.
 
 To find that change, one number of the spec is multiplied or divided by a factor, from small factors
 to large ones; the first factor that cures is the smallest relative change. If no number cures,
@@ -35,11 +35,11 @@ LIMITED = ("upper", "lower", "dual", "dropped")
 class Outcome:
     """The effect of one loss on N tokens.
 
-    gradient: `∂loss/∂logp_t`, `[N]`; gradient descent raises a token where it is below 0. policy:
-    the gradient without the kl slot and without the entropy bonus. on_policy: `policy` if current,
-    old and rollout policy were equal (every ratio and correction weight 1), so that `importance` is
-    the effect of ratio, trust region and correction. branch: `[N]`, places in `BRANCHES`. metrics:
-    of the call.
+    gradient: `∂loss/∂logp_t`, `[N]`; gradient descent makes a token with a negative entry likelier.
+    policy: the gradient without the kl slot and without the entropy bonus. on_policy: the value of
+    `policy` if current, old and rollout policy were equal (every ratio and correction weight 1), so
+    that `importance` is the effect of ratio, trust region and correction. branch: `[N]`, indices in
+    `BRANCHES`. metrics: of the call of the loss.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Outcome:
 
     @property
     def lost(self) -> float | None:
-        """The share of the on-policy gradient, `Σ|on_policy|`, at tokens that now get exactly 0;
-        None if the policy term has no gradient.
+        """The share of the on-policy gradient, `Σ|on_policy|`, at tokens whose `policy` is exactly
+        0; None if the policy term has no gradient.
         """
         mass = self.on_policy.abs()
         total = float(mass.sum())
@@ -68,7 +68,7 @@ class Outcome:
     @property
     def effective(self) -> float | None:
         """The effective sample size, `(Σu)² / (M·Σu²)` with u the importance of M tokens: 1 if
-        every token counts as on policy, 1/M if only one token counts.
+        every token counts equally, 1/M if only one token counts.
         """
         u = self.importance
         squares = float((u * u).sum())
@@ -87,7 +87,7 @@ class Outcome:
 
     def masses(self, tokens: StoredTokens) -> dict[str, dict[str, float]]:
         """The distribution of the gradient: shares of `Σ|gradient|` by sign of the advantage, by
-        ratio to the old policy and by place in the sequence; and shares of `Σ|on_policy|` by
+        ratio to the old policy and by position in the sequence; and shares of `Σ|on_policy|` by
         branch, which show the effect of bounds and rejections.
         """
         out = {}
@@ -127,8 +127,8 @@ def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, 
 
 
 def outcome_of(name: str, spec: LossSpec, tokens: StoredTokens) -> Outcome:
-    """Try a loss on these tokens; an `InputError` names the tensors that it needs and that were not
-    stored.
+    """Try a loss on these tokens; an `InputError` names the tensors that the loss needs and that
+    were not stored.
     """
     t = tokens.inputs
     missing = [argument for argument in spec.reads if getattr(t, argument) is None]
@@ -172,8 +172,8 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a healthy loss. lost: the largest share of the on-policy gradient that is cut
-    off. effective: the smallest effective sample size. mismatch: the largest KL (k3) from the
+    """The limits of a healthy loss. lost: the largest share of the on-policy gradient that may be
+    lost. effective: the smallest effective sample size. mismatch: the largest KL (k3) from the
     trainer's policy to the engine's, in nats per token, that a loss may leave uncorrected.
     """
 
@@ -278,7 +278,7 @@ def _measures(outcome: Outcome) -> str:
 
 
 def _changes(spec: LossSpec) -> Iterator[tuple[str, list[tuple[str, LossSpec]]]]:
-    """Changed specs in groups of equal size, the smallest change first."""
+    """Changed specs, in groups of changes of equal size, the smallest change first."""
     if not spec.is_data:
         return
     data = spec.to_dict()

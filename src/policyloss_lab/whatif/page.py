@@ -1,4 +1,4 @@
-"""The result as one HTML file with its styles, scripts and data; it makes no request."""
+"""The result as one HTML file with its styles, scripts and data; the page makes no request."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _title(name: str, spec: Any) -> str:
 
 
 def page_data(result: WhatIf) -> dict[str, Any]:
-    """The data that the script draws. Lists of tokens end where the page would become large."""
+    """The data that the script draws. Tokens are listed up to about `SHOWN_TOKENS`."""
     lengths: list[int] = result.tokens.lengths.tolist()
     shown = 0
     while shown < len(lengths) and sum(lengths[: shown + 1]) <= max(SHOWN_TOKENS, lengths[0]):

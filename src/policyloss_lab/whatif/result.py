@@ -34,8 +34,9 @@ class WhatIf:
 
     outcomes: one for each loss that could be tried, yours first if there is one. refused: {name:
     reason} of the other losses. by_token: cosines and changes with each log-probability as one
-    weight. by_model: the same through a model, or None; through: the name of its weights. remedies:
-    the problems of your loss, and their cures.
+    weight. by_model: the same for the weights of a model, or None. through: "tokens", "head" or
+    "parameters", the weights that were compared. remedies: the changes that cure the problems of
+    your loss.
     """
 
     tokens: StoredTokens
@@ -63,8 +64,9 @@ class WhatIf:
 
     @property
     def gain(self) -> Tensor:
-        """The gain of each loss, `[L]`: `Σ_s A_s·Δ_s / S`, with A the mean advantage of a sequence
-        and Δ the first-order change of its log-probability for a step of length 1.
+        """The gain of each loss, `[L]`: `Σ_s A_s·Δ_s / S`, over S sequences, with A_s the mean
+        advantage of sequence s and Δ_s the first-order change of its log-probability for a step
+        of length 1.
         """
         count = self.tokens.lengths.shape[0]
         return self.products.unit_change @ self.tokens.advantages / count
@@ -264,12 +266,13 @@ def what_if(
     "rewards" `[S]`, and for a model "ids" (token-shaped) and "prompts", the token ids before each
     sequence. losses: presets or specs to try, by default every preset. spec: your loss, with which
     the others are compared; by default, the loss of the run. step: the stored step of a run to use,
-    by default the last one with a nonzero advantage, or "all".
+    or "all"; by default, the last step with a nonzero advantage.
 
-    model: a Hugging Face model, to compare the gradients of its weights; temperature: of the
-    sampler. through: "parameters" (all of them), "head" (its weight) or "tokens" (no model); by
-    default, all parameters if their gradients fit into memory. limits: of a healthy loss, a
-    `policyloss_lab.whatif.Limits`.
+    model: a Hugging Face model, to compare the gradients of its weights. temperature: of the
+    sampler. through: the weights to compare: "parameters" (all parameters of the model), "head"
+    (the weight of its head) or "tokens" (the log-probabilities, without the model). The default is
+    "parameters" if their gradients fit into memory, else "head". limits: the limits of a healthy
+    loss, a `policyloss_lab.whatif.Limits`.
     """
     if through is not None and through not in THROUGH:
         raise InputError(unknown_name("through", through, THROUGH))

@@ -32,8 +32,8 @@ class StoredTokens:
 
     inputs: the tensors of a loss, packed `[N]` in float64, with one advantage per token, and 0
     where the mask is False. rewards: `[S]`. ids: `[N]`. prompts: the token ids before each
-    sequence; prompt_texts: the same as texts. texts: one for each token. loss: of the run, as in
-    its config.json. horizon: the longest completion of the run. notes: about omitted data.
+    sequence; prompt_texts: the same as texts. texts: the text of each token. loss: the loss in the
+    config.json of the run. horizon: the longest completion of the run. notes: about omitted data.
     """
 
     inputs: Inputs
@@ -227,7 +227,7 @@ def _of_tensors(tensors: dict[str, Tensor]) -> StoredTokens:
     if "logp" in named:
         named.setdefault("mask", torch.ones_like(named["logp"], dtype=torch.bool))
         if "ids" in named and named["ids"].shape != named["logp"].shape:
-            del named["ids"]  # some hold prompt and completion together
+            del named["ids"]  # in some files, prompt and completion together
     return StoredTokens.of(named).replace(notes=tuple(notes))
 
 

@@ -1,5 +1,5 @@
-"""The weights through which losses are compared: how alike two gradients are, and how a small step
-changes each sequence.
+"""The weights by which losses are compared: the similarity of two gradients, and the change of
+each sequence by a small step.
 
 With `J = ∂logp/∂θ` (`[N, P]`), a loss with `g = ∂loss/∂logp` has the gradient `Jᵀg`. Two numbers
 follow from it: `⟨Jᵀa, Jᵀb⟩` of two losses, and `−J·Jᵀg`, the first-order change of every token for
@@ -115,7 +115,7 @@ class Parameters:
         )
 
     def _chunks(self, tokens: StoredTokens) -> Iterator[tuple[Tensor, Tensor]]:
-        """The places of the trained tokens of some sequences, and their log-probabilities."""
+        """The indices of the trained tokens of some sequences, and their log-probabilities."""
         for batch in model_batches(tokens, self.model):
             logp = logprobs(
                 self.model,
@@ -269,9 +269,9 @@ Weights = EachToken | Parameters | HeadWeight
 
 
 def weights_for(model: Any, losses: int, temperature: float, through: str | None) -> Weights:
-    """The weights whose gradients are compared: all parameters if the gradients of this many losses
-    fit into memory, otherwise the weight of the head, and without a model the log-probabilities.
-    through: the name of one of these classes, to choose it.
+    """Choose the weights for comparing gradients: without a model, the log-probabilities; with a
+    model, all parameters if the gradients of `losses` losses fit into memory, else the weight of
+    the head. through: "tokens", "head" or "parameters" overrides this choice.
     """
     if model is None or through == EachToken.name:
         return EachToken()

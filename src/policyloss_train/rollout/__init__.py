@@ -1,4 +1,4 @@
-"""Rollout engines, which complete prompts with the weights they receive.
+"""Rollout engines, which complete prompts with the weights that they receive.
 
 `protocol` defines an engine, and `session.make_rollout` makes the engine that `--rollout` names.
 """

@@ -22,7 +22,8 @@ class BuiltIn(Engine):
     """Samples token by token with a key-value cache.
 
     copied: sample from a copy of the model, so that a thread may sample while the model learns. A
-    sharded model has no copy: all ranks sample together. policy: returns its sharded module.
+    sharded model has no copy: all ranks sample together. policy: a function that returns the
+    sharded module.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class BuiltIn(Engine):
         self._stream: Any = torch.cuda.Stream(self._model.device) if cuda else None  # type: ignore[no-untyped-call]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """Sample; a completion is a function of weights, prompt, seed, draw and place."""
+        """Sample; a completion depends only on weights, prompt, seed, draw and place."""
         rows = [(p, p.place + i) for p in prompts for i in range(p.number)]
         places = [place for _, place in rows]
         count, width = max(places, default=-1) + 1, sampling.max_new_tokens

@@ -21,7 +21,7 @@ from policyloss.errors import PolicyLossError, safe_repr
 from policyloss_lab.runs.files import damage_named
 from policyloss_train.drawing import Pair, problem_of
 
-LEFT_OUT = -9999.0  # how a server writes −inf; such tokens are never drawn
+LEFT_OUT = -9999.0  # the number that a server reports for −inf; such tokens are never drawn
 NOISE = 1e-4  # rounding may lift a log-probability this far above 0
 
 
@@ -31,12 +31,12 @@ class RolloutError(PolicyLossError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn.
+    """The options of drawing completions.
 
     temperature: 0 takes the likeliest token. top_p, top_k: 1 and 0 are off. end_ids: the tokens
-    that end a completion. seed: of the run. draw: how often the run has drawn before. logp: whether
-    log-probabilities are normalised over the tokens that top_p and top_k keep ("processed"), or
-    over all ("raw"). support: whether to return the kept tokens, too.
+    that end a completion. seed: of the run. draw: the number of earlier draws of the run. logp:
+    "processed" normalises log-probabilities over the tokens that top_p and top_k keep, "raw" over
+    all tokens. support: whether to return the kept tokens, too.
     """
 
     max_new_tokens: int
@@ -77,10 +77,10 @@ class Completion:
     """One completion.
 
     ids: with the end token, if there was one. logp: of each token, at the sampling temperature.
-    finished: it ended with an end token, and was not cut. version: of the weights. support: the
-    tokens that top-p and top-k kept: integers (ids `[K]`, offsets `[L+1]`), for token t
-    `ids[offsets[t]:offsets[t+1]]`. An engine that does not record them leaves it None, in all
-    completions of a call.
+    finished: whether the completion ended with an end token and was not cut. version: of the
+    weights. support: the tokens that top-p and top-k kept, as integers (ids `[K]`, offsets
+    `[L+1]`); for token t, `ids[offsets[t]:offsets[t+1]]`. An engine that does not record the kept
+    tokens leaves `support` None in all completions of a call.
     """
 
     ids: list[int]

@@ -1,8 +1,8 @@
-"""An engine of running vLLM servers. Prompts are dealt to the servers that answer and have the
-current weights.
+"""An engine of running vLLM servers. Prompts are distributed over the servers that answer and have
+the current weights.
 
-If a server fails, its prompts go to another one. A restarted server loads the weights again before
-it gets prompts. The servers read new weights from a folder of the run.
+If a server fails, its prompts go to another server. A restarted server loads the weights again
+before it gets prompts. The servers read new weights from a folder of the run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Servers:
         return [answers[i] for i in range(len(prompts))]
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Write a folder for the servers to read. A server that does not answer reads it later."""
+        """Write a folder that the servers read. A server that does not answer reads it later."""
         if self._ranks.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
         before, self._version = self._version, version
@@ -106,7 +106,7 @@ class Servers:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Remove the folder of weights; the servers keep the weights they have loaded."""
+        """Remove the folder of weights; the servers keep the weights that they have loaded."""
         self._threads.shutdown(cancel_futures=True)
         if self._ranks.is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -159,9 +159,9 @@ class Servers:
         return results
 
     def _persist(self, attempt: Callable[[], int], wanted: int) -> None:
-        """Repeat `attempt`, which returns how much is done, until all `wanted` is done.
+        """Repeat `attempt`, which returns the number of finished jobs, until `wanted` are finished.
 
-        Waits grow without progress; after `--rollout-timeout` seconds without any, raise.
+        Without progress, waits grow, and after `--rollout-timeout` seconds an error is raised.
         """
         done, tries, since, wait = -1, 0, time.monotonic(), FIRST_WAIT_S
         while (now_done := attempt()) < wanted:
@@ -225,7 +225,7 @@ class Server:
         return str(_get(self._call("/weight_info", timeout=LOOK_S), "weight_version"))
 
     def load(self, folder: Path, version: str) -> None:
-        """Have the server load weights from a folder, and call them `version`."""
+        """Make the server load weights from a folder, and name these weights `version`."""
         self._call("/pause?mode=wait", {})
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._call("/collective_rpc", reload)

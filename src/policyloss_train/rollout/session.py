@@ -31,7 +31,7 @@ from policyloss_train.user_code import load_code
 
 
 class Wanted(NamedTuple):
-    """`number` completions of a prompt; `place`: the index of the first in the draw."""
+    """`number` completions of a prompt. place: the index of the first of them in the draw."""
 
     example: int
     group: int
@@ -42,9 +42,9 @@ class Wanted(NamedTuple):
 
 @dataclass
 class Rollout:
-    """stop: texts that end a completion; they are cut here, not in the engine. warn: called once if
-    the log-probabilities of engine and learner are over different tokens; then `mismatched` is
-    True. version: of the engine's weights; None if it has none, or sleeps.
+    """stop: texts that end a completion; this class, not the engine, cuts the completion at them.
+    warn: called once if the log-probabilities of engine and learner are over different tokens; then
+    `mismatched` is True. version: of the engine's weights; None if the engine has none, or sleeps.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Rollout:
     version: int | None = None
 
     def ready(self, version: int) -> None:
-        """Give the engine the current weights. version: the number of steps they have learned."""
+        """Pass the current weights to the engine. version: the number of learned steps."""
         if self.version != version:
             self.engine.wake()
             self.engine.update_weights(self.weights, version)

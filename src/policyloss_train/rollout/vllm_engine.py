@@ -102,7 +102,7 @@ class VLLM:
         return [[self._completion(one, count) for one in answer.outputs] for answer in answers]
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """In memory, or through a folder if vLLM does not accept this model's tensor names."""
+        """Pass the weights in memory, or in a folder if vLLM refuses this model's tensor names."""
         try:
             self._reload(weights_iterator=weights.tensors())
         except Exception as error:  # another package may raise anything; the update is repeated
@@ -135,7 +135,7 @@ class VLLM:
         self._llm.collective_rpc("reload_weights", kwargs=source)
 
     def _completion(self, one: Any, count: int) -> Completion:
-        """At each place, vLLM reports the token that was drawn, then the `count` likeliest. A
+        """At each position, vLLM reports the token that was drawn, then the `count` likeliest. A
         completion by unknown weights, or by several versions, gets the invalid version −1.
         """
         ids, logp = (
@@ -151,7 +151,7 @@ class VLLM:
 
 def parameters(prompt: Prompt, sampling: Sampling, count: int) -> dict[str, Any]:
     """The sampling parameters of vLLM for a prompt: only our end tokens end a completion. count:
-    log-probabilities at each place, in addition to the drawn token's.
+    the number of log-probabilities per position, in addition to that of the drawn token.
     """
     return {
         "n": prompt.number,
@@ -172,7 +172,7 @@ MOST = 4096  # log-probabilities of a token; each passes through a Python object
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """How many log-probabilities vLLM must return for each token: 0 without a support."""
+    """The number of log-probabilities that vLLM must return per token; 0 without a support."""
 
     count: int
     vocabulary: int

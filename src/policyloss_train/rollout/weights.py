@@ -49,8 +49,8 @@ class PolicyWeights:
         self._ranks.barrier()
 
     def _add_tied(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the second name of tied weights, which Hugging Face leaves out: where vLLM stores
-        the head apart from the embedding, as on a CPU, it would keep its old head.
+        """Write the second name of tied weights, which Hugging Face leaves out. Without it, vLLM
+        would keep its old head if it stores the head apart from the embedding, as on a CPU.
         """
         owners: dict[int, str] = {}
         for name, x in merged_weights(self.model).items():

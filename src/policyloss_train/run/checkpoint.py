@@ -4,7 +4,7 @@
                              size and SHA-256
     rank00000.safetensors    the rows of the first rank; one file for each rank that has rows
 
-The format does not depend on the number of ranks: any number reads the files of any other number.
+The format does not depend on the number of ranks: any number of ranks can read any checkpoint.
 A checkpoint is written to a hidden folder (`checkpoint_folder`), synced to the disk, then renamed.
 No file is ever unpickled.
 """
@@ -48,17 +48,18 @@ def save(
     keep: int | None,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, delete all but the newest `keep`. → its path.
+    """Write the checkpoint of `step` into `folder`, and delete old ones; returns the new path.
 
     state: tensors, in nested mappings and sequences; `load` returns them flat, `{"model": {"w":
         x}}` as `"model/w"`. Tensors that share memory (tied weights) are written once.
     numbers: JSON values; the numbers of the first rank are kept.
-    keep: how many to keep, this one included; None keeps all. Nothing is deleted before the new one
-        is complete, and if it cannot be written (a full disk), every older one is untouched.
+    keep: the number of newest checkpoints to keep, this one included; None keeps all. Nothing is
+        deleted before the new checkpoint is complete. If it cannot be written (a full disk), older
+        checkpoints stay untouched.
     group: the ranks that write together; each calls this function, and if one fails, all raise.
         None: this process alone. Each rank writes its rows of a DTensor. The lowest rank that has a
-        plain tensor of a name writes it: it must have the same values on all ranks, or a different
-        name on each.
+        plain tensor of a name writes it: the tensor must have the same values on all ranks, or a
+        different name on each rank.
     """
     tensors = flatten(state)
     shares = {name: shards.share_of(x) for name, x in tensors.items()}

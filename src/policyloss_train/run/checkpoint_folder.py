@@ -50,7 +50,7 @@ def undo(folder: Path, step: int) -> None:
 
 
 def publish(temporary: Path) -> Path:
-    """Give a complete checkpoint its name. On failure, restore an older one of the same step."""
+    """Rename a complete checkpoint to its final name; on failure, restore the step's older one."""
     folder, step = temporary.parent, step_of(temporary)
     path, old = published_path(folder, step), _hidden(folder, step, "old")
     replaces = path.exists()

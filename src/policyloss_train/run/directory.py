@@ -60,9 +60,9 @@ class RunDir:
         defaults: dict[str, Any] | None = None,
         template: str | None = None,
     ) -> RunDir:
-        """Start a run in `path`, and create the directory if needed. Raises if it already holds a
-        run: resume that with `open`. config, spec: JSON. defaults: the default options; a report
-        marks options that differ. template: the text of the chat template, which the run stores.
+        """Start a run in `path`, and create the directory if needed. Raises if `path` already
+        holds a run, which `open` resumes. config, spec: JSON. defaults: the default options; a
+        report marks options that differ. template: the text of the chat template to store.
         """
         import policyloss
 
@@ -148,7 +148,8 @@ class RunDir:
 
     def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Write the numbers of a step to trackers, and as lines of metrics.jsonl and timing.jsonl,
-        which survive kill -9 once this returns. Steps must increase; `truncate` goes back.
+        which survive kill -9 once this method returns. Steps must increase between calls, except
+        after `truncate`.
 
         metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`.
         """
@@ -178,7 +179,7 @@ class RunDir:
         return self._lines[name].size
 
     def truncate(self, step: int) -> None:
-        """Go back to the end of `step`: drop later lines, set aside later checkpoints, and have
+        """Go back to the end of `step`: drop later lines, set aside later checkpoints, and make
         TensorBoard hide later events.
 
         The remaining lines keep their bytes. After a crash in the middle, call it again.
@@ -250,7 +251,7 @@ def _holds_run(path: Path) -> bool:
 
 
 def free_directory(path: Path) -> Path:
-    """The first of `path`, path-2, path-3, … that holds no run, and none that is starting."""
+    """The first of `path`, path-2, path-3, … that holds no run and no starting run."""
     number, candidate = 1, path
     while _holds_run(candidate) or is_held(candidate):
         number += 1

@@ -1,4 +1,4 @@
-"""Resume a run: its state in checkpoints, and the options it was started with.
+"""Resume a run: its state in checkpoints, and the options that it was started with.
 
 A run directory is data, perhaps from somebody else. Code, models on the hub, addresses and services
 in its config.json are used only if the command line names them too.
@@ -41,7 +41,7 @@ class Stateful(Protocol):
         """Tensors, in mappings and sequences, and JSON values."""
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restore what `state` returned. tensors: of all objects, by their flat names."""
+        """Restore the result of `state`. tensors: the tensors of all objects, by flat names."""
 
 
 def store(
@@ -60,7 +60,7 @@ def store(
 def restore(
     folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]
 ) -> int:
-    """Load the last good checkpoint. → its step. layout: as in `checkpoint.load`."""
+    """Load the last good checkpoint; returns its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
         raise InputError(
@@ -131,7 +131,7 @@ CHANGEABLE = (
     *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
-OF_A_START = ("config", "like", "resume", "extend")  # how a run is started; not stored
+OF_A_START = ("config", "like", "resume", "extend")  # options of a start, which are not stored
 _MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
 # Options that may name code, an address or a service. Training uses all of them, evaluation only
 # the reward.

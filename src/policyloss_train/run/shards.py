@@ -1,5 +1,5 @@
-"""The rows of a tensor: each rank writes its own, the index names the file of each piece, and any
-number of ranks reads them back.
+"""The rows of a tensor: each rank writes its own rows, the index names the file of each piece, and
+any number of ranks can read the rows.
 
 A DTensor may be sharded in its first dimension, as FSDP2 does, evenly or not, and replicated over
 other dimensions of the mesh (HSDP). A plain tensor has all its rows on one rank.
@@ -62,8 +62,8 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def share_of(x: Tensor) -> Share:
-    """The rows of `x` on this rank. Rows are cut like `torch.chunk`: rank i of k has the rows from
-    i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
+    """The rows of `x` on this rank. Rows are split as by `torch.chunk`: rank i of k has the rows
+    from i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
     """
     first, rows, writes = 0, x.shape[0] if x.dim() else 1, True
     placements: Any = x.placements if isinstance(x, DTensor) else ()

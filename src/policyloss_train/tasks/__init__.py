@@ -19,9 +19,9 @@ def make_task(name: str, *, reward: str | None, seed: int, success: float | None
     """The task called `name`: "sort", "reasoning_gym:<data set>", or the path of a .jsonl file.
 
     reward: as in `make_reward`; None is the task's own rule (for "sort" and files: "exact").
-    seed: of generated training prompts; the held-out prompts do not depend on it, so runs with
-    different seeds can be compared.
-    success: the smallest reward that counts as correct; None is the task's own, 1.
+    seed: for the generated training prompts; the held-out prompts do not depend on the seed, so
+    runs with different seeds can be compared.
+    success: the smallest reward that counts as correct; None is the task's own value, 1.
     """
     chosen = None if reward is None else make_reward(reward)
     if name == "sort":

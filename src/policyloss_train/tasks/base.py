@@ -33,8 +33,8 @@ def answer_of(example: Example, rng: Random) -> str | None:
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts to train on, others to evaluate on (no prompt is in both), and a score, by convention
-    in [0, 1], which raises `RewardError` on failure.
+    """Prompts for training, other prompts for evaluation (no prompt is in both sets), and a
+    function that scores completions, by convention in [0, 1]; it raises `RewardError` on failure.
 
     train: the only prompts of warm-up and training. success: the smallest score that counts as
     correct; accuracy is the share of completions that reach it. demonstration: a completion for
@@ -64,7 +64,7 @@ def drop_duplicates(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator
 
 
 def is_text(text: str) -> bool:
-    """Whether no character is half a surrogate pair: JSON may hold one, tokenizers reject it."""
+    """Whether no character is half a surrogate pair, which JSON may hold but tokenizers reject."""
     return text == text.encode(errors="replace").decode()
 
 

@@ -11,8 +11,8 @@ from policyloss_train.tasks.base import Reward, Row, Task, drop_duplicates, numb
 from policyloss_train.tasks.rewards import checked_reward
 
 TRAIN, HELD_OUT = 1024, 128
-# Item i of a data set with seed s depends only on s + i: neighbouring seeds share almost all
-# items, so these seeds are far apart.
+# Item i of a data set with seed s depends only on s + i, so neighbouring seeds share almost all
+# items. Therefore the seeds used here are far apart.
 SEED_STRIDE = 1_000_000
 
 
@@ -38,7 +38,7 @@ def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
 
 
 def _creator(dataset: str) -> Any:
-    """A function of seed and size."""
+    """A function of seed and size that returns the data set."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

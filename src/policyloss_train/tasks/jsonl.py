@@ -1,5 +1,5 @@
 """Tasks from a file of JSON lines: `{"prompt": …, "answer": …}`, or with "messages" in place of the
-prompt, and with `"split": "held_out"` where the file has its own split.
+prompt, and with `"split": "held_out"` in held-out lines if the file has its own split.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _placed(examples: list[Example]) -> tuple[Example, ...]:
 
 
 def _share(prompts: set[str]) -> set[str]:
-    """A tenth of the prompts, at least one: the ones with the smallest hashes, in any order."""
+    """The held-out tenth of the prompts, at least one: the prompts with the smallest hashes."""
     ordered = sorted(prompts, key=lambda prompt: sha256(prompt.encode()).digest())
     return set(ordered[: max(1, round(HELD_OUT_SHARE * len(ordered)))])
 
 
 def _rows(path: Path) -> Iterator[tuple[str | None, Example]]:
-    """The split of each line, if it names one, and its example, without its final id."""
+    """The split that each line names, or None, and its example, without the final id."""
     try:
         with os.fdopen(open_regular(path, follow=True), "rb") as file:
             data = file.read()
@@ -110,7 +110,7 @@ def _row(line: bytes, where: str) -> tuple[str | None, Example]:
 
 
 def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
-    """The messages of a row; none if it has a prompt."""
+    """The messages of a row; () if the row has a prompt."""
     if "messages" not in row:
         return ()
     messages, keys = row["messages"], {"role", "content"}

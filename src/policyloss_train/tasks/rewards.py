@@ -14,7 +14,7 @@ from policyloss_train.tasks.base import Example, Reward, Task, normalise_spaces
 from policyloss_train.tasks.time_limit import TimeIsUp, call_within
 from policyloss_train.user_code import load_code
 
-LARGEST = 1e15  # the largest reward: the squares of a run's rewards still add up in float32
+LARGEST = 1e15  # the largest reward; the sum of a run's squared rewards must fit into float32
 
 
 class RewardError(PolicyLossError):
@@ -64,8 +64,8 @@ def checked_reward(name: str, function: Any) -> Reward:
 
 @contextmanager
 def _exit_raised() -> Iterator[None]:
-    """Have `os._exit` raise a `SystemExit`, because it would end the run without a message. A
-    process forked from this one may still end itself.
+    """Make `os._exit` raise a `SystemExit`, because it would end the run without a message.
+    A process forked from this one may still end itself.
     """
     end, process = os._exit, os.getpid()
 

@@ -2,9 +2,9 @@
 reinforcement in a minute on a CPU.
 
 The warm-up data is imperfect on purpose, like the text that a language model is pretrained on: nine
-of ten demonstrations leave the last digit where it stood. So the model learns to write digits and
-when to stop, but mostly a wrong order, and longer warm-up hardly changes that. Only the reward can
-teach it where the last digit belongs.
+of ten demonstrations leave the last digit in the last position. So the model learns to write digits
+and to stop, but mostly in a wrong order, and longer warm-up hardly changes that. Only the reward
+can teach the model the right position of the last digit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _examples(seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
 
 
 def _demonstration(example: Example, rng: Random) -> str:
-    """The answer in one case of ten; else all digits but the last in order, then the last."""
+    """The answer in one case of ten; else all digits but the last, sorted, then the last digit."""
     if rng.random() < RIGHT_DEMONSTRATIONS:
         return example.answer
     *others, last = example.meta["digits"]

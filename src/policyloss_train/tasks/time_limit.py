@@ -1,10 +1,10 @@
 """A time limit for a user's function, which may hang in Python or in a system call.
 
-The function runs in the calling thread, with the state, devices and signals it expects: another
-thread could not use signals (math-verify does), and a forked process would lose state and could not
-use a GPU. The system's alarm interrupts Python code and waiting system calls. Native code that
-never returns to the interpreter ignores the alarm: after a longer time the process prints its stack
-and ends, and the run can be resumed from its last checkpoint.
+The function runs in the calling thread, with the state, devices and signals that it expects.
+Another thread could not use signals (math-verify does), and a forked process would lose state and
+could not use a GPU. The system's alarm interrupts Python code and waiting system calls. Native
+code that never returns to the interpreter ignores the alarm: after a longer time the process prints
+its stack and ends, and the run can be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 AGAIN_S = (
     1.0  # a function that swallows the interruption is interrupted again after so many seconds
 )
-HARD = 3.0  # times the limit, and at least `HARD_S` seconds more: then the process ends
+HARD = 3.0  # the process ends after this many limits, and at least `HARD_S` seconds later
 HARD_S = 20.0
 REARM_S = 1.0  # within `many_calls`, the process may end this much earlier
 
@@ -53,7 +53,7 @@ class TimeIsUp(BaseException):
 
 
 def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)`, or raise `TimeIsUp` after so many seconds; 0 is no limit."""
+    """Return `function(*arguments)`, or raise `TimeIsUp` after `seconds`; 0 is no limit."""
     if not seconds:
         return function(*arguments)
     watched = _end_process_after(max(HARD * seconds, seconds + HARD_S))
@@ -93,7 +93,7 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
 
 
 def _end_process_after(seconds: float) -> bool:
-    """Schedule the end of the process. → False without a file to print the stack to."""
+    """Schedule the end of the process; returns False if there is no file to print the stack to."""
     now = time.monotonic()
     if _Watch.kept and _Watch.seconds == seconds and 0 < now - _Watch.armed < REARM_S:
         return True

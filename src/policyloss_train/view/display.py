@@ -101,7 +101,7 @@ class Display:
             if known.get(name) is not None
         }
         row["ETA"] = self._time_left()
-        # Not measured at every step; the table shows the last one.
+        # Held-out accuracy is not measured at every step; the table shows the last one.
         self._held_out = row.get("held-out", self._held_out)
         self._rows.append({"held-out": self._held_out, **row})
         self._titles |= row.keys()

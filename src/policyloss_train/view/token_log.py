@@ -1,7 +1,7 @@
 """Single tokens of a run: the distribution of ratios, and some completions token by token.
 
-It stores complete groups of a step, chosen by `choose_groups`, and the groups of the task's first
-prompts whenever they are trained on; and the answers to the first held-out prompts at every
+The log stores complete groups of a step, chosen by `choose_groups`, and the groups of the task's
+first prompts whenever they are trained on; and the answers to the first held-out prompts at every
 evaluation. So a reader sees examples of a step, and how the completions of one prompt change.
 """
 
@@ -195,8 +195,9 @@ def _arguments(pack: Pack) -> dict[str, Tensor]:
 
 
 def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
-    """Where the trust region or a correction leaves a token with an advantage no gradient, `[N]`
-    bool: the derivative of the loss without its KL and entropy terms by logp is exactly 0 there.
+    """`[N]` bool: True at each token with a nonzero advantage but no gradient, because of the trust
+    region or a correction. The derivative by logp of the loss without its KL and entropy terms is
+    exactly 0 at such a token.
     """
     t, logp = pack.tokens, pack.tokens["logp"].clone().requires_grad_()
     tensors: dict[str, Any] = {**_arguments(pack), "logp": logp}

@@ -27,7 +27,8 @@ COLUMNS = (
 class TensorBoard:
     """Event files in `folder`, created with the first numbers.
 
-    resumed_after: the step a resumed run continues from; older events of later steps are hidden.
+    resumed_after: the step after which a resumed run continues; older events of later steps are
+    hidden.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,8 +90,8 @@ def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
 
 
 class Service:
-    """Weights & Biases or trackio, which share an interface, with one service run for the run
-    directory `folder`; resuming continues it. A failure of the service is warned of once, and
+    """Weights & Biases or trackio, which share an interface, with one run of the service per run
+    directory `folder`; a resumed run continues it. A failure of the service is warned of once, and
     training goes on.
     """
 
