@@ -17,7 +17,7 @@ from policyloss.functional.segments import Sequences
 
 
 def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
-    """`exp(clamp(log_weight))`, which is finite for every finite or infinite log-weight."""
+    """`exp(clamp(log_weight))`. The clamp keeps the weight finite; None is no clamp."""
     return bound(log_weight, log_clamp).exp()
 
 
