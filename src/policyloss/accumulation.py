@@ -1,11 +1,11 @@
 """`accumulate`: the micro-batches of one optimizer step, each with the totals of the whole step.
 
-A loss divided by the counts of its own micro-batch depends on how the batch was cut. Here the step
-is counted first, over all micro-batches and all ranks, and every micro-batch divides by that count:
-their gradients add up to the gradient of the whole batch.
+A loss divided by the counts of its own micro-batch depends on how the batch was split. Here the
+step is counted first, over all micro-batches and all ranks, and every micro-batch divides by that
+count, so the gradients of the micro-batches add up to the gradient of the whole batch.
 
-Legend: N tokens and S sequences of all micro-batches of a rank, one after another (padded rows
-count as sequences of their width).
+Legend: N tokens and S sequences of all micro-batches of a rank, one after another (a padded row is
+a sequence as long as the row).
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def accumulate(
         optimizer.step()
         print(step.reduce_metrics().compute())
 
-    micro_batches: this rank's share of the step, a list of mappings. Each holds `mask` and what
-    `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`, `rollout_logp`,
-    `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`; other entries are
-    ignored. Every rank of `group` yields equally often, because the forward of a sharded
-    model is a collective: a rank with fewer micro-batches repeats its last one with an all-False
-    mask, which adds nothing.
+    micro_batches: this rank's share of the step, a list of mappings. Each mapping holds `mask` and
+    the tensors that `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`,
+    `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`;
+    other entries are ignored. Every rank of `group` yields the same number of micro-batches,
+    because the forward of a sharded model is a collective: a rank with fewer micro-batches repeats
+    its last one with an all-False mask, which adds nothing.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
     one over `group`, and a second one over `group` if there are `group_ids`.
-    logp: a function of a micro-batch that returns its current log-probabilities, in the shape of
-    its mask. A loss that depends on more of the step than its mask (`spec.needs_statistics`) needs
-    it: it is called for every micro-batch first, without gradient, and `measure` gets the results.
+    logp: a function that takes a micro-batch and returns its current log-probabilities, in the
+    shape of its mask. It is required if `spec.needs_statistics`: the function is then called first,
+    for every micro-batch, without gradient, and `measure` computes the totals from the results.
     metrics: the metrics of `micro.loss`, as in `policy_loss`.
     """
     spec = ready_spec(spec)
@@ -103,9 +103,9 @@ class Accumulation:
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    totals: for `policy_loss`. counts: the plain counts of the masks, for `value_loss(…,
-    totals=step.counts)`; the same object unless the loss had to be measured. metrics: this rank's,
-    merged over the losses computed so far.
+    totals: the totals for `policy_loss`. counts: the counts of the masks, for `value_loss(…,
+    totals=step.counts)`; the same object as `totals` unless the loss needed `measure`. metrics: the
+    metrics of this rank, merged over the losses computed so far.
     """
 
     spec: LossSpec
@@ -136,7 +136,7 @@ class Accumulation:
         """Merge the metrics of a policy loss that was not taken by `micro.loss`:
         `step.add(out.metrics)`.
 
-        Those of `value_loss` have the same names: add them up apart.
+        The metrics of `value_loss` have the same names: add them up separately.
         """
         self.metrics = self.metrics + metrics
 
@@ -144,8 +144,8 @@ class Accumulation:
         """The metrics of all ranks of `group` and `cp_group` together:
         `step.reduce_metrics().compute()`. A collective.
 
-        An error if a micro-batch of some rank was never used, or held values that are certainly
-        wrong (see `Metrics.compute`).
+        It is an error if a micro-batch of some rank was never used, or held values that are
+        certainly wrong (see `Metrics.compute`).
         """
         metrics = self.metrics
         unused = sum(not micro.is_used for micro in self._micro_batches)
@@ -166,8 +166,8 @@ class MicroBatch(Mapping[str, Any]):
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    is_last: whether it is the step's last on this rank, when gradients are to be averaged over
-    ranks. is_used: whether its loss was taken, or its `arguments` for another loss function.
+    is_last: whether this is the step's last micro-batch on this rank; its backward averages the
+    gradients over ranks. is_used: whether `loss` or `arguments` was called.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:
@@ -196,8 +196,8 @@ class MicroBatch(Mapping[str, Any]):
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
-        tensors: more tensors, or replacements of the micro-batch's (`entropy=…`). Only `mask`,
-        `advantages` and `old_logp` may be None in the result.
+        tensors: more tensors, or replacements of the micro-batch's tensors (`entropy=…`). Only
+        `mask`, `advantages` and `old_logp` may be None in the result.
         """
         for name in tensors:
             if name in _COUNTED:
@@ -215,12 +215,12 @@ class MicroBatch(Mapping[str, Any]):
         return {**present, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
     def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
-        """The share of the step's loss that lies here, to call `backward()` on; its metrics are
-        merged into `step.metrics`.
+        """The share of this micro-batch in the step's loss, to call `backward()` on. The metrics
+        are merged into `step.metrics`.
 
             micro.loss(logp, entropy=entropy).backward()
 
-        logp: `[B, T]` or `[N]`, as the mask. tensors: as in `arguments`.
+        logp: `[B, T]` or `[N]`, in the shape of the mask. tensors: as in `arguments`.
         """
         if self._has_loss:
             raise InputError(
@@ -238,7 +238,7 @@ class MicroBatch(Mapping[str, Any]):
 def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
     """`measure` on all micro-batches as one pack.
 
-    The empty ones are run too: other ranks may wait for their forward.
+    Micro-batches without valid tokens are run too: other ranks may wait for their forward.
     """
     micro_batches = step._micro_batches
     pack = Pack.of(micro_batches)
@@ -306,7 +306,7 @@ def check_micro_batches(micro_batches: Any) -> None:
 
 @dataclass(frozen=True)
 class Pack:
-    """Micro-batches end to end, `[N]`, `[S+1]` and `[S]`, and where each has its sequences."""
+    """Micro-batches end to end, `[N]`, `[S+1]` and `[S]`, and the sequences of each micro-batch."""
 
     mask: Tensor
     cu_seqlens: Tensor
@@ -382,7 +382,7 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
 
 
 def _check_numbers(numbers: list[int]) -> None:
-    """Raise on every rank if one has no micro-batch to run a sharded model's forward on."""
+    """Raise on every rank if some rank has no micro-batch for a sharded model's forward."""
     if 0 in numbers:
         raise InputError(
             f"rank {numbers.index(0)} of {len(numbers)} has no micro-batch; every rank needs "
@@ -392,7 +392,7 @@ def _check_numbers(numbers: list[int]) -> None:
 
 
 def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
-    """The tokens of each group over all ranks. members: ids and lengths `[2, S]` of this one."""
+    """The tokens of each group over all ranks. members: this rank's ids and lengths `[2, S]`."""
     if min(members_of_each) < 0:
         raise InputError(
             f"rank {members_of_each.index(-1)} of the group has no group_ids, but others have; "

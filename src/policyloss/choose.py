@@ -3,8 +3,8 @@
 The rules are data. The first rule that fits and names a preset decides; every other rule that fits
 changes a slot or adds a remark. `policyloss choose` and a page of the documentation read them.
 
-`losses.json` holds every preset and every loss that can be chosen as data, so the command works
-without torch. `make docs` writes it.
+`losses.json` holds every preset and every loss that `choose` can return, as data, so the command
+works without torch. `make docs` writes the file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @cache
 def losses() -> dict[str, Any]:
-    """The presets, and by their code the losses that are chosen."""
+    """The contents of `losses.json`: the presets, and the losses to choose, by their code."""
     data: dict[str, Any] = json.loads(Path(__file__).with_name("losses.json").read_bytes())
     return data
 
 
 class Question(NamedTuple):
-    """A question, and its answers by their short names; the first one is the default."""
+    """A question, and its answers by their short names; the first answer is the default."""
 
     name: str
     text: str
@@ -80,10 +80,11 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class ChoiceRule:
-    """Fits if every question in `when` has one of its answers.
+    """A rule. It fits if every question in `when` was answered as `when` states.
 
-    why: one or two sentences. source: of the rule; empty for the source of the preset. preset: the
-    loss to begin with. slots: the parts that go into its slots, as code.
+    why: the reason, in one or two sentences. source: the source of the rule; empty for the source
+    of the preset. preset: the loss to begin with. slots: the parts to put into slots of the preset,
+    as code.
     """
 
     when: dict[str, str]
@@ -93,7 +94,7 @@ class ChoiceRule:
     slots: dict[str, str] = field(default_factory=dict)
 
     def fits(self, answers: Mapping[str, str]) -> bool:
-        """Whether the rule fits these answers; `a|b` in `when` means either."""
+        """Whether the rule fits these answers; `a|b` in `when` means answer a or answer b."""
         return all(answers[name] in values.split("|") for name, values in self.when.items())
 
     @property
@@ -208,14 +209,16 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The loss for some answers. rules: one that names a preset, and those that change slots."""
+    """The loss for some answers. rules: the rule that names the preset, and the other rules that
+    fit, which change slots or add a remark.
+    """
 
     answers: dict[str, str]
     rules: tuple[ChoiceRule, ...]
 
     @property
     def preset(self) -> str:
-        """The preset that it begins with."""
+        """The name of the preset that the loss begins with."""
         return next(rule.preset for rule in self.rules if rule.preset)
 
     @property
@@ -237,14 +240,14 @@ class Choice:
 
     @property
     def code(self) -> str:
-        """The same as Python."""
+        """The loss as Python code."""
         slots = [f"{slot}={part}" for rule in self.rules for slot, part in rule.slots.items()]
         changes = f".replace({', '.join(slots)})" if slots else ""
         return f'pl.preset("{self.preset}"){changes}'
 
     @property
     def advantages(self) -> str:
-        """Which advantages go with it."""
+        """The advantages to use with this loss."""
         if self.answers["signal"].startswith("teacher"):
             return "zeros: the teacher is the only signal."
         if self.answers["critic"] == "yes":
@@ -253,11 +256,11 @@ class Choice:
 
     @property
     def reads(self) -> list[str]:
-        """The tensors that it is computed from."""
+        """The tensors that the loss is computed from."""
         return ["logp", "advantages", "mask", *self._stored["reads"]]
 
     def elsewhere(self) -> dict[str, list[str]]:
-        """The names of its parts in each framework."""
+        """The names of the loss's parts in each framework."""
         from policyloss.explanations import explain
 
         names: dict[str, list[str]] = {}
@@ -267,7 +270,7 @@ class Choice:
         return names
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The choice as plain data."""
         return {
             "answers": self.answers,
             "preset": self.preset,
@@ -293,7 +296,7 @@ class Choice:
 
 
 def choose(**answers: str) -> Choice:
-    """The loss for these answers to `QUESTIONS`; a question that is left out has its default."""
+    """Choose a loss by answers to `QUESTIONS`; a question that is left out has its default."""
     complete = {q.name: answers.pop(q.name, next(iter(q.answers))) for q in QUESTIONS}
     if answers:
         raise InputError(unknown_name("question", next(iter(answers)), list(complete)))

@@ -1,8 +1,8 @@
 """`Inputs`: the tensors of one call of a policy loss, collected and checked once.
 
-Add a new input here, in two places: to `CallTensors`, which type checkers and editors read, and to
-the fields of `Inputs`. Every function with these tensors (`policy_loss`, `measure`,
-`compiled_loss`, `linear_policy_loss`, `accumulate`) then takes it, and packing, windows and context
+To add an input, add it to `CallTensors`, which type checkers and editors read, and to the fields of
+`Inputs`. Every function with these tensors (`policy_loss`, `measure`, `compiled_loss`,
+`linear_policy_loss`, `accumulate`) then takes the new input, and packing, windows and context
 parallel pass it on.
 """
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
-# As `old_logp`: the policy is the old one, as in the first update after sampling.
+# A value of `old_logp`: the policy is still the old policy, as in the first update after sampling.
 CURRENT = "current"
 
 
 class SharedTensors(TypedDict, total=False):
-    """The optional tensors that every loss function takes, head included."""
+    """The optional tensors that every loss function takes, `linear_policy_loss` included."""
 
     rollout_logp: Tensor | None
     ref_logp: Tensor | None
@@ -42,7 +42,7 @@ class SharedTensors(TypedDict, total=False):
 
 
 class CallTensors(SharedTensors, total=False):
-    """The optional tensors of a loss on log-probabilities that exist."""
+    """The optional tensors of a loss on log-probabilities that the caller computed."""
 
     entropy: Tensor | None
     divergence: Tensor | None
@@ -50,9 +50,9 @@ class CallTensors(SharedTensors, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The tensors of one call, as the caller gave them.
+    """The tensors of one call, as the caller passed them.
 
-    extras: token-shaped tensors of any name, for parts that read more.
+    extras: token-shaped tensors of any name, for custom parts that read more tensors.
     """
 
     logp: Tensor
@@ -74,7 +74,7 @@ class Inputs:
     def of(
         cls, logp: Any, old_logp: Any, advantages: Any, mask: Any, tensors: Mapping[str, Any]
     ) -> Self:
-        """From the arguments of a loss function; for an unknown name, suggest the nearest."""
+        """Collect the arguments of a loss function; for an unknown name, suggest the nearest."""
         refuse_transforms()
         for name in tensors:
             if name not in OPTIONAL:
@@ -97,7 +97,7 @@ class Inputs:
         return replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the call by name; those of `extras` as "extras.name"."""
+        """Every tensor of the call by name; a tensor of `extras` is called "extras.name"."""
         plain = {
             f.name: getattr(self, f.name)
             for f in fields(self)
@@ -109,7 +109,7 @@ class Inputs:
     def tokens(self, logp: Tensor | None = None) -> Tokens:
         """Check the tensors against each other, and return them as the parts read them.
 
-        logp: replaces that of the call.
+        logp: replaces the logp of the call.
         """
         logp = self.logp if logp is None else logp
         check_tensor("logp", logp, "float")

@@ -52,13 +52,13 @@ def policy_loss(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[CallTensors],
 ) -> LossOutput:
-    """The loss `spec` describes, over per-token log-probabilities.
+    """The loss that `spec` describes, over per-token log-probabilities.
 
     `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
 
-    The `kl` term is there once for each part of that slot.
+    Each part of the slot `kl` adds one `kl` term.
 
-    Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`.
+    Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`; S sequences.
 
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
@@ -67,20 +67,20 @@ def policy_loss(
       policy, as in the first update after sampling (then `logp`, detached, is used).
       `rollout_logp` comes from the inference engine, `ref_logp` from the reference model,
       `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss reads; any other
-      may be None, and is used for metrics only.
+      tensor may be None, and is used for metrics only.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
-      Where a pack has as many tokens as sequences, `[N]` and `[S]` are one shape: write one of the
-      longer ones. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.
+      If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape: pass `[1, N]`
+      or `[S, 1]`. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.
     - `mask` is bool or 0/1; True means that the token is trained on.
     - `group_ids` are `[S]` integers: sequences of one prompt have the same id.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
       that this call is the whole batch. With `cp_group` it means that the calls of all its ranks
-      together are; their losses and gradients add up (an engine that averages over those ranks
-      needs `Totals.count(mask, cp_group=…)`).
+      together are the whole batch, and that their losses and gradients are summed (an engine that
+      averages over those ranks needs `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
-      parallel). `positions` are token-shaped integers, each token's place in its whole sequence;
-      they are read only with `cp_group`, by parts that depend on the order of tokens
-      (`SegmentRatio`), and only at valid tokens.
+      parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
+      Only parts that depend on the order of tokens (`SegmentRatio`) read positions, only with
+      `cp_group`, and only at valid tokens.
     - `extras` maps names to token-shaped tensors that custom parts read by `t.extra(name)`.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
       clip_fraction_dual and kl_old_k1; or "none". Loss and gradient do not depend on it.
@@ -119,7 +119,7 @@ def loss_of(
 
 
 class PipelineOutput(NamedTuple):
-    """The loss as `total · scale`: a sum over tokens, and the 0-dim factor they share, if any."""
+    """The loss as `total · scale`: a sum over tokens, and a 0-dim factor of all tokens, if any."""
 
     total: Tensor
     scale: Tensor | None
@@ -190,8 +190,8 @@ def pipeline(
 class TokenLosses(NamedTuple):
     """The three terms of the loss of each token.
 
-    surrogate: of the trust part. kl: the KL terms before their coefficients, without a teacher's
-    divergence; None if there are none. loss: their sum, 0 where masked.
+    surrogate: the result of the trust part. kl: the KL terms before their coefficients, without a
+    teacher's divergence; None if there are none. loss: the sum of all terms, 0 where masked.
     """
 
     surrogate: Surrogate
@@ -202,7 +202,7 @@ class TokenLosses(NamedTuple):
 def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosses:
     """`weight·surrogate + kl.coef·kl − entropy_coef·entropy` of every token, before any averaging.
 
-    weight: the corrections'.
+    weight: the corrections' weight of each token, or None for 1.
     """
     surrogate = spec.trust(t)
     if not isinstance(surrogate, Surrogate):
@@ -233,11 +233,11 @@ def aggregate_tokens(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> Tensor:
-    """Average any number per token as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The gradient
-    goes through `x`.
+    """Average `x`, one number per token, as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The
+    gradient goes through `x`.
 
-    x, mask: token-shaped. aggregate: any of the aggregations. Other arguments: as in
-    `policy_loss`.
+    x, mask: token-shaped. aggregate: any part of the `aggregate` slot, such as `TokenMean()`. Other
+    arguments: as in `policy_loss`.
     """
     check_part("aggregate", aggregate)
     step = resolve(totals)
@@ -287,7 +287,7 @@ def corrected_tokens(
 
 
 def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
-    """`t` with the ratio, unless no part reads it and one of its tensors is missing."""
+    """`t` with the ratio, unless no part reads the ratio and one of its tensors is missing."""
     anchor = getattr(spec.ratio, "anchor", "old")
     made_of = [
         *([] if anchor == "current" else [f"{anchor}_logp"]),
@@ -317,9 +317,9 @@ def measure(
 
     Pass the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
     then pass the result as `totals=` to `policy_loss` on each micro-batch: the gradient is the same
-    however the batch is split. Needed for `rejected=` other than "keep" (the tokens that survive
-    must be counted), `SelfNormalise`, `CovClip` and `CovKL`; for other specs it equals
-    `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
+    however the batch is split. These losses need it: a `rejected=` other than "keep" (the kept
+    tokens must be counted), `SelfNormalise`, `CovClip` and `CovKL`. For other specs the result
+    equals `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
     """
     spec = ready_spec(spec)
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)

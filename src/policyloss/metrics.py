@@ -1,7 +1,7 @@
 """Metrics that add up over any number of micro-batches and ranks: each is a record of sums.
 
-A mean of means over uneven micro-batches is not the mean. Here nothing is divided until `compute()`
-is called, and nothing leaves the device until then either.
+A mean of means over uneven micro-batches is not the mean. Here only `compute()` divides the sums
+and copies them from the device.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def refuse_invalid(counts: Mapping[str, Tensor | float]) -> None:
 
 
 class RecordPlaces:
-    """Where the records of a `Metrics` lie in one tensor `[K]`.
+    """The indices of the records of a `Metrics` in one tensor `[K]`.
 
-    A part that several records share (a count) lies there once.
+    The tensor holds a number that several records share (a count) once.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -80,7 +80,7 @@ class RecordPlaces:
 
     @staticmethod
     def pack(metrics: Metrics, *more: Tensor) -> Tensor:
-        """Every part once, and `more` 0-dim numbers after them, as one tensor `[K]`.
+        """Every number of the records once, then the 0-dim numbers `more`, as one tensor `[K]`.
 
         Its dtype is wide enough that counts stay exact.
         """
@@ -97,7 +97,7 @@ def _unpacked(places: RecordPlaces, packed: Tensor) -> dict[str, Record]:
 class Metrics(Mapping[str, Record]):
     """Named records.
 
-    `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` gives floats.
+    `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` returns floats.
     """
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:
@@ -120,7 +120,7 @@ class Metrics(Mapping[str, Record]):
 
     @classmethod
     def when_read(cls, make: Callable[[], dict[str, Record]]) -> Metrics:
-        """The metrics that `make` returns; it is called when one is first read."""
+        """The metrics that `make` returns; `make` is called when a metric is first read."""
         metrics = cls()
         metrics._unpacked, metrics._make = None, make
         return metrics
@@ -137,7 +137,7 @@ class Metrics(Mapping[str, Record]):
         return self._unpacked
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or pickle: the records, computed if they were not yet."""
+        """The state of a copy or pickle: the records, computed first if need be."""
         return {"_unpacked": self._records, "_packed": None, "_make": None}
 
     def __getitem__(self, name: str) -> Record:
@@ -176,9 +176,9 @@ class Metrics(Mapping[str, Record]):
     def compute(self) -> dict[str, float]:
         """All values as Python floats, with one host sync for all of them together.
 
-        A count of certainly wrong values (`invalid_…`) is left out if it is 0, and an `InputError`
-        if it is not. Likely mistakes (`positive_logp_tokens`, `zero_logp_tokens`,
-        `beyond_totals`) are a warning.
+        A count of certainly wrong values (`invalid_…`) raises an `InputError` if it is not 0; the
+        result leaves such counts out. Likely mistakes (`positive_logp_tokens`, `zero_logp_tokens`,
+        `beyond_totals`) cause a warning.
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             places, packed = self._packed
@@ -214,8 +214,9 @@ class Metrics(Mapping[str, Record]):
     def all_reduce(self, group: Any = None) -> Metrics:
         """The metrics of all ranks of `group` together: one all-reduce of sums and one of extremes.
 
-        A collective: every rank must call it, also one that has no metrics. Ranks may hold
-        different names; the names travel first. Without `torch.distributed`, the same metrics.
+        This is a collective: every rank must call it, even a rank without metrics. Ranks may hold
+        metrics of different names; the names are exchanged first. Without `torch.distributed`, the
+        metrics are returned unchanged.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return self

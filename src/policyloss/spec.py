@@ -44,15 +44,15 @@ _TOKEN_MEAN = aggregate.TokenMean()
 class LossSpec(Part):
     """A policy loss: a part for each slot of the pipeline.
 
-    Frozen and hashable; change a slot with `spec.replace(trust=…)`.
+    A spec is frozen and hashable; `spec.replace(trust=…)` returns one with another part.
 
     ratio: the probability ratio. trust: the limit of a step. correction: one part or several that
-    correct for the difference between rollout engine and trainer. rejected: whether a rejected
-    token counts in the denominator — "keep": it counts, and its policy term is 0; "renormalise": as
-    if its mask were False; "drop_sequence": as if the mask of its sequence were False. kl: a
-    penalty on the distance from a reference or a teacher, several, or None. entropy_coef: the
-    weight of the entropy bonus. aggregate: the average over tokens. Every slot but `rejected` and
-    `entropy_coef` also takes a callable of `Tokens` (see docs/custom.md).
+    correct for the difference between rollout engine and trainer. rejected: how a token that a
+    correction rejects counts. "keep": the token counts in the denominator, and its policy term is
+    0; "renormalise": as if its mask were False; "drop_sequence": as if the mask of its sequence
+    were False. kl: one penalty or several on the distance from a reference or a teacher, or None.
+    entropy_coef: the weight of the entropy bonus. aggregate: the average over tokens. Every slot
+    but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO
@@ -62,7 +62,7 @@ class LossSpec(Part):
     kl: Any = None
     entropy_coef: Finite = 0.0
     aggregate: Any = _TOKEN_MEAN
-    # The preset that this loss was made from, by name; equal losses may differ in it.
+    # The name of the preset that this loss was made from; equal losses may have different names.
     origin: ClassVar[str | None] = None
     # Derived from the slots once, because the loss reads them in every call and older compilers
     # cannot trace how they are computed.
@@ -153,7 +153,7 @@ class LossSpec(Part):
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether anything uses the ratio (REINFORCE does not)."""
+        """Whether a part of the loss uses the ratio (REINFORCE has no such part)."""
         return self.reads_ratio_value or any(
             getattr(part, "reads_ratio", False) for part in self.kl_parts
         )
@@ -184,7 +184,7 @@ class LossSpec(Part):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether batch-wide numbers enter the loss: then counts are not enough (see `measure`)."""
+        """Whether `measure` must compute the totals, because counts of the mask are not enough."""
         return bool(self.statistics_names) or self.rejected != "keep"
 
     @property
@@ -192,9 +192,10 @@ class LossSpec(Part):
         """The tokens whose log-probabilities enter the gradient of a token.
 
         "token": the token alone. "sequence": the tokens of its sequence (GSPO). "batch": any token.
-        A user's callable without an attribute `reach` counts as "batch" (an aggregation: without
-        `reads_logp = False`), and so does a rejection by `logp` that changes denominators.
-        Batch-wide numbers (`needs_statistics`) are left out.
+        A user's callable without an attribute `reach` has the reach "batch"; so has a user's
+        aggregation, unless it has `reads_logp = False`, and a rejection by `logp` that changes
+        denominators.
+        Batch-wide numbers (`needs_statistics`) do not count.
         """
         by_logp = self.corrections_by_logp
         parts = [self.ratio, self.trust, *by_logp, *self.kl_parts]
@@ -210,7 +211,8 @@ class LossSpec(Part):
     def follows_advantage(self) -> bool:
         """Whether a token with advantage 0 has no loss.
 
-        Then the trust region is a multiple of A, and there is neither KL nor entropy bonus.
+        If so, the trust region's loss is a multiple of A, and the spec has neither KL nor entropy
+        bonus.
         """
         return (
             self.kl is None
@@ -219,10 +221,10 @@ class LossSpec(Part):
         )
 
     def with_fields(self, **numbers: Any) -> LossSpec:
-        """The same loss with other values in fields, named without their part: `eps_high=0.3`.
+        """The same loss with other values of fields, named without their part: `eps_high=0.3`.
 
-        A name may be a field of any part, or one of `rejected` and `entropy_coef`. A name that
-        several parts have, or none, is an error.
+        A name is a field of one part, or `rejected`, or `entropy_coef`. A name that no part has, or
+        that several parts have, is an error.
         """
         changed = self
         for name, value in numbers.items():
@@ -246,9 +248,9 @@ class LossSpec(Part):
         return getattr(self.aggregate, "horizon", _NO_HORIZON) is None
 
     def with_horizon(self, tokens: float) -> LossSpec:
-        """The same loss, its token sums divided by `tokens`: the generation budget of your run.
+        """The same loss with its token sums divided by `tokens`, the generation budget of your run.
 
-        An error for a loss that divides by no such constant.
+        If the loss does not divide by such a constant, this is an error.
         """
         if getattr(self.aggregate, "horizon", _NO_HORIZON) is _NO_HORIZON:
             raise SpecError(
@@ -264,7 +266,7 @@ class LossSpec(Part):
     def for_run(self, tokens: float) -> LossSpec:
         """The same loss for completions of at most `tokens` tokens.
 
-        If its horizon is not set yet, it becomes `tokens`.
+        If the loss has a horizon that is not set yet, `tokens` becomes its horizon.
         """
         return self.with_horizon(tokens) if self.needs_horizon else self
 
@@ -329,7 +331,7 @@ class Slots(TypedDict, total=False):
 
 
 def _field_paths(owner: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Where the numbers of a spec are: `("trust", "eps_low")`, `("correction", 0, "high")`."""
+    """The paths of a spec's numbers: `("trust", "eps_low")`, `("correction", 0, "high")`."""
     if isinstance(owner, tuple):
         for i, part in enumerate(owner):
             yield from _field_paths(part, (*path, i))

@@ -1,4 +1,4 @@
-"""Teachers: the distributions that the head compares a student's with."""
+"""Teachers: the distributions that a student's distribution is compared with."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Teacher:
     """A teacher given by its head: `softmax((hidden @ weight.T + bias) / temperature)` per token.
 
     hidden: `[..., D]`, the teacher's last hidden states at the student's tokens; D may differ from
-    the student's. weight: `[V, D]`, over the student's vocabulary (over this rank's entries of it,
-    if the vocabulary is cut over ranks). bias, temperature, softcap: as of `linear_logprobs`. The
-    teacher gets no gradient, whatever its tensors require.
+    the student's. weight: `[V, D]`, over the student's vocabulary (over this rank's entries, if the
+    vocabulary is split over ranks). bias, temperature, softcap: as in `linear_logprobs`. The
+    teacher gets no gradient, even if its tensors require one.
     """
 
     hidden: Tensor
@@ -30,7 +30,7 @@ class Teacher:
     def prefix(self, size: int) -> Teacher:
         """The same teacher over the first `size` entries of its vocabulary, normalised over them.
 
-        For models that share a tokenizer and pad its vocabulary to different sizes.
+        Use it for models that share a tokenizer and pad its vocabulary to different sizes.
         """
         check_tensor("teacher.weight", self.weight, "float")
         entries = self.weight.shape[0]
@@ -47,9 +47,9 @@ class Teacher:
 class TopK:
     """A teacher given by log-probabilities of some entries per token, usually the k largest.
 
-    ids: `[..., K]` integers, rising within a token; −1, at the front, stands for no entry. logp:
-    `[..., K]`, normalised over the whole vocabulary. Where the entries were chosen by the student,
-    the divergence is one on the student's support.
+    ids: `[..., K]` integers that rise within a token; −1 means no entry, and comes before all
+    others. logp: `[..., K]`, normalised over the whole vocabulary. The ids may also be entries that
+    the student chose; the divergence is then over these entries.
     """
 
     ids: Tensor
@@ -68,13 +68,14 @@ class TopK:
 
     @classmethod
     def sorted(cls, ids: Tensor, logp: Tensor) -> TopK:
-        """From entries in any order, such as `torch.topk` returns them."""
+        """Make a teacher from entries in any order, such as the result of `torch.topk`."""
         order = ids.argsort(-1)
         return cls(ids.gather(-1, order), logp.gather(-1, order))
 
     def counts(self, size: int, valid: Tensor | None) -> Tensor:
-        """How many tokens have ids outside a vocabulary of `size`, ids that do not rise, a
-        log-probability above 0, and a mass above 1. valid: flat, which tokens count. → `[4]`.
+        """Four counts `[4]` of tokens: with ids outside a vocabulary of `size`, with ids that do
+        not rise, with a log-probability above 0, with a mass above 1. valid: the tokens that count,
+        flat.
         """
         k = self.ids.shape[-1]
         ids, logp = self.ids.reshape(-1, k), self.logp.detach().reshape(-1, k).float()

@@ -1,6 +1,6 @@
-"""`Layout`: where the tokens of a call are.
+"""`Layout`: which tokens of a call count, and which sequence each token belongs to.
 
-`Tokens`: that, and every tensor of a policy loss that a part may read.
+`Tokens`: a layout, and every tensor of a policy loss that a part may read.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def expand_advantages(
 ) -> Tensor:
     """Advantages per token, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S, 1]`.
 
-    They are detached. like: the name and tensor of an argument on whose device they must be.
+    The result is detached. like: the name and tensor of an argument; advantages must be on its
+    device.
     """
     check_tensor(called, advantages, like=like)
     clear: Tensor = sequences.with_clear_shape(advantages.detach(), called)
@@ -114,12 +115,12 @@ class Layout:
     """The layout of a call: which tokens count, and which sequence each belongs to.
 
     Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: of the
-    computation, float32 or float64. positions: each token's place in its whole sequence, for parts
-    that depend on the order of tokens where those lie on several ranks. zero: what `fill` writes
-    where `mask` is False (see `shared_zero`). step: the counts of the whole optimizer step, or
-    "local" if this call is the whole step; parts read them as `totals`. invalid: counts, by the
-    name of the metric that shows them, of values that are certainly wrong but could not be checked
-    without waiting for the device. memo: numbers that are computed once, when first read.
+    computation, float32 or float64. positions: each token's index in its whole sequence, for parts
+    that depend on the order of tokens; read if a sequence's tokens are on several ranks. zero: the
+    0 that `fill` writes where `mask` is False (see `shared_zero`). step: the counts of the whole
+    optimizer step, or "local" if this call is the whole step; parts read these counts as `totals`.
+    invalid: counts of certainly wrong values that could not be checked without waiting for the
+    device, by the name of their metric. memo: numbers that are computed once, when first read.
     """
 
     mask: Tensor
@@ -188,14 +189,14 @@ class Layout:
         return self.memo["lengths"] if "lengths" in self.memo else self.counts.to(self.dtype)
 
     def with_lengths(self, lengths: Tensor) -> Self:
-        """The same layout with other numbers `[S]` in the place of `lengths`."""
+        """The same layout with other numbers `[S]` as its `lengths`."""
         return self.replace(memo={**self.memo, "lengths": lengths})
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """The mean of `x` over the valid tokens of each sequence, 0 for one that has none.
         Token-shaped → `[S]`.
 
-        `x` must be 0 at masked positions, as everything read from here is.
+        `x` must be 0 at masked positions, as every tensor read from this object is.
         """
         if "counts" in self.memo:
             total = self.sequences.sum(x)
@@ -208,7 +209,7 @@ class Layout:
 class LocalTotals:
     """The counts of a call that is the whole step, each computed when it is read.
 
-    Most averages read one of them. They are tensors, and cost no host sync.
+    Most averages read one of these counts. The counts are tensors, and cost no host sync.
     """
 
     dp_size: ClassVar[int] = 1
@@ -247,7 +248,7 @@ def laid_out(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The fields of the `Layout` of `tokens` but for dtype and zero, checked against each other.
+    """The fields of the `Layout` of `tokens` except dtype and zero, checked against each other.
 
     called: the name of `tokens` in errors.
     """
@@ -278,9 +279,9 @@ class Tokens(Layout):
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
     and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) come from the ratio
-    slot, and are relative to the policy that `anchor` names. raw: the caller's tensors by argument.
-    measured: batch-wide numbers from `measure`, or None. flags: whether a trust part should flag
-    the tokens that it limits, which only metrics read.
+    slot, and are relative to the policy that `anchor` names. raw: the caller's tensors, by the name
+    of the argument. measured: batch-wide numbers from `measure`, or None. flags: whether a trust
+    part should flag the tokens that it limits; only metrics read the flags.
     """
 
     advantages: Tensor
@@ -350,7 +351,7 @@ class Tokens(Layout):
 
     @property
     def divergence(self) -> Tensor:
-        """The divergence of the teacher's distribution at each token; may carry a gradient."""
+        """The divergence from the teacher's distribution at each token; may carry a gradient."""
         if not self.has("divergence"):
             raise InputError(
                 "this loss has a Divergence, which reads the divergence of each token; pass "
@@ -381,7 +382,7 @@ class Tokens(Layout):
         return self.read(LOGP_ARGUMENTS[anchor])
 
     def batch_statistics(self, part: Any) -> dict[str, Tensor]:
-        """The batch-wide numbers `part` needs: of the step if measured, else of this call."""
+        """The batch-wide numbers that `part` needs: of the step if measured, else of this call."""
         if self.measured is not None:
             return self.measured
         numbers: dict[str, Tensor] = part.statistics(self)

@@ -1,7 +1,7 @@
 """`Totals`: the counts of the whole optimizer step, which every average divides by.
 
-A loss that divides by the tokens of its own micro-batch depends on how the batch was cut. Here it
-divides by a number that the caller counted over the whole step: all micro-batches, all ranks.
+A loss that divides by the tokens of its own micro-batch depends on how the batch was split. Here
+every loss divides by a number that was counted over the whole step: all micro-batches, all ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Totals:
     `PromptMean`, the number of prompt groups (if no group is split between calls) or a
     `GroupTokens`.
     dp_size: the number of ranks over which the framework *averages* gradients (DDP, FSDP); the loss
-    is multiplied by it, so that the average is the gradient of the whole batch. 1 for engines that
-    sum.
+    is multiplied by dp_size, so that the average is the gradient of the whole batch. Pass 1 for an
+    engine that sums gradients.
     statistics: batch-wide numbers that some parts need (see `measure`), by name.
     """
 
@@ -88,12 +88,12 @@ class Totals:
         cp_group: Any = None,
         dp_size: int | None = None,
     ) -> Totals:
-        """Count a rank's whole share of the step, then all-reduce.
+        """Count this rank's whole share of the step, then sum the counts over all ranks.
 
         mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank
-        (concatenate them, or add the results of several calls: `a + b`). group: the process group
-        of data-parallel ranks, each with other sequences; None is the default group if there is
-        one. cp_group: ranks that hold other tokens of the *same* sequences. dp_size: by default the
+        (concatenate the masks, or add the results of several calls: `a + b`). group: the process
+        group of data-parallel ranks, each with other sequences; None is the default group if there
+        is one. cp_group: ranks with other tokens of the *same* sequences. dp_size: by default the
         number of ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine
         sums gradients.
         """
@@ -188,7 +188,7 @@ def _check_count(name: str, value: Any, wanted: str) -> None:
 
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:
-    """The ranks with other sequences: `group`, by default all; None if there are no others."""
+    """The ranks with other sequences: `group`, by default all ranks; None if there is only one."""
     check_group("group", group)
     check_group("cp_group", cp_group)
     if group is not None or not several_ranks():

@@ -52,18 +52,20 @@ def value_loss(
 ) -> LossOutput:
     """The clipped value loss `max(f(v − R), f(clamp(v, v₀ − clip, v₀ + clip) − R))`.
 
-    f is `½e²` or Huber's.
+    v are `values`, R `returns`, v₀ `old_values`; f(e) is `½e²` or Huber's loss.
 
     values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]`
     with `cu_seqlens`.
-    clip: the distance from `old_values` beyond which a move lowers the loss no further; None for
-    no clipping (`old_values` may then be None). boundary: the slope of the clamp at its ends,
-    "pass" (1, `torch.clamp`) or "half" (`max(min(…))`, as in verl; half-precision values meet the
-    ends often). kind: "mse" (the one half included), "huber" with `huber_delta`. aggregate: any of
-    the aggregations, `TokenMean()` by default. totals, cp_group, group_ids: as in `policy_loss`.
+    clip: the distance from `old_values` beyond which a change of v lowers the loss no further; None
+    for no clipping (`old_values` may then be None). boundary: the slope of the clamp exactly at a
+    bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
+    values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: any
+    part of the `aggregate` slot, `TokenMean()` by default. totals, cp_group, group_ids: as in
+    `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
-    `clip_fraction` (share of tokens where the clipped error is the larger), `explained_variance` (1
-    − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in `policy_loss`.
+    `clip_fraction` (share of tokens where the clipped error is the larger one),
+    `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in
+    `policy_loss`.
     """
     _check_options(clip, kind, huber_delta, boundary, old_values)
     aggregate = TokenMean() if aggregate is None else aggregate

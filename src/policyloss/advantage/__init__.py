@@ -1,10 +1,11 @@
 """Advantages: how much better an action was than expected.
 
-Everything here is computed once per batch and carries no gradient.
+Advantages are computed once per batch and carry no gradient.
 
-Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages` and the named
-estimators made from it, and token by token `optimal_token_baseline`. Over the batch: `whiten`.
-From a teacher or a reference: `opd`, `iw_opd`, `prefix_weights`, `centered_kl`, `kl_in_reward`.
+Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages`, the named
+estimators built on it, and `optimal_token_baseline`, which has a baseline for each token. Over the
+batch: `whiten`. From a teacher or a reference: `opd`, `iw_opd`, `prefix_weights`, `centered_kl`,
+`kl_in_reward`.
 `ESTIMATORS` maps names to functions; `estimator(name)` looks one up.
 """
 
@@ -42,7 +43,7 @@ from policyloss.errors import InputError, match_name, unknown_name
 
 
 def estimator(name: str) -> Callable[..., Any]:
-    """The estimator called `name`, or an error that lists the names."""
+    """Return the estimator called `name`; an unknown name is an error that lists all names."""
     known = match_name(name, ESTIMATORS)
     if known is None:
         raise InputError(unknown_name("estimator name", name, ESTIMATORS))

@@ -1,9 +1,9 @@
 """A teacher in the advantages, and a KL in the advantages or in the rewards.
 
 A teacher scores the tokens that the student sampled: `teacher_logp − old_logp` measures how much
-the teacher prefers each of them. That number is an advantage for any policy loss.
-Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Nothing carries a
-gradient, and whatever masked positions hold is ignored.
+more probable a token is for the teacher. That number is an advantage for any policy loss.
+Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. No result carries
+a gradient, and the values at masked positions are ignored.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def opd(
 ) -> Tensor:
     """On-policy distillation: `A = base + coef·(teacher_logp − old_logp)`, for each token.
 
-    The mean of −A over tokens of the student is its KL to the teacher, so a policy gradient with
-    this advantage lowers the reverse KL.
-    teacher_logp, old_logp: token-shaped, of the sampled token; old_logp is the policy that sampled
-    it (the rollout engine's log-probability where there is no other). base: the advantages of a
-    reward, token-shaped or one per sequence, `[S]` (`[S, 1]` in a pack of a `cp_group`). mask:
-    token-shaped; masked tokens then get 0 → token-shaped.
+    The mean of `old_logp − teacher_logp` over the student's tokens is the KL from student to
+    teacher, so a policy gradient with this advantage lowers the reverse KL.
+    teacher_logp, old_logp: token-shaped log-probabilities of the sampled tokens; old_logp belongs
+    to the policy that sampled them (pass the rollout engine's if there is no other). base: the
+    advantages of a reward, token-shaped or one per sequence, `[S]` (`[S, 1]` in a pack of a
+    `cp_group`). mask: token-shaped; with a mask, masked tokens get 0. The result is token-shaped.
     Source: arXiv 2601.02780, equation 8; NeMo-RL's, slime's and Tinker's on-policy distillation.
     """
     check_number("coef", coef, finite=True)
@@ -63,7 +63,7 @@ def iw_opd(
 ) -> Tensor:
     """IW-OPD: `A = base + w·coef·(teacher_logp − old_logp)`, where w falls along the sequence.
 
-    w as in `prefix_weights`, of the teacher's part alone. Arguments as in `opd` and `gae`.
+    w is `prefix_weights` of the teacher's term alone. Arguments as in `opd` and `gae`.
     Source: arXiv 2606.22600; gamma as in TRL's `iw_opd`.
     """
     check_number("coef", coef, finite=True)
@@ -85,10 +85,10 @@ def prefix_weights(
 ) -> Tensor:
     """`w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
 
-    Tokens that come after a prefix on which teacher and student already differed count less: w
-    falls from 1 + γ at the first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are
-    bridged, and get 0. Where every A is 0, w is 1 + γ.
-    advantages, mask: token-shaped → token-shaped. cp_group, positions: as in `gae`.
+    A token counts less if teacher and student already differed on the tokens before it: w falls
+    from 1 + γ at the first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are skipped
+    and get 0. If every A of a sequence is 0, w is 1 + γ.
+    advantages, mask: token-shaped; so is the result. cp_group, positions: as in `gae`.
     """
     check_number("gamma", gamma, least=0, finite=True)
     check_tensor("advantages", advantages, "float")
@@ -123,10 +123,10 @@ def centered_kl(
 ) -> Tensor:
     """`A = base + coef·(mean of kl − kl_t)` with `kl_t = old_logp − ref_logp`.
 
-    A KL in the advantages that does not move their mean: a token that drifts less than the average
-    is rewarded. The mean is over all valid tokens of the step. `ref_logp` may be a teacher's.
-    old_logp, ref_logp, mask: token-shaped. base: as in `opd`. group, cp_group: ranks that share the
-    mean, as in `whiten` → token-shaped.
+    This KL does not change the mean of the advantages: a token with a KL below the average gets a
+    larger advantage. The mean is over all valid tokens of the step. `ref_logp` may be a teacher's.
+    old_logp, ref_logp, mask: token-shaped; so is the result. base: as in `opd`. group, cp_group:
+    ranks that share the mean, as in `whiten`.
     Source: Tinker's cookbook, `incorporate_kl_penalty`.
     """
     check_number("coef", coef, finite=True)
@@ -149,12 +149,13 @@ def kl_in_reward(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """`r_t − coef·kl_t`: a penalty on every token, to be summed up by `gae` or `reinforce_pp`.
+    """`r_t − coef·kl_t`: a penalty on every token; `gae` or `reinforce_pp` then sums the rewards.
 
-    kl_t: "k1", "k2", "k3" or "abs" of `d = ref_logp − old_logp`, as in `KL`. A loss that is trained
-    on these rewards has `kl=None`: the penalty counts once.
-    rewards: token-shaped, or one per sequence `[S]`, then put on the last valid token. The others
-    are token-shaped → token-shaped, 0 at masked tokens. cp_group, positions: as in `gae`.
+    kl_t: the estimate "k1", "k2", "k3" or "abs" of `d = ref_logp − old_logp`, as in `KL`. Use these
+    rewards with a loss that has `kl=None`, so that the penalty counts once.
+    rewards: token-shaped, or one per sequence `[S]`, which is added at the last valid token. The
+    other tensors are token-shaped, and so is the result, which is 0 at masked tokens. cp_group,
+    positions: as in `gae`.
     """
     check_choice("estimator", estimator, ESTIMATORS)
     check_number("coef", coef, least=0, finite=True)
@@ -171,7 +172,7 @@ def kl_in_reward(
 
 
 class _Gap(NamedTuple):
-    """`d = other_logp − old_logp` of the valid tokens, 0 at the others; and where they are."""
+    """`d = other_logp − old_logp` of the valid tokens, 0 at masked tokens; and their layout."""
 
     d: Tensor
     valid: Tensor

@@ -4,8 +4,9 @@ Each is a thin layer over `group_advantages`, `whiten` and `discounted_returns`.
 Legend: S sequences; rewards, group_ids, lengths and (unless noted otherwise) results are `[S]`;
 pass a result to `policy_loss` unchanged. n is the size of a group, μ its mean reward, σ its
 standard deviation. Nothing carries a gradient.
-Common rules of `group_advantages`: a constant group gives exactly 0; a group of one gives 0, or
-with `single="raw"` the raw reward, as in verl; nothing is divided by a spread of exactly 0.
+Common rules of `group_advantages`: the advantage is exactly 0 in a constant group; in a group of
+one it is 0, or with `single="raw"` the raw reward, as in verl; a spread of exactly 0 does not
+divide.
 `group` is a process group with shared statistics: the samples of a prompt may lie on several ranks,
 and ids are global; "local" (and None, with a warning if there are other ranks) is this rank alone.
 """
@@ -77,7 +78,7 @@ def dr_grpo(
 def rloo(
     rewards: Tensor, group_ids: Tensor, *, single: Single = "zero", group: Any = None
 ) -> Tensor:
-    """RLOO: `r_i − mean of the other members = (r_i − μ)·n/(n−1)`.
+    """RLOO: `r_i − mean reward of the group's other members = (r_i − μ)·n/(n−1)`.
 
     Source: Ahmadian et al., arXiv 2402.14740. Constant group: 0. Group of one: 0 (verl's
     rloo_vectorized, SkyRL), or r with `single="raw"` (verl's rloo). group: ranks that a prompt's
@@ -91,12 +92,12 @@ def rloo(
 def grpo_loo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, group: Any = None) -> Tensor:
     """Leave-one-out GRPO: `(r_i − mean of the others) / (std of the others + eps)`.
 
-    The standard deviation is that of a sample.
+    The others are the group's other rewards; their standard deviation divides by their number − 1.
     Source: NeMo-RL's GRPO with its default leave-one-out baseline. Where the others are all equal
-    (one winner among losers; a group of two) their spread is exactly 0 and
-    `r_i − mean of the others` stays undivided; computed as E[x²] − E[x]² in float32 that spread is
-    rounding residue, which multiplied such an advantage by thousands. Constant group, group of one:
-    0.
+    (one winner among losers; a group of two) their spread is exactly 0, and
+    `r_i − mean of the others` is not divided. (Computed as E[x²] − E[x]² in float32, that spread is
+    rounding residue, and dividing by it multiplies such an advantage by thousands.) Constant group,
+    group of one: 0.
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, center="loo", scale="loo_std", eps=eps, group=group)
@@ -115,13 +116,13 @@ def reinforce_pp(
 ) -> Tensor:
     """REINFORCE++: discounted returns over the valid tokens, whitened over all valid tokens.
 
-    Result token-shaped.
+    The result is token-shaped.
 
-    rewards: token-shaped (any KL penalty included), or `[S]`, then put on the last valid token.
-    mask: token-shaped.
+    rewards: token-shaped (any KL penalty included), or one per sequence `[S]`, which is put on the
+    last valid token. mask: token-shaped.
     group: ranks with other sequences, which share the mean and variance, as in `whiten`. cp_group,
-    positions: ranks with other tokens of the same sequences, as in `gae`; they share both too.
-    There are no groups of samples; a constant batch gives 0.
+    positions: ranks with other tokens of the same sequences, as in `gae`; these ranks share mean
+    and variance too. There are no groups of samples; in a constant batch all advantages are 0.
     Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus.
     """
     returns = discounted_returns(
@@ -208,9 +209,9 @@ def gpg(
 ) -> Tensor:
     """GPG: `α·(r − μ) / f_norm`, with α = S / (number of valid sequences), at least one.
 
-    valid: "informative" counts the sequences of groups that are not constant (the paper: those that
-    have a gradient), "nonzero" those whose reward is not 0 (verl). group: ranks that share the
-    means of prompts and both numbers, as in `group_advantages`.
+    valid: "informative" counts the sequences of groups that are not constant (the paper's
+    sequences with a gradient), "nonzero" counts the sequences with a reward other than 0 (verl).
+    group: ranks that share the means of prompts and both numbers of α, as in `group_advantages`.
     Source: Chu et al., arXiv 2504.02546. Constant group: 0. Group of one: 0, or α·r/f_norm with
     `single="raw"` (verl).
     """
@@ -244,9 +245,10 @@ def gdpo(
     """GDPO, for K rewards: normalised in their groups, summed with weights, whitened.
 
     Each reward is normalised as `(r_k − μ_k)/(σ_k + eps)`.
-    rewards: `[S, K]` → `[S]`. weights: K numbers, 1 by default. The whitening counts each sequence
-    once, or, as verl, once for each of its `lengths` tokens. group: ranks that share the statistics
-    of prompts and the whitening, as in `group_advantages`.
+    rewards: `[S, K]`; the result is `[S]`. weights: K numbers, 1 by default. lengths: `[S]`, the
+    number of tokens; with it the whitening counts each sequence once per token, as verl does,
+    without it once. group: ranks that share the statistics of prompts and the whitening, as in
+    `group_advantages`.
     Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group
     of one adds 0, or r with "raw".
     """
@@ -294,8 +296,8 @@ def maxrl(
 
     This is the gradient of the log of the pass rate rather than of the pass rate.
     Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. Constant group (all
-    wrong too): 0. Group of one: 0, or r with `single="raw"` (SkyRL). A mean of exactly 0 divides
-    nothing.
+    wrong too): 0. Group of one: 0, or r with `single="raw"` (SkyRL). A mean of exactly 0 does not
+    divide.
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, scale="mean", eps=eps, single=single, group=group)

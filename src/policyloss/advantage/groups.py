@@ -1,6 +1,6 @@
 """Rewards relative to their group (`group_advantages`) or to the batch (`whiten`).
 
-There is no loop over groups.
+The code has no loop over groups.
 Legend: S sequences; `rewards`, `group_ids` are `[S]`; a group is the set of sequences with the same
 id (the samples of one prompt). Statistics are computed in float64 and in an order that does not
 depend on the order of the rows.
@@ -53,10 +53,10 @@ class RankedGroups:
 
     All tensors `[S]`, in that order.
 
-    rewards: float64. order: the row each element came from. size: of the element's group. rank: 0
-    for the lowest of its group.
-    first: where its group begins. Whether rewards are all equal is read off the sorted ends: exact,
-    where "std ≈ 0" is not.
+    rewards: float64. order: the row that each element came from. size: the size of the element's
+    group. rank: the element's index in its group, 0 for the lowest reward. first: the index at
+    which its group begins. To test whether all rewards of a group are equal, compare its first and
+    last reward: this is exact, while "std ≈ 0" is not.
     """
 
     rewards: Tensor
@@ -68,7 +68,7 @@ class RankedGroups:
 
     @classmethod
     def of(cls, rewards: Tensor, group_ids: Tensor) -> RankedGroups:
-        """Sort and cut; S ≥ 1."""
+        """Sort the rewards and split them into groups; S ≥ 1."""
         wide = rewards.detach().to(accumulator_dtype(rewards.device))
         by_reward = wide.argsort(stable=True)
         by_group, groups = group_index(group_ids[by_reward])
@@ -149,21 +149,22 @@ def group_advantages(
 ) -> Tensor:
     """Rewards relative to their group: `(r − baseline) / (spread + eps)`.
 
-    `[S]`, `[S]` integers → `[S]`, without gradient.
+    rewards: `[S]`; group_ids: `[S]`, any integers in any order. The result is `[S]`, without
+    gradient; S may be 0.
 
-    center, the baseline: "mean" of the group (weighted by `weights` `[S]` if given), "loo" the mean
-    of the *other* members, None 0. scale, the spread: "std" of the group, "loo_std" of the other
-    members, "batch_std" of all rewards, each with `ddof`; "mean" of the group; None divides by
-    nothing.
-    A constant group (all rewards exactly equal) gives exactly 0, and a spread of exactly 0 divides
-    nothing: rounding residue is never amplified. A group of one has no one to compare with and
-    gives 0 (`single="zero"`), or with `single="raw"`, as verl does, baseline 0 and spread 1. A NaN
-    reward shows in its whole group. `group_ids` may be any integers in any order; S = 0 gives
-    `[0]`.
+    center, the baseline: "mean" is the group's mean (weighted by `weights` `[S]` if given), "loo"
+    the mean of the *other* members, None is 0. scale, the spread: "std" is the standard deviation
+    of the group, "loo_std" of the other members, "batch_std" of all rewards, each with `ddof`;
+    "mean" is the group's mean; None does not divide.
+    In a constant group (all rewards exactly equal) the result is exactly 0, and a spread of exactly
+    0 does not divide, so rounding residue is never amplified. In a group of one the result is 0
+    (`single="zero"`), or with `single="raw"`, as in verl, the baseline is 0 and the spread 1. A NaN
+    reward makes its whole group NaN.
     group: a process group over whose ranks a prompt's samples and the batch may be spread (each
-    rank with its own S, 0 too); ids are then global: the same id is the same prompt on every rank.
-    With context parallel, the data-parallel group: ranks that hold the same sequences would count
-    them twice. "local" is this rank alone, and so is None, with a warning if there are others.
+    rank has its own S, which may be 0); the same id must then mean the same prompt on every rank.
+    With context parallel, pass the data-parallel group: ranks that hold the same sequences would
+    count them twice. "local" uses this rank alone, and so does None, with a warning if there are
+    other ranks.
     """
     check_rewards(rewards, group_ids)
     check_choice("center", center, CENTERS)
@@ -241,8 +242,8 @@ def divided(x: Tensor, spread: Tensor, eps: float) -> Tensor:
 def moments(x: Tensor, weight: Tensor, ddof: int, *groups: Any) -> tuple[Tensor, Tensor]:
     """Mean and variance of `x`, each element counted `weight` times; 0-dim, in float64.
 
-    They are taken over the ranks of every group.
-    `x` must be finite, or 0, where its weight is 0. Two passes, because E[x²] − E[x]² cancels.
+    Mean and variance are taken over the ranks of every group.
+    `x` must be finite where its weight is 0. There are two passes, because E[x²] − E[x]² cancels.
     """
     wide = accumulator_dtype(x.device)
     x, weight = x.to(wide), weight.to(wide)
@@ -271,9 +272,9 @@ def whiten(
     mean: False keeps the original mean (it is added back after scaling). group: a process group
     whose ranks share mean and variance; "local" uses this rank alone, and so does None, with a
     warning if there are other ranks. cp_group: the context-parallel ranks, which hold other tokens
-    of the same sequences, if they are not in `group`; mean and variance are theirs too.
-    A constant x, or a single valid token, gives 0 (plus the mean if it is kept); no valid token
-    gives zeros.
+    of the same sequences, if they are not in `group`; these ranks share mean and variance too.
+    For a constant x or a single valid token the result is 0 (plus the mean if it is kept); without
+    any valid token it is all zeros.
     Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than
     two tokens).
     """

@@ -1,6 +1,6 @@
-"""The optimal token baseline: one for each token of a group's samples.
+"""The optimal token baseline: a baseline for each token of a group's samples.
 
-It is weighted by how noisy the gradients of the samples are up to that token.
+Each sample is weighted by the squared length of its gradient up to that token.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def optimal_token_baseline(
     in the logits. So the baseline is the mean return of the group at that token, weighted by
     gradient variance.
 
-    rewards: `[B, T]`, or `[B]`, then put on the last valid token. group_ids: `[B]`. mask, old_logp,
-    sum_pi_squared (`Σ_v π_v²`) and weights w (of a rollout correction, 1 by default): `[B, T]`.
-    Result `[B, T]`, 0 at masked tokens, without gradient.
-    zero_tail: where only the group's longest sequence is left, its own return would be its baseline
-    and A = 0; True uses baseline 0 there, so that A = G.
-    bridge: token t is the t-th valid one of its sequence, and a sequence without one does not
-    count; False compares columns as they stand (and the tail begins at the column numbered by the
-    second-largest count), as for single turns.
-    A group of one has baseline 0. Computed in the inputs' dtype (half precision in float32).
+    rewards: `[B, T]`, or one per sequence `[B]`, which is put on the last valid token. group_ids:
+    `[B]`. mask, old_logp, sum_pi_squared (`Σ_v π_v²`) and weights w (of a rollout correction, 1 by
+    default): `[B, T]`. The result is `[B, T]`, 0 at masked tokens, without gradient.
+    zero_tail: at the tokens that only the group's longest sequence has, its own return would be its
+    baseline and A = 0; True uses baseline 0 at these tokens, so that A = G.
+    bridge: True means that token t is the t-th valid token of its sequence, and a sequence without
+    a t-th valid token does not count. False means that token t is column t, as for single turns;
+    the tail then begins at the column whose index is the second-largest count of valid tokens.
+    A group of one has baseline 0. The dtype is that of the inputs (float32 for half precision).
     group: ranks that a prompt's samples may be spread over (T may differ), as in
     `group_advantages`; ids are global.
     cp_group, positions: ranks with other tokens of the same sequences, as in `gae`; only with
@@ -144,7 +144,7 @@ def _less_baseline(
 
 
 def _at_places(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
-    """The valid tokens of each row at their places, 0 elsewhere. `[B, T]` → `[B, width]`."""
+    """The valid tokens of each row at the columns `place`, 0 elsewhere. `[B, T]` → `[B, width]`."""
     return x.new_zeros(x.shape[0], width + 1).scatter(1, torch.where(valid, place, width), x)[
         :, :width
     ]
@@ -159,9 +159,9 @@ def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
 
 
 def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Where the longest row of a group has no other left to compare with. `[B, 1]`.
+    """The index from which on only the longest row of a group has tokens. `[B, 1]`.
 
-    That is the second-largest length of the group; inf for all other rows.
+    For that row it is the second-largest length of the group, for all other rows inf.
     """
     g = RankedGroups.of(lengths, group_ids)
     second = g.at((g.size - 2).clamp(min=0))

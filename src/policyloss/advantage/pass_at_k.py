@@ -34,12 +34,12 @@ def passk_max_gap(
 ) -> Tensor:
     """Pass@k by the winner's margin: the best of a group gets `(r_max − r_second) / (σ + eps)`.
 
-    The others get 0.
-    Leaving the winner out would cost the group's maximum exactly that margin; here k is the size of
-    the group.
-    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. A tie for the best, a constant group,
-    a group of one (an error in verl): 0. group: ranks that a prompt's samples may be spread over,
-    as in `group_advantages`.
+    The other members get 0.
+    Without the winner, the group's maximum would be lower by exactly that margin; here k is the
+    size of the group.
+    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. With a tie for the best, in a constant
+    group and in a group of one (an error in verl), the result is 0. group: ranks that a prompt's
+    samples may be spread over, as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, ddof)
     dtype = compute_dtype(rewards)
@@ -65,14 +65,14 @@ def passk_combinatorial(
     """Pass@k over all `C(n, k)` subsets of a group, each rewarded by its best member.
 
     The result is exact, but no subset is formed.
-    `A_i = (mean of subsets with i − mean of all subsets) / (std of all subsets + eps)`, population
-    standard deviation.
-    With the rewards sorted and p the number of members below: the best of a subset is member p in
-    `C(p, k−1)` subsets, and, among those that hold a lower i, in `C(p−1, k−2)`. For rewards 0/1
-    with m wrong: `R = 1 − C(m,k)/C(n,k)`, `σ² = R(1−R)`, `A_right = (1−R)/σ`,
-    `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 it is GRPO with ddof 0.
-    Source: Chen et al., arXiv 2508.10751 (there for 0/1 rewards). Where all subsets have the same
-    best member's reward (a constant group, fewer than k wrong), or n ≤ k (a group of one): 0.
+    `A_i = (mean of subsets with i − mean of all subsets) / (std of all subsets + eps)`, with the
+    population standard deviation.
+    Number the members by rising reward from 0: member p is the best of `C(p, k−1)` subsets, and of
+    `C(p−1, k−2)` subsets that hold a given lower member i. For rewards 0/1 with m wrong:
+    `R = 1 − C(m,k)/C(n,k)`, `σ² = R(1−R)`, `A_right = (1−R)/σ`,
+    `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 this is GRPO with ddof 0.
+    Source: Chen et al., arXiv 2508.10751 (there for 0/1 rewards). If the best reward is the same in
+    all subsets (a constant group, fewer than k wrong), or if n ≤ k, the result is 0.
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, 0)

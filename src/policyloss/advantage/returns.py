@@ -1,9 +1,9 @@
 """Credit over time: generalised advantage estimation and discounted returns, without a loop.
 
 Legend: token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`; S sequences. Masked tokens are
-*bridged*: time runs over the valid tokens of a sequence only, as if the others (tool output,
-padding) were cut out. With context parallel, the valid tokens of a sequence are brought together in
-the order of `positions` and scanned on every rank; each rank keeps the results of its tokens.
+*bridged*: time runs over the valid tokens of a sequence only, as if masked tokens (tool output,
+padding) were removed. With context parallel, every rank gathers the valid tokens of a sequence in
+the order of `positions`, scans them, and keeps the results of its own tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KERNEL = "policyloss.functional.gae_kernel"
 
 
 class GAE(NamedTuple):
-    """What `gae` returns; both token-shaped, 0 at masked tokens, without gradient."""
+    """The result of `gae`: two token-shaped tensors, 0 at masked tokens, without gradient."""
 
     advantages: Tensor
     returns: Tensor
@@ -54,12 +54,12 @@ def gae(
     sequence, which is placed on the sequence's last valid token.
     last_values: `[S]`, the value after a sequence's last valid token (a truncated episode); 0 if
     not given.
-    Whatever masked positions hold is ignored. A NaN or inf at a valid token makes its whole
-    sequence NaN, and no other.
+    The values at masked positions are ignored. A NaN or inf at a valid token makes its whole
+    sequence NaN, but no other sequence.
     Half precision is computed in float32. The advantages are not whitened; see `whiten`.
-    With γ = λ = 1, A is the reward-to-go minus V; with λ = 0 it is δ.
-    cp_group: the process group over which each sequence's tokens are spread (context parallel);
-    then positions, token-shaped integers, are the index of each valid token in its whole sequence,
+    With γ = λ = 1, A is the reward-to-go minus V; with λ = 0, A is δ.
+    cp_group: the process group over which each sequence's tokens are spread (context parallel).
+    Then pass positions, token-shaped integers: the index of each valid token in its whole sequence;
     and every rank must pass the same `[S]` tensors.
     Source: Schulman et al., arXiv 1506.02438; masked tokens between valid ones are skipped, as in
     verl's gae.
@@ -106,9 +106,8 @@ def discounted_returns(
 ) -> Tensor:
     """`G_t = r_t + γ·G_{t+1}` over the valid tokens of each sequence; with γ = 1, the reward-to-go.
 
-    mask: token-shaped. rewards: token-shaped, or `[S]`, then put on the last valid token →
-    token-shaped, 0 at masked tokens.
-    cp_group, positions: as in `gae`.
+    mask: token-shaped. rewards: token-shaped, or one per sequence `[S]`, which is put on the last
+    valid token. The result is token-shaped, 0 at masked tokens. cp_group, positions: as in `gae`.
     """
     _check_discount("gamma", gamma)
     check_tensor("rewards", rewards)
@@ -123,7 +122,7 @@ def discounted_returns(
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
-    """Rewards per token, 0 at masked ones; one per sequence goes to its last valid token."""
+    """Rewards per token, 0 at masked tokens; a sequence's reward goes to its last valid token."""
     rewards = _checked_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         return fill(rewards.reshape(layout.shape), mask, dtype)
@@ -219,7 +218,7 @@ def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
 def _runs_as_kernel(
     rewards: Tensor, values: Tensor, mask: Tensor, last_values: Tensor | None
 ) -> bool:
-    """Whether the kernel takes these: floating-point tensors on a GPU where Triton is installed."""
+    """Whether the kernel can run: floating-point tensors on a GPU where Triton is installed."""
     for x in (rewards, values) if last_values is None else (rewards, values, last_values):
         if not (isinstance(x, Tensor) and x.is_cuda and x.is_floating_point()):
             return False
@@ -276,7 +275,7 @@ def whole_sequences(
 ) -> tuple[WholeSequences, Tensor]:
     """The rewards and `others` (the columns) of whole sequences, from all context-parallel ranks.
 
-    Rewards per sequence are known on every rank and stay as they are, as `[S, 1]`.
+    Rewards per sequence are known on every rank and are returned unchanged, as `[S, 1]`.
     """
     rewards = _checked_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
@@ -346,11 +345,11 @@ def linear_recurrence_reverse(x: Tensor, decay: Tensor) -> Tensor:
 
     Reward-to-go, discounted returns and GAE are such recurrences.
     x, decay (c): `[..., T]`, same shape and dtype, not modified → y: `[..., T]`.
-    In a chunk of `CHUNK` tokens, `y_t = a_t + p_t·(y at the head of the next chunk)`, where a
-    solves the chunk alone and p is the product of its decays from t on. The heads obey the same
-    recurrence, one chunk per step, so they are solved the same way: log T levels, and work linear
-    in T. A decay of 0 cuts the line into independent pieces, as long as x is finite: `0·nan` is
-    `nan`.
+    In a chunk of `CHUNK` tokens, `y_t = a_t + p_t·(y at the first token of the next chunk)`, where
+    a solves the chunk alone and p is the product of its decays from t on. The first tokens of the
+    chunks obey the same recurrence, one chunk per step, and are solved the same way: log T levels,
+    and work linear in T. A decay of 0 separates independent pieces, as long as x is finite: `0·nan`
+    is `nan`.
     """
     length = x.shape[-1]
     if length == 0:
@@ -369,7 +368,7 @@ def linear_recurrence_reverse(x: Tensor, decay: Tensor) -> Tensor:
 def _by_place(x: Tensor) -> Tensor:
     """A copy of `x` `[..., T]` as `[CHUNK, ..., ⌈T/CHUNK⌉]`, filled up with zeros.
 
-    There is a row for each place in a chunk.
+    There is a row for each index within a chunk.
     """
     missing = -x.shape[-1] % CHUNK
     filled = torch.nn.functional.pad(x, (0, missing)) if missing else x

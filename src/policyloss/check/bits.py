@@ -1,6 +1,6 @@
 """`bits_check`: whether a log-probability depends on its neighbours, down to the last bit.
 
-A function is batch-invariant if a sequence gets the same bits alone and at any place of any batch.
+A function is batch-invariant if a sequence gets the same bits alone and at any index of any batch.
 Only then can the log-probabilities of a trainer and an engine be equal, and only then does a
 difference show that the two programs differ.
 """
@@ -168,8 +168,8 @@ def bits_check(
     *,
     against: LogProbFunction | Sequence[Any] | None = None,
 ) -> BitsReport:
-    """Check that `fn` gives a sequence the same bits alone, in any batch and at any place, and find
-    the first bits that differ from another engine's.
+    """Check that `fn` returns the same bits for a sequence alone and at any index of any batch, and
+    find the first bits that differ from another engine's.
 
         print(pl.bits_check(logprobs_of_trainer, sequences, against=logprobs_of_engine))
 

@@ -1,10 +1,10 @@
-"""Which normalisation explains a gradient that moved.
+"""Find the normalisation that explains a gradient that changed with the split of the batch.
 
 A micro-batch m alone has the gradient g_m, normalised as the trainer normalises it. With a trainer
-that averages, the gradient of the uncut batch is `g = Σ_m v_m · g_m`, and the gradient of the cut
+that averages, the gradient of the whole batch is `g = Σ_m v_m · g_m`, and the gradient of the split
 batch is `g_cut = Σ_m w_m · g_m`. The diagnosis is the quantity that v and w are proportional to:
-valid tokens, sequences, a constant (1/k each), or a plain sum. A law must fit every cut at once,
-because several laws may fit a single cut.
+valid tokens, sequences, a constant (1/k each), or a plain sum. A law must fit every split at once,
+because several laws may fit a single split.
 
 Legend: k micro-batches, P parameters.
 """
@@ -32,7 +32,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One cut: the gradients of the uncut and of the cut batch `[P]`, the gradient of each
+    """One split: the gradients of the whole and of the split batch `[P]`, the gradient of each
     micro-batch alone `[k, P]`, and the counts of the micro-batches.
     """
 

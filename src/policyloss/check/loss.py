@@ -70,7 +70,7 @@ class FrozenStopGradients(TorchFunctionMode):
     """Hold every stop-gradient at its value at a base point, so that finite differences agree with
     autograd.
 
-    `detach()` marks a constant. A numerical derivative moves that constant too, and disagrees by
+    `detach()` marks a constant. A numerical derivative changes that constant too, and disagrees by
     design. Under this mode the first run records the result of every `detach()`, and later runs
     reuse these results in the same order.
     """
@@ -111,14 +111,15 @@ def check_loss(
     """Test your own loss for the properties that every loss of the library has.
 
     loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by
-    default), a whole `LossSpec` with callables in any slot, or a preset's name. Checked, in float64
-    on small ragged batches: it runs and gives one finite number per token; autograd agrees with
-    finite differences (stop-gradients held constant); at ratio 1 the surrogate alone makes good
-    tokens more likely and bad ones less; no limit holds a token that moved against its advantage;
-    weights of corrections carry no gradient and do not fall where the token became more likely; a
-    KL pulls toward its anchor; garbage at masked positions, row order, packing, any split into
-    micro-batches and an empty batch change nothing; half precision is upcast first; the same inputs
-    give the same bits. Returns a report: print it, or assert it. It runs in one process.
+    default), a whole `LossSpec` with callables in any slot, or a preset's name. The properties, in
+    float64 on small ragged batches: the loss runs and returns one finite number per token; autograd
+    agrees with finite differences (stop-gradients held constant); at ratio 1 the surrogate alone
+    makes tokens with A > 0 more likely and tokens with A < 0 less likely; no limit binds a token
+    whose probability changed against its advantage; weights of corrections carry no gradient and do
+    not fall where the token became more likely; a KL pulls toward its anchor; garbage at masked
+    positions, row order, packing, any split into micro-batches and an empty batch change nothing;
+    half precision is upcast first; the same inputs give the same bits. The check runs in one
+    process and returns a report: print it, or assert it.
     """
     if several_ranks():
         raise InputError(

@@ -1,5 +1,5 @@
 """`partition_check` tests whether the gradient of your training step depends on how the batch is
-cut.
+split.
 
 def step(micro_batches):            # one optimizer step of your trainer, without the optimizer
     model.zero_grad()
@@ -40,8 +40,8 @@ from policyloss.errors import InputError
 
 @dataclass(frozen=True)
 class CutResult:
-    """One cut: the relative distance of its gradient from the uncut batch's, `‖g_cut − g‖ / ‖g‖`,
-    and the factor f with `g_cut ≈ f · g`.
+    """The result of one split of the batch: the relative distance `‖g_cut − g‖ / ‖g‖` of its
+    gradient from the whole batch's gradient g, and the factor f with `g_cut ≈ f · g`.
     """
 
     name: str
@@ -56,10 +56,10 @@ class CutResult:
 class PartitionReport:
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
-    moved: whether the gradient depends on the cut, the ranks, or tokens outside the mask.
+    moved: whether the gradient depends on the split, the ranks, or tokens outside the mask.
     diagnosis: the explanations, one paragraph each. notes: limits of this batch.
-    gradient: of the uncut batch, `[P]` float64; pass it as `reference=` to a run on several
-    ranks.
+    gradient: the gradient of the whole batch, `[P]` float64; pass it as `reference=` to a run on
+    several ranks.
     """
 
     cuts: list[CutResult]
@@ -72,11 +72,11 @@ class PartitionReport:
 
     @property
     def moved(self) -> bool:
-        """Whether the gradient depends on the cut, the ranks, or tokens outside the mask."""
+        """Whether the gradient depends on the split, the ranks, or tokens outside the mask."""
         return bool(self.diagnosis)
 
     def raise_if_moved(self) -> None:
-        """Raise an AssertionError with the report if the gradient moved, for a test."""
+        """Raise an AssertionError with the report if the gradient changed, for a test."""
         if self.moved:
             raise AssertionError(str(self))
 
@@ -99,7 +99,7 @@ class PartitionReport:
         )
 
     def _rows(self) -> list[tuple[str, int, str, str]]:
-        """For each cut: its name, its pieces, how far the gradient moved, and the factor."""
+        """For each split: its name, its pieces, the change of the gradient, and the factor."""
         return [
             (
                 cut.name,
@@ -143,8 +143,9 @@ def partition_check(
       gradients (a mapping or an iterable of tensors; a few layers are enough).
     batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors with a dimension of
       rows, tokens or sequences are split along it, and everything else is passed unchanged.
-    cuts: name → micro-batches, each a list of sequences. The default cuts are halves, single
-    sequences, one sequence and the rest, and short and long sequences.
+    cuts: a mapping from the name of a split to its micro-batches, each a list of sequences. The
+    default splits are halves, single sequences, one sequence and the rest, and short and long
+    sequences.
     tolerance: the largest allowed `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients'
     machine epsilon (3e-4 in float32). Under autocast, pass the tolerance of the half precision
     (1e-1 for bfloat16), or check in float32.

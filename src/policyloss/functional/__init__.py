@@ -1,7 +1,7 @@
 """Pure functions of tensors: parts are made of them, and a loss of yours can be, too.
 
-They know nothing of specs. Token-shaped means `[B, T]` or packed `[N]`. A function that needs to
-know where sequences begin and end takes a `Sequences`.
+The functions do not depend on specs. Token-shaped means `[B, T]` or packed `[N]`. A function that
+needs the bounds of sequences takes a `Sequences`.
 """
 
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal, weighted_sum

@@ -13,7 +13,7 @@ from policyloss.functional.segments import Sequences
 def reciprocal(
     count: Tensor | float, like: Tensor, dtype: torch.dtype | None = None, times: float = 1
 ) -> Tensor:
-    """`times / count`, and `times` where the count is 0: an empty batch has sum zero.
+    """`times / count`, and `times` where the count is 0, as the sum of an empty batch is 0.
 
     The result is on the device of `like`, in `dtype` (by default that of `like`).
     """
@@ -47,8 +47,8 @@ def weighted_total(
 ) -> tuple[Tensor, Tensor | None]:
     """The two factors of `Σ weight·x·shared`: a total, and a 0-dim scale if there is one.
 
-    One weight for all tokens becomes the scale; weights per token are multiplied into the total,
-    and what they share (0-dim) is the scale.
+    A weight that is one number for all tokens becomes the scale. Weights per token are multiplied
+    into the total, and `shared` (0-dim), their common factor, becomes the scale.
     """
     check_alignment("an aggregation must return one weight, or one per token", weight, x)
     return arithmetic().weighted_total(x, weight, shared)

@@ -18,8 +18,8 @@ from policyloss.errors import InputError
 def statistics_group(group: Any) -> Any:
     """The group whose ranks share a statistic, or None for this rank alone.
 
-    `"local"` asks for this rank alone. None means the same; if there are other ranks, it warns at
-    the line that called the package.
+    `"local"` means this rank alone. So does None, with a warning if there are other ranks; the
+    warning points at the line that called the package.
     """
     if isinstance(group, str):
         if group != "local":
@@ -171,10 +171,10 @@ def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Te
 
 
 def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
-    """A pair that the k largest pairs, and no others, reach (see `at_least`).
+    """A threshold pair: the k largest pairs, and no others, are not below it (see `at_least`).
 
-    It lies halfway between the k-th and the next score, so that scores may be computed again and
-    differ in their last digits. Where the two are equal, it is the k-th pair. Arguments as in
+    Its score is halfway between the k-th and the next score, so that scores may be computed again
+    and differ in their last digits. If these two are equal, it is the k-th pair. Arguments as in
     `kth_largest`.
     """
     (score, after), (tie, _) = (x.unbind() for x in _largest(score, tie, k, groups))

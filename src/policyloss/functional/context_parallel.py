@@ -1,7 +1,7 @@
 """Sequences whose tokens lie on several ranks: turns that cross ranks, and scans over time.
 
-A position is the place of a token in its whole sequence; tokens may lie on the ranks in any order.
-Only the positions of *valid* tokens are read: those of padding and masked tokens do not matter, and
+A position is the index of a token in its whole sequence; the ranks may hold tokens in any order.
+Only the positions of *valid* tokens are read; padding and masked tokens may have any position, and
 masked tokens may be absent. A position at which no rank has a valid token counts as masked. Two
 valid tokens of a sequence at one position are an error.
 
@@ -36,7 +36,7 @@ class Turns(Protocol):
 def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Turns:
     """The runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
 
-    Positions count where a context-parallel group holds the sequences.
+    Positions are read only if the sequences have a context-parallel group.
     """
     if sequences.cp_group is None:
         return sequences.runs(mask)
@@ -135,8 +135,8 @@ def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turn
 class WholeSequences:
     """The valid tokens of all ranks as one pack, sequence after sequence in the order of positions.
 
-    columns: what was brought together, `[M]` each. mask: all True, `[M]`. cu_seqlens: `[S+1]`. at,
-    place: where this rank's n valid tokens are, among its own tokens (flat) and in the pack.
+    columns: the gathered tensors, `[M]` each. mask: all True, `[M]`. cu_seqlens: `[S+1]`. at,
+    place: the indices of this rank's n valid tokens, among its own tokens (flat) and in the pack.
     """
 
     columns: list[Tensor]

@@ -1,6 +1,6 @@
-"""Rollout corrections: the inference engine's log-probabilities are not the trainer's.
+"""Rollout corrections: the inference engine's log-probabilities differ from the trainer's.
 
-Pure functions, all detached.
+These are pure functions; their results carry no gradient.
 
 Legend: `log_weight` = old_logp − rollout_logp, token-shaped, 0 at masked positions; a weight is
 `exp` of it.
@@ -17,7 +17,7 @@ from policyloss.functional.segments import Sequences
 
 
 def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
-    """`exp(clamp(log_weight))`: finite whatever the engine reported."""
+    """`exp(clamp(log_weight))`. The clamp keeps the weight finite; None is no clamp."""
     return bound(log_weight, log_clamp).exp()
 
 
@@ -32,9 +32,9 @@ def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def nan_where_undecided(x: Tensor) -> Tensor:
-    """The weight that goes with a test of `x`: 1, but NaN where `x` is NaN.
+    """The weight of tokens that were tested by `x`: 1, but NaN where `x` is NaN.
 
-    Such a token can be neither kept nor dropped, so its NaN must show.
+    A token with NaN can be neither kept nor dropped, so the loss must become NaN.
     """
     return torch.where(x.isnan(), x, 1)
 

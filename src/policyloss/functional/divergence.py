@@ -50,11 +50,11 @@ class Kind(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """The divergence to compute. kind, beta: as above; beta is the teacher's share of m.
+    """The divergence to compute. kind: one of `KINDS`; beta: the teacher's share of the mixture m.
 
-    top: None for every entry that the teacher knows; otherwise the `k` most probable entries of
-    the student, of the teacher, of either ("union") or of both ("intersection"). tail: whether the
-    entries outside a support count as one more entry; the generalised kind never has it.
+    top: None for every entry that the teacher provides; otherwise the `k` most probable entries of
+    the "student", of the "teacher", of either ("union") or of both ("intersection"). tail: whether
+    the entries outside a support count as one more entry; the generalised kind never has a tail.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Measure(NamedTuple):
 
     @property
     def has_tail(self) -> bool:
-        """Whether a support is completed by the bucket of the other entries."""
+        """Whether all entries outside a support count as one more entry."""
         return self.tail and KINDS[self.kind].takes_tail
 
     @property
@@ -101,8 +101,8 @@ def on_support(
 ) -> Tensor:
     """The divergence over the entries of a support. `[..., K]`, `[..., K]` → `[...]`.
 
-    keep: which entries belong to the support, all if None. With a tail, the entries outside it
-    count as one entry of probability 1 − Σ p, at least the rounding error of 1.
+    keep: which entries belong to the support; None for all. With a tail, the entries outside the
+    support count as one entry of probability 1 − Σ p, at least the rounding error of 1.
     """
     student, teacher = (_kept(x, keep) for x in (student, teacher))
     if measure.has_tail:

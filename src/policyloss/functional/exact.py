@@ -1,11 +1,10 @@
-"""The mode in which equal inputs give equal bits, however a batch is cut, padded, packed or spread.
+"""The exact mode: equal inputs give equal bits, however a batch is split, padded or packed.
 
 Floating-point addition depends on its order, so a sum over tokens depends on the layout. Here each
 number is split into three multiples of fixed powers of two, its limbs. Sums of limbs are exact in
-float64, whatever their order, so they are the same for every cut of a step; only their result is
-rounded.
+float64 in any order, so they are the same however a step is split; only their result is rounded.
 
-`arithmetic()` returns the sums of the current mode: `Arithmetic` takes them in torch's order,
+`arithmetic()` returns the functions of the current mode: `Arithmetic` sums in torch's order,
 `_ExactArithmetic` by limbs.
 
 Legend: `[..., 3]` limbs, float64: multiples of 1, 2⁻³⁰ and 2⁻⁶⁰.
@@ -40,7 +39,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def limbs(x: Tensor) -> Tensor:
     """The limbs of each number, `[...]` → `[..., 3]`.
 
-    Below 2⁻⁶¹ they round. A number that is not finite gives NaN.
+    Digits below 2⁻⁶¹ are rounded. The limbs of a number that is not finite are NaN.
     """
     rest, parts = x.to(torch.float64), []
     for quantum in QUANTA:
@@ -311,19 +310,20 @@ class _Block(ContextDecorator):
 def exact(on: bool = True) -> _Block:
     """Within this context equal inputs give equal bits: `with policyloss.exact(): …`.
 
-    The log-probability, entropy and gradient of a token do not depend on the other tokens, and the
-    loss and metrics of a step do not depend on how it was cut into calls, padded or packed, or
+    The log-probability, entropy and gradient of a token do not depend on the other tokens. The loss
+    and metrics of a step do not depend on how the step was split into calls, padded or packed, or
     spread over processes. `docs/bits.md` lists the guarantees, the cost, and the exceptions.
-    The mode belongs to the process, like torch's deterministic algorithms; of the blocks that are
-    open, in any thread, the one that began last decides. A backward keeps the mode of its forward.
-    `@policyloss.exact()` above a function runs its calls in such a block.
+    on: False turns the mode off within the context. The mode applies to all threads of the process,
+    like torch's deterministic algorithms; of the open contexts, in any thread, the one that began
+    last decides. A backward keeps the mode of its forward. `@policyloss.exact()` above a function
+    runs its calls in such a context.
     """
     check_flag("on", on)
     return _Block(on)
 
 
 def is_exact() -> bool:
-    """Whether the mode is on."""
+    """Whether the exact mode is on."""
     return _Mode.arithmetic.is_exact
 
 

@@ -16,13 +16,13 @@ K3Terms = Literal["exp(d) - 1 - d", "exp(d) - d - 1"]
 
 
 def estimate(d: Tensor, estimator: str, *, as_written: K3Terms | None = None) -> Tensor:
-    """Per-token estimate of KL(p‖q), of a token that p drew, with d = log q − log p.
+    """Estimate KL(p‖q) per token, from d = log q − log p of a token that was drawn from p.
 
     Source: Schulman, "Approximating KL".
     k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − 1 − d. A penalty has p = current and q = anchor; a
     rejection by the rollout weight has p = rollout and q = old. as_written: compute k3 term by term
-    in this order, as frameworks do, which near d = 0 leaves only the rounding of eᵈ; None is full
-    precision.
+    in this order, as frameworks do; near d = 0 the result is then only the rounding error of eᵈ.
+    None computes k3 in full precision.
     """
     if estimator == "k1":
         return -d

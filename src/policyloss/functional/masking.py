@@ -1,4 +1,4 @@
-"""Masking and precision: the two lines everything else relies on.
+"""Masking and precision, on which all other computations rely.
 
 A masked position is *replaced* (`torch.where`) before anything is computed from it, never
 multiplied by zero: `0 * nan` is `nan`, and the gradient of `exp` at garbage is garbage.

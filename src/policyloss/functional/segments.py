@@ -1,8 +1,8 @@
-"""Where sequences are: the one object that every sequence-level quantity goes through.
+"""`Sequences`: the bounds of sequences, from which every number per sequence is computed.
 
-Tokens lie either in padded rows `[B, T]` (a row is a sequence) or in a pack `[N]` cut by
-`cu_seqlens` `[S+1]`. With a context-parallel group, each rank holds some tokens of each of the same
-S sequences, and sums cross ranks by an all-reduce. A layout added here works in every loss.
+Tokens are either padded rows `[B, T]` (a row is a sequence) or a pack `[N]` split by `cu_seqlens`
+`[S+1]`. With a context-parallel group, each rank holds some tokens of each of the same S sequences,
+and an all-reduce adds up the ranks' sums. A layout that is added here works in every loss.
 
 Legend: S sequences, `x` token-shaped (`[B, T]` or `[N]`), `s` one number per sequence (`[S]`).
 """
@@ -134,13 +134,13 @@ def _rises(cu_seqlens: Tensor, n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sums over sequences and the way back to tokens, for padded rows and for packs.
+    """Sums over sequences, and the expansion to tokens, for padded rows and for packs.
 
     `offsets` and `ids` are None for padded rows. Make one with
     `Sequences.of(tokens, cu_seqlens, cp_group)`.
-    `invalid`: 1 if the offsets are wrong, else 0, where that could not be checked without waiting
-    for the device; None where it was. Wrong offsets are replaced, so that nothing reads beyond the
-    tokens: the first sequence then holds all of them.
+    `invalid`: None if the offsets were checked; where the check would have to wait for the device,
+    a tensor that is 1 if the offsets are wrong, else 0. Wrong offsets are replaced, so that nothing
+    reads beyond the tokens: the first sequence then holds all tokens.
     """
 
     shape: tuple[int, ...]
@@ -184,9 +184,9 @@ class Sequences:
     def with_clear_shape(self, x: Tensor, called: str) -> Tensor:
         """`x`, one number per token or per sequence, in a shape that is not ambiguous.
 
-        Where a pack has as many tokens as sequences, `[N]` is `[S]`, and the readings agree only if
-        every sequence has one token. Then `x` becomes `[1, N]`; otherwise, and where lengths cannot
-        be read without waiting for the device, it is an error.
+        If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape, and the two
+        meanings agree only if every sequence has one token. Then `x` becomes `[1, N]`; otherwise,
+        and if lengths cannot be read without waiting for the device, it is an error.
         With a context-parallel group N is the size of a shard, which differs from rank to rank: an
         error that depends on it would leave the other ranks waiting. So there a pack's 1-D numbers
         are one per token, and one per sequence is `[S, 1]`.
@@ -219,7 +219,7 @@ class Sequences:
 
         `x` token-shaped → `[S]`.
 
-        Flags and integers give exact int64 counts.
+        The sums of flags and integers are exact int64 counts.
         """
         return arithmetic().sequence_sum(x, self)
 
@@ -257,7 +257,7 @@ class Sequences:
         return s if self.cp_group is None else all_max(s, self.cp_group)
 
     def expand(self, s: Tensor) -> Tensor:
-        """Give each token its sequence's number. `[S]` → token-shaped."""
+        """Assign to each token the number of its sequence. `[S]` → token-shaped."""
         return arithmetic().expand(s, self) if s.requires_grad else self.spread(s)
 
     def spread(self, s: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class Sequences:
         return spread.view(self.shape)
 
     def runs(self, mask: Tensor) -> Sequences:
-        """The same tokens of this rank, cut into the contiguous runs of `mask` (turns).
+        """The same tokens of this rank, split into the contiguous runs of `mask` (turns).
 
         A masked token belongs to the run before it, where it adds nothing. There are at most as
         many runs as tokens, so the shapes do not depend on the data and nothing is read back to the

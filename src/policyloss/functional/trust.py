@@ -1,4 +1,4 @@
-"""Trust regions: how far one step may move a token.
+"""Trust regions: limits on how far one step may change a token's probability.
 
 Pure functions of token-shaped tensors; the result is a loss to minimise.
 
@@ -103,7 +103,7 @@ def two_sided_clipped(
     """INTELLECT-2's clip: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
 
     Source: arXiv 2505.07291.
-    The same as dual clip with dual = delta when delta ≥ 1+eps_high.
+    If delta ≥ 1+eps_high, this equals the dual clip with dual = delta.
     """
     return clipped(ratio, advantages, eps_low, eps_high, cap=delta)
 
@@ -116,11 +116,11 @@ def detached_clipped(
     ratio_max: float,
     outside: str = "clip",
 ) -> Tensor:
-    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`; every token keeps a gradient.
+    """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`, where sg stops the gradient.
 
     Source: arXiv 2506.13585.
-    outside="zero_by_sign" drops the tokens PPO would clip (A>0 and r>max, or A<0 and r<min); "zero"
-    drops all outside the band.
+    outside: "clip" keeps the gradient of every token; "zero_by_sign" drops the tokens that PPO
+    would clip (A>0 and r>max, or A<0 and r<min); "zero" drops all tokens outside the bounds.
     """
     r = ratio.detach()
     weight = r.clamp(min=ratio_min, max=ratio_max)
@@ -138,7 +138,7 @@ def soft_gated(
 ) -> Tensor:
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347).
 
-    Slope −A at r = 1, fading on both sides.
+    The slope is −A at r = 1, and falls to 0 on both sides.
     """
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
     return -advantages * (4 / tau) * arithmetic().sigmoid(tau * (ratio - 1))
@@ -155,8 +155,8 @@ def outside_band(
 ) -> Tensor:
     """Which tokens diverge from the anchor by more than `high` upward or `low` downward (bool).
 
-    Unless `both_sides`, only the direction the advantage pushes counts: up where A > 0, down
-    elsewhere.
+    Without `both_sides`, only the direction in which the advantage pushes counts: upward where
+    A > 0, downward elsewhere.
     """
     distance = binary_divergence(logp, anchor_logp, kind)
     up = (logp > anchor_logp) & (distance > high)
@@ -239,9 +239,9 @@ def covariance(
 def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> dict[str, Tensor]:
     """The number of valid tokens, and the mean and rounding of advantages and logp. All 0-dim.
 
-    They are taken over the ranks of every group. A rounding is how far two equal numbers may lie
-    apart once a mean was subtracted: some units in the last place of the mean size. Both tensors
-    must be 0 where masked.
+    All are taken over the ranks of every group. A rounding is the largest difference that rounding
+    can make between two equal numbers after a mean was subtracted: some units in the last place of
+    the mean size. Advantages and logp must be 0 where masked.
     """
     wide = accumulator_dtype(mask.device)
     terms = (mask, advantages, logp, advantages.abs(), logp.abs())
@@ -274,7 +274,8 @@ def draw(seed: int, *keys: Tensor) -> Tensor:
     """A non-negative random int64 for each token, made from `seed` and the bits of `keys` only.
 
     A token gets the same draw padded or packed, in any micro-batch and on any rank, which a random
-    generator cannot give. (splitmix64 over the bits as float32, so that float64 draws the same.)
+    generator cannot ensure. (It is splitmix64 over the bits of the keys as float32, so float64 keys
+    get the same draw.)
     """
     state = torch.full_like(keys[0], seed * 0x9E3779B9 + 0x1234567, dtype=torch.int64)
     for key in keys:

@@ -35,8 +35,8 @@ Index = Tensor | slice
 
 
 class LogProbs(NamedTuple):
-    """The `logp` of each token's id, and the `entropy` of the distribution it was drawn from; None
-    if it was not computed.
+    """The `logp` of each token's id, and the `entropy` of each token's distribution (None if it was
+    not computed).
     """
 
     logp: Tensor
@@ -47,9 +47,9 @@ class LogProbs(NamedTuple):
 class Head:
     """`log_softmax((hidden @ weight.T + bias) / temperature)`, which can be computed for any rows.
 
-    hidden: `[N, D]`, weight: `[V, D]`, both of one type, ids: `[N]` global, inverse_temperature: a
-    number or `[N]`. support: the vocabulary entries that each token was drawn from; None for all.
-    tiles: the shapes of the products in the exact mode; None outside of it.
+    hidden: `[N, D]` and weight: `[V, D]` have the same type. ids: `[N]`, in the vocabulary of all
+    ranks. inverse_temperature: a number or `[N]`. support: the vocabulary entries that each token
+    was drawn from; None for all. tiles: the shapes of the products in the exact mode, else None.
     """
 
     hidden: Tensor
@@ -128,7 +128,7 @@ class Head:
         return z
 
     def ids_here(self, rows: Rows, z: Tensor) -> Tensor:
-        """Which ids this rank holds; read only where the vocabulary is cut over ranks."""
+        """Which ids this rank holds; read only if the vocabulary is split over ranks."""
         if self.vocabulary.group is None:
             return rows.ids
         return (rows.ids >= 0) & (rows.ids < z.shape[1])
@@ -137,9 +137,9 @@ class Head:
 class Rows(NamedTuple):
     """Some rows of a head.
 
-    hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: of their
-    logits. kept: the entries that they are normalised over; None for all. compared: the comparison
-    with their teacher, if they have one.
+    hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: the scaling of the
+    rows' logits. kept: the entries that the rows are normalised over; None for all. compared: the
+    comparison with the rows' teacher, if there is one.
     """
 
     hidden: Tensor
@@ -149,7 +149,7 @@ class Rows(NamedTuple):
     compared: Compared | None = None
 
     def of_rows(self, rows: slice) -> Rows:
-        """Some of the rows. They have no teacher, and their logits exist."""
+        """Some of the rows, without a teacher; their logits are already computed."""
         assert self.compared is None
         return Rows(self.hidden[rows], self.ids[rows], self.scaling.of_rows(rows))
 
@@ -168,7 +168,7 @@ class Rows(NamedTuple):
     def write_gradient(
         self, z: Tensor, out: Tensor, s: Statistics, derivatives: Sequence[Tensor | None]
     ) -> None:
-        """Write the gradient of the logits z to `out`, which may lie over z.
+        """Write the gradient of the logits z to `out`, which may share the memory of z.
 
         derivatives: of the loss by each row's logp, entropy and, with a teacher, divergence.
         """
@@ -182,7 +182,7 @@ class Rows(NamedTuple):
 
 
 def windows(n: int, rows: int, tiles: Tiles | None = None) -> list[slice]:
-    """n rows, cut into as few windows of at most `rows` as possible, all of about one size.
+    """Split n rows into as few windows of at most `rows` rows as possible, of about equal size.
 
     With tiles, all windows but the last hold full tiles if `rows` is a multiple of `tiles.rows`.
     """
@@ -206,8 +206,8 @@ def operands(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands of the products, without gradient: hidden as `[N, D]`, weight and bias.
 
-    Hidden and weight are in autocast's type, and in float32 where a device cannot multiply half
-    precision into float32 by itself (a CPU).
+    Hidden and weight are in autocast's type, and in float32 if the device (a CPU) has no product of
+    half-precision matrices with a float32 result.
     """
     x = hidden.detach().reshape(-1, hidden.shape[-1])
     w = weight.detach()

@@ -1,6 +1,6 @@
 """`linear_logprobs`: log-probabilities and entropies from hidden states, a window at a time.
 
-The logits of all tokens never exist at once.
+The logits of all tokens are never in memory at once.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def linear_logprobs(
 
     hidden: `[..., D]`. weight: `[V, D]`. bias: `[V]`. ids, mask: `[...]`. temperature: a number, or
     one per token `[...]`.
-    mask: the tokens to compute. The hidden states of the others are not read: their logp, entropy
-    and gradient are 0. softcap: logits are `softcap·tanh(logits/softcap)` before the temperature.
-    plan: "auto", "recompute" (4 matmuls, least memory), "stash" (3, keeps probabilities in the type
-    of the weight), or a `Plan`. vocab_group: the process group over which the vocabulary is cut;
-    weight and bias are then this rank's entries, ids count over all of them, hidden is the same on
-    every rank and its gradient is complete on each. support: `(ids, offsets)`, the vocabulary
-    entries that the sampler of each token kept: `ids[offsets[i]:offsets[i+1]]` for token i (counted
-    over all tokens, row by row); the softmax, its entropy and its gradient are then over
-    these alone.
-    → `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
+    mask: the tokens to compute. The hidden states of masked tokens are not read; the logp, entropy
+    and gradient of masked tokens are 0. softcap: logits are `softcap·tanh(logits/softcap)` before
+    the temperature. plan: "recompute" (4 matmuls, least memory), "stash" (3 matmuls, keeps
+    probabilities in the type of the weight), "auto", which chooses, or a `Plan`. vocab_group: the
+    process group over which the vocabulary is split; weight and bias are then this rank's entries,
+    ids count over the entries of all ranks, hidden is the same on every rank, and every rank gets
+    the complete gradient of hidden. support: `(ids, offsets)`, the vocabulary entries that the
+    sampler of each token kept: `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens,
+    row by row); softmax, entropy and gradient are then over the kept entries alone.
+    Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
@@ -97,7 +97,7 @@ Sources = tuple[Tensor, Tensor, Tensor | None]
 def rows_with_gradient(
     sources: Sources, head: Head, mask: Tensor | None, plan: str | Plan, outputs: Outputs
 ) -> Any:
-    """logp, entropy and divergence of every row, flat, each with its gradient; None if unwanted.
+    """logp, entropy and divergence of every row, flat, each with its gradient; None if not wanted.
 
     head: the head of `sources`.
     """
@@ -275,8 +275,8 @@ class _LinearLogprobs(torch.autograd.Function):
 def _save(ctx: Any, head: Head, index: Tensor | None, *statistics: Tensor) -> None:
     """Keep a head and the statistics of its rows for the backward.
 
-    As saved tensors, so that a weight changed before the backward is an error. A stash is not
-    saved: the backward overwrites it.
+    They are saved tensors, so that a weight that changes before the backward is an error. A stash
+    is not saved, because the backward overwrites it.
     """
     ctx.save_for_backward(head.hidden, head.weight, head.ids, head.bias, index, *statistics)
     numbers = (head.inverse_temperature, head.softcap)
@@ -309,7 +309,7 @@ def write_at(numbers: Any, at: Index, known: Any, n: int) -> Any:
 
 
 def _rows_with_gradient(index: Tensor | None, *derivatives: Tensor | None) -> Tensor | None:
-    """The computed rows that have a gradient, None for all; others are not worth a matmul.
+    """The computed rows that have a gradient, None for all; the others need no matmul.
 
     Reads their number back to the host.
     """

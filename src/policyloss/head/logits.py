@@ -1,6 +1,6 @@
-"""`logprobs`: log-probabilities and entropies from logits that already exist.
+"""`logprobs`: log-probabilities and entropies from computed logits.
 
-One read forward, one pass back.
+The forward reads the logits once, and the backward takes one pass.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def logprobs(
     entropy.
 
     logits: `[..., V]`. ids, mask: `[...]`. temperature: a number, or one per token `[...]`. mask:
-    False where there is no token: logp, entropy and gradient are 0 there, whatever logits and ids
-    hold. softcap: logits are `softcap·tanh(logits/softcap)` before the temperature.
-    overwrite_logits: the backward writes the gradient into the memory of the logits; do not use
-    them after it. support: `(ids, offsets)`, the entries that the sampler of each token kept, as in
-    `linear_logprobs`.
-    → `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
+    where it is False, logp, entropy and gradient are 0, and logits and ids may hold any values.
+    softcap: logits are `softcap·tanh(logits/softcap)` before the temperature.
+    overwrite_logits: if True, the backward writes the gradient into the memory of the logits; do
+    not use the logits afterwards. support: `(ids, offsets)`, the entries that the sampler of each
+    token kept, as in `linear_logprobs`.
+    Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """
     check_logits(logits)
@@ -181,9 +181,9 @@ def _concatenated(parts: list[Tensor]) -> Tensor:
 
 
 def _restricted(logits: Tensor, support: Support | None) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """The matrices of `logits`, each with its slice of all rows, and where it lies in `logits`.
+    """The matrices of `logits`, each with its slice of all rows, and the part of `logits` it shows.
 
-    With a support they are copies of some rows, without the entries outside of it.
+    With a support, the matrices are copies of some rows, without the entries outside the support.
     """
     if support is None:
         for z, at in _matrices(logits):

@@ -1,6 +1,6 @@
 """`linear_policy_loss`: head and loss together.
 
-Where a window determines the gradient of its tokens, forward and gradient are one pass.
+If a window determines the gradient of its tokens, forward and gradient are one pass.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadOutput(LossOutput):
-    """`loss` and `metrics` as of `policy_loss`; `logp`, `entropy` and, with a teacher, `divergence`
-    of each token, detached, 0 where not computed.
+    """`loss` and `metrics` as in `policy_loss`; `logp`, `entropy` and, with a teacher, `divergence`
+    of each token, detached, and 0 at tokens that were not computed.
     """
 
     logp: Tensor
@@ -85,23 +85,23 @@ def linear_policy_loss(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
-    """The loss `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, without
-    holding all logits.
+    """The loss that `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`,
+    without holding all logits.
 
     `policy_loss(spec, logp, old_logp, advantages, mask, entropy=entropy, …)`, where `logp, entropy
     = linear_logprobs(hidden, weight, ids, mask=mask, entropy=True, …)`.
 
     hidden: `[B, T, D]`, or packed `[N, D]` with `cu_seqlens`. weight: `[V, D]`. ids: `[B, T]` or
-    `[N]`, the tokens to score; the hidden state in the same place predicts the token. Other
+    `[N]`, the tokens to score; the hidden state at the same index predicts the token. Other
     arguments as in `policy_loss` and `linear_logprobs`.
     plan: "auto" takes the gradient in the same pass as the value where the loss allows it
     ("one_pass"), else "recompute" or "stash"; `explain_plan` returns the plan and its reason.
-    Masked tokens are not computed. Tokens that cannot have a gradient (no advantage, or rejected by
-    a correction, in a loss that `follows_advantage`) have a forward for the metrics' sake, and no
-    backward; skip_zero_advantage, which needs "one_pass", leaves them out altogether, and the
-    metrics are then over the tokens that were computed.
+    Masked tokens are not computed. In a loss that `follows_advantage`, tokens with advantage 0 and
+    tokens that a correction rejects have no gradient: they have a forward, for the metrics, but no
+    backward. skip_zero_advantage, which needs "one_pass", leaves out their forward too; the metrics
+    are then over the computed tokens only.
     teacher: the model that the spec's `Divergence` compares with, in the same windows: a `Teacher`
-    (hidden states and a head), a `TopK`, or logits that exist, `[..., V]`. With a `Teacher`
+    (hidden states and a head), a `TopK`, or computed logits `[..., V]`. With a `Teacher`,
     "one_pass" takes four matmuls. The teacher gets no gradient.
     """
     check_level(metrics)
@@ -145,9 +145,9 @@ def explain_plan(
 ) -> Plan:
     """The plan that `linear_policy_loss` takes with the same arguments, and the reason for it.
 
-    No logits are computed. With spec None, it is the plan of `linear_logprobs`, or of
+    No logits are computed. With spec None, the result is the plan of `linear_logprobs`, or of
     `linear_divergence` if there is a `teacher`; old_logp and advantages are then not needed. Counts
-    are read back to the host, and with `vocab_group` every rank must call it.
+    are read back to the host. With `vocab_group`, every rank must call this function.
     """
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
     sources, tokens = (hidden, weight, bias), tuple(ids.shape)
@@ -195,9 +195,9 @@ class _Decision(NamedTuple):
 class _HeadLoss:
     """A loss on the log-probabilities of a head.
 
-    sources: hidden, weight and bias with their gradients. inputs: its logp is zeros. step: the
-    totals, None if this call is the step. on_policy: old_logp is the logp of this call. skip:
-    compute only the tokens that may have a gradient.
+    sources: hidden, weight and bias with their gradients. inputs: of `policy_loss`, with zeros for
+    logp. step: the totals, None if this call is the whole step. on_policy: whether old_logp is the
+    logp of this call. skip: whether to compute only the tokens that may have a gradient.
     """
 
     spec: LossSpec
@@ -287,7 +287,7 @@ class _HeadLoss:
     def run_windows(
         self, batch: Batch, work: Work, plan: Plan, metrics: MetricsLevel
     ) -> HeadOutput:
-        """The loss window by window; each computes its gradient while its logits exist."""
+        """The loss window by window; a window's gradient is computed while its logits exist."""
         head, tokens = self.head, self.inputs.logp.shape
         if self.spec.reach == "sequence":
             all_windows = sequence_windows(batch, work, plan.rows)

@@ -1,8 +1,8 @@
 """Supports: the vocabulary entries that a sampler's top-p or top-k kept, token by token.
 
-A sampler that cuts the tail draws from the softmax over the entries it kept. The log-probability of
-that draw is normalised over the kept entries alone, and so is the log-probability of the policy in
-training if it gets the same support: entries outside of it have probability 0 and no gradient.
+A sampler with top-p or top-k draws from the softmax over the entries that it kept. The
+log-probability of that draw is normalised over the kept entries alone. With the same support, so is
+the log-probability of the policy in training: other entries have probability 0 and no gradient.
 Legend: N tokens, K kept entries of all tokens together, R rows of a window.
 """
 
@@ -21,7 +21,7 @@ SupportArgument = tuple[Tensor, Tensor]
 
 
 class Kept(NamedTuple):
-    """The kept entries of some rows, `[K]` each: the row of each, and its column of the logits."""
+    """The row `[K]` and the column of the logits `[K]` of every kept entry of some rows."""
 
     rows: Tensor
     columns: Tensor
@@ -47,9 +47,9 @@ class Support(NamedTuple):
 
     @classmethod
     def of(cls, support: Any, tokens: Tensor) -> Support | None:
-        """The argument `support`, for `tokens` (one id each); checked but for the values of ids.
+        """The argument `support`, for `tokens` (one id each); all but the values of ids is checked.
 
-        Waits for the device, where the offsets are on one.
+        This waits for the device that the offsets are on.
         """
         if support is None:
             return None

@@ -1,6 +1,6 @@
-"""A vocabulary cut over the ranks of a process group.
+"""A vocabulary split over the ranks of a process group.
 
-Each rank holds some rows of the weight, and all hold the same hidden states.
+Each rank holds some rows of the weight, and all ranks hold the same hidden states.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from policyloss.head.softmax_rows import Partials
 class Vocabulary(NamedTuple):
     """A vocabulary of `size` entries. This rank holds a range that starts at `first`.
 
-    group: None if this rank holds all of them.
+    group: None if this rank holds all entries.
     largest: entries of the largest shard. free: bytes of memory that every rank has; None without a
-    group. Plans are made from these two, which are the same on every rank, because all must cut
-    their rows into the same windows: each is summed over ranks.
+    group. Plans are made from `largest` and `free`, which are the same on every rank, because all
+    ranks must split their rows into the same windows: each window is summed over ranks.
     """
 
     size: int
@@ -33,9 +33,9 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, group: Any, tokens: int, free: Callable[[], int]) -> Vocabulary:
-        """Where this rank's `weight` `[V_r, D]` lies in the vocabulary.
+        """The vocabulary of which this rank holds the shard `weight` `[V_r, D]`.
 
-        Shards follow each other in the order of ranks, and need not be equal.
+        Shards follow each other in the order of ranks, and need not have the same size.
         """
         if group is None:
             return cls(weight.shape[0], weight.shape[0])
@@ -79,7 +79,7 @@ class Vocabulary(NamedTuple):
         )
 
     def top(self, x: Tensor, k: int) -> Tensor:
-        """The global ids of the k largest entries of rows that are cut over ranks. `[R, V_r]` →
+        """The global ids of the k largest entries of rows that are split over ranks. `[R, V_r]` →
         `[R, k]`.
         """
         values, ids = x.topk(min(k, x.shape[1]), -1)

@@ -1,9 +1,9 @@
-"""A batch cut into windows: numbers that do not depend on logp are computed once for the batch.
+"""A batch split into windows: numbers that do not depend on logp are computed once for the batch.
 
-Corrections compare old and rollout log-probabilities, and an average's weights depend on masks and
-counts only; so both are known before the first matmul, and a window need not hold the tokens that
-they read. A window must hold the tokens that the *gradient* reads: single tokens, or complete
-sequences (`LossSpec.reach`).
+Corrections compare old and rollout log-probabilities, and the weights of an average depend on masks
+and counts only; so corrections and weights are known before the first matmul, and a window need not
+hold the tokens that they read. A window must hold the tokens that the *gradient* reads: single
+tokens, or complete sequences (`LossSpec.reach`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from policyloss.totals import Totals
 
 
 class Window(NamedTuple):
-    """Some tokens of a batch. rows: the `size` tokens with logits. moved: how many of them, the
-    first ones, may have a gradient.
+    """Some tokens of a batch. rows: the `size` tokens with logits. moved: the number of rows that
+    may have a gradient; they come first.
 
-    tokens: all positions that the loss reads, masked ones among them, with `place`, the positions
-    of the rows in it, and `cu_seqlens`, where sequences end; None where every token is a row and
-    stands alone.
+    tokens: all positions that the loss reads, masked positions included; place: the indices of the
+    rows in `tokens`; cu_seqlens: the bounds of the sequences in `tokens`. All three are None if
+    every token is a row and needs no other token.
     """
 
     rows: Index
@@ -53,10 +53,10 @@ class Batch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or
     token-shaped) known beforehand.
 
-    step: the caller's totals, None if this call is the step. weight: None without a correction, or
-    if one reads logp. corrections: of the spec, in its order; if one reads logp, the others
-    come with their result for the batch. live: tokens that may have a gradient, flat bool.
-    on_policy: old_logp is the logp of this call.
+    step: the caller's totals, None if this call is the whole step. weight: None without a
+    correction, or if a correction reads logp. corrections: of the spec, in its order; if one reads
+    logp, the others hold their result for the batch. live: the tokens that may have a gradient,
+    flat bool. on_policy: whether old_logp is the logp of this call.
     """
 
     spec: LossSpec
@@ -318,7 +318,7 @@ def _starts(sequences: Sequences, device: torch.device) -> Tensor:
 
 
 def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]]:
-    """Members in order, cut where the next would not fit."""
+    """Members in order, split where the next one would not fit."""
     bins: list[list[int]] = []
     filled = 0
     for i in members:

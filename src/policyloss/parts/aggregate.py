@@ -2,10 +2,10 @@
 
 Each part is called with a `Layout` and returns the weight of each token.
 `loss = Σ_t weight_t · loss_t`, and a weight depends only on the mask and on the totals of the step,
-so the loss is additive over any partition of the batch. The two `Local…` ones break that on
-purpose, because published runs used them.
-divides_by: the count of the step that a weight divides by, if it is one of `Totals.tokens` and
-`Totals.sequences`.
+so the losses of the micro-batches add up to the same loss however the batch is split. The two
+`Local…` parts depend on the split; they are here because published runs used them.
+divides_by: "tokens" or "sequences", the count in `Totals` that a weight divides by, if it divides
+by one of these two.
 
 Legend: N valid tokens and B non-empty sequences *of the whole step*, L_i valid tokens of sequence
 i.
@@ -73,12 +73,12 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SeqMeanTokenMean:
-    """Every sequence counts the same, each the mean of its tokens: `1 / (B·L_i)` (GRPO)."""
+    """The mean over sequences of the mean over each one's tokens: `1 / (B·L_i)` (GRPO)."""
 
     divides_by: ClassVar[str] = "sequences"
 
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
-        """`1 / L_i` of each token, and `1 / B`, which all share."""
+        """`1 / L_i` of each token, and `1 / B`, which all tokens share."""
         shared = reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)
         return per_sequence_mean(t.lengths, t.sequences), shared
 
@@ -95,7 +95,7 @@ class SeqMeanTokenMean:
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum:
-    """Each sequence the sum of its tokens, mean over sequences: `1 / B`."""
+    """The mean over sequences of the sum over each one's tokens: `1 / B`."""
 
     divides_by: ClassVar[str] = "sequences"
 
@@ -112,10 +112,10 @@ class SeqMeanTokenSum:
 
 @dataclass(frozen=True)
 class SeqMeanTokenSumNorm(Part):
-    """Dr.GRPO: token sum over a constant, mean over sequences: `1 / (B·horizon)`.
+    """Dr.GRPO: the mean over sequences of the token sum divided by a constant: `1 / (B·horizon)`.
 
-    horizon: your generation budget in tokens. None: not set yet; the loss cannot be computed before
-    it is, with `LossSpec.with_horizon`.
+    horizon: your generation budget in tokens. None means that it is not set yet; set it with
+    `LossSpec.with_horizon` before the loss is computed.
     """
 
     divides_by: ClassVar[str] = "sequences"
@@ -148,10 +148,10 @@ class TokenSum:
 
 @dataclass(frozen=True)
 class TokenSumNorm(Part):
-    """Legacy: token sums over a constant, no mean over sequences, `1 / horizon`.
+    """Legacy: the sum over all tokens divided by a constant, without a mean: `1 / horizon`.
 
-    Used by verl up to 0.7.0, ROLL and Trinity.
-    horizon: as in `SeqMeanTokenSumNorm`; None is not set yet.
+    verl up to 0.7.0, ROLL and Trinity use it.
+    horizon: as in `SeqMeanTokenSumNorm`; None means that it is not set yet.
     """
 
     horizon: Horizon | None = None
@@ -169,7 +169,10 @@ class TokenSumNorm(Part):
 
 @dataclass(frozen=True)
 class PromptMean:
-    """Every prompt counts the same, a mean over its tokens: `1 / (G·N_g)`. Reads group_ids."""
+    """The mean over the G prompts of the mean over the N_g tokens of each: `1 / (G·N_g)`.
+
+    It reads group_ids.
+    """
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
@@ -212,9 +215,9 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class LengthWeighted:
-    """LUSPO: a sequence's mean times its length, mean over sequences: `L_i / (B·L_i)`.
+    """LUSPO: the mean over sequences of the token mean times the length: `L_i / (B·L_i)`.
 
-    This is the weight of `SeqMeanTokenSum`.
+    This equals the weight of `SeqMeanTokenSum`.
     """
 
     divides_by: ClassVar[str] = "sequences"
@@ -239,7 +242,7 @@ class LengthWeighted:
 
 @dataclass(frozen=True)
 class LocalTokenMean:
-    """Legacy: mean over the tokens *of this call*, so it depends on the cut (TRL `bnpo`)."""
+    """Legacy: mean over the tokens *of this call*; depends on how a step is split (TRL `bnpo`)."""
 
     def __call__(self, t: Layout) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
@@ -253,10 +256,13 @@ class LocalTokenMean:
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean:
-    """Legacy: mean over *this call's* sequences of token means; depends on the cut (TRL `grpo`)."""
+    """Legacy: mean over the sequences *of this call* of their token means (TRL `grpo`).
+
+    It depends on how a step is split into calls.
+    """
 
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
-        """`1 / L_i` of each token, and `1 / b`, which all share."""
+        """`1 / L_i` of each token, and `1 / b` for the b sequences of this call."""
         shared = reciprocal((t.counts > 0).sum(), t.lengths)
         return per_sequence_mean(t.lengths, t.sequences), shared
 
@@ -288,7 +294,7 @@ VARIANTS = (
 def weight_factors(part: Any, t: Layout) -> tuple[Tensor, Tensor | None]:
     """The weights of an aggregation, and the factor that all tokens share, or None.
 
-    A sum over tokens need not wait for such a factor, which a count of this call may enter.
+    The factor may depend on a count of this call; the sum over tokens need not wait for it.
     """
     if type(part) in VARIANTS and hasattr(part, "factors"):
         per_token, shared = part.factors(t)

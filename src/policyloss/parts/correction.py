@@ -1,11 +1,11 @@
-"""The `correction` slot: the rollout engine is not the trainer.
+"""The `correction` slot: corrections for the difference between rollout engine and trainer.
 
-Each is called with `Tokens` and returns a `Corrected`.
+A correction is called with `Tokens` and returns a `Corrected`.
 
-Several in a tuple compose: weights multiply, and a token is kept if all keep it. Weights are
-`exp(old_logp - rollout_logp)` at a level: "token"; "geomean", the sequence's geometric mean;
-"product", the sequence's whole likelihood ratio. All are detached. `combine` applies all
-corrections of a spec.
+A tuple may hold several corrections: their weights are multiplied, and a token is kept if all of
+them keep it. A weight is `exp(old_logp - rollout_logp)` at a level: "token"; "geomean", the
+geometric mean over the sequence; "product", the likelihood ratio of the whole sequence. Weights
+carry no gradient. `combine` applies all corrections of a spec.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ LEVELS = {
 class Corrected(NamedTuple):
     """The result of a correction for each token.
 
-    weight: of the policy term (None: 1). keep: whether the token is kept (None: all are).
+    weight: the factor of the policy term (None: 1). keep: whether the token is kept (None: all
+    tokens are).
     """
 
     weight: Tensor | None = None
@@ -119,11 +120,10 @@ class Band(Part):
 
 @dataclass(frozen=True)
 class SequenceMask(Part):
-    """seq-mask-TIS: a sequence whose ratio (`level`) leaves [low, high] is rejected.
+    """seq-mask-TIS: reject a sequence if its ratio, at this `level`, is outside [low, high].
 
-    Tokens of the other sequences keep a weight:
-    weight="token": the raw token weight (NeMo-RL, OpenRLHF); "sequence": the sequence's own ratio
-    (TRL); None: 1, mask only.
+    weight: the weight of the tokens of the kept sequences. "token": the token's own ratio, not
+    clamped to the bounds (NeMo-RL, OpenRLHF); "sequence": the sequence's ratio (TRL); None: 1.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -162,14 +162,14 @@ class SequenceMask(Part):
 
 @dataclass(frozen=True)
 class DivergenceMask(Part):
-    """Reject where rollout and old policy disagree on a token: divergence outside [low, high].
+    """Reject a token if the divergence of rollout and old policy is outside [low, high].
 
-    divergence: of the choice "this token or another" — "kl" `p·log(p/q) + (1−p)·log((1−p)/(1−q))`
-    in nats, or "tv" `|p−q|`, with p = exp(rollout_logp), q = exp(old_logp), both held in [floor,
-    1−floor]. level: each "token", or a whole "sequence" by the mean over its valid tokens. low:
-    None, as a divergence is never negative (0.0 would reject what rounding puts below it). The
-    others keep a weight: "token", the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1, mask
-    only.
+    divergence: of the choice "this token or another". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))`
+    in nats, "tv" is `|p−q|`, with p = exp(rollout_logp) and q = exp(old_logp), both held in [floor,
+    1−floor]. level: "token" decides for each token, "sequence" for a whole sequence by the mean
+    over its valid tokens. low: None by default, as a divergence is never negative (0.0 would reject
+    a token whose divergence rounding puts below 0). weight: the weight of the kept tokens. "token":
+    the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -217,8 +217,8 @@ class Reject(Part):
     """Reject by an estimate of KL(rollout‖old), with d = old_logp − rollout_logp.
 
     estimator: k1 = −d, k2 = ½d², k3 = eᵈ−1−d.
-    reduce: per "token", or the "sum", "mean" or "max" over the sequence. Kept where
-    `low <= estimate <= high` (None: no bound); the bounds are on the estimate itself, in nats.
+    reduce: the estimate of each "token", or its "sum", "mean" or "max" over the sequence. A token
+    is kept where `low <= estimate <= high` (None: no bound); the bounds are in nats.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -258,7 +258,7 @@ class Reject(Part):
 class Veto(Part):
     """Reject a sequence if any of its tokens has a weight below `low` or above `high`.
 
-    One impossible token spoils the sequence.
+    A single token outside the bounds rejects its whole sequence.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -280,7 +280,7 @@ class Veto(Part):
         return Corrected(correction.nan_where_undecided(log_w), keep)
 
     def formula(self, anchor: str) -> list[tuple[str, str]]:
-        """Which sequences it keeps; the code compares logarithms."""
+        """The condition on which a sequence is kept; the code compares logarithms."""
         bad = [f"exp(log_weight) < {number(self.low)}"] if self.low is not None else []
         bad += [f"exp(log_weight) > {number(self.high)}"] if self.high is not None else []
         either = bad[0] if len(bad) == 1 else " | ".join(f"({test})" for test in bad)
@@ -319,10 +319,10 @@ class OPSM(Part):
 class SelfNormalise(Part):
     """Divide the weights by their mean over the step.
 
-    over: its tokens, or its sequences (each with its mean weight).
-    Applied after all other corrections, wherever it stands in the tuple. With rejected="keep" a
-    rejected token enters the mean with weight 0; otherwise it has left the mask, and the mean is
-    over the survivors.
+    over: the mean is over the step's "tokens", or over its "sequences", by their mean weights.
+    This part is applied after all other corrections, at whatever index of the tuple it is. With
+    rejected="keep" a rejected token enters the mean with weight 0; otherwise a rejected token has
+    left the mask, and the mean is over the kept tokens.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -354,8 +354,8 @@ VARIANTS = (Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, OPSM, Se
 class Combined(NamedTuple):
     """All corrections together.
 
-    weight: of the policy term. keep: the tokens that no correction rejects. verdicts: those that
-    each correction keeps, by its name. statistics: the batch-wide numbers that were used.
+    weight: the factor of the policy term. keep: the tokens that no correction rejects. verdicts:
+    the tokens that each correction keeps, by its name. statistics: the batch-wide numbers used.
     """
 
     weight: Tensor | None
@@ -367,7 +367,7 @@ class Combined(NamedTuple):
 def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
     """Apply every correction of a spec to `t`.
 
-    `SelfNormalise` is left out: it comes after rejected tokens have left the mask.
+    `SelfNormalise` is left out: it is applied after rejected tokens have left the mask.
     """
     weight: Tensor | None = None
     keep: Tensor | None = None
@@ -408,7 +408,7 @@ def correction_name(part: Any) -> str:
 def self_normalised(
     corrections: tuple[Any, ...], corrected: Combined, t: Tokens, group: Any = None
 ) -> Combined:
-    """Divide the weight by its mean over the tokens of `t`, if a `SelfNormalise` is there."""
+    """Divide the weight by its mean over the tokens of `t`, if the spec has a `SelfNormalise`."""
     weight = corrected.weight
     for part in corrections:
         if isinstance(part, SelfNormalise) and weight is not None:

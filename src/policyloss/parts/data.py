@@ -1,4 +1,4 @@
-"""Parts by their slots: which may fill each, and parts as plain data."""
+"""The parts that may fill each slot, and parts as plain data."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def framework_part(slot: str, framework: str) -> Callable[[type[P]], type[P]]:
 
 
 def known_parts(slot: str) -> dict[str, type]:
-    """The classes that may be written as data in `slot`, by the name they have there."""
+    """The classes that may be written as data in `slot`, by their names in the data."""
     return {**{part.__name__: part for part in VARIANTS[slot]}, **_FRAMEWORK_PARTS[slot]}
 
 

@@ -34,22 +34,23 @@ def _true_or_false(owner: Any, field: str) -> None:
 
 @dataclass(frozen=True)
 class Divergence(Part):
-    """`coef · divergence of the teacher's and the student's distributions` per token.
+    """`coef · divergence` between the teacher's and the student's distributions, per token.
 
     kind: "forward" KL(teacher‖student), "reverse" KL(student‖teacher), "jsd" with the mixture m =
-    (1−beta)·student + beta·teacher (0 and 1 are the forward and the reverse KL, as in GKD), or
-    "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, which is least at equality on any support.
-    weight: None, "ratio" for the ratio slot's ratio, or the name of a tensor of `extras`; it
-    multiplies the divergence, at most as `weight_max`, and is never differentiated. clamp: the
-    divergence is held within ±this, or within a pair (low, high) with None for no bound; its
-    gradient is 0 beyond.
-    top: None compares every entry that the teacher knows; "student", "teacher", "union" or
+    (1−beta)·student + beta·teacher (beta 0 is the forward and 1 the reverse KL, as in GKD), or
+    "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, with p_s and p_t the student's and the
+    teacher's probabilities; it is least at p_s = p_t on any set of entries.
+    weight: None, "ratio" for the ratio slot's ratio, or the name of a tensor of `extras`; the
+    weight, limited to `weight_max`, multiplies the divergence and carries no gradient. clamp: the
+    divergence is held within ±clamp, or within a pair (low, high) with None for no bound; its
+    gradient is 0 beyond the bounds.
+    top: None compares every entry that the teacher provides; "student", "teacher", "union" or
     "intersection" compares the k most probable entries of the student, of the teacher, of either or
-    of both. tail: the entries outside of those, or outside of a `TopK`, count as one more entry;
-    without it they are left out. The generalised kind never has a tail.
+    of both. tail: True counts all other entries (outside the k, or outside a `TopK`) as one more
+    entry; False leaves them out. The generalised kind never has a tail.
 
-    The numbers come from `linear_divergence` or `divergence` (`policy_loss(…, divergence=…)`), or
-    from the head (`linear_policy_loss(…, teacher=…)`), which reads kind, beta, tail, top and k.
+    The divergence comes from `linear_divergence` or `divergence` (`policy_loss(…, divergence=…)`),
+    or from the head (`linear_policy_loss(…, teacher=…)`), which reads kind, beta, tail, top and k.
     """
 
     reach: ClassVar[str] = "token"

@@ -1,4 +1,4 @@
-"""The `kl` slot: a pull to another policy. Value, gradient, weight and clamps are chosen apart."""
+"""The `kl` slot: a pull to another policy, with independent value, gradient, weight and clamps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from policyloss.tokens import Tokens
 class KL(Part):
     """`coef · estimate of KL(current‖anchor)` per token, with d = anchor_logp − logp.
 
-    estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value", the gradient of that number
-    itself; "k2", straight through, the value of the estimator with the gradient of k2; "score", the
-    score-function term added. weight="ratio" multiplies by the ratio slot's ratio, gradient
-    included (DeepSeek-V3.2's unbiased KL); "detached_ratio" by `sg[ratio]`, or with weight_max by
-    `sg[min(ratio, weight_max)]`. clamp: d within ±this; value_clamp: the estimate within
-    ±this (with grad="value" the gradient is 0 beyond either). anchor: "ref", "teacher" (with
-    grad="k2" that is distillation on the sampled tokens: the gradient of `−sg[d]·logp`), or
-    "old"/"rollout" for a proximal pull.
+    sg stops the gradient. estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value" is
+    the estimate's own gradient; "k2" keeps the estimate's value, but takes the gradient of k2
+    (straight-through); "score" adds the score-function term to the estimate's own gradient.
+    weight: "ratio" multiplies by the ratio slot's ratio, gradient included (DeepSeek-V3.2's
+    unbiased KL); "detached_ratio" multiplies by `sg[ratio]`, or with weight_max by
+    `sg[min(ratio, weight_max)]`. clamp: d is held within ±clamp; value_clamp: the estimate is held
+    within ±value_clamp (with grad="value" the gradient is 0 beyond either bound). anchor: "ref",
+    "teacher" (with grad="k2" this is distillation on the sampled tokens: the gradient is that of
+    `−sg[d]·logp`), or "old"/"rollout" for a proximal pull.
     """
 
     reach: ClassVar[str] = "token"
@@ -74,7 +75,7 @@ class KL(Part):
         return kl.estimate(d, self.estimator)
 
     def ratio_weight(self, t: Tokens) -> Tensor | None:
-        """The ratio that multiplies the penalty; None without one."""
+        """The ratio that multiplies the penalty; None if no ratio does."""
         if self.weight == "detached_ratio":
             return bound(t.ratio.detach(), (None, self.weight_max))
         return None if self.weight is None else t.ratio

@@ -29,9 +29,9 @@ class TokenRatio(Part):
     """`ratio_t = exp(logp_t - anchor_logp_t)`.
 
     anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), "teacher" (for
-    tokens that a teacher wrote), or "current" (`sg[logp]`: exactly on-policy, the ratio is 1 and
-    its gradient that of logp). log_clamp: the log-ratio is held within ±this before `exp`; a pair
-    is (low, high); None is no clamp.
+    tokens that a teacher wrote), or "current" (`sg[logp]`, where sg stops the gradient: the ratio
+    is exactly 1, and its gradient is that of logp). log_clamp: the log-ratio is held within
+    ±log_clamp, or within a pair (low, high), before `exp`; None is no clamp.
     """
 
     reach: ClassVar[str] = "token"
@@ -54,9 +54,10 @@ class SequenceRatio(Part):
     """GSPO's ratio, the geometric mean of a sequence: `exp(mean_t(logp_t - anchor_logp_t))`.
 
     Source: arXiv 2507.18071.
-    grad="sequence": the gradient goes through the mean (GSPO). grad="token":
-    `sg[s]·exp(logp_t - sg[logp_t])`, each token keeps its own gradient (GSPO-token). Equal when the
-    advantage is constant within a sequence and each token counts 1/length.
+    grad="sequence": the gradient goes through the mean (GSPO). grad="token": the ratio is
+    `sg[s]·exp(logp_t - sg[logp_t])`, with s the sequence's ratio and sg stopping the gradient, so
+    each token keeps its own gradient (GSPO-token). The two give the same gradient if the advantage
+    is constant within a sequence and each token is weighted by 1/length.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -90,10 +91,10 @@ class SequenceRatio(Part):
 class SequenceProduct(Part):
     """The likelihood ratio of the whole sequence: `exp(Σ_t(logp_t - anchor_logp_t))`.
 
-    Unbiased, and wild for long sequences.
+    It is unbiased, and has a large variance for long sequences.
 
-    token_clamp: each token's log-ratio is held within ±this before they are added up (VESPO: 20);
-    None is no clamp.
+    token_clamp: each token's log-ratio is held within ±token_clamp before the sum (VESPO: 20); None
+    is no clamp.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -115,7 +116,7 @@ class SequenceProduct(Part):
         return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
 
     def no_slope(self) -> tuple[Condition, ...]:
-        """Where a token does not move the ratio, apart from the clamp of the ratio."""
+        """Where a token does not change the ratio, apart from the clamp of the ratio."""
         if self.token_clamp is None or math.isinf(self.token_clamp) or self.anchor == "current":
             return ()
         beyond = f"abs(logp - {ANCHORS[self.anchor]}) > {number(self.token_clamp)}"
@@ -124,9 +125,9 @@ class SequenceProduct(Part):
 
 @dataclass(frozen=True)
 class SegmentRatio(Part):
-    """GSPO's ratio within each turn of a dialogue: `exp(mean over the run)`.
+    """GSPO's ratio within each turn of a dialogue: `exp(mean of the log-ratio over the turn)`.
 
-    A turn is a contiguous run of the mask.
+    A turn is a contiguous run of valid tokens.
     Where a context-parallel group holds the sequences, a turn is a run of consecutive `positions`
     and may cross ranks.
     """

@@ -1,12 +1,13 @@
 """The `trust` slot: how is a step limited?
 
 Each part is called with `Tokens` (log_ratio and ratio set) and returns a `Surrogate`.
-reach: whose log-probabilities the slope of a token's loss depends on, beside batch-wide numbers
-(see `LossSpec.reach`). follows_advantage: whether the loss is the advantage times something, so
-that it vanishes with it. `sentence` says what the part does, `slopes` where its gradient is zero;
-its formula is derived from the code, or stated by `formula`.
-The clips are in `trust_clips`, the smooth weights in `trust_weights`. Here are those that choose
-tokens of the whole step, and those without a bound.
+reach: the tokens, "token", "sequence" or "batch", on whose log-probabilities the slope of a token's
+loss depends, apart from batch-wide numbers (see `LossSpec.reach`). follows_advantage: whether the
+loss is a multiple of the advantage, and so is 0 where the advantage is 0. `sentence` describes the
+part in words, `slopes` the tokens with a zero gradient. `explain` derives the part's formula from
+its code, or reads it from `formula`.
+The clips are in `trust_clips`, the smooth weights in `trust_weights`. This module has the trust
+regions that choose tokens of the whole step, and the ones without a bound.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ Fraction: TypeAlias = Annotated[float, within(above=0, most=1, hint="It is a sha
 class Unbounded(Part):
     """No limit.
 
-    form="ratio": `-A·r` (importance sampling). The others read no ratio and have REINFORCE's
-    gradient: form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, the ratio to
-    the policy itself, so that the value is `-A` (UP-GRPO).
+    form="ratio": `-A·r` (importance sampling). The other forms read no ratio and have REINFORCE's
+    gradient. form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, where sg
+    stops the gradient, so the value is `-A` (UP-GRPO).
     """
 
     reach: ClassVar[str] = "token"
@@ -97,7 +98,7 @@ class Unbounded(Part):
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether it uses the ratio slot's ratio."""
+        """Whether the loss uses the ratio slot's ratio."""
         return self.form == "ratio"
 
     def sentence(self) -> str:
@@ -120,8 +121,9 @@ class CovClip(Part):
     """Clip-Cov: PPO's clip, and some tokens of high covariance get no gradient.
 
     The dropped tokens are drawn at random from the tokens with `cov_low < cov < cov_high`, where
-    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: their share of all
-    tokens; at least one token is drawn, and none that PPO clips already. Source: arXiv 2505.22617.
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of dropped
+    tokens among all tokens; at least one token is drawn. Tokens that PPO clips already are not
+    drawn. Source: arXiv 2505.22617.
     The draw depends on `seed` and on the token's numbers, not on its position in the batch, so the
     same tokens are dropped however the batch is split. (Tokens with the same advantage and the same
     log-probability at the ratio's anchor share one draw: all of them are dropped, or none.)
@@ -208,11 +210,11 @@ class CovClip(Part):
 class CovKL(Part):
     """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the tokens with the highest covariance.
 
-    fraction: how many tokens, of all. Source: arXiv 2505.22617.
-    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step; at least one token. Between
-    equal covariances a draw decides that depends on the token's own numbers only (tokens with the
-    same numbers fall together). A number that equals its mean up to rounding has covariance 0: with
-    equal advantages all tokens are equal, and the draw decides alone.
+    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of
+    penalised tokens among all tokens; at least one token is penalised. Source: arXiv 2505.22617.
+    Among tokens of equal covariance a random draw decides, which depends on the token's own numbers
+    only (tokens with the same numbers share one draw). A token whose advantage or logp equals the
+    mean up to rounding has covariance 0, so if all advantages are equal, only the draw decides.
     """
 
     reach: ClassVar[str] = "token"
@@ -222,9 +224,9 @@ class CovKL(Part):
     coef: Annotated[float, within(least=0, finite=True)] = 1.0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """Mean advantage and logp of the step, and the threshold of a penalty.
+        """Mean advantage and logp of the step, and the threshold of the penalty.
 
-        It is a covariance, and a draw that decides between equal ones.
+        The threshold is a covariance, and a draw that decides between equal covariances.
         """
         stats = _means(t, group)
         cov, draws = self._score(t, stats)
@@ -280,10 +282,10 @@ def _how_many(fraction: float, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BySign:
-    """Tokens with A > 0 take the loss of the trust region `positive`, others that of `negative`.
+    """Tokens with A > 0 get the loss of the trust region `positive`, other tokens of `negative`.
 
-    One side at most may choose tokens of the whole step (`CovClip`, `CovKL`), and it chooses among
-    all of them.
+    At most one of the two may choose tokens of the whole step (`CovClip`, `CovKL`); it chooses
+    among all tokens, of either sign.
     """
 
     positive: Any
@@ -315,7 +317,7 @@ class BySign:
 
     @property
     def reach(self) -> str:
-        """That of the side which reaches further."""
+        """The larger reach of the two sides."""
         return "sequence" if "sequence" in {part.reach for part in self._sides} else "token"
 
     @property
@@ -364,7 +366,7 @@ class BySign:
         )
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where its gradient is zero: on each side, where that part's is."""
+        """Where the gradient is zero: on each side, where the gradient of its part is."""
         sides = (("positive", self.positive), ("negative", self.negative))
         return tuple(
             x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side)

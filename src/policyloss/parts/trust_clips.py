@@ -26,16 +26,16 @@ from policyloss.parts.wording import (
 )
 from policyloss.tokens import Tokens
 
-# The default of eps_high, which stands for "the same as eps_low"; no finished part holds it.
+# The default of eps_high, which means "the same as eps_low"; no finished part holds it.
 _SYMMETRIC = cast("float", None)
 
 
 class Surrogate(NamedTuple):
     """A per-token loss, and flags for the tokens where the limit binds.
 
-    upper, lower: at the bounds of the ratio. dual: at the largest weight. dropped: chosen at
-    random. Flags are bool and token-shaped. The parts here flag a token once at most, and no masked
-    one.
+    upper, lower: this bound of the ratio binds. dual: the largest weight binds. dropped: the token
+    was chosen at random. Flags are bool and token-shaped. The parts of the library set at most one
+    flag of a token, and none of a masked token.
     """
 
     loss: Tensor
@@ -83,7 +83,7 @@ class Clip(Part):
     """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, at most `-A·dual` where A < 0.
 
     eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
-    dual: None for off, else > 1 (Ye et al. use 3).
+    dual: a number above 1 (Ye et al. use 3); None leaves the bound `-A·dual` out.
     """
 
     reach: ClassVar[str] = "token"
@@ -155,7 +155,7 @@ def _stops(low: float, high: float) -> str:
 
 
 def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...]:
-    """PPO's three bounds as conditions, without those that no ratio reaches."""
+    """PPO's three bounds as conditions, without the bounds that no ratio reaches."""
     low = f"1 - {number(eps_low)}"
     conditions = {
         Condition(f"(advantages > 0) & (ratio > {high})", "held from above"): high[-3:] != "inf",
@@ -277,10 +277,12 @@ class DetachedClip(Part):
 class ProbabilityBand(Part):
     """DPPO: a token counts, by its ratio, only while its probability is near the anchor's.
 
-    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of "this token or another". low, high: the largest
-    divergence downward and upward. sides="advantage" drops a token only when it left in the
-    direction the advantage pushes, "both" on either side. form="score": `-sg[min(r, cap)]·A·logp`;
-    form="ratio": `-r·A` (the same gradient while r ≤ cap). The anchor is the ratio's.
+    The anchor is the ratio slot's; p₀ is its probability of the token, p the current one.
+    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of the choice "this token or another". low, high:
+    the largest divergence for p < p₀ and for p > p₀. sides: "advantage" drops a token only if its
+    probability left the band in the direction in which the advantage pushes it, "both" drops it on
+    either side. form="score": `-sg[min(r, cap)]·A·logp`, where sg stops the gradient; form="ratio":
+    `-r·A` (the same gradient while r ≤ cap).
     """
 
     reach: ClassVar[str] = "token"
@@ -332,9 +334,9 @@ class ProbabilityBand(Part):
 class GeometricClip(Part):
     """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
-    It is clipped to [-eps_low, eps_high] where the advantage pushes it out.
-    eps_low, eps_high are distances in *log* space. Needs `TokenRatio`; the product over the
-    sequence is taken here.
+    The log-ratio is clipped to [-eps_low, eps_high] where the advantage pushes it out of the
+    interval. eps_low, eps_high are distances in *log* space. The ratio slot must hold a
+    `TokenRatio`; this part takes the mean over the sequence itself.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -355,7 +357,7 @@ class GeometricClip(Part):
             )
 
     def check_ratio(self, ratio: Any) -> None:
-        """Raise unless `ratio` is one that this fits."""
+        """Raise unless this part can be used with `ratio`."""
         if not isinstance(ratio, TokenRatio):
             raise SpecError(
                 "GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got "

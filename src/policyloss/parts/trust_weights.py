@@ -41,7 +41,7 @@ class SoftGate(Part):
 class GammaWeight(Part):
     """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A.
 
-    Meant for `SequenceProduct`.
+    sg stops the gradient. Use it with the ratio `SequenceProduct`.
     """
 
     reach: ClassVar[str] = "token"
@@ -98,7 +98,7 @@ class Quadratic(Part):
 class TaperedNegative(Part):
     """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
 
-    So a bad token that is already unlikely fades out.
+    sg stops the gradient. So the weight of a bad token falls as the token becomes unlikely.
     """
 
     reach: ClassVar[str] = "token"

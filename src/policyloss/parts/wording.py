@@ -47,10 +47,11 @@ class Slopes(NamedTuple):
     """Where the loss of a token has no slope, apart from rejections and the clamp of the ratio.
 
     A trust part returns one of these, or several that hold for different tokens.
-    through_logp: any of these makes the slope in the token's own `logp` zero; None if the loss does
-    not read `logp` but through the ratio. through_ratio: the same for the ratio slot's log-ratio.
-    when: the tokens this is about, one of `SIDES`, "" for all. idle: what it means that both are
-    zero. within_sequence: a token's loss depends on the log-ratios of its whole sequence.
+    through_logp: conditions, each of which makes the slope in the token's own `logp` zero; None if
+    the loss reads `logp` only through the ratio. through_ratio: the same for the ratio slot's
+    log-ratio. when: the tokens that these slopes describe, one of `SIDES`, "" for all tokens. idle:
+    the meaning of two zero slopes, in words. within_sequence: whether a token's loss depends on the
+    log-ratios of its whole sequence.
     """
 
     through_logp: tuple[Condition, ...] | None = None

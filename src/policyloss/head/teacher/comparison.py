@@ -1,4 +1,4 @@
-"""The teacher of a call: its logits of any rows, and the divergence of the student's from them.
+"""The teacher of a call: its logits of any rows, and the student's divergence from the teacher.
 
 Legend: N tokens, V vocabulary entries of this rank, K entries of a support.
 """
@@ -84,9 +84,9 @@ class Compared(NamedTuple):
 class Comparison:
     """The teacher that a student's head is compared with, in one of the three forms below.
 
-    head: the teacher's. logits: the teacher's, `[N, V]`. known: entries `[N, K]` and the teacher's
-    log-probabilities of them. size: of the student's vocabulary, over all ranks. width: of the
-    student's hidden states.
+    head: the teacher's head. logits: the teacher's logits `[N, V]`. known: entries `[N, K]` and the
+    teacher's log-probabilities of these entries. size: the size of the student's vocabulary, over
+    all ranks. width: the width of the student's hidden states.
     """
 
     measure: Measure

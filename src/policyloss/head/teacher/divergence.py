@@ -1,6 +1,6 @@
 """`linear_divergence` and `divergence`: how far a student's distributions are from a teacher's.
 
-Per-token numbers with their gradient, from hidden states or from logits that exist.
+Both return a number per token, with its gradient, from hidden states or from computed logits.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ def linear_divergence(
     vocab_group: Any = None,
     plan: str | Plan = "auto",
 ) -> Tensor:
-    """The divergence of each token's distributions, from the hidden states of both models.
+    """The divergence between student and teacher at each token, from the student's hidden states.
 
-    With `s = log_softmax((hidden @ weight.T + bias) / temperature)` and t the teacher's, "forward"
-    is `(t.exp() * (t - s)).sum(-1)`, "reverse" `(s.exp() * (s - t)).sum(-1)`, "jsd" GKD's with the
-    mixture (1−beta)·student + beta·teacher; see `Divergence` for the options. The logits of both
-    models are computed a window at a time in float32. The gradient reaches hidden, weight and bias
-    of the student, and never the teacher.
+    With `s = log_softmax((hidden @ weight.T + bias) / temperature)` and t the log-probabilities of
+    the teacher, kind="forward" is `(t.exp() * (t - s)).sum(-1)`, "reverse" is
+    `(s.exp() * (s - t)).sum(-1)`, and "jsd" is GKD's with the mixture (1−beta)·student +
+    beta·teacher; see `Divergence` for the options. The logits of both models are computed a window
+    at a time in float32. The student's hidden, weight and bias get a gradient, the teacher none.
 
     hidden: `[..., D]`. weight: `[V, D]`. teacher: a `Teacher` (hidden states of any width, and a
-    head), a `TopK`, or logits that exist, `[..., V]`. mask, bias, temperature, softcap,
-    vocab_group: as in `linear_logprobs`; with a vocab_group the teacher's weight or logits are this
-    rank's entries too. plan: "auto", "recompute" (six matmuls, two of them the teacher's; least
-    memory), "stash" (four; keeps the gradient of every logit in the type of the weight) or a
-    `Plan`.
-    → `[...]` float32 (float64 for float64), 0 where mask is False.
+    head), a `TopK`, or computed logits `[..., V]`. mask, bias, temperature, softcap, vocab_group:
+    as in `linear_logprobs`; with a vocab_group the teacher's weight or logits are this rank's
+    entries too. plan: "recompute" (six matmuls, two of them the teacher's; least memory), "stash"
+    (four matmuls; keeps the gradient of every logit in the type of the weight), "auto", which
+    chooses, or a `Plan`.
+    Returns `[...]`, float32 (float64 for float64), 0 where mask is False.
     """
     check_tensor("hidden", hidden, "float")
     tokens = tuple(hidden.shape[:-1])

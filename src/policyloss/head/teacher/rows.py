@@ -48,7 +48,7 @@ KERNELS = "policyloss.head.teacher.kernels"
 class PairStatistics(NamedTuple):
     """The inputs of the backward of complete rows, `[R]` each.
 
-    lse: of the teacher's scaled logits. total: the sum of the slopes.
+    lse: the log-sum-exp of the teacher's scaled logits. total: the sum of the slopes.
     """
 
     divergence: Tensor
@@ -179,8 +179,8 @@ def _log_probabilities(
 class Entries(NamedTuple):
     """A support and the inputs of its backward. divergence: `[R]`; the others `[R, K]`.
 
-    ids: global. keep: which entries count. logp: the student's. slopes: the derivatives of the
-    divergence by them, 0 where keep is False.
+    ids: of the entries, over all ranks. keep: which entries count. logp: the student's
+    log-probabilities. slopes: the derivatives of the divergence by logp, 0 where keep is False.
     """
 
     divergence: Tensor
