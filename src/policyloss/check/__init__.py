@@ -1,6 +1,6 @@
 """Tests that the library runs on a user's code: `check_loss`, `partition_check`, `bits_check`.
 
-`loss` and `signs` check a loss. `partition` checks a training step: `cutting` splits its batch and
+`loss` checks a loss. `partition` checks a training step: `cutting` splits its batch and
 runs the step on the pieces, and `diagnosis` finds and describes the normalisation that explains the
 gradients. `bits` compares log-probabilities bit by bit.
 """
