@@ -351,6 +351,6 @@ def compute_approx_kl(
 
 
 def _mean(record: Record, dtype: torch.dtype) -> Tensor:
-    """A mean in OpenRLHF's precision; 0 if nothing was counted, where OpenRLHF gives NaN."""
+    """A mean in OpenRLHF's precision; 0 if nothing was counted, where OpenRLHF returns NaN."""
     assert isinstance(record, Stat)
     return mean_or_zero(record.sum, record.count).to(dtype)
