@@ -119,8 +119,8 @@ def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
     """Write `data` to `path`, and make its folder if there is none. argument: the name of the path
     in an error.
 
-    The bytes go to a temporary file beside the target first, which is then renamed over it: a
-    reader never sees half a file, and a full disk leaves the old one.
+    The bytes go to a temporary file in the target's folder first, which is then renamed to the
+    target: a reader never sees half a file, and a full disk leaves the old file.
     """
     path = Path(path)
     check_output(path, argument)

@@ -3,7 +3,7 @@
 fused           on a GPU, two Triton kernels for loss, metrics and gradient
 token_graph     the operations of a traced loss, and each as a line of Triton
 token_program   those lines as the two kernels
-in_graph        one node inside a user's `torch.compile`, its sums cut for a GPU
+in_graph        one node inside a user's `torch.compile`, its sums split for a GPU
 loss            `compiled_loss`: `torch.compile` over that node
 call            the tensors of a call by name, and the results that graphs are traced from
 """

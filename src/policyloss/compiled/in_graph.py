@@ -162,8 +162,8 @@ class InTwoStages(TorchDispatchMode):
     """A context in which every sum, maximum and minimum over all `n` tokens is taken as
     `[G, n/G] → [G] → 0-dim`.
 
-    The numbers are the same but for rounding. Rows whose number is a symbol are one partial result
-    each; a pack whose length is a symbol, or has no divisor to cut it by, is left alone.
+    The results are the same except for rounding. If the number of rows is a symbol, each row is one
+    partial result; a pack is not split if its length is a symbol or has no suitable divisor.
     """
 
     def __init__(self, n: int) -> None:
@@ -220,8 +220,8 @@ def _first_stage(operation: Any, x: Tensor, cut: int | str, more: dict[str, Any]
 
 
 def _second_stage(operation: Any, partial: Tensor, first: Tensor, more: dict[str, Any]) -> Tensor:
-    """`[G] → 0-dim`, reading `first` beside `partial` in a condition that always holds: what shares
-    a read, the compiler fuses.
+    """`[G] → 0-dim`. It also reads `first`, in a condition that always holds, because the compiler
+    fuses operations that share an input.
     """
     always = (first == first) | (first != first)
     return operation(torch.where(always, partial, torch.zeros_like(partial)), **more)  # type: ignore[no-any-return]

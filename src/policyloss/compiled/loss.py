@@ -37,11 +37,11 @@ def compiled_loss(
     """`policy_loss` for one spec under `torch.compile`: create it once, then call it with the
     arguments of `policy_loss` that follow the spec.
 
-    Loss, metrics and gradients equal the eager ones up to rounding. The first call compiles
-    (seconds; it needs a C++ compiler, or Triton on a GPU). On a GPU try `policy_loss` first: with
-    `backward()`, its two kernels were faster.
+    Loss, metrics and gradients equal the results of `policy_loss` up to rounding. The first call
+    compiles (seconds; it needs a C++ compiler, or Triton on a GPU). On a GPU try `policy_loss`
+    first: with `backward()`, its two kernels were faster.
     dynamic, options: as in `torch.compile`.
-    metrics: how much is measured, as in `policy_loss`.
+    metrics: "all", "basic" or "none", as in `policy_loss`.
 
     These calls run eagerly, with the same result: a callable in a slot of the spec (it may keep
     state that a graph would freeze), `cp_group` (collectives), and calls within `exact()`.
@@ -50,7 +50,7 @@ def compiled_loss(
 
 
 class Gradients(NamedTuple):
-    """`d loss / d (logp, entropy, divergence)`, each like its tensor; None for an absent one."""
+    """`d loss / d (logp, entropy, divergence)`, each like its tensor; None for an absent tensor."""
 
     logp: Tensor
     entropy: Tensor | None = None

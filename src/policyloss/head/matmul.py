@@ -137,7 +137,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None
 
 
 class Room:
-    """Memory for one window of logits, and in the same place for their gradient.
+    """Memory for one window of logits, which their gradient then overwrites.
 
     The logits are not needed once their gradient exists. Each row starts at a multiple of 256
     bytes, whatever the vocabulary.

@@ -8,7 +8,7 @@ one row,
     dz = [dlogp·(1[id] − p) − dentropy·p·(log p + entropy)] / temperature · (slope of the softcap)
 
 The functions here are plain PyTorch and the reference; on a GPU the Triton kernels of the same
-names take their place.
+names replace them.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A library of matrix products chooses the order of a sum by the shape, and on a CPU also by the
 address at which a row begins. In a product of one shape with aligned rows, a row has the same bits
-at every place, whatever the other rows are; that is checked once for each shape. So rows are
+at every index, whatever the other rows are; that is checked once for each shape. So rows are
 multiplied in aligned tiles of one size, the last one filled up with zeros.
-The vocabulary is cut into parts, and a sum over it is taken within the parts and then over them, in
-one tree; so ranks that hold whole parts get the bits of one rank.
+The vocabulary is split into parts. A sum over the vocabulary is taken within the parts and then
+over the parts, in one tree; so ranks that hold whole parts get the bits of one rank.
 
 Legend: R rows, D hidden size, V vocabulary entries of this rank, P parts of the whole vocabulary.
 """
@@ -87,7 +87,7 @@ class Tiles(NamedTuple):
     def _check_products(self, x: Tensor, weight: Tensor) -> bool:
         """Whether one product may compute the logits of all parts; tried once for each shape.
 
-        Raises unless a row has the same bits at every place of products of these shapes.
+        Raises unless a row has the same bits at every index of products of these shapes.
         """
         if x.is_meta or not self.parts:
             return False

@@ -53,25 +53,27 @@ def policy_loss(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
-    """The loss `spec` describes, of a causal language model: its body runs, with
-    `linear_policy_loss` in the place of its output head, so that no logits are held.
+    """The loss that `spec` describes, of a causal language model: the model runs with
+    `linear_policy_loss` instead of its output head, so that no logits are held.
 
     **Alignment.** `mask`, `old_logp` and every other token-shaped tensor belong to the *predicted*
-    tokens `input_ids[:, 1:]`: they are `[B, T-1]` for input_ids `[B, T]`, and entry t is about the
-    token `input_ids[:, t+1]`. With logits_to_keep=n they belong to the last n tokens and are
-    `[B, n]`. The shift is made here.
+    tokens `input_ids[:, 1:]`: these tensors are `[B, T-1]` for input_ids `[B, T]`, and entry t
+    belongs to the token `input_ids[:, t+1]`. With logits_to_keep=n they belong to the last n tokens
+    and are `[B, n]`. This function shifts the hidden states.
 
     model: a model of Hugging Face, wrapped or not (PEFT, DDP, FSDP, ZeRO-3). Its head may have a
     bias, be tied, frozen or adapted by LoRA; its logits may be scaled or capped.
     attention_mask: `[B, T]`, 0 at padding on either side. With padding on the left, positions are
-    counted from each row's first token, whose mask is False because only padding predicts it.
-    cu_seqlens: `[S+1]`, for a pack `[1, N]` of several sequences: where each begins in input_ids.
-    position_ids then begin at 0 with each. Token-shaped tensors are `[1, N-1]`, and mask is False
-    at the first token of a sequence, which nothing predicts.
-    position_ids: passed to the model as they are. model_inputs: what else it takes (pixel_values).
-    head: "fused"; "logits" computes from the logits that the model makes itself; "auto" does so
-    where the head cannot be replaced, which is an error with "fused".
-    Other arguments as in `linear_policy_loss`. An MoE model's router loss is not part of it.
+    counted from each row's first token; the mask of that token must be False, because only padding
+    predicts it. cu_seqlens: `[S+1]`, for a pack `[1, N]` of several sequences: the index in
+    input_ids at which each sequence begins. position_ids then begin at 0 in each sequence,
+    token-shaped tensors are `[1, N-1]`, and the mask must be False at the first token of a
+    sequence, which no token predicts.
+    position_ids: passed to the model unchanged. model_inputs: other arguments of the model
+    (pixel_values). head: "fused" replaces the model's head, and raises an error if it cannot;
+    "logits" computes the loss from the model's own logits; "auto" is "fused" if the head can be
+    replaced, else "logits". Other arguments as in `linear_policy_loss`. The loss does not include
+    the router loss of an MoE model.
     """
     call = ModelCall.of(
         model,
@@ -134,10 +136,10 @@ def logprobs(
     """The log-probability of every predicted token `input_ids[:, 1:]`, and the entropy.
 
     mask: `[B, T-1]` (with logits_to_keep=n `[B, n]`), the predicted tokens to compute; by default
-    all that a token of their own sequence predicts. Others are 0. Other arguments as in
-    `policy_loss` of this module and in `linear_logprobs`, which takes the place of the model's
-    head.
-    → `LogProbs(logp, entropy)`, `[B, T-1]` or `[B, n]` each, float32; entropy is None without
+    all tokens that a token of the same sequence predicts. The result is 0 at other tokens. Other
+    arguments as in `policy_loss` of this module and in `linear_logprobs`, which replaces the
+    model's head.
+    Returns `LogProbs(logp, entropy)`, `[B, T-1]` or `[B, n]` each, float32; entropy is None without
     `entropy=True`.
     """
     call = ModelCall.of(
@@ -214,7 +216,7 @@ def explain_plan(
 
 
 def _shard(weight: Tensor, vocab_group: Any) -> Tensor:
-    """The entries of this rank, if the vocabulary is cut over ranks and the weight is a DTensor."""
+    """The rank's own entries, if the vocabulary is split over ranks into a DTensor."""
     if vocab_group is not None and hasattr(weight, "to_local"):
         local: Tensor = weight.to_local()
         return local

@@ -29,8 +29,8 @@ _known: WeakKeyDictionary[nn.Module, Transformation] = WeakKeyDictionary()
 
 
 class Scored(NamedTuple):
-    """result: the return value of the function in place of the head. output: the model's output,
-    whose logits mean nothing.
+    """result: the return value of the function that replaced the head. output: the model's output;
+    its logits have no meaning.
     """
 
     result: Any
@@ -41,7 +41,7 @@ Scores = Callable[[Tensor, Matrices, Transformation], Any]
 
 
 def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = False) -> Scored:
-    """`model(**inputs)`, with `scores(hidden, matrices, transformation)` in the place of its head.
+    """`model(**inputs)`, with `scores(hidden, matrices, transformation)` instead of its head.
 
     hidden: the input of the head, `[B, T, D]`, with more columns if the head has an adapter
     (`with_matrices`). The module of the head is called, so that FSDP and ZeRO-3 gather its weight.

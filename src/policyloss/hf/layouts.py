@@ -1,7 +1,7 @@
 """Whether a model keeps sequences apart: from padding on either side, and from others in a pack.
 
-A model that mixes them would be trained on other numbers than it samples with, without any sign. So
-each model is tested once, on four tokens, in a few small forwards.
+A model that mixes sequences would be trained on other numbers than it samples with, without an
+error. So each model is tested once, on four tokens, in a few small forwards.
 """
 
 from __future__ import annotations

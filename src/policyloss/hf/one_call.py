@@ -181,7 +181,7 @@ class ModelCall:
         return x.view(self.row)
 
     def fused(self, scores: Scores, check: bool = False) -> Any:
-        """With `scores` in the place of the model's head."""
+        """Run the model with `scores` instead of its head."""
         if self.counts_positions is not None:
             packed = self.cu_seqlens is not None
             check_layout(self.model, self.inputs, packed, self.counts_positions)

@@ -70,7 +70,7 @@ class ValueLoss(nn.Module):
         action_mask: Tensor | None = None,
     ) -> Tensor:
         """The loss, 0-dim; the returns are advantage + old_values. All tensors are `[B, T]`. A
-        batch without valid tokens gives 0 (ColossalChat: NaN).
+        batch without valid tokens has the loss 0 (ColossalChat: NaN).
         """
         mask, returns = mask_or_all(action_mask, values), advantage + old_values
         return value_loss(values, returns, old_values, mask, self.clip_eps, totals="local").loss

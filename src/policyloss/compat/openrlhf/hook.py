@@ -59,7 +59,7 @@ def uninstall() -> None:
 
 
 def _of_release(cls: Any, release: str) -> Any:
-    """A subclass of `cls` whose default is `release`."""
+    """A subclass of `cls` with `release` as its default release."""
     attributes = {"default_release": release, "__doc__": cls.__doc__, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)
 

@@ -94,7 +94,7 @@ class PolicyLoss(nn.Module):
 
     Since 0.10.3 the log-ratio is clamped at ±20 and empty rows are left out of the mean. From 0.9.3
     to 0.10.2, ppo_kl measures the rollout policy when a correction is on. A batch without valid
-    tokens gives 0 with a zero gradient (OpenRLHF: NaN).
+    tokens has the loss 0 with a zero gradient (OpenRLHF: NaN).
 
     As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens with equal
     probabilities under both policies, if rounding puts their divergence below 0 (half of them in
@@ -351,6 +351,6 @@ def compute_approx_kl(
 
 
 def _mean(record: Record, dtype: torch.dtype) -> Tensor:
-    """A mean in OpenRLHF's precision; 0 if nothing was counted, where OpenRLHF gives NaN."""
+    """A mean in OpenRLHF's precision; 0 if nothing was counted, where OpenRLHF returns NaN."""
     assert isinstance(record, Stat)
     return mean_or_zero(record.sum, record.count).to(dtype)

@@ -100,7 +100,7 @@ def _estimate(name: str) -> Any:
 
 
 def _of_this_rank(x: Tensor) -> Tensor:
-    """The entries as `[B, T, K]`: nested tensors are packed, and cut over ranks as in verl."""
+    """The entries as `[B, T, K]`: nested tensors are packed, and split over ranks as in verl."""
     x = x.values().unsqueeze(0) if x.is_nested else x
     try:
         ulysses = import_module("verl.utils.ulysses")

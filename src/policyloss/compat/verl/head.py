@@ -1,6 +1,6 @@
 """verl's fused heads (`use_fused_kernels`), computed by the head of this library: the torch backend
 `FusedLinearForPPO` of `verl.utils.experimental.torch_functional`, and the Triton backend
-`verl.utils.kernel.linear_cross_entropy`, also for a vocabulary that is cut over ranks.
+`verl.utils.kernel.linear_cross_entropy`, also for a vocabulary that is split over ranks.
 
 Both return log-probabilities and entropies, and verl computes the loss elsewhere, from tensors that
 the head does not get. So the backward computes the gradient, with a fourth matmul or stored
@@ -27,7 +27,7 @@ _patch = Patch("verl")
 
 class FusedLinearForPPO(torch.nn.Module):
     """verl's module of this name. chunk_size and impl_backend change no number here: the plan of
-    the head decides how rows are cut.
+    the head decides how rows are split.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:

@@ -1,7 +1,7 @@
 """verl's variants of the library's parts, with statistics of one call and 1e-8 added to a count,
 and the means and shares of its report.
 
-Statistics of one call depend on how the batch is cut. `CovClip` and `CovKL` are the same losses
+Statistics of one call depend on how the batch is split. `CovClip` and `CovKL` are the same losses
 with statistics of the optimizer step; use them unless you must reproduce a run.
 """
 
