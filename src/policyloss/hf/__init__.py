@@ -11,8 +11,7 @@ The model runs unchanged, inside its wrappers; only its output head is replaced 
 `linear_policy_loss` or `linear_logprobs`. This package does not import transformers.
 
 output_head  the module of the head, its matrices, and the transformation of its logits
-forward      the model's forward with another head
-layouts      whether the model keeps sequences apart in padded rows and in packs
+forward      the model's forward with another head, and whether it keeps sequences apart
 one_call     the arguments of a call, aligned with the predicted tokens
 calls        the public functions
 """

@@ -15,8 +15,7 @@ from torch import Tensor
 from policyloss.arguments import check_tensor, description, fits_kind
 from policyloss.errors import InputError, unknown_name
 from policyloss.head.validate import read_later
-from policyloss.hf.forward import Scores, run
-from policyloss.hf.layouts import check_layout, counted_positions
+from policyloss.hf.forward import Scores, check_layout, counted_positions, run
 from policyloss.hf.output_head import UnknownHeadError, language_model
 
 HEADS = ("fused", "auto", "logits")
