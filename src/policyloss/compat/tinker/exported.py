@@ -1,0 +1,134 @@
+"""A loss for `ServiceClient.create_custom_loss`: a graph of torch operations on one sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from policyloss.arguments import tracing
+from policyloss.catalogue import AnyLoss
+from policyloss.compat.tinker.losses import KEYS, check_spec, pack
+from policyloss.errors import InputError
+from policyloss.loss import policy_loss, ready_spec
+from policyloss.spec import LossSpec
+from policyloss.totals import Totals
+
+# `logprobs` is the current policy's in a custom loss, so the sampler's need another key.
+_KEYS = {**KEYS, "rollout_logp": "rollout_logprobs"}
+aten = torch.ops.aten
+_CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
+_PLACES = ("device", "layout", "pin_memory")  # of the machine that traced the loss
+_EXAMPLE_LENGTH = 7  # differs from every size in a loss, so that the graph holds it as a symbol
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedLoss:
+    """A loss that a Tinker server can run, made by `export`.
+
+    function: takes `logprobs` and the other inputs of one datum, and returns its share of the loss.
+    input_ranks: the number of axes of each input.
+    """
+
+    spec: LossSpec
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    input_ranks: dict[str, int]
+
+    def prepare(self, data: Sequence[Any]) -> list[Any]:
+        """The data of a whole step with the inputs of this loss, the counts of the step among them.
+
+        data: as for `policyloss.compat.tinker.loss`.
+        """
+        step = pack(self.spec, data, None)
+        totals = Totals.count(step.mask, cu_seqlens=step.cu_seqlens, dp_size=1)
+        tokens = {"mask": step.mask, "advantages": step.advantages, "old_logprobs": step.old_logp}
+        tokens |= {_KEYS[name]: x for name, x in step.tensors.items()}
+        lengths = step.cu_seqlens.diff().tolist()
+        inputs: dict[str, Sequence[Tensor]] = {
+            key: x.to(torch.float32).split(lengths) for key, x in tokens.items() if x is not None
+        }
+        inputs["step_tokens"] = [torch.as_tensor(totals.tokens).float()] * len(data)
+        inputs["step_sequences"] = [torch.as_tensor(totals.sequences).float()] * len(data)
+        return [
+            dataclasses.replace(
+                datum,
+                loss_fn_inputs={
+                    "target_tokens": datum.loss_fn_inputs["target_tokens"],
+                    **{key: inputs[key][i] for key in self.input_ranks if key != "logprobs"},
+                },
+            )
+            for i, datum in enumerate(data)
+        ]
+
+
+def export(spec: AnyLoss) -> ExportedLoss:
+    """`spec` for `ServiceClient.create_custom_loss`, which sums it over the data of a step.
+
+        exported = tinker.export("dapo")
+        handle = service.create_custom_loss(exported.function, exported.input_ranks).result()
+        client.forward_backward_custom(exported.prepare(data), handle)
+
+    The graph holds torch operations alone and fits sequences of any length. A loss is refused if a
+    token's loss depends on other sequences, or on whole distributions.
+    """
+    spec = ready_spec(spec)
+    check_spec(spec)
+    if spec.needs_statistics or "group_ids" in spec.reads or spec.reach == "batch":
+        raise InputError(
+            "this loss compares sequences with each other, and a server runs an exported loss on "
+            "one sequence at a time; use policyloss.compat.tinker.loss(spec), which runs here."
+        )
+    tensors = [name for name in _KEYS if name in spec.reads]
+    keys = ("mask", "advantages", *(_KEYS[name] for name in tensors))
+    counts = ("step_tokens", "step_sequences")
+
+    def one_sequence(logprobs: Tensor, *inputs: Tensor) -> Tensor:
+        named = dict(zip((*keys, *counts), inputs, strict=True))
+        rows = {name: named[_KEYS[name]].unsqueeze(0) for name in tensors}
+        return policy_loss(
+            spec,
+            logprobs.unsqueeze(0),
+            rows.pop("old_logp", None),
+            named["advantages"].unsqueeze(0),
+            named["mask"].unsqueeze(0) != 0,
+            totals=Totals(*(named[key] for key in counts)),
+            metrics="none",
+            **rows,
+        ).loss
+
+    examples = [torch.full((_EXAMPLE_LENGTH,), -0.5) for _ in ("logprobs", *keys)]
+    examples += [torch.tensor(5.0), torch.tensor(3.0)]
+    graph = _trace(one_sequence, examples)
+    names = ("logprobs", *keys, *counts)
+    ranks = {name: example.dim() for name, example in zip(names, examples, strict=True)}
+    return ExportedLoss(spec, _with_named_parameters(graph, names), ranks)
+
+
+def _trace(function: Callable[..., Tensor], examples: Sequence[Tensor]) -> GraphModule:
+    """The operations of `function`, whose sizes are symbols. Its constants are made on the device of
+    the inputs, because a custom loss may hold no tensor of its own.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing():
+        graph: GraphModule = make_fx(function, tracing_mode="symbolic")(*examples)
+    like = next(iter(graph.graph.nodes))  # the first input
+    for node in graph.graph.nodes:
+        if node.target in _CONSTANTS:
+            size, value = node.args if node.target is aten.full.default else ([], *node.args)
+            node.target, node.args = aten.new_full.default, (like, size, value)
+        node.kwargs = {key: x for key, x in node.kwargs.items() if key not in _PLACES}
+    graph.recompile()
+    return graph
+
+
+def _with_named_parameters(graph: GraphModule, names: Sequence[str]) -> Callable[..., Any]:
+    """`graph` as a plain function of these parameters, as the SDK's tracer demands."""
+    listed = ", ".join(names)
+    scope: dict[str, Any] = {"graph": graph.forward}  # a module would be refused
+    exec(f"def policy_loss({listed}):\n    return graph({listed}), {{}}\n", scope)
+    return scope["policy_loss"]  # type: ignore[no-any-return]
