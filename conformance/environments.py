@@ -115,6 +115,13 @@ PEERS = {
             ),
             minutes=2,
         ),
+        Peer(
+            "tinker",
+            "0.36.0",
+            ("tinker",),
+            others=("0.25.0",),
+            steps=(("torch", "numpy"), ("tinker",)),
+        ),
         # Its package is on no index: the recorded cases are all there is.
         Peer("colossalai", "0.5.0", ("colossalai",), minimum=0),
     )

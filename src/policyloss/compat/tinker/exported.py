@@ -109,8 +109,8 @@ def export(spec: AnyLoss) -> ExportedLoss:
 
 
 def _trace(function: Callable[..., Tensor], examples: Sequence[Tensor]) -> GraphModule:
-    """The operations of `function`, whose sizes are symbols. Its constants are made on the device of
-    the inputs, because a custom loss may hold no tensor of its own.
+    """The operations of `function`, whose sizes are symbols. Its constants are made on the device
+    of the inputs, because a custom loss may hold no tensor of its own.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,12 +31,14 @@ KEYS = {
 }
 
 
-def loss(spec: AnyLoss, data: Sequence[Any] | None = None, metrics: MetricsLevel = "all") -> StepLoss:
+def loss(
+    spec: AnyLoss, data: Sequence[Any] | None = None, metrics: MetricsLevel = "all"
+) -> StepLoss:
     """`spec` as the `loss_fn` of `forward_backward_custom`.
 
         step = tinker.loss("dapo", data)
-        client.forward_backward_custom(data[:64], step)
-        client.forward_backward_custom(data[64:], step)
+        client.forward_backward_custom(step.bare(data[:64]), step)
+        client.forward_backward_custom(step.bare(data[64:]), step)
         client.optim_step(…)
         step.metrics.compute()
 
@@ -57,9 +60,9 @@ def loss(spec: AnyLoss, data: Sequence[Any] | None = None, metrics: MetricsLevel
         return StepLoss(spec, None, metrics)
     if spec.needs_statistics:
         raise InputError(
-            "this loss needs numbers of the whole step that depend on the current policy (survivors "
-            "of a rejection, covariances or a mean weight): leave data= out, and pass all data of "
-            "a step to one call of forward_backward_custom."
+            "this loss needs numbers of the whole step that depend on the current policy "
+            "(survivors of a rejection, covariances or a mean weight): leave data= out, and pass "
+            "all data of a step to one call of forward_backward_custom."
         )
     step = pack(spec, data, None)
     totals = Totals.count(
@@ -80,11 +83,27 @@ class StepLoss:
         self.totals = totals
         self.level = level
         self.metrics = Metrics()
+        self._whole: dict[int, tuple[Any, Any]] = {}
+
+    def bare(self, data: Sequence[Any]) -> list[Any]:
+        """The data to pass to the client: without the inputs of the loss, which older SDKs refuse
+        and no server needs. This object keeps them.
+        """
+        bare = [
+            dataclasses.replace(
+                datum, loss_fn_inputs={"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+            )
+            for datum in data
+        ]
+        # The pair keeps the bare datum alive, so that its id stays its own.
+        self._whole |= {id(mine): (mine, datum) for mine, datum in zip(bare, data, strict=True)}
+        return bare
 
     def __call__(
         self, data: Sequence[Any], logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
         """The share of `data` in the loss of the step. logprobs: `[T]` of each datum."""
+        data = [self._whole.get(id(datum), (None, datum))[1] for datum in data]
         call = pack(self.spec, data, logprobs)
         out = policy_loss(
             self.spec,
