@@ -24,7 +24,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.compat import colossalai, openrlhf, trl, verl
+from policyloss.compat import colossalai, openrlhf, tinker, trl, verl
 from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.colossalai import models
 from policyloss.compat.verl.registry import as_verl_loss
@@ -37,6 +37,8 @@ BOOKKEEPING = {
     "parts.py": "guarded counts, shares and lengths; a given penalty, and the ratios' maximum",
     "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
     "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
+    "tinker/built_in.py": "the thresholds of its losses as distances from 1",
+    "tinker/data.py": "sequences end to end, their offsets, and the constants of a graph",
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",
     "trl/parts.py": "its rounding of k3, the ratio that weighs its KL, and the counts of a step",
     "verl/advantage_numbers.py": "advantages with its rounding",
@@ -60,6 +62,7 @@ HARMLESS = {
         "is_grad_enabled",
         "autocast",
         "is_tensor",
+        "split",
         "distributed",
         "utils",
     ),
@@ -236,7 +239,7 @@ def test_adapters_import_with_torch_alone() -> None:
 
 
 def test_an_unknown_framework_is_named() -> None:
-    with pytest.raises(AttributeError, match=r"nemo.*colossalai, openrlhf, trl, verl"):
+    with pytest.raises(AttributeError, match=r"nemo.*colossalai, openrlhf, tinker, trl, verl"):
         pl.compat.nemo  # noqa: B018
 
 
@@ -270,6 +273,24 @@ def of_trl(x: Tensor) -> Tensor:
     return trl.batch_loss(pl.preset("dapo"), x, inputs, totals="local").loss
 
 
+def of_tinker(x: Tensor) -> Tensor:
+    data = [
+        SimpleNamespace(
+            loss_fn_inputs={
+                key: SimpleNamespace(to_torch=lambda values=values: values)
+                for key, values in {
+                    "target_tokens": torch.arange(len(mask)),
+                    "mask": mask.double(),
+                    "advantages": advantages,
+                    "logprobs": old,
+                }.items()
+            }
+        )
+        for mask, advantages, old in zip(BATCH.mask, BATCH.advantages, BATCH.old_logp, strict=True)
+    ]
+    return tinker.loss("dapo", data)(data, list(x.unbind()))[0]
+
+
 LOSSES: dict[str, Call] = {
     **{f"verl {name}": of_verl(loss) for name, loss in verl.POLICY_LOSSES.items()},
     "verl reinforce": of_verl(verl.compute_policy_loss_reinforce),
@@ -298,6 +319,7 @@ LOSSES: dict[str, Call] = {
         x, BATCH.old_logp, BATCH.advantages, BATCH.mask
     ),
     "trl batch_loss": of_trl,
+    "tinker loss": of_tinker,
 }
 
 

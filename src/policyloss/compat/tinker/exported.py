@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from policyloss.arguments import tracing
 from policyloss.catalogue import AnyLoss
-from policyloss.compat.tinker.losses import KEYS, check_spec, pack
+from policyloss.compat.tinker.data import KEYS, pack, trace
+from policyloss.compat.tinker.losses import check_spec
 from policyloss.errors import InputError
 from policyloss.loss import policy_loss, ready_spec
 from policyloss.spec import LossSpec
@@ -20,9 +20,6 @@ from policyloss.totals import Totals
 
 # `logprobs` is the current policy's in a custom loss, so the sampler's need another key.
 _KEYS = {**KEYS, "rollout_logp": "rollout_logprobs"}
-aten = torch.ops.aten
-_CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
-_PLACES = ("device", "layout", "pin_memory")  # of the machine that traced the loss
 _EXAMPLE_LENGTH = 7  # differs from every size in a loss, so that the graph holds it as a symbol
 
 
@@ -49,10 +46,13 @@ class ExportedLoss:
         tokens |= {_KEYS[name]: x for name, x in step.tensors.items()}
         lengths = step.cu_seqlens.diff().tolist()
         inputs: dict[str, Sequence[Tensor]] = {
-            key: x.to(torch.float32).split(lengths) for key, x in tokens.items() if x is not None
+            key: torch.split(x.to(torch.float32), lengths)
+            for key, x in tokens.items()
+            if x is not None
         }
-        inputs["step_tokens"] = [torch.as_tensor(totals.tokens).float()] * len(data)
-        inputs["step_sequences"] = [torch.as_tensor(totals.sequences).float()] * len(data)
+        for name in ("tokens", "sequences"):
+            count = torch.as_tensor(getattr(totals, name)).float()
+            inputs[f"step_{name}"] = [count for _ in data]
         return [
             dataclasses.replace(
                 datum,
@@ -88,42 +88,24 @@ def export(spec: AnyLoss) -> ExportedLoss:
 
     def one_sequence(logprobs: Tensor, *inputs: Tensor) -> Tensor:
         named = dict(zip((*keys, *counts), inputs, strict=True))
-        rows = {name: named[_KEYS[name]].unsqueeze(0) for name in tensors}
+        rows: dict[str, Any] = {name: named[_KEYS[name]].unsqueeze(0) for name in tensors}
         return policy_loss(
             spec,
             logprobs.unsqueeze(0),
             rows.pop("old_logp", None),
             named["advantages"].unsqueeze(0),
             named["mask"].unsqueeze(0) != 0,
-            totals=Totals(*(named[key] for key in counts)),
+            totals=Totals(named["step_tokens"], named["step_sequences"]),
             metrics="none",
             **rows,
         ).loss
 
-    examples = [torch.full((_EXAMPLE_LENGTH,), -0.5) for _ in ("logprobs", *keys)]
-    examples += [torch.tensor(5.0), torch.tensor(3.0)]
-    graph = _trace(one_sequence, examples)
+    tokens = [torch.full((_EXAMPLE_LENGTH,), -0.5) for _ in ("logprobs", *keys)]
+    examples = [*tokens, torch.tensor(5.0), torch.tensor(3.0)]
+    graph = trace(one_sequence, examples)
     names = ("logprobs", *keys, *counts)
     ranks = {name: example.dim() for name, example in zip(names, examples, strict=True)}
     return ExportedLoss(spec, _with_named_parameters(graph, names), ranks)
-
-
-def _trace(function: Callable[..., Tensor], examples: Sequence[Tensor]) -> GraphModule:
-    """The operations of `function`, whose sizes are symbols. Its constants are made on the device
-    of the inputs, because a custom loss may hold no tensor of its own.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with tracing():
-        graph: GraphModule = make_fx(function, tracing_mode="symbolic")(*examples)
-    like = next(iter(graph.graph.nodes))  # the first input
-    for node in graph.graph.nodes:
-        if node.target in _CONSTANTS:
-            size, value = node.args if node.target is aten.full.default else ([], *node.args)
-            node.target, node.args = aten.new_full.default, (like, size, value)
-        node.kwargs = {key: x for key, x in node.kwargs.items() if key not in _PLACES}
-    graph.recompile()
-    return graph
 
 
 def _with_named_parameters(graph: GraphModule, names: Sequence[str]) -> Callable[..., Any]:

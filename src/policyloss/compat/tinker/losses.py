@@ -1,34 +1,21 @@
-"""A loss for `TrainingClient.forward_backward_custom`, and the built-in losses as specs."""
+"""A loss for `TrainingClient.forward_backward_custom`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
-from policyloss.errors import InputError, unknown_name
+from policyloss.compat.tinker.data import pack
+from policyloss.errors import InputError
 from policyloss.loss import policy_loss, ready_spec
 from policyloss.metrics import Metrics
-from policyloss.parts.aggregate import TokenSum
-from policyloss.parts.ratio import TokenRatio
-from policyloss.parts.trust import Unbounded
-from policyloss.parts.trust_clips import Clip, DetachedClip
-from policyloss.parts.trust_weights import Quadratic
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
-
-# The argument of `policy_loss`, and the key of `loss_fn_inputs` that holds it.
-KEYS = {
-    "rollout_logp": "logprobs",
-    "old_logp": "old_logprobs",
-    "ref_logp": "ref_logprobs",
-    "teacher_logp": "teacher_logprobs",
-}
 
 
 def loss(
@@ -107,7 +94,7 @@ class StepLoss:
         call = pack(self.spec, data, logprobs)
         out = policy_loss(
             self.spec,
-            torch.cat(list(logprobs)),
+            call.logp,
             call.old_logp,
             call.advantages.unsqueeze(0),
             call.mask,
@@ -116,54 +103,8 @@ class StepLoss:
             metrics=self.level,
             **call.tensors,
         )
-        self.metrics = self.metrics + out.metrics
+        self.metrics = sum((self.metrics, out.metrics), Metrics())
         return out.loss, out.metrics.compute()
-
-
-class Packed(NamedTuple):
-    """Data end to end. tensors: the optional arguments of `policy_loss`."""
-
-    mask: Tensor
-    cu_seqlens: Tensor
-    advantages: Tensor
-    old_logp: Tensor | None
-    tensors: dict[str, Any]
-
-
-def pack(spec: LossSpec, data: Sequence[Any], logprobs: Sequence[Tensor] | None) -> Packed:
-    """Check the data and pack them. logprobs: the current policy's, whose lengths must fit."""
-    if not data:
-        raise InputError("data is empty; pass at least one datum.")
-    rows = [dict(datum.loss_fn_inputs) for datum in data]
-    lengths = [_length(rows[i], i) for i in range(len(rows))]
-    if logprobs is not None:
-        actual = [tuple(x.shape) for x in logprobs]
-        if actual != [(length,) for length in lengths]:
-            raise InputError(
-                f"logprobs must hold one number per target token, shapes {lengths}, got {actual}."
-            )
-    named = {
-        argument: _tokens(rows, key, lengths)
-        for argument, key in KEYS.items()
-        if argument in spec.reads or any(key in row for row in rows)
-        if not (argument == "old_logp" and _samples_are_old(spec, rows))
-    }
-    old_logp = named.pop("old_logp", named.get("rollout_logp"))
-    if old_logp is None and "old_logp" in spec.reads:
-        old_logp = _tokens(rows, KEYS["rollout_logp"], lengths)
-    tensors: dict[str, Any] = dict(named)
-    if "group_ids" in spec.reads:
-        ids = [_values(row, "group_id", i).reshape(-1) for i, row in enumerate(rows)]
-        if any(len(x) != 1 for x in ids):
-            raise InputError("group_id must be one integer per datum.")
-        tensors["group_ids"] = torch.cat(ids).to(torch.int64)
-    masked_by = "mask" if any("mask" in row for row in rows) else "weights"
-    mask = _tokens(rows, masked_by, lengths)
-    if not ((mask == 0) | (mask == 1)).all():
-        raise InputError(f"{masked_by} must hold 0 and 1, True where a token is trained on.")
-    advantages = _tokens(rows, "advantages", lengths, expand=True)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    return Packed(mask != 0, ends, advantages, old_logp, tensors)
 
 
 def check_spec(spec: LossSpec) -> None:
@@ -174,84 +115,3 @@ def check_spec(spec: LossSpec) -> None:
                 f"this loss reads the {name} of each token, which needs whole distributions; a "
                 "Tinker server returns the log-probability of the target tokens alone."
             )
-
-
-def _samples_are_old(spec: LossSpec, rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether the sampler's log-probabilities are the old policy's; raise if that hides a term."""
-    if any("old_logprobs" in row for row in rows):
-        return False
-    if {"old_logp", "rollout_logp"} <= set(spec.reads):
-        raise InputError(
-            "this loss corrects for the difference between sampler and trainer, so it needs "
-            "loss_fn_inputs['old_logprobs'], the trainer's log-probabilities before the first "
-            "update (TrainingClient.forward), besides the sampler's 'logprobs'."
-        )
-    return True
-
-
-def _length(row: dict[str, Any], i: int) -> int:
-    ids = _values(row, "target_tokens", i)
-    if ids.dim() != 1:
-        raise InputError(
-            f"datum {i} has target_tokens of shape {tuple(ids.shape)}; a policy loss takes one "
-            "target per position, [T]."
-        )
-    return len(ids)
-
-
-def _tokens(
-    rows: Sequence[dict[str, Any]], key: str, lengths: Sequence[int], expand: bool = False
-) -> Tensor:
-    """The values of a key of all data end to end. expand: also take one number per datum."""
-    parts = []
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        values = _values(row, key, i)
-        if expand and values.numel() == 1:
-            values = values.reshape(1).expand(length)
-        if tuple(values.shape) != (length,):
-            raise InputError(
-                f"datum {i} has loss_fn_inputs[{key!r}] of shape {tuple(values.shape)}; it must be "
-                f"({length},), like target_tokens."
-            )
-        parts.append(values)
-    return torch.cat(parts)
-
-
-def _values(row: dict[str, Any], key: str, i: int) -> Tensor:
-    if key not in row:
-        raise InputError(
-            f"datum {i} has no loss_fn_inputs[{key!r}], which this loss needs; it has "
-            f"{', '.join(row)}."
-        )
-    values: Tensor = row[key].to_torch()
-    return values
-
-
-def built_in(name: str, **config: float) -> LossSpec:
-    """A built-in loss of Tinker as a spec, with the keys of its `loss_fn_config`.
-
-        tinker.built_in("ppo", clip_low_threshold=0.8, clip_high_threshold=1.28)
-
-    All are sums over tokens, anchored at the sampler. The weights of `cross_entropy` are this
-    spec's advantages. `dro` has the gradient of Tinker's, and a value without its constant.
-    """
-    if name not in _TRUST:
-        raise InputError(unknown_name("built-in loss", name, _TRUST))
-    try:
-        trust = _TRUST[name](**config)
-    except TypeError as error:
-        raise InputError(f"loss_fn_config of {name}: {error}.") from None
-    return LossSpec(ratio=TokenRatio(anchor="rollout"), trust=trust, aggregate=TokenSum())
-
-
-_TRUST: dict[str, Callable[..., Any]] = {
-    "cross_entropy": lambda: Unbounded("logp"),
-    "importance_sampling": lambda: Unbounded("ratio"),
-    "ppo": lambda clip_low_threshold=0.8, clip_high_threshold=1.2: Clip(
-        1 - clip_low_threshold, clip_high_threshold - 1
-    ),
-    "cispo": lambda clip_low_threshold=0.8, clip_high_threshold=1.2: DetachedClip(
-        clip_low_threshold, clip_high_threshold
-    ),
-    "dro": lambda beta: Quadratic(beta),
-}
