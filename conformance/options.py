@@ -116,3 +116,4 @@ def _trl_defaults() -> Callable[[str], Any]:
 
 
 _DEFAULTS = {"verl": _verl_defaults, "openrlhf": _openrlhf_defaults, "trl": _trl_defaults}
+COMPARED = tuple(_DEFAULTS)  # the frameworks whose options the page names

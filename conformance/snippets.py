@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from conformance import standins
 from conformance.environments import PEERS, ROOT, Peer, child_environment, ensure, interpreter
+from conformance.options import COMPARED
 
 PAGES = ("README.md", "docs/*.md")
 _FENCE = re.compile(
@@ -68,7 +69,7 @@ def run_snippets(peer: Peer) -> list[Result]:
     """Run every snippet of a framework, each in a process of its own."""
     ensure(peer)
     found = [one for one in snippets() if one.peer == peer.name]
-    if peer.steps:
+    if peer.name in COMPARED:
         found.append(Snippet("docs/names.md, options", peer.name, "options", ""))
     return [run(one, peer) for one in found]
 
@@ -189,7 +190,17 @@ def _check_openrlhf_command(command: str) -> None:
     getattr(import_module(module), function)()
 
 
-_NAMES = {"trl": _names_for_trl, "colossalai": _names_for_colossalai}
+def _names_for_tinker() -> dict[str, Any]:
+    """A client without a server, and data."""
+    names: dict[str, Any] = import_module("conformance.peers.tinker").names_on_the_page()
+    return names
+
+
+_NAMES = {
+    "trl": _names_for_trl,
+    "colossalai": _names_for_colossalai,
+    "tinker": _names_for_tinker,
+}
 _CHECKS = {"verl": _check_verl_command, "openrlhf": _check_openrlhf_command}
 
 

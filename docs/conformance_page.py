@@ -10,7 +10,13 @@ from typing import Any
 from docs.markdown import GENERATED, fenced, join, table
 
 Result = dict[str, Any]  # one framework at one release, as `conformance.one` writes it
-CALLED = {"verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL", "colossalai": "ColossalChat"}
+CALLED = {
+    "verl": "verl",
+    "openrlhf": "OpenRLHF",
+    "trl": "TRL",
+    "colossalai": "ColossalChat",
+    "tinker": "Tinker",
+}
 HEADING = [
     "function",
     "cases",

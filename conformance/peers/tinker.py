@@ -5,6 +5,7 @@ is missing. The other side is `policy_loss` on the same padded batch.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
-from conformance.inputs import Batch
+from conformance.inputs import Batch, draw
 from conformance.suite import Function, Inputs, Options, Outputs
 from policyloss.compat import tinker
 from policyloss.compiled.call import with_gradients
@@ -86,29 +87,13 @@ def _export(name: str) -> tinker.ExportedLoss:
 
 def _sent(inputs: Inputs, data: list[Any], calls: list[tuple[list[Any], Any]]) -> Outputs:
     """The loss of all calls, with the gradient that the client sends to the server."""
-    module = import_module("tinker.lib.public_interfaces.training_client")
     lengths = [len(datum.loss_fn_inputs["target_tokens"].data) for datum in data]
-    rows = iter([row[:n].detach() for row, n in zip(inputs["logp"], lengths, strict=True)])
-    sent: list[Tensor] = []
-    losses: list[float] = []
-    types = import_module("tinker.types")
-
-    async def forward(data: list[Any], *_: Any) -> Any:
-        outputs = [{"logprobs": types.TensorData.from_torch(next(rows))} for _ in data]
-        return SimpleNamespace(result_async=_returning(SimpleNamespace(loss_fn_outputs=outputs)))
-
-    async def backward(data: list[Any], *_: Any) -> Any:
-        sent.extend(datum.loss_fn_inputs["weights"].to_torch() for datum in data)
-        output = SimpleNamespace(metrics={"loss:sum": 0.0})
-        return SimpleNamespace(result_async=_returning(output))
-
-    client = object.__new__(module.TrainingClient)
-    client.holder = SimpleNamespace(get_session_id=lambda: "session")
-    client.forward_async, client.forward_backward_async = forward, backward
+    rows = [row[:n].detach() for row, n in zip(inputs["logp"], lengths, strict=True)]
+    client, sent = client_without_server(rows)
+    losses = []
     for share, loss_fn in calls:
-        future = asyncio.run(client.forward_backward_custom_async(share, loss_fn))
         # Older releases report the server's loss alone, so a function returns its own as a metric.
-        metrics = asyncio.run(future.result_async()).metrics
+        metrics = client.forward_backward_custom(share, loss_fn).result().metrics
         losses.append(metrics["loss"] if "loss" in metrics else metrics["loss:sum"])
     gradient = torch.zeros_like(inputs["logp"])
     for row, weights in zip(gradient, sent, strict=True):
@@ -117,11 +102,56 @@ def _sent(inputs: Inputs, data: list[Any], calls: list[tuple[list[Any], Any]]) -
     return {"loss": with_gradients(loss, [gradient], [inputs["logp"]])}
 
 
-def _returning(value: Any) -> Any:
-    async def result(timeout: float | None = None) -> Any:
-        return value
+class _Future:
+    """A result that is there already, for callers that wait and for those that await."""
 
-    return result
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self.value
+
+    async def result_async(self, timeout: float | None = None) -> Any:
+        return self.value
+
+
+def client_without_server(logp: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """The SDK's TrainingClient, whose server returns `logp`, one after another; and the list that
+    collects the weights of the cross entropy by which it sends a gradient.
+    """
+    module = import_module("tinker.lib.public_interfaces.training_client")
+    types = import_module("tinker.types")
+    rows, sent = iter(logp), list[Tensor]()
+
+    async def forward(data: list[Any], *_: Any) -> Any:
+        outputs = [{"logprobs": types.TensorData.from_torch(next(rows))} for _ in data]
+        return _Future(SimpleNamespace(loss_fn_outputs=outputs))
+
+    async def backward(data: list[Any], *_: Any) -> Any:
+        sent.extend(datum.loss_fn_inputs["weights"].to_torch() for datum in data)
+        return _Future(SimpleNamespace(metrics={"loss:sum": 0.0}))
+
+    client = object.__new__(module.TrainingClient)
+    client.holder = SimpleNamespace(
+        get_session_id=lambda: "session",
+        run_coroutine_threadsafe=lambda coroutine: _Future(asyncio.run(coroutine)),
+    )
+    client.forward_async, client.forward_backward_async = forward, backward
+    return client, sent
+
+
+def names_on_the_page() -> dict[str, Any]:
+    """The names that the code on the page of frameworks uses."""
+    inputs = _inputs(draw(0, "ragged", torch.float32), {})
+    data = _data(inputs)
+    lengths = [len(datum.loss_fn_inputs["target_tokens"].data) for datum in data]
+    rows = [row[:n] for row, n in zip(inputs["logp"], lengths, strict=True)]
+    client, _ = client_without_server([*rows, *rows])
+    custom = import_module("tinker.lib.public_interfaces.custom_loss")
+    service = SimpleNamespace(
+        create_custom_loss=lambda fn, ranks: _Future(custom.trace_loss(fn, ranks, "session"))
+    )
+    return {"client": client, "service": service, "data": data}
 
 
 def _function(name: str, theirs: Any, **options: Any) -> Function:

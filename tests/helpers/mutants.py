@@ -332,6 +332,27 @@ MUTANTS = (
         "test_value.py::test_explained_variance_of_a_perfect_a_constant_and_an_offset_critic",
     ),
     Mutant(
+        "tinker_counts_each_call",
+        "policyloss/compat/tinker/losses.py",
+        "totals=self.totals,",
+        "totals=None,",
+        "test_compat_tinker.py::test_a_step_may_take_any_number_of_calls",
+    ),
+    Mutant(
+        "tinker_sampler_always_old",
+        "policyloss/compat/tinker/data.py",
+        'if "old_logprobs" not in rows[0]:',
+        "if True:",
+        "test_compat_tinker.py::test_the_sampler_is_the_old_policy_unless_the_data_hold_one",
+    ),
+    Mutant(
+        "tinker_graph_keeps_the_device",
+        "policyloss/compat/tinker/data.py",
+        "if key not in _PLACES}",
+        "}",
+        "test_compat_tinker.py::test_an_exported_graph_holds_torch_operations_and_no_tensor",
+    ),
+    Mutant(
         "distillation_registered_once_only",
         "policyloss/compat/verl/distillation.py",
         "losses.DISTILLATION_LOSS_REGISTRY.pop(full_name, None)",
