@@ -338,7 +338,7 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "tunix": '"seq-mean-token-sum"',
         },
         ("token sum over a constant, mean over sequences (Dr. GRPO)", "SeqMeanTokenSumNorm"): {
-            "verl": 'loss_agg_mode="seq-mean-token-sum-norm" with loss_scale_factor, from 0.7.1',
+            "verl": 'loss_agg_mode="seq-mean-token-sum-norm" with loss_scale_factor',
             "TRL": 'loss_type="dr_grpo" (max_completion_length)',
             "SkyRL": 'loss_reduction="seq_mean_token_sum_norm" (max_seq_len)',
             "tunix": '"sequence-mean-token-scale"',
@@ -348,7 +348,6 @@ _NAMES: dict[str, dict[tuple[str, str], dict[str, str]]] = {
             "Tinker": "always",
         },
         ("token sum over a constant", "TokenSumNorm"): {
-            "verl": 'loss_agg_mode="seq-mean-token-sum-norm" up to 0.7.0',
             "ROLL": '"seq-mean-token-sum-norm"',
             "Trinity-RFT": '"seq-mean-token-sum-norm"',
         },
