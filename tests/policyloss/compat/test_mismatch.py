@@ -12,7 +12,6 @@ from policyloss.compat.verl.rollout_metrics import Means
 from policyloss.compat.verl.rollout_thresholds import reciprocal_band
 from policyloss.functional.correction import reduced, within
 from policyloss.functional.kl import estimate
-from policyloss.functional.segments import Sequences
 
 LN2 = log(2)
 TINY = 1e-300  # vanishes beside any count, and makes an empty sequence's mean 0
@@ -25,7 +24,7 @@ def tensor(*rows):
 
 
 def means(epsilon=TINY, mask=MASK):
-    return Means.of(mask, epsilon)
+    return Means(mask, epsilon)
 
 
 def check(found, expected):
@@ -213,9 +212,9 @@ def test_spread_of_one_token_is_zero():
 
 def test_weights_by_sequence_by_hand():
     # Applied means 1.5, 4, 0; raw means 3, 4, 0 against [0.5, 2].
-    found = mismatch.weights_by_sequence(
-        tensor([1, 2], [4, 9], [9, 9]), tensor([2, 4], [4, 9], [9, 9]), means(), 0.5, 2.0
-    )
+    applied, raw = tensor([1, 2], [4, 9], [9, 9]), tensor([2, 4], [4, 9], [9, 9])
+    values, judged = (means().of_sequences(x) for x in (applied, raw))
+    found = mismatch.of_each_sequence(values, judged, 0.5, 2.0, center=1.0)
     third = torch.tensor(1 / 3, dtype=torch.float32).item()
     two_thirds = torch.tensor(2 / 3, dtype=torch.float32).item()
     mean = 5.5 / 3
@@ -322,24 +321,6 @@ def test_rejected_shares():
 def test_the_share_outside_a_band():
     w = tensor([0.5, 3], [2, 99], [99, 99])
     assert mismatch.rejected_tokens(within(w, 1.0, 2.0), means()).item() == 2 / 3
-
-
-def test_a_pack_gives_the_numbers_of_its_rows():
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.float64)
-    g = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(2, 3, dtype=torch.float64, generator=g) for _ in range(2))
-    cu = torch.tensor([0, 3, 6])
-    for kind in (torch.float64, torch.bool):
-        rows = Means(mask.to(kind), Sequences.of(mask), TINY)
-        pack = Means(mask.reshape(-1).to(kind), Sequences.of(mask.reshape(-1), cu), TINY)
-        check(
-            mismatch.policy_gap(x.reshape(-1), y.reshape(-1), pack),
-            as_numbers(mismatch.policy_gap(x, y, rows)),
-        )
-
-
-def as_numbers(found):
-    return {name: x.item() for name, x in found.items()}
 
 
 def test_epsilon_in_the_mean_of_a_sequence():

@@ -67,7 +67,7 @@ def means_of(response_mask: Tensor) -> Means:
     """verl's means over the valid tokens; an error if there is none."""
     if not response_mask.any():
         raise InputError("response_mask has no valid token; at least one is needed.")
-    return Means.of(response_mask, EPSILON)
+    return Means(response_mask, EPSILON)
 
 
 @drop_in
@@ -144,7 +144,8 @@ def compute_is_metrics(
     statistics = {**limits, **measures.weight_spread(rollout_is_weights, means, high)}
     if rollout_is_weights.dim() > 1:
         judged = raw_rollout_is_weights if since(release, "0.9.0") else rollout_is_weights
-        statistics |= measures.weights_by_sequence(rollout_is_weights, judged, means, low, high)
+        applied, compared = (means.of_sequences(x) for x in (rollout_is_weights, judged))
+        statistics |= measures.of_each_sequence(applied, compared, low, high, center=1.0)
     return report("rollout_is_", statistics)
 
 

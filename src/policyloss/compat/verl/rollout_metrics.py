@@ -34,13 +34,12 @@ class Means:
     """
 
     mask: Tensor
-    sequences: Sequences
-    epsilon: float = 0.0
+    epsilon: float
 
-    @classmethod
-    def of(cls, mask: Tensor, epsilon: float = 0.0) -> Means:
-        """The means over rows `[B, T]`, or over the tokens `[N]` of one sequence."""
-        return cls(mask, Sequences(tuple(mask.shape)), epsilon)
+    @property
+    def sequences(self) -> Sequences:
+        """The rows of a mask `[B, T]`; a mask `[N]` is one sequence."""
+        return Sequences(tuple(self.mask.shape))
 
     @property
     def valid(self) -> Tensor:
@@ -93,7 +92,7 @@ def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statisti
     return above if low is None else {**above, "fraction_low": average(x < low)}
 
 
-def _of_sequences(
+def of_each_sequence(
     values: Tensor, judged: Tensor, low: float | None, high: float, center: float
 ) -> Statistics:
     """Statistics of one number per sequence, `[S]`. judged: the numbers to compare with the bounds.
@@ -231,19 +230,6 @@ def weight_spread(weight: Tensor, means: Means, high: float) -> Statistics:
     }
 
 
-def weights_by_sequence(
-    weight: Tensor, judged: Tensor, means: Means, low: float, high: float
-) -> Statistics:
-    """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0);
-    deviation is from 1.
-
-    The mean of `judged` (such as the weight before truncation) decides which sequences are above
-    `high` or below `low`.
-    """
-    values = means.of_sequences(weight)
-    return _of_sequences(values, means.of_sequences(judged), low, high, center=1.0)
-
-
 def rejection_statistics(
     stat: Tensor,
     of_sequence: Tensor | None,
@@ -273,7 +259,7 @@ def rejection_statistics(
         **limits,
     }
     if values.numel():
-        return statistics | _of_sequences(values, values, low, high, center=0.0)
+        return statistics | of_each_sequence(values, values, low, high, center=0.0)
     names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
     return statistics | {f"seq_{name}": stat.new_zeros(()) for name in names}
 
