@@ -220,7 +220,6 @@ def test_no_rows():
     [
         (lambda: sequence_scores(torch.ones(3)), r"tensor \[B, T\]"),
         (lambda: sequence_scores(torch.ones(3, 2).long()), "floating-point"),
-        (lambda: over_tokens(torch.ones(3), torch.ones(2, 3)), "one number for each row"),
         (lambda: over_tokens(torch.ones(2), torch.full((2, 3), 0.5)), "only 0 and 1"),
         (lambda: PlainGroups.stacked(torch.ones(2), torch.tensor([1])), "give one id each"),
         (lambda: PlainGroups.indexed(torch.ones(2), [1, 2]), "tensor of integers"),

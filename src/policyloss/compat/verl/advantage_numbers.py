@@ -119,11 +119,6 @@ def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """The sequence's number at each valid token, 0 at the others. `[B]`, `[B, T]` → `[B, T]`,
     in the dtype of their product: a float64 mask makes float32 numbers float64.
     """
-    if mask.dim() != 2 or x.shape != mask.shape[:1]:
-        raise InputError(
-            f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and "
-            f"{tuple(mask.shape)}."
-        )
     spread = x.to(torch.promote_types(x.dtype, mask.dtype)).unsqueeze(-1).expand_as(mask)
     return fill(spread, as_mask(mask, spread))
 

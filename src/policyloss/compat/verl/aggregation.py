@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,13 +58,6 @@ class NotOfferedError(InputError, NotImplementedError):
     """
 
 
-class Aggregation(NamedTuple):
-    """A `loss_agg_mode` as a part and totals of this library."""
-
-    part: Any
-    totals: Totals
-
-
 def aggregation(
     loss_agg_mode: str,
     mask: Tensor,
@@ -72,7 +65,7 @@ def aggregation(
     batch_num_tokens: Any = None,
     global_batch_size: Any = None,
     loss_scale_factor: Any = None,
-) -> Aggregation:
+) -> tuple[Any, Totals]:
     """The arguments of `agg_loss` as an aggregation and its counts. `mask` is `[B, T]`."""
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
     dp_size = int(dp_size)
@@ -91,7 +84,7 @@ def aggregation(
         counts = replace(counts, tokens=as_count(batch_num_tokens))
     if global_batch_size is not None:
         counts = replace(counts, sequences=as_count(global_batch_size))
-    return Aggregation(_part(loss_agg_mode, mask, loss_scale_factor), counts)
+    return _part(loss_agg_mode, mask, loss_scale_factor), counts
 
 
 def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any) -> Any:
