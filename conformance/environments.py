@@ -72,7 +72,7 @@ PEERS = {
                 "verl_distillation",
                 "verl_head",
             ),
-            others=("0.9.0", "0.8.0", "0.7.1", "0.7.0"),
+            others=("0.9.0", "0.8.0"),
             steps=(
                 ("torch", "numpy"),
                 ("--no-deps", "verl"),
@@ -86,7 +86,7 @@ PEERS = {
             "openrlhf",
             "0.11.2",
             ("openrlhf", "openrlhf_head"),
-            others=("0.11.1", "0.11.0", "0.10.3"),
+            others=("0.11.1", "0.11.0"),
             steps=(
                 ("torch", "numpy", "setuptools", "wheel"),
                 ("transformers", "peft", "einops", "pylatexenc", "tqdm"),

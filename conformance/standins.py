@@ -20,11 +20,6 @@ MODULES: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("openrlhf", None): ("flash_attn",),
     ("trl", "1.14.0"): ("requests", "urllib3"),
 }
-# Names that newer dependencies dropped: verl up to 0.7.0 names this class
-# of transformers 4 where it loads models.
-NAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    "verl": (("transformers", "AutoModelForVision2Seq"),)
-}
 
 
 class StandIn:
@@ -84,7 +79,3 @@ def install(peer: str, release: str) -> None:
     """
     packages = MODULES.get((peer, None), ()) + MODULES.get((peer, release), ())
     sys.meta_path.append(_Finder(packages))
-    for module_name, name in NAMES.get(peer, ()):
-        module = importlib.import_module(module_name)
-        if not hasattr(module, name):
-            setattr(module, name, type(name, (), {}))

@@ -12,30 +12,9 @@ from conformance.inputs import Batch
 from conformance.release import current
 from conformance.suite import GRADIENT, Defect, Function, Inputs, Options, Outputs
 from policyloss.compat import openrlhf as ours
-from policyloss.compat.arguments import at_least
 
 CURRENT = ("0.11.2",)
-# The older correction arguments, the counts of the step in forward().
-WITH_COUNTS = (
-    "0.10.3",
-    "0.10.4",
-    "0.11.0",
-    "0.11.1",
-)
-WITHOUT_COUNTS = (
-    "0.9.3",
-    "0.9.4",
-    "0.9.5",
-    "0.9.6",
-    "0.9.7",
-    "0.9.8",
-    "0.9.9",
-    "0.9.10",
-    "0.10.0",
-    "0.10.1",
-    "0.10.2",
-)
-SCALAR = ("0.9.0",)  # the threshold is one number, and there is one type of correction
+OLDER = ("0.11.1", "0.11.0")  # with the older correction arguments
 UNBIASED = ("0.11.1", "0.11.2")
 NAMES = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
 COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
@@ -74,10 +53,6 @@ VLLM: list[Options] = [{}, {"enable_vllm_is_correction": False}] + [
         ("tis", "icepop", "seq-mask-tis"), ([0.5, 5.0], [0.9, 1.1], [0.99, 1.01])
     )
 ]
-SCALARS: list[Options] = [{}, {"enable_vllm_is_correction": False}] + [
-    {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": cap}
-    for cap in (0.9, 1.0, 2.0)
-]
 # What OpenRLHF refuses, and we do too.
 WRONG: list[Options] = [
     {"is_correction_level": "sequence"},
@@ -93,14 +68,14 @@ WRONG: list[Options] = [
 ]
 
 
-def _options(corrections: list[Options], counts: tuple[bool, ...]) -> list[Options]:
+def _options(corrections: list[Options]) -> list[Options]:
     """Every combination of the loss's own options and a correction;
     then the masks of other dtypes, or none.
     """
     sizes = ([0.2, 0.2], [0.1, 0.28])
     found: list[Options] = []
     for kind, dual, token_level, counted, (low, high), words in product(
-        ("ppo", "gspo"), (None, 1.3, 3.0), (True, False), counts, sizes, corrections
+        ("ppo", "gspo"), (None, 1.3, 3.0), (True, False), (False, True), sizes, corrections
     ):
         if kind == "gspo" and words not in corrections[:3]:
             continue  # GSPO asks only whether there is a correction
@@ -117,7 +92,7 @@ def _options(corrections: list[Options], counts: tuple[bool, ...]) -> list[Optio
             }
         )
     for token_level, counted, mask, words in product(
-        (True, False), counts, ("bool", "int64", None), corrections
+        (True, False), (False, True), ("bool", "int64", None), corrections
     ):
         found.append(
             {"init": {"token_level_loss": token_level, **words}, "counts": counted, "mask": mask}
@@ -159,19 +134,12 @@ def _theirs(name: str) -> Any:
     return getattr(importlib.import_module(f"openrlhf.models.{module}"), name)
 
 
-def _their_words(init: Options) -> Options:
-    """0.9.3 has another name for one of the corrections."""
-    if init.get("vllm_is_correction_type") == "seq-mask-tis" and not at_least(current(), "0.9.4"):
-        return {**init, "vllm_is_correction_type": "mis"}
-    return init
-
-
 def _named(values: tuple[Any, ...]) -> Outputs:
     return dict(zip(NAMES, values, strict=False)) | {"values": len(values)}
 
 
 def _their_policy_loss(inputs: Inputs, options: Options) -> Outputs:
-    return _named(_theirs("PolicyLoss")(**_their_words(options["init"]))(**inputs))
+    return _named(_theirs("PolicyLoss")(**options["init"])(**inputs))
 
 
 def _our_policy_loss(inputs: Inputs, options: Options) -> Outputs:
@@ -182,9 +150,7 @@ def _installed_policy_loss(inputs: Inputs, options: Options) -> Outputs:
     """What OpenRLHF itself makes after `install()`."""
     ours.install(current())
     try:
-        loss = importlib.import_module("openrlhf.models").PolicyLoss(
-            **_their_words(options["init"])
-        )
+        loss = importlib.import_module("openrlhf.models").PolicyLoss(**options["init"])
         assert isinstance(loss, ours.PolicyLoss), "openrlhf.models.PolicyLoss is ours now"
         return _named(loss(**inputs))
     finally:
@@ -192,36 +158,22 @@ def _installed_policy_loss(inputs: Inputs, options: Options) -> Outputs:
 
 
 NOTHING = "nothing valid: 0 / 0 is NaN"
-EMPTY_ROW = "up to 0.10.2 a sample without a valid token makes the mean over samples NaN"
 
 
 def _policy_defects(options: Options, inputs: Inputs) -> list[Defect]:
     mask, init = inputs["action_mask"], options["init"]
     if mask is None or init in WRONG:
         return []
-    by_sample = not init.get("token_level_loss", True) or init.get("policy_loss_type") == "gspo"
-    found = []
-    if not mask.any():
-        shares = [
-            name
-            for name in NAMES[1:]
-            if not (name == "is_filter_ratio" and init.get("is_correction_level") == "seq")
-        ]
-        outputs = shares if options.get("counts") else ["loss", GRADIENT, *shares]
-        found.append(
-            Defect(
-                NOTHING, "a loss of 0 with a zero gradient; means of nothing are 0", tuple(outputs)
-            )
-        )
-    elif by_sample and not at_least(current(), "0.10.3") and not mask.any(-1).all():
-        found.append(
-            Defect(
-                EMPTY_ROW,
-                "such a sample is left out of the mean, as OpenRLHF does from 0.10.3",
-                ("loss", GRADIENT),
-            )
-        )
-    return found
+    if mask.any():
+        return []
+    shares = [
+        name
+        for name in NAMES[1:]
+        if not (name == "is_filter_ratio" and init.get("is_correction_level") == "seq")
+    ]
+    outputs = shares if options.get("counts") else ["loss", GRADIENT, *shares]
+    instead = "a loss of 0 with a zero gradient; means of nothing are 0"
+    return [Defect(NOTHING, instead, tuple(outputs))]
 
 
 def _value_inputs(batch: Batch, options: Options) -> Inputs:
@@ -234,7 +186,7 @@ def _their_value_loss(inputs: Inputs, options: Options) -> Outputs:
 
 
 def _our_value_loss(inputs: Inputs, options: Options) -> Outputs:
-    return {"loss": ours.ValueLoss(**options["init"], release=current())(**inputs)}
+    return {"loss": ours.ValueLoss(**options["init"])(**inputs)}
 
 
 def _loss_defects(options: Options, inputs: Inputs) -> list[Defect]:
@@ -246,17 +198,12 @@ def _loss_defects(options: Options, inputs: Inputs) -> list[Defect]:
     ]
 
 
-def _value_options(counts: tuple[bool, ...]) -> list[Options]:
-    return [
-        {
-            "init": {"clip_eps": clip, "token_level_loss": token_level},
-            "counts": counted,
-            "mask": mask,
-        }
-        for clip, token_level, counted, mask in product(
-            (None, 0.1, 0.5), (True, False), counts, ("as the rest", "bool", "int64", None)
-        )
-    ]
+_VALUE_OPTIONS: list[Options] = [
+    {"init": {"clip_eps": clip, "token_level_loss": token_level}, "counts": counted, "mask": mask}
+    for clip, token_level, counted, mask in product(
+        (None, 0.1, 0.5), (True, False), (False, True), ("as the rest", "bool", "int64", None)
+    )
+]
 
 
 def _aggregate_inputs(batch: Batch, options: Options) -> Inputs:
@@ -345,33 +292,18 @@ _INSTALLED: dict[str, Any] = {
 ESTIMATORS: list[Options] = [{"kl_estimator": name} for name in ("k1", "k2", "k3", "k4")]
 
 FUNCTIONS = [
-    _policy("PolicyLoss", _options(GATES, (False, True)) + _WRONG, CURRENT),
-    _policy("PolicyLoss", _options(VLLM, (False, True)), WITH_COUNTS),
-    _policy("PolicyLoss", _options(VLLM, (False,)), WITHOUT_COUNTS),
-    _policy("PolicyLoss", _options(SCALARS, (False,)), SCALAR),
-    _policy("install(): openrlhf.models.PolicyLoss", _few(SCALARS), SCALAR, **_INSTALLED),
+    _policy("PolicyLoss", _options(GATES) + _WRONG, CURRENT),
+    _policy("PolicyLoss", _options(VLLM), OLDER),
     _policy("install(): openrlhf.models.PolicyLoss", _few(GATES), CURRENT, **_INSTALLED),
-    _policy(
-        "install(): openrlhf.models.PolicyLoss",
-        _few(VLLM),
-        (*WITHOUT_COUNTS, *WITH_COUNTS),
-        **_INSTALLED,
-    ),
-    *(
-        Function(
-            "ValueLoss",
-            _value_options(counts),
-            _value_inputs,
-            _our_value_loss,
-            _their_value_loss,
-            differentiate=("values",),
-            releases=releases,
-            defect=_loss_defects,
-        )
-        for counts, releases in (
-            ((False, True), (*WITH_COUNTS, *CURRENT)),
-            ((False,), (*SCALAR, *WITHOUT_COUNTS)),
-        )
+    _policy("install(): openrlhf.models.PolicyLoss", _few(VLLM), OLDER, **_INSTALLED),
+    Function(
+        "ValueLoss",
+        _VALUE_OPTIONS,
+        _value_inputs,
+        _our_value_loss,
+        _their_value_loss,
+        differentiate=("values",),
+        defect=_loss_defects,
     ),
     Function(
         "aggregate_loss",
@@ -385,7 +317,6 @@ FUNCTIONS = [
         _our_aggregate,
         _their_aggregate,
         differentiate=("loss",),
-        releases=(*WITH_COUNTS, *CURRENT),
         defect=_loss_defects,
     ),
     Function(

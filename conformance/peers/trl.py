@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance import release
 from conformance.compare import TOLERANCE
 from conformance.inputs import Batch
 from conformance.suite import GRADIENT, Defect, Function, Inputs, Options, Outputs
@@ -186,16 +185,15 @@ def _trainer_inputs(inputs: Inputs, options: Options, config: Any) -> dict[str, 
 
 
 def _ours(inputs: Inputs, options: Options) -> Outputs:
-    config, current = _config(options, DEFAULTS), release.current()
+    config = _config(options, DEFAULTS)
     made = _trainer_inputs(inputs, options, config)
-    spec = spec_from_config(config, release=current)
+    spec = spec_from_config(config)
     totals = totals_for(
         config,
         inputs["mask"],
         made["num_items_in_batch"],
         num_processes=options["processes"],
         training=options["training"],
-        release=current,
     )
     out = batch_loss(spec, inputs["logp"], made, totals=totals, entropy=inputs["entropy"])
     said = {name: _mean(name, out.metrics[METRICS[name]]) for name in _comparable(config)}
@@ -204,17 +202,12 @@ def _ours(inputs: Inputs, options: Options) -> Outputs:
 
 def _ours_with_bonus(inputs: Inputs, options: Options) -> Outputs:
     """The spec and the totals given to `policy_loss` itself, the entropies with their gradient."""
-    config, current = _config(options, DEFAULTS), release.current()
+    config = _config(options, DEFAULTS)
     made = _trainer_inputs(inputs, options, config)
-    totals = totals_for(
-        config,
-        inputs["mask"],
-        made["num_items_in_batch"],
-        num_processes=options["processes"],
-        release=current,
-    )
+    items = made["num_items_in_batch"]
+    totals = totals_for(config, inputs["mask"], items, num_processes=options["processes"])
     out = policy_loss(
-        spec_from_config(config, release=current),
+        spec_from_config(config),
         inputs["logp"],
         inputs["old_logp"],
         inputs["advantages"],

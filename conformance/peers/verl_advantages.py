@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -16,7 +15,6 @@ from torch import Tensor
 from conformance.inputs import Batch
 from conformance.release import current
 from conformance.suite import Defect, Function, Inputs, Options, Outputs
-from policyloss.compat.arguments import at_least
 from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS
 
 # How rows are grouped. "mixed" has groups of one;
@@ -29,8 +27,6 @@ REWARDS = ("tokens", "outcome", "binary", "close")
 # verl's masks are integers: then its counts and Bessel's correction are float32, whatever the
 # rewards are.
 INTEGER = "int64"
-RELEASES = ("0.9.1", "0.9.0", "0.8.0", "0.7.1", "0.7.0", "0.6.1", "0.5.0", "0.4.1")
-DIFFERS_BY_RELEASE = ("gae", "grpo_vectorized", "reinforce_plus_plus")
 
 
 class Bag(SimpleNamespace):
@@ -39,11 +35,6 @@ class Bag(SimpleNamespace):
     def get(self, name: str, default: Any = None) -> Any:
         """The attribute, or the default."""
         return getattr(self, name, default)
-
-
-def since(version: str) -> tuple[str, ...]:
-    """The releases that have what came with this one."""
-    return tuple(release for release in RELEASES if at_least(release, version))
 
 
 def grid(**choices: tuple[Any, ...]) -> list[Options]:
@@ -178,7 +169,7 @@ def call(
         # verl puts a reward on the last token of the response.
         attention = torch.nn.functional.pad(given["response_mask"].long(), (3, 0), value=1)
         given["batch"] = {"prompts": attention[:, :3], "attention_mask": attention}
-    if name in DIFFERS_BY_RELEASE and function is ADVANTAGE_ESTIMATORS[name]:
+    if name == "reinforce_plus_plus" and function is ADVANTAGE_ESTIMATORS[name]:
         given["release"] = current()
     advantages, returns = function(**given)
     return {"advantages": advantages, "returns": returns}
@@ -215,9 +206,6 @@ def entry(
     """One function of the registry. There are no gradients: advantages are constants of a step."""
 
     def theirs(given: Inputs, chosen: Options) -> Outputs:
-        # Up to 0.7.0 verl's grouped statistics take an accelerator's module for a device,
-        # unless this names one.
-        os.environ.setdefault("VERL_FORCE_DEVICE", "cpu")
         core = import_module("verl.trainer.ppo.core_algos")
         return call(name, core.get_adv_estimator_fn(name), given, chosen, as_array)
 
@@ -257,13 +245,12 @@ FUNCTIONS: list[Function] = [
         gae_inputs,
     ),
     entry("grpo", NORMED, grouped),
-    entry("grpo_vectorized", NORMED, grouped, releases=since("0.6.1")),
+    entry("grpo_vectorized", NORMED, grouped),
     entry(
         "gdpo",
         grid(groups=GROUPS, rewards=("tokens", "binary"), components=(0,), arguments=NORMS)
         + COMPONENTS,
         gdpo_inputs,
-        releases=since("0.7.1"),
     ),
     # Groups of one are refused by both. Equal best rewards have margin 0, so which of them
     # torch.topk names does not matter.
@@ -290,9 +277,8 @@ FUNCTIONS: list[Function] = [
         "gpg",
         grid(groups=GROUPS, rewards=REWARDS, arguments=({}, {"f_norm": 0.3, "alpha": 5.0})),
         grouped,
-        releases=since("0.5.0"),
     ),
-    entry("rloo_vectorized", PLAIN, grouped, releases=since("0.6.1")),
-    entry("optimal_token_baseline", BASELINES, otb_inputs, releases=since("0.7.1")),
-    entry("tir_optimal_token_baseline", BASELINES, otb_inputs, releases=since("0.7.1")),
+    entry("rloo_vectorized", PLAIN, grouped),
+    entry("optimal_token_baseline", BASELINES, otb_inputs),
+    entry("tir_optimal_token_baseline", BASELINES, otb_inputs),
 ]

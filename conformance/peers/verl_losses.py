@@ -52,11 +52,6 @@ POLICY = {
     "ppo_kl_coef": 0.7,
     "dro_beta": 0.3,
 }
-# When a loss joined the registry; "vanilla" and the others since 0.6.1 (0.5.0 has no config to
-# read).
-SINCE = {"dppo_tv": "0.7.1", "dppo_kl": "0.7.1", "dro": "0.9.0", "bypass_mode": "0.7.1"}
-SINCE |= dict.fromkeys(("sapo", "cispo", "reinforce"), "0.7.0")
-RELEASES = ("0.9.1", "0.9.0", "0.8.0", "0.7.1", "0.7.0", "0.6.1")
 
 
 class Bag(SimpleNamespace):
@@ -148,31 +143,13 @@ def their_registered(inputs: Inputs, options: Options) -> Outputs:
 
 def nothing_valid(mask: torch.Tensor, mode: str, info: Options) -> Defect | None:
     """Whether verl divides by a count of 0."""
-    if (
-        not at_least(current(), "0.6.0")
-        and mode == "seq-mean-token-mean"
-        and not mask.any(-1).all()
-    ):
-        return Defect(
-            "a row without valid tokens is 0/0 and makes the loss NaN up to 0.5.0",
-            "the row counts, with mean 0",
-        )
-    if mask.any() or info or mode == "token-sum" or not at_least(current(), "0.7.0"):
-        return None
-    if mode == "seq-mean-token-sum-norm" and not at_least(current(), "0.7.1"):
+    if mask.any() or info or mode == "token-sum":
         return None
     return Defect(
         "no valid token: verl divides 0 by 0 and returns NaN",
         "loss 0 with zero gradient",
         ("loss",),
     )
-
-
-def info_defect(info: Options) -> Defect | None:
-    """Whether the release under test knows nothing of a step's counts."""
-    if info and not at_least(current(), "0.7.0"):
-        return Defect("verl does not count over a step before 0.7.0", "the counts are honoured")
-    return None
 
 
 def mode_defect(mode: str) -> Defect | None:
@@ -202,11 +179,7 @@ def registry_defect(options: Options, inputs: Inputs) -> Defect | None:
         mask, _ = ours.compute_rollout_rejection_mask(log_ratio, mask, *bounds, release=current())
     if name == "bypass_mode" and not inputs["response_mask"].any():
         return None  # both refuse
-    return (
-        info_defect(options["info"])
-        or mode_defect(mode)
-        or nothing_valid(mask, mode, options["info"])
-    )
+    return mode_defect(mode) or nothing_valid(mask, mode, options["info"])
 
 
 def registry_options(name: str) -> list[Options]:
@@ -249,7 +222,6 @@ def registry_options(name: str) -> list[Options]:
 
 def registry_function(name: str) -> Function:
     """The comparison of one loss of the registry."""
-    since = SINCE.get(name, "0.6.1")
     return Function(
         name=f"compute_policy_loss_{name}",
         options=registry_options(name),
@@ -257,33 +229,30 @@ def registry_function(name: str) -> Function:
         ours=ours_registered,
         theirs=their_registered,
         differentiate=("log_prob",),
-        releases=tuple(r for r in RELEASES if at_least(r, since)),
+        releases=("0.9.1", "0.9.0") if name == "dro" else None,
         defect=registry_defect,
     )
 
 
-def _policy_loss(function: Any, inputs: Inputs, options: Options, **extra: Any) -> Outputs:
+def _policy_loss(function: Any, inputs: Inputs, options: Options) -> Outputs:
     names = ("loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
     settings = {name: value for name, value in options.items() if name != "mask"}
-    return dict(zip(names, function(**inputs, **settings, **extra), strict=True))
+    return dict(zip(names, function(**inputs, **settings), strict=True))
 
 
 def _agg_inputs(batch: Batch, options: Options) -> Inputs:
     return {"loss_mat": batch.values, "loss_mask": mask_of(batch, options)}
 
 
-def _agg(function: Any, inputs: Inputs, options: Options, **extra: Any) -> Outputs:
-    return {
-        "loss": function(
-            **inputs, loss_agg_mode=options["loss_agg_mode"], **options["info"], **extra
-        )
-    }
+def _agg(function: Any, inputs: Inputs, options: Options) -> Outputs:
+    mode, info = options["loss_agg_mode"], options["info"]
+    return {"loss": function(**inputs, loss_agg_mode=mode, **info)}
 
 
 def _agg_defect(options: Options, inputs: Inputs) -> Defect | None:
     mode, info = options["loss_agg_mode"], options.get("info", {})
     mask = inputs["loss_mask"] if "loss_mask" in inputs else inputs["response_mask"]
-    return info_defect(info) or mode_defect(mode) or nothing_valid(mask, mode, info)
+    return mode_defect(mode) or nothing_valid(mask, mode, info)
 
 
 def _value_inputs(batch: Batch, options: Options) -> Inputs:
@@ -305,13 +274,13 @@ def _value_inputs(batch: Batch, options: Options) -> Inputs:
     }
 
 
-def _value(function: Any, inputs: Inputs, options: Options, **extra: Any) -> Outputs:
+def _value(function: Any, inputs: Inputs, options: Options) -> Outputs:
     settings = {
         "cliprange_value": options["cliprange_value"],
         "loss_agg_mode": options["loss_agg_mode"],
         **options["info"],
     }
-    return dict(zip(("loss", "vf_clipfrac"), function(**inputs, **settings, **extra), strict=True))
+    return dict(zip(("loss", "vf_clipfrac"), function(**inputs, **settings), strict=True))
 
 
 def _value_defect(options: Options, inputs: Inputs) -> Defect | None:
@@ -328,15 +297,6 @@ def _kl_inputs(batch: Batch, options: Options) -> Inputs:
 
 def _kl(function: Any, inputs: Inputs, options: Options) -> Outputs:
     return {"loss": function(**inputs, kl_penalty=options["kl_penalty"])}
-
-
-def _kl_defect(options: Options, inputs: Inputs) -> Defect | None:
-    if options["kl_penalty"].endswith("+") and not at_least(current(), "0.8.0"):
-        return Defect(
-            'the "+" forms raise NotImplementedError before 0.8.0',
-            "the value of the estimator, the gradient of k2",
-        )
-    return None
 
 
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -360,7 +320,7 @@ FUNCTIONS: list[Function] = [
             for mode, kind in product(AGG_MODES, ("bool", "int64"))
         ],
         inputs=policy_inputs,
-        ours=lambda i, o: _policy_loss(ours.compute_policy_loss, i, o, release=current()),
+        ours=lambda i, o: _policy_loss(ours.compute_policy_loss, i, o),
         theirs=lambda i, o: _policy_loss(core().compute_policy_loss, i, o),
         differentiate=("log_prob",),
         defect=_agg_defect,
@@ -374,7 +334,7 @@ FUNCTIONS: list[Function] = [
             for mode, info, kind in product(AGG_MODES, BATCH_INFO, (None, "bool", "int64"))
         ],
         inputs=_agg_inputs,
-        ours=lambda i, o: _agg(ours.agg_loss, i, o, release=current()),
+        ours=lambda i, o: _agg(ours.agg_loss, i, o),
         theirs=lambda i, o: _agg(core().agg_loss, i, o),
         differentiate=("loss_mat",),
         defect=_agg_defect,
@@ -390,7 +350,7 @@ FUNCTIONS: list[Function] = [
             for mode in AGG_MODES
         ],
         inputs=_value_inputs,
-        ours=lambda i, o: _value(ours.compute_value_loss, i, o, release=current()),
+        ours=lambda i, o: _value(ours.compute_value_loss, i, o),
         theirs=lambda i, o: _value(core().compute_value_loss, i, o),
         differentiate=("vpreds",),
         defect=_value_defect,
@@ -403,7 +363,6 @@ FUNCTIONS: list[Function] = [
         theirs=lambda i, o: _kl(core().kl_penalty, i, o),
         differentiate=("logprob",),
         seeds=3,
-        defect=_kl_defect,
     ),
     Function(
         name="kl_penalty_forward",

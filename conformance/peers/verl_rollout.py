@@ -13,39 +13,34 @@ from torch import Tensor
 from conformance.inputs import Batch
 from conformance.release import current
 from conformance.suite import Defect, Function, Inputs, Options, Outputs
-from policyloss.compat.arguments import at_least
 from policyloss.compat.verl import rollout_correction as ours
 
-# The releases whose `compute_rs_metrics` takes today's arguments,
-# and those that have `apply_bypass_mode`.
-REJECT_BY_DIVERGENCE = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
-BYPASS = ("0.7.0", *REJECT_BY_DIVERGENCE)
 IS_THRESHOLDS: tuple[Any, ...] = (2.0, "2.0", 1.2, "0.5_2.0", "0.95_1.05", 1000)
-RULES = (
-    ("token_k1", "0.5_2.0", "token", 2.0, None),
-    ("token_k1", "1.2", "token", 1.2, 0.9),
-    ("token_k2", 0.02, "token", 1.05, None),
-    ("token_k2", 1, "token", 30, 0.001),
-    ("token_k3", "0.02", "token", 1.5, 1.1),
-    ("token_k3", 5.0, "sequence", 2.0, None),
-    ("seq_sum_k1", "0.5_2.0", "sequence", 1.2, 0.5),
-    ("seq_sum_k1", 40, "sequence", 500.0, 1e-7),
-    ("seq_sum_k2", "0.3", "sequence", 1.5, 1.1),
-    ("seq_sum_k3", "0.3", "geometric", 1.3, None),
-    ("seq_sum_k3", 100.0, "geometric", 1.1, 0.95),
-    ("seq_mean_k1", "0.9_1.3", "geometric", 2.0, 1.05),
-    ("seq_mean_k1", 1.1, "geometric", 1.01, 0.5),
-    ("seq_mean_k2", 0.06, "token", 1.3, 0.5),
-    ("seq_mean_k3", 0.06, "sequence", 20.0, None),
-    ("seq_mean_k3", "3.0", "geometric", 30.0, None),
-    ("seq_max_k2", 0.2, "token", 4, 0.1),
-    ("seq_max_k3", "0.2", "sequence", 3, 0.2),
-    ("seq_max_k3", 40.0, "geometric", 1.5, 0.9),
-    ("token_k1,seq_max_k3", "0.5_2.0, 0.3", "token", 1.4, 0.8),
-    ("token_k2,token_k3,token_k2", "0.1", "token", 3.0, None),
-    ("seq_mean_k1, seq_sum_k3", "0.8_1.3,2.0", "sequence", 2.5, 0.8),
-    ("token_k1,seq_sum_k2,seq_max_k2", "0.7_1.5,0.8,0.3", "geometric", 1.2, 0.8),
-    ("seq_mean_k2,token_k1,seq_mean_k3", 1.5, "sequence", 5.0, 0.01),
+RULES: tuple[tuple[str, Any], ...] = (
+    ("token_k1", "0.5_2.0"),
+    ("token_k1", "1.2"),
+    ("token_k2", 0.02),
+    ("token_k2", 1),
+    ("token_k3", "0.02"),
+    ("token_k3", 5.0),
+    ("seq_sum_k1", "0.5_2.0"),
+    ("seq_sum_k1", 40),
+    ("seq_sum_k2", "0.3"),
+    ("seq_sum_k3", "0.3"),
+    ("seq_sum_k3", 100.0),
+    ("seq_mean_k1", "0.9_1.3"),
+    ("seq_mean_k1", 1.1),
+    ("seq_mean_k2", 0.06),
+    ("seq_mean_k3", 0.06),
+    ("seq_mean_k3", "3.0"),
+    ("seq_max_k2", 0.2),
+    ("seq_max_k3", "0.2"),
+    ("seq_max_k3", 40.0),
+    ("token_k1,seq_max_k3", "0.5_2.0, 0.3"),
+    ("token_k2,token_k3,token_k2", "0.1"),
+    ("seq_mean_k1, seq_sum_k3", "0.8_1.3,2.0"),
+    ("token_k1,seq_sum_k2,seq_max_k2", "0.7_1.5,0.8,0.3"),
+    ("seq_mean_k2,token_k1,seq_mean_k3", 1.5),
 )
 # What verl refuses.
 BAD_WEIGHT_THRESHOLDS = ("", "abc", "0.5_", "_2", -1.0, 0, "0_2", "2_0.5", True, [2.0])
@@ -90,12 +85,6 @@ def ratio_inputs(batch: Batch, options: Options) -> Inputs:
     }
 
 
-def settings(options: Options) -> Options:
-    """The arguments among the options, in the words of the release under test."""
-    now: Options = options["now"]
-    return dict(now if at_least(current(), "0.7.1") else options.get("before_071", now))
-
-
 def weighted(found: tuple[Tensor, dict[str, float]]) -> Outputs:
     """A tensor and its metrics."""
     return {"result": found[0], **found[1]}
@@ -113,14 +102,9 @@ def corrected(found: tuple[Any, Tensor, dict[str, float]]) -> Outputs:
 
 def all_zero(options: Options, inputs: Inputs) -> Defect | None:
     """Whether IcePop leaves no weight at all."""
-    chosen = settings(options)
+    chosen = options["now"]
     threshold, level = chosen.get("rollout_is_threshold"), chosen.get("rollout_is")
-    if (
-        level is None
-        or not isinstance(threshold, str)
-        or "_" not in threshold
-        or not at_least(current(), "0.8.0")
-    ):
+    if level is None or not isinstance(threshold, str) or "_" not in threshold:
         return None
     mask = inputs.get("response_mask", inputs.get("mask"))
     assert isinstance(mask, Tensor)
@@ -145,22 +129,16 @@ def weights_function() -> Function:
         ],
         ratio_inputs,
         lambda x, o: weighted(
-            ours.compute_rollout_correction_weights(**x, **settings(o), release=current())
+            ours.compute_rollout_correction_weights(**x, **o["now"], release=current())
         ),
-        lambda x, o: weighted(helper().compute_rollout_correction_weights(**x, **settings(o))),
+        lambda x, o: weighted(helper().compute_rollout_correction_weights(**x, **o["now"])),
         defect=all_zero,
     )
 
 
-def rules(chosen: tuple[Any, ...]) -> Options:
-    """A rejection in today's words and in those of releases before 0.7.1."""
-    rs, threshold, old_rs, old_high, old_low = chosen
-    old = {
-        "rollout_rs": old_rs,
-        "rollout_rs_threshold": old_high,
-        "rollout_rs_threshold_lower": old_low,
-    }
-    return {"now": {"rollout_rs": rs, "rollout_rs_threshold": threshold}, "before_071": old}
+def rules(chosen: tuple[str, Any]) -> Options:
+    """The arguments of a rejection."""
+    return {"now": dict(zip(("rollout_rs", "rollout_rs_threshold"), chosen, strict=True))}
 
 
 def rejection_function() -> Function:
@@ -174,9 +152,9 @@ def rejection_function() -> Function:
         options,
         ratio_inputs,
         lambda x, o: weighted(
-            ours.compute_rollout_rejection_mask(**x, **settings(o), release=current())
+            ours.compute_rollout_rejection_mask(**x, **o["now"], release=current())
         ),
-        lambda x, o: weighted(helper().compute_rollout_rejection_mask(**x, **settings(o))),
+        lambda x, o: weighted(helper().compute_rollout_rejection_mask(**x, **o["now"])),
     )
 
 
@@ -198,23 +176,15 @@ def pipelines() -> list[Options]:
     for i, weight in enumerate(weights):
         made.append({"now": weight})
         for j, chosen in enumerate(RULES[i :: len(weights)]):
-            words = rules(chosen)
-            veto = {"rollout_token_veto_threshold": (None, 1e-4, 0.5)[j % 3]}
             mask = ("float", "float", "int")[(i + j) % 3]
-            made.append(
-                {
-                    "now": weight | words["now"],
-                    "before_071": weight | words["before_071"] | veto,
-                    "mask": mask,
-                }
-            )
+            made.append({"now": weight | rules(chosen)["now"], "mask": mask})
     return made
 
 
 def pipeline(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
     """`compute_rollout_correction_and_rejection_mask`."""
     call = module.compute_rollout_correction_and_rejection_mask
-    return corrected(call(x["old"], x["rollout"], x["mask"], **settings(o), **extra))
+    return corrected(call(x["old"], x["rollout"], x["mask"], **o["now"], **extra))
 
 
 def add_to_batch(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
@@ -225,7 +195,7 @@ def add_to_batch(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
         "response_mask": x["mask"],
     }
     batch, metrics = module.compute_rollout_correction_and_add_to_batch(
-        ours._data_proto(tensors), settings(o), **extra
+        ours._data_proto(tensors), o["now"], **extra
     )
     return {**{name: batch.batch[name] for name in sorted(batch.batch.keys())}, **metrics}
 
@@ -294,14 +264,10 @@ def weight_inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def is_metrics(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
-    """`compute_is_metrics`; before 0.8.0 verl's took the raw weights alone."""
-    arguments, bounds = [x["applied"], x["raw"]], [o["threshold"], o["lower"]]
-    if not at_least(current(), "0.8.0"):
-        arguments, bounds = (
-            ([x["raw"]] * 2, bounds[:1]) if module is ours else ([x["raw"]], bounds[:1])
-        )
+    """`compute_is_metrics`."""
+    tensors = (x[name] for name in ("applied", "raw", "log_ratio", "mask"))
     found: Outputs = module.compute_is_metrics(
-        *arguments, x["log_ratio"], x["mask"], o["rollout_is"], *bounds, **extra
+        *tensors, o["rollout_is"], o["threshold"], o["lower"], **extra
     )
     return found
 
@@ -384,7 +350,6 @@ FUNCTIONS = [
         weight_inputs,
         lambda x, o: rs_metrics(ours, x, o),
         lambda x, o: rs_metrics(helper(), x, o),
-        releases=REJECT_BY_DIVERGENCE,
     ),
     Function(
         "apply_bypass_mode",
@@ -397,7 +362,6 @@ FUNCTIONS = [
         lambda x, o: bypass(ours, x, o),
         lambda x, o: bypass(helper(), x, o),
         kinds=("ragged",),
-        releases=BYPASS,
     ),
     Function(
         "rollout_is_threshold, malformed",
@@ -410,7 +374,6 @@ FUNCTIONS = [
         lambda x, o: refusal(ours, x, o, release=current()),
         lambda x, o: refusal(helper(), x, o),
         kinds=("ragged",),
-        releases=REJECT_BY_DIVERGENCE[1:],
     ),
     Function(
         "rollout_rs_threshold, malformed",
@@ -422,6 +385,5 @@ FUNCTIONS = [
         lambda x, o: refusal(ours, x, o, release=current()),
         lambda x, o: refusal(helper(), x, o),
         kinds=("ragged",),
-        releases=REJECT_BY_DIVERGENCE,
     ),
 ]

@@ -182,12 +182,12 @@ HOMONYMS = (
         "masks only.",
         (
             Meaning(
-                "verl from 0.6.0, OpenRLHF from 0.10.3",
+                "verl, OpenRLHF",
                 "no",
                 LossSpec(trust=_CLIP, aggregate=_MEAN_OF_MEANS),
             ),
             Meaning(
-                "verl up to 0.5.0, TRL, ColossalChat, SkyRL",
+                "TRL, ColossalChat, SkyRL",
                 "yes",
                 LossSpec(trust=_CLIP, aggregate=_MEAN_OF_MEANS),
                 counted="rows",
@@ -200,12 +200,12 @@ HOMONYMS = (
         "sequences as well, or not. (The constant here is the padded width, 4.)",
         (
             Meaning(
-                "verl from 0.7.1",
+                "verl",
                 "over sequences and the constant: loss_scale_factor, or the padded width",
                 LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSumNorm(4)),
             ),
             Meaning(
-                "verl up to 0.7.0, ROLL, Trinity-RFT",
+                "ROLL, Trinity-RFT",
                 "over the constant only",
                 LossSpec(trust=_CLIP, aggregate=TokenSumNorm(4)),
             ),

@@ -136,7 +136,7 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
                 Argument("SequenceRatio", "log_clamp", 20.0),
             ),
             ("±20; GSPO at most 10; none in `clip_cov`, `kl_cov`, `geo_mean`, `dro`",),
-            ("±20 from 0.10.3 on; none with `gspo`",),
+            ("±20; none with `gspo`",),
             ("none; ±20 a token with `vespo`",),
             ("none",),
         ),

@@ -98,7 +98,7 @@ BESIDE: dict[str, tuple[Row, ...]] = {
             (
                 Option(f"{_RS}rollout_rs_threshold", None),
                 Argument("compute_rollout_rejection_mask", "rollout_rs_threshold", None),
-                "k1: ratios π_rollout/π_train; up to 0.7.0 also `rollout_rs_threshold_lower=None`",
+                "k1: ratios π_rollout/π_train",
             ),
         ),
         Row(

@@ -110,8 +110,8 @@ HEAD = (
     (
         "hf_packs_no_temperature",
         "policyloss/hf/one_call.py",
-        "return self._flat(x)",
-        "return x",
+        "known.options(self.flat(temperature))",
+        "known.options(temperature)",
         f"{_HF}test_a_pack_is_its_sequences",
     ),
     (

@@ -383,8 +383,8 @@ MUTANTS = (
     Mutant(
         "verl_gspo_average_of_an_older_release",
         "policyloss/compat/verl/losses.py",
-        'if not at_least(call.release, "0.9.1")',
-        'if not at_least(call.release, "0.9.0")',
+        'if not since(call.release, "0.9.1")',
+        'if not since(call.release, "0.9.0")',
         "test_compat_verl_losses.py::test_meanings_that_changed_between_releases",
     ),
     Mutant(

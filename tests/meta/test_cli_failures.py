@@ -48,11 +48,11 @@ def large(path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "deep": (lambda path: path.write_text("[" * 100_000), "is nested too deeply"),
-    "pipe": (pipe, "is no regular file"),
-    "folder": (Path.mkdir, "is no regular file"),
-    "large": (large, f"is larger than {LARGEST_FILE // 2**20} MiB"),
-    "long number": (lambda path: path.write_text("9" * 5000), "is not JSON"),
+    "deep": (lambda path: path.write_text("[" * 100_000), " is nested too deeply"),
+    "pipe": (pipe, ": it is a named pipe"),
+    "folder": (Path.mkdir, ": it is a folder"),
+    "large": (large, f": it is larger than {LARGEST_FILE // 2**20} MiB"),
+    "long number": (lambda path: path.write_text("9" * 5000), " is not JSON"),
 }
 
 
@@ -69,7 +69,7 @@ def test_a_file_of_a_loss_that_cannot_be_read(
     monkeypatch.chdir(tmp_path)
     make, words = BROKEN[kind]
     make(tmp_path / "loss.json")
-    assert f"loss.json {words}" in failure(capsys, *command, "loss.json")
+    assert f"loss.json{words}" in failure(capsys, *command, "loss.json")
     assert not (tmp_path / "page.html").exists()
 
 

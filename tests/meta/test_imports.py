@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "metrics": {"arguments", "errors", "functional", "notebook", "records"},
     "parts": {"arguments", "errors", "functional", "tokens", "totals", "parts"},
     "spec": {"arguments", "errors", "tokens", "parts"},
-    "catalogue": {"arguments", "errors", "parts", "spec", "catalogue"},
+    "catalogue": {"arguments", "errors", "parts", "output", "spec", "catalogue"},
     "policy_metrics": {
         "arguments",
         "errors",

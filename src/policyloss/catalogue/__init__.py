@@ -18,60 +18,20 @@ from policyloss.catalogue.off_policy import OFF_POLICY
 from policyloss.catalogue.ratios import BY_RATIO
 from policyloss.catalogue.taught import TAUGHT
 from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
+from policyloss.output import read_regular
 from policyloss.spec import LossSpec
 
 LARGEST_FILE = 2**20  # bytes of a loss, or of the options of a framework
 # The names, for type checkers and editors.
-PresetName = Literal[
-    "ppo",
-    "ppo_dual_clip",
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "bnpo",
-    "gspo",
-    "gspo_token",
-    "gspo_turn",
-    "cispo",
-    "cispo_unified",
-    "rollout_is",
-    "sapo",
-    "gmpo",
-    "gpg",
-    "reinforce",
-    "importance_sampling",
-    "tis",
-    "seq_tis",
-    "icepop",
-    "seq_mask_tis",
-    "opsm",
-    "decoupled_ppo",
-    "clip_cov",
-    "kl_cov",
-    "dppo_tv",
-    "dppo_kl",
-    "prime_rl",
-    "dro",
-    "topr",
-    "up_grpo",
-    "luspo",
-    "vespo",
-    "rloo_loss",
-    "two_sided",
-    "aipo",
-    "opd",
-    "opd_kl",
-    "iw_opd",
-    "kdrl",
-    "sdpo",
-    "opd_exact",
-    "gkd",
-    "gkd_forward",
-    "gkd_reverse",
-    "mopd_topk",
-    "opsd",
-    "sdft",
-]
+PresetName: TypeAlias = (
+    Literal["ppo", "ppo_dual_clip", "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token"]
+    | Literal["gspo_turn", "cispo", "cispo_unified", "rollout_is", "sapo", "gmpo", "gpg"]
+    | Literal["reinforce", "importance_sampling", "tis", "seq_tis", "icepop", "seq_mask_tis"]
+    | Literal["opsm", "decoupled_ppo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "prime_rl"]
+    | Literal["dro", "topr", "up_grpo", "luspo", "vespo", "rloo_loss", "two_sided", "aipo", "opd"]
+    | Literal["opd_kl", "iw_opd", "kdrl", "sdpo", "opd_exact", "gkd", "gkd_forward", "gkd_reverse"]
+    | Literal["mopd_topk", "opsd", "sdft"]
+)
 
 # A loss as an argument: a spec, the name of a preset, or a function of `Tokens`, which fills the
 # slot `trust` of the default loss.
@@ -143,26 +103,14 @@ def read_loss(name: str) -> LossSpec | str:
 
 def read_json(name: str) -> Any:
     """The contents of a JSON file; an error names the file."""
-    data = _contents(name)
+    try:
+        data = read_regular(Path(name), LARGEST_FILE, follow=True)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PolicyLossError(f"cannot read {name}: {why}.") from None
     try:
         return json.loads(data)
     except ValueError as error:
         raise PolicyLossError(f"{name} is not JSON: {error}.") from None
     except RecursionError:
         raise PolicyLossError(f"{name} is nested too deeply to be read.") from None
-
-
-def _contents(name: str) -> bytes:
-    if os.path.exists(name) and not os.path.isfile(name):  # a pipe would be waited for
-        raise PolicyLossError(f"{name} is no regular file; give a JSON file.")
-    try:
-        with open(name, "rb") as file:
-            data = file.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise PolicyLossError(f"cannot read {name}: {why}.") from None
-    if len(data) > LARGEST_FILE:
-        raise PolicyLossError(
-            f"{name} is larger than {LARGEST_FILE // 2**20} MiB; give a loss, or options."
-        )
-    return data

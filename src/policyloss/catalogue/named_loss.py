@@ -29,21 +29,21 @@ class Preset:
     advantage: str | None = None
 
 
-def described(
-    name: str, title: str, paper: str, spec: LossSpec, sources: str, note: str = ""
-) -> Preset:
-    """A preset with its sources as text: "slot.field: source", "advantage (its estimator): source".
+def described(spec: LossSpec, text: str) -> Preset:
+    """A preset from text: "name: title", "paper: …", then a source for each "slot" or "slot.field",
+    for "advantage (its estimator)", and perhaps "note: …".
 
     A line that is indented further continues the one above.
     """
-    by_key, advantage = {}, None
-    for entry in re.split(r"\n(?! )", textwrap.dedent(sources).strip()):
-        key, _, source = " ".join(entry.split()).partition(": ")
-        if key.startswith("advantage"):
-            key, _, advantage = key.rstrip(")").partition(" (")
-        by_key[key] = source
+    entries = re.split(r"\n(?! )", textwrap.dedent(text).strip())
+    (name, title), *others = (" ".join(entry.split()).split(": ", 1) for entry in entries)
+    values, advantage = dict(others), None
+    for key in [key for key in values if key.startswith("advantage")]:
+        advantage = key.partition(" (")[2].rstrip(")")
+        values["advantage"] = values.pop(key)
+    paper, note = values.pop("paper"), values.pop("note", "")
     object.__setattr__(spec, "origin", name)
-    return Preset(name, title, paper, spec, by_key, note, advantage)
+    return Preset(name, title, paper, spec, values, note, advantage)
 
 
 # What many presets share: PPO's clip, and where its width comes from.

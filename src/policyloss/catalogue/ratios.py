@@ -19,11 +19,10 @@ _GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
 
 BY_RATIO: tuple[Preset, ...] = (
     described(
-        "ppo",
-        "PPO, clipped surrogate",
-        "arXiv 1707.06347",
         LossSpec(trust=CLIP, aggregate=TokenMean()),
         f"""
+        ppo: PPO, clipped surrogate
+        paper: arXiv 1707.06347
         trust: {PPO_EPSILON}
         aggregate: the expectation over timesteps of equation 7
         advantage (gae): arXiv 1707.06347, equations 11 and 12: generalised advantage estimation
@@ -31,11 +30,10 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "ppo_dual_clip",
-        "PPO with dual clip",
-        "arXiv 1912.09729",
         LossSpec(trust=Clip(0.2, 0.2, dual=3.0), aggregate=TokenMean()),
         f"""
+        ppo_dual_clip: PPO with dual clip
+        paper: arXiv 1912.09729
         trust: {PPO_EPSILON}
         trust.dual: dual clip: Ye et al. 2019, arXiv 1912.09729; c = 3 is the default of verl and
             SkyRL (clip_ratio_c)
@@ -44,11 +42,10 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "grpo",
-        "GRPO, clipped surrogate with a KL penalty in the loss",
-        "arXiv 2402.03300",
         LossSpec(trust=CLIP, kl=KL("k3", 0.04), aggregate=SeqMeanTokenMean()),
         f"""
+        grpo: GRPO, clipped surrogate with a KL penalty in the loss
+        paper: arXiv 2402.03300
         trust: {PPO_EPSILON}; DeepSeekMath does not print its own epsilon
         kl: DeepSeekMath, arXiv 2402.03300, equation 4: the unbiased estimator k3
         kl.coef: DeepSeekMath, section 4.2: 0.04
@@ -58,11 +55,10 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "dr_grpo",
-        "Dr. GRPO: GRPO without length and std normalisation",
-        "arXiv 2503.20783",
         LossSpec(trust=CLIP, aggregate=SeqMeanTokenSumNorm()),
         f"""
+        dr_grpo: Dr. GRPO: GRPO without length and std normalisation
+        paper: arXiv 2503.20783
         trust: {PPO_EPSILON}
         aggregate: arXiv 2503.20783, section 3.2: divide by a constant, not by the length
         aggregate.horizon: your run's generation budget: spec.with_horizon(tokens); 3000 tokens in
@@ -72,34 +68,31 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "dapo",
-        "DAPO: clip-higher and token mean",
-        "arXiv 2503.14476",
         LossSpec(trust=Clip(0.2, 0.28), aggregate=TokenMean()),
         """
+        dapo: DAPO: clip-higher and token mean
+        paper: arXiv 2503.14476
         trust: DAPO, arXiv 2503.14476, section 4.1: epsilon_low 0.2, epsilon_high 0.28
         aggregate: DAPO: token-level policy gradient loss
         advantage (grpo): DAPO, arXiv 2503.14476, equation 9: as GRPO
         """,
     ),
     described(
-        "bnpo",
-        "Batch-normalised clipped loss: every token of the batch counts the same",
-        "TRL GRPOConfig.loss_type",
         LossSpec(trust=CLIP, aggregate=TokenMean()),
         f"""
+        bnpo: Batch-normalised clipped loss: every token of the batch counts the same
+        paper: TRL GRPOConfig.loss_type
         trust: {PPO_EPSILON}
         aggregate: TRL loss_type='bnpo': divide by the valid tokens of the batch
+        note: TRL divides by the tokens of each micro-batch; use LocalTokenMean to reproduce that.
+            Here the whole step counts.
         """,
-        note="TRL divides by the tokens of each micro-batch; use LocalTokenMean to reproduce that. "
-        "Here the whole step counts.",
     ),
     described(
-        "gspo",
-        "GSPO: sequence-level ratio and clip",
-        "arXiv 2507.18071",
         LossSpec(ratio=SequenceRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
         f"""
+        gspo: GSPO: sequence-level ratio and clip
+        paper: arXiv 2507.18071
         ratio: GSPO, arXiv 2507.18071, equation 7
         trust: {_GSPO_EPS}
         aggregate: GSPO, equation 5: mean over sequences
@@ -107,35 +100,32 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "gspo_token",
-        "GSPO-token: the sequence's ratio, each token's own gradient",
-        "arXiv 2507.18071",
         LossSpec(
             ratio=SequenceRatio(grad="token"), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()
         ),
         f"""
+        gspo_token: GSPO-token: the sequence's ratio, each token's own gradient
+        paper: arXiv 2507.18071
         ratio: GSPO, arXiv 2507.18071, section 4.3, equation 14
         trust: {_GSPO_EPS}
         aggregate: GSPO, equation 13: mean over sequences of token means
         """,
     ),
     described(
-        "gspo_turn",
-        "GSPO over the turns of a dialogue",
-        "ROLL, agentic ratio_type=segment",
         LossSpec(ratio=SegmentRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
         f"""
+        gspo_turn: GSPO over the turns of a dialogue
+        paper: ROLL, agentic ratio_type=segment
         ratio: ROLL's segment ratio: the geometric mean over each contiguous run of the mask
         trust: {_GSPO_EPS}
         aggregate: as GSPO
         """,
     ),
     described(
-        "cispo",
-        "CISPO: clipped importance weight, no token loses its gradient",
-        "arXiv 2506.13585",
         LossSpec(trust=DetachedClip(0.0, 5.0), aggregate=TokenMean()),
         """
+        cispo: CISPO: clipped importance weight, no token loses its gradient
+        paper: arXiv 2506.13585
         trust: MiniMax-M1, arXiv 2506.13585, equations 4 and 5: no lower bound, a tuned upper bound
         trust.ratio_max: 5, ScaleRL's epsilon_max (arXiv 2510.13786), which TRL recommends;
             MiniMax-M1 prints none
@@ -145,11 +135,10 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "cispo_unified",
-        "CISPO with PPO's token mask",
-        "arXiv 2506.13585",
         LossSpec(trust=DetachedClip(0.9, 1.1, outside="zero_by_sign"), aggregate=TokenMean()),
         """
+        cispo_unified: CISPO with PPO's token mask
+        paper: arXiv 2506.13585
         trust: MiniMax-M1, arXiv 2506.13585, equations 6 and 7: the unified form with a mask
         trust.ratio_min: ROLL's CISPO default, 1 - 0.1
         trust.ratio_max: ROLL's CISPO default, 1 + 0.1
@@ -159,15 +148,14 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "rollout_is",
-        "Hard-masked importance sampling against the rollout policy",
-        "arXiv 2602.15763",
         LossSpec(
             ratio=TokenRatio(anchor="rollout"),
             trust=DetachedClip(0.8, 1.2, outside="zero"),
             aggregate=TokenMean(),
         ),
         """
+        rollout_is: Hard-masked importance sampling against the rollout policy
+        paper: arXiv 2602.15763
         ratio: GLM-5, arXiv 2602.15763, equation 4: exp(logp - rollout_logp)
         trust: GLM-5, section 4.1.2, equations 3 and 5: zero outside (1 - eps_low, 1 + eps_high)
         trust.ratio_min: 1 - 0.2, SkyRL's default for policy_loss_type='rollout_is'; GLM-5 does not
@@ -178,11 +166,10 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "sapo",
-        "SAPO: a soft gate instead of a clip",
-        "arXiv 2511.20347",
         LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
         """
+        sapo: SAPO: a soft gate instead of a clip
+        paper: arXiv 2511.20347
         trust: SAPO, arXiv 2511.20347: temperatures 1.0 (positive) and 1.05 (negative); TRL's,
             verl's and SkyRL's defaults
         aggregate: SAPO: mean over sequences of token means
@@ -190,22 +177,20 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "gmpo",
-        "GMPO: geometric mean over the sequence, clipped per token in log space",
-        "arXiv 2507.20673",
         LossSpec(trust=GeometricClip(0.4, 0.4), aggregate=SeqMeanTokenMean()),
         """
+        gmpo: GMPO: geometric mean over the sequence, clipped per token in log space
+        paper: arXiv 2507.20673
         trust: GMPO, arXiv 2507.20673: clip range (e^-0.4, e^0.4), also TRL's default
         aggregate: GMPO: mean over sequences
         advantage (grpo): GMPO, arXiv 2507.20673: as GRPO
         """,
     ),
     described(
-        "gpg",
-        "GPG: the plain policy gradient",
-        "arXiv 2504.02546",
         LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
         """
+        gpg: GPG: the plain policy gradient
+        paper: arXiv 2504.02546
         trust: GPG, arXiv 2504.02546: -A·logp, no ratio
         aggregate: token mean, the default of verl's loss_mode='gpg'
         advantage (gpg): GPG, arXiv 2504.02546: group-centred, rescaled by the share of informative
@@ -213,23 +198,21 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
-        "reinforce",
-        "REINFORCE",
-        "Williams 1992, doi 10.1007/BF00992696",
         LossSpec(trust=Unbounded("logp"), aggregate=SeqMeanTokenSum()),
         """
+        reinforce: REINFORCE
+        paper: Williams 1992, doi 10.1007/BF00992696
         trust: Williams 1992: -A·logp
         aggregate: the gradient of the log-likelihood of a whole sequence: token sum, sequence mean
         """,
     ),
     described(
-        "importance_sampling",
-        "Importance-sampled policy gradient against the rollout policy",
-        "Tinker loss 'importance_sampling'",
         LossSpec(
             ratio=TokenRatio(anchor="rollout"), trust=Unbounded("ratio"), aggregate=TokenSum()
         ),
         """
+        importance_sampling: Importance-sampled policy gradient against the rollout policy
+        paper: Tinker loss 'importance_sampling'
         ratio: Tinker: exp(logp - sampler's logp)
         trust: Tinker: -ratio·A, no bound
         aggregate: Tinker: the sum over tokens

@@ -57,29 +57,19 @@ class CuttableBatch:
         """The micro-batch of the `chosen` sequences, in that order; one may be chosen twice."""
         index = torch.tensor(list(chosen), dtype=torch.int64)
         if self.cu_seqlens is None:
-            return {
-                name: self._picked(x, self.sequences.shape[0], index)
-                for name, x in self.batch.items()
-            }
+            by_size = {self.sequences.shape[0]: index}
+            return {name: _picked(x, by_size) for name, x in self.batch.items()}
         offsets = self.cu_seqlens.to("cpu", torch.int64)
         spans = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in chosen]
         tokens, n = torch.cat(spans), self.sequences.shape[0]
-        micro = {}
+        by_size = {self.sequences.count: index, n: tokens}  # if N = S, a tensor is per token
+        micro = {name: _picked(x, by_size) for name, x in self.batch.items()}
         for name, x in self.batch.items():
-            if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == (1, n):
+            if isinstance(x, Tensor) and x.shape[:2] == (1, n):
                 micro[name] = x[:, tokens.to(x.device)]
-            else:  # if N = S, a tensor counts as per token, as everywhere
-                along_tokens = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == n
-                size, chosen_here = (n, tokens) if along_tokens else (self.sequences.count, index)
-                micro[name] = self._picked(x, size, chosen_here)
         lengths = torch.tensor([len(span) for span in spans])
         micro["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.cu_seqlens)
         return micro
-
-    @staticmethod
-    def _picked(x: Any, size: int, index: Tensor) -> Any:
-        along = isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == size
-        return x[index.to(x.device)] if along else x
 
     def half_masked(self, sequence: int) -> dict[str, Any]:
         """One sequence alone, with the later half of its valid tokens masked."""
@@ -144,6 +134,12 @@ class CuttableBatch:
         they would be 0/0 in many trainers.
         """
         return [*cut[:-1], [*cut[-1], *(self.lengths == 0).nonzero().flatten().tolist()]]
+
+
+def _picked(x: Any, by_size: dict[int, Tensor]) -> Any:
+    """`x` at the indices for the size of its first dimension; other values are unchanged."""
+    index = by_size.get(x.shape[0]) if isinstance(x, Tensor) and x.dim() else None
+    return x if index is None else x[index.to(x.device)]
 
 
 StepFunction = Callable[[list[dict[str, Any]]], Any]

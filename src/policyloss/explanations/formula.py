@@ -26,46 +26,40 @@ from policyloss.parts.data import is_part
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec
 
+_WORDS = """
+sg(x): x with its gradient stopped
+clip(x, low, high): x held between low and high
+max(a, b): the larger of the two, token by token
+min(a, b): the smaller of the two, token by token
+where(c, a, b): a where c holds, else b
+sigmoid(x): 1 / (1 + exp(-x))
+sign(x): 1, 0 or -1
+seq_mean(x): the mean of x over the token's sequence
+seq_sum(x): the sum of x over the token's sequence
+seq_max(x): the largest x of the token's sequence
+seq_any(c): c holds for some token of the sequence
+seq_all(c): c holds for every token of the sequence
+run_mean(x): the mean of x over the token's unbroken run of the mask (a turn)
+run_all(c): c holds for every token of the run
+token_mean(x): the mean of x over all tokens of the step
+sum(x): the sum of x over all tokens
+kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)
+floor(x): x rounded down
+draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers given
+divergence: of the teacher's distribution and the policy's at the token, as the words below say
+inf: no bound
+N: tokens of the whole step (1 if there are none)
+B: sequences of the whole step that have a token (1 if there are none)
+L: tokens of the token's sequence
+G: prompt groups of the whole step that have a token (1 if there are none)
+N_group: tokens of the token's prompt group in the whole step
+horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)
+n: tokens of this call alone (1 if there are none)
+b: sequences of this call alone that have a token (1 if there are none)
+"""
 VOCABULARY = {
-    "sg": "sg(x): x with its gradient stopped",
-    "clip": "clip(x, low, high): x held between low and high",
-    "max": "max(a, b): the larger of the two, token by token",
-    "min": "min(a, b): the smaller of the two, token by token",
-    "where": "where(c, a, b): a where c holds, else b",
-    "sigmoid": "sigmoid(x): 1 / (1 + exp(-x))",
-    "sign": "sign(x): 1, 0 or -1",
-    "seq_mean": "seq_mean(x): the mean of x over the token's sequence",
-    "seq_sum": "seq_sum(x): the sum of x over the token's sequence",
-    "seq_max": "seq_max(x): the largest x of the token's sequence",
-    "seq_any": "seq_any(c): c holds for some token of the sequence",
-    "seq_all": "seq_all(c): c holds for every token of the sequence",
-    "run_mean": "run_mean(x): the mean of x over the token's unbroken run of the mask (a turn)",
-    "run_all": "run_all(c): c holds for every token of the run",
-    "token_mean": "token_mean(x): the mean of x over all tokens of the step",
-    "sum": "sum(x): the sum of x over all tokens",
-    "kth_largest": (
-        "kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)"
-    ),
-    "floor": "floor(x): x rounded down",
-    "draw": (
-        "draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers "
-        "given"
-    ),
-    "divergence": (
-        "divergence: of the teacher's distribution and the policy's at the token, as the words "
-        "below say"
-    ),
-    "inf": "inf: no bound",
-    "N": "N: tokens of the whole step (1 if there are none)",
-    "B": "B: sequences of the whole step that have a token (1 if there are none)",
-    "L": "L: tokens of the token's sequence",
-    "G": "G: prompt groups of the whole step that have a token (1 if there are none)",
-    "N_group": "N_group: tokens of the token's prompt group in the whole step",
-    "horizon": (
-        "horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)"
-    ),
-    "n": "n: tokens of this call alone (1 if there are none)",
-    "b": "b: sequences of this call alone that have a token (1 if there are none)",
+    re.split(r"\W", meaning)[0]: " ".join(meaning.split())
+    for meaning in re.split(r"\n(?! )", _WORDS.strip())
 }
 # Names with a fixed meaning in every formula; a local variable of a part may not give them to a
 # line.

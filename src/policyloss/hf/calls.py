@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from policyloss.arguments import check_choice
 from policyloss.catalogue import AnyLoss
 from policyloss.head import loss as head_loss
 from policyloss.head.head import LogProbs
@@ -18,8 +19,8 @@ from policyloss.head.linear import linear_logprobs
 from policyloss.head.logits import logprobs as logprobs_of_logits
 from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.head.plans import Plan
-from policyloss.hf.one_call import ModelCall, check_choice
-from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError
+from policyloss.hf.one_call import HEADS, ModelCall
+from policyloss.hf.output_head import UnknownHeadError
 from policyloss.inputs import SharedTensors, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
 from policyloss.policy_metrics import MetricsLevel
@@ -75,40 +76,23 @@ def policy_loss(
     replaced, else "logits". Other arguments as in `linear_policy_loss`. The loss does not include
     the router loss of an MoE model.
     """
+    cu_seqlens = tensors.get("cu_seqlens")
     call = ModelCall.of(
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        position_ids,
-        model_inputs,
-        tensors.get("cu_seqlens"),
+        model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
     arguments = call.aligned(
         {"old_logp": old_logp, "advantages": advantages, "mask": mask, **tensors}
     )
     options: dict[str, Any] = {"totals": totals, "metrics": metrics}
-    fused = {
-        "vocab_group": vocab_group,
-        "plan": plan,
-        "skip_zero_advantage": skip_zero_advantage,
-    }
+    fused = {**options, "plan": plan, "skip_zero_advantage": skip_zero_advantage}
 
-    def scores(hidden: Tensor, parts: Matrices, known: Transformation) -> HeadOutput:
-        at, weight = call.predicting(hidden), _shard(parts.weight, vocab_group)
-        scaled = known.options(call.of_tokens(temperature))
-        return linear_policy_loss(
-            spec, at, weight, call.ids, bias=parts.bias, **arguments, **options, **fused, **scaled
-        )
+    def scores(*head: Any) -> HeadOutput:
+        operands = call.operands(*head, temperature, vocab_group)
+        return linear_policy_loss(spec, **operands, **arguments, **fused)
 
     def from_logits(logits: Tensor) -> HeadOutput:
-        out = logprobs_of_logits(
-            call.predicting(logits),
-            call.ids,
-            call.of_tokens(temperature),
-            entropy=True,
-            mask=arguments["mask"],
-        )
+        at, warmth = call.predicting(logits), call.flat(temperature)
+        out = logprobs_of_logits(at, call.ids, warmth, entropy=True, mask=arguments["mask"])
         loss = policy_loss_of_logp(spec, out.logp, entropy=out.entropy, **arguments, **options)
         assert out.entropy is not None
         return HeadOutput(loss.loss, loss.metrics, out.logp.detach(), out.entropy.detach())
@@ -147,14 +131,12 @@ def logprobs(
     )
     live = call.aligned({"mask": call.default_mask() if mask is None else mask})
 
-    def scores(hidden: Tensor, parts: Matrices, known: Transformation) -> LogProbs:
-        scaled = known.options(call.of_tokens(temperature))
-        at, weight = call.predicting(hidden), _shard(parts.weight, vocab_group)
-        shared = {"bias": parts.bias, "vocab_group": vocab_group, "plan": plan, **live, **scaled}
-        return linear_logprobs(at, weight, call.ids, entropy=entropy, **shared)
+    def scores(*head: Any) -> LogProbs:
+        operands = call.operands(*head, temperature, vocab_group)
+        return linear_logprobs(**operands, entropy=entropy, plan=plan, **live)
 
     def from_logits(logits: Tensor) -> LogProbs:
-        at, warmth = call.predicting(logits), call.of_tokens(temperature)
+        at, warmth = call.predicting(logits), call.flat(temperature)
         return logprobs_of_logits(at, call.ids, warmth, entropy=entropy, **live)
 
     out: LogProbs = call.result(head, live["mask"], scores, from_logits)
@@ -173,6 +155,7 @@ def explain_plan(
     model_inputs: Mapping[str, Any] | None = None,
     temperature: float | Tensor = 1.0,
     head: HeadName = "auto",
+    vocab_group: Any = None,
     **arguments: Any,
 ) -> Plan:
     """The plan of `policy_loss` of this module for these arguments, and its reason; with spec None,
@@ -183,26 +166,18 @@ def explain_plan(
     """
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}
+    cu_seqlens = tensors.get("cu_seqlens")
     call = ModelCall.of(
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        position_ids,
-        model_inputs,
-        tensors.get("cu_seqlens"),
+        model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
     aligned = call.aligned(tensors)
 
-    def scores(hidden: Tensor, parts: Matrices, known: Transformation) -> Plan:
-        at, weight = call.predicting(hidden), _shard(parts.weight, options.get("vocab_group"))
-        scaled = known.options(call.of_tokens(temperature))
-        return head_loss.explain_plan(
-            spec, at, weight, call.ids, bias=parts.bias, **aligned, **options, **scaled
-        )
+    def scores(*head: Any) -> Plan:
+        operands = call.operands(*head, temperature, vocab_group)
+        return head_loss.explain_plan(spec, **operands, **aligned, **options)
 
     try:
-        check_choice(head)
+        check_choice("head", head, HEADS)
         if head != "logits":
             plan: Plan = call.fused(scores, check=True)
             return plan
@@ -213,11 +188,3 @@ def explain_plan(
         why = str(error)
     tokens = call.ids.numel()
     return Plan("logits", tokens, 0, tokens=tokens, computed=tokens, reason=why)
-
-
-def _shard(weight: Tensor, vocab_group: Any) -> Tensor:
-    """The rank's own entries, if the vocabulary is split over ranks into a DTensor."""
-    if vocab_group is not None and hasattr(weight, "to_local"):
-        local: Tensor = weight.to_local()
-        return local
-    return weight

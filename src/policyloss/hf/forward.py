@@ -75,7 +75,7 @@ def run_with(
         return with_matrices(head, hidden, use)
 
     output = _forward(model, head, forward, in_its_place)
-    return Scored(_anchored(results[0], _logits(output)), output)
+    return Scored(_anchored(results[0], logits_of(output)), output)
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transf
     devices = [row.device for row in head.parameters() if row.is_cuda][:1]
     with torch.random.fork_rng(devices):
         output = _forward(model, head, forward, probe)
-    return Transformation.seen_in(model, probes[0], _logits(output))
+    return Transformation.seen_in(model, probes[0], logits_of(output))
 
 
 def _forward(
@@ -154,7 +154,8 @@ def _forward(
     return output
 
 
-def _logits(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
+    """The logits in a model's output."""
     return output.logits if hasattr(output, "logits") else output[0]
 
 

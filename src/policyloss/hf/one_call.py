@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind
-from policyloss.errors import InputError, unknown_name
+from policyloss.arguments import check_choice, check_tensor, description, fits_kind
+from policyloss.errors import InputError
 from policyloss.head.validate import read_later
-from policyloss.hf.forward import Scores, check_layout, counted_positions, run
-from policyloss.hf.output_head import UnknownHeadError, language_model
+from policyloss.hf.forward import Scores, check_layout, counted_positions, logits_of, run
+from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError, language_model
 
 HEADS = ("fused", "auto", "logits")
 
@@ -93,18 +93,38 @@ class ModelCall:
             self._check_token_shaped(f"extras[{name!r}]", x)
         if self.cu_seqlens is None:
             return dict(tensors)
-        flat = {name: self._flat(x) for name, x in tensors.items()}
+        flat = {name: self.flat(x) for name, x in tensors.items()}
         if extras:
-            flat["extras"] = {name: self._flat(x) for name, x in extras.items()}
+            flat["extras"] = {name: self.flat(x) for name, x in extras.items()}
         if "cu_seqlens" in tensors:
             flat["cu_seqlens"] = self.cu_seqlens.clamp(max=self.row[1])
         return flat
 
-    def of_tokens(self, x: float | Tensor) -> Any:
-        """A temperature, flat if it is one per token of a pack."""
-        return self._flat(x)
+    def operands(
+        self,
+        hidden: Tensor,
+        parts: Matrices,
+        known: Transformation,
+        temperature: float | Tensor,
+        vocab_group: Any,
+    ) -> dict[str, Any]:
+        """The arguments of a fused head that come from the model. If the vocabulary is split over
+        ranks into a DTensor, the weight holds the rank's own entries.
+        """
+        weight: Any = parts.weight
+        if vocab_group is not None and hasattr(weight, "to_local"):
+            weight = weight.to_local()
+        return {
+            "hidden": self.predicting(hidden),
+            "weight": weight,
+            "ids": self.ids,
+            "bias": parts.bias,
+            "vocab_group": vocab_group,
+            **known.options(self.flat(temperature)),
+        }
 
-    def _flat(self, x: Any) -> Any:
+    def flat(self, x: Any) -> Any:
+        """`x`, flat if it is one number per token of a pack."""
         token_shaped = isinstance(x, Tensor) and tuple(x.shape) == self.row
         return x.reshape(-1) if self.cu_seqlens is not None and token_shaped else x
 
@@ -188,7 +208,7 @@ class ModelCall:
 
     def result(self, head: str, mask: Tensor, scores: Scores, from_logits: Any) -> Any:
         """The result of the chosen head for the tokens in `mask`."""
-        check_choice(head)
+        check_choice("head", head, HEADS)
         refuse = self._refusal(mask)
         out = self._result(head, scores, from_logits)
         refuse()
@@ -201,14 +221,7 @@ class ModelCall:
             except UnknownHeadError:
                 if head == "fused":
                     raise
-        output = self.model(**self.inputs)
-        return from_logits(output.logits if hasattr(output, "logits") else output[0])
-
-
-def check_choice(head: str) -> None:
-    """Raise unless `head` is one of `HEADS`."""
-    if head not in HEADS:
-        raise InputError(unknown_name("head", head, HEADS))
+        return from_logits(logits_of(self.model(**self.inputs)))
 
 
 def _checked_ids(

@@ -150,7 +150,7 @@ class TokenSum:
 class TokenSumNorm(Part):
     """Legacy: the sum over all tokens divided by a constant, without a mean: `1 / horizon`.
 
-    verl up to 0.7.0, ROLL and Trinity use it.
+    ROLL and Trinity use it.
     horizon: as in `SeqMeanTokenSumNorm`; None means that it is not set yet.
     """
 

@@ -37,11 +37,13 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         calls.append(args)
 
     modules = {
-        name: ModuleType(name) for name in ("trl", "trl.trainer", trl_head.UTILS, "trl.rloo")
+        name: ModuleType(name)
+        for name in ("trl", "trl.trainer", trl_head.UTILS, trl_head.DISTILLATION, "trl.rloo")
     }
     utils: Any = modules[trl_head.UTILS]
     utils.add_fused_lm_head, utils.FusedCausalLMOutput = theirs, SimpleNamespace
     modules["trl.rloo"].add_fused_lm_head = theirs  # type: ignore[attr-defined]
+    modules[trl_head.DISTILLATION]._chunked_divergence_loss = lambda: None  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     yield SimpleNamespace(utils=utils, rloo=modules["trl.rloo"], theirs=theirs, calls=calls)
@@ -128,16 +130,12 @@ def test_trl_s_seat_is_taken_and_given_back(trl: Any) -> None:
         trl_head.install_head()
 
 
-def test_trl_s_distillation_trainer_is_given_the_head(
-    trl: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trl_s_distillation_trainer_is_given_the_head(trl: Any) -> None:
     """Its loss by hand: two tokens that count, student (½, ½), teacher (¾, ¼), β = 1.
 
     With β = 1 the divergence is KL(student ‖ teacher) = ½·log(½ / ¾) + ½·log(½ / ¼) = 0.143841.
     """
-    module: Any = ModuleType(trl_head.DISTILLATION)
-    module._chunked_divergence_loss = lambda: None
-    monkeypatch.setitem(sys.modules, trl_head.DISTILLATION, module)
+    module = sys.modules[trl_head.DISTILLATION]
     assert f"{trl_head.DISTILLATION}._chunked_divergence_loss" in trl_head.install_head()
     hidden, heads = torch.ones(1, 3, 1), torch.tensor([[0.0], [0.0]])
     of_teacher = torch.tensor([[3.0], [1.0]]).log()

@@ -115,16 +115,11 @@ def test_counts_of_the_step():
     )
 
 
-def test_the_log_ratio_is_clamped_from_0_10_3():
+def test_the_log_ratio_is_clamped():
     far = rows(30.0)
     args = (far, rows(0.0), rows(-1.0), torch.ones(1, 1, dtype=torch.bool))
     assert openrlhf.PolicyLoss()(*args)[0].item() == pytest.approx(exp(20), rel=1e-14)
-    assert openrlhf.PolicyLoss(release="0.10.2")(*args)[0].item() == pytest.approx(
-        exp(30), rel=1e-14
-    )
-    for release in ("0.10.2", "0.11.2"):
-        # ppo_kl is never clamped.
-        assert openrlhf.PolicyLoss(release=release)(*args)[2].item() == -30
+    assert openrlhf.PolicyLoss()(*args)[2].item() == -30  # ppo_kl is never clamped
 
 
 def test_precision_of_the_values():
@@ -198,24 +193,6 @@ def test_an_empty_row_counts_as_filtered_at_sequence_level():
     assert call(openrlhf.PolicyLoss(is_correction_level="token"), mask)[0][4] == 0
 
 
-def test_one_number_is_an_upper_bound_up_to_0_9_0():
-    loss = openrlhf.PolicyLoss(
-        enable_vllm_is_correction=True, vllm_is_truncated_threshold=3.0, release="0.9.0"
-    )
-    values, _ = call(loss)
-    close(values, ((2 * -1.2 + 0.5 * 1.6 + 3 * -3.0) / 3, *PLAIN, -log(4) / 3))
-
-
-def test_the_older_releases_report_another_ppo_kl():
-    on = {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": [0.1, 9.0]}
-    assert call(openrlhf.PolicyLoss(**on, release="0.10.2"))[0][2] == pytest.approx(
-        -log(4) / 3, rel=1e-14
-    )
-    assert call(openrlhf.PolicyLoss(**on, release="0.10.3"))[0][2] == pytest.approx(
-        PLAIN[1], rel=1e-14
-    )
-
-
 def test_agreement_below_zero():
     """OpenRLHF's lower bound of 0 drops what rounding puts below it;
     here that is said, and -1 avoids it.
@@ -261,11 +238,6 @@ def test_gspo_with_a_correction_is_anchored_at_the_rollout_and_not_weighted():
         values, _ = call(openrlhf.PolicyLoss(policy_loss_type="gspo", **words), MASK.bool())
         close((values[0], values[2], values[3]), ((s / 2 - 3.6) / 2, PLAIN[1], None))
         assert values[1] == pytest.approx(1 / 3, rel=1e-7)
-    older = openrlhf.PolicyLoss(
-        policy_loss_type="gspo", enable_vllm_is_correction=True, release="0.10.2"
-    )
-    # −(ln 3 + ln ¼ + ln 4)/3: from the rollout.
-    assert call(older, MASK.bool())[0][2] == pytest.approx(-log(3) / 3, rel=1e-14)
 
 
 # --- Nothing valid, no mask, wrong arguments ------------------------------------------------------
@@ -293,8 +265,6 @@ def test_no_mask_where_openrlhf_needs_none():
     assert call(openrlhf.PolicyLoss(), None)[0][0] == pytest.approx(
         (sum(SURROGATE) - 120) / 4, rel=1e-14
     )
-    older = openrlhf.PolicyLoss(token_level_loss=False, release="0.10.2")
-    assert call(older, None)[0][0] == pytest.approx((0.2 + -123 / 2) / 2, rel=1e-14)
     for loss, more in (
         (openrlhf.PolicyLoss(token_level_loss=False), {}),
         (openrlhf.PolicyLoss(policy_loss_type="gspo"), {}),
@@ -312,8 +282,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         ["0.11.2", "enable_vllm_is_correction"],
     ),
     ({"release": "0.11.1", "is_correction_level": "seq"}, ["0.11.1", "is_correction_"]),
-    ({"release": "0.12.0"}, ["0.12.0", "0.9.0", "0.11.2"]),
-    ({"release": "0.8.5"}, ["0.8.5", "0.9.0"]),
+    ({"release": "0.12.0"}, ["0.12.0", "0.11.0", "0.11.2"]),
+    ({"release": "0.10.3"}, ["0.10.3", "0.11.0"]),
     ({"policy_loss_type": "grpo"}, ["policy_loss_type", "gspo, ppo"]),
     ({"dual_clip": 1.0}, ["dual_clip", "1.0"]),
     ({"is_correction_level": "sequence"}, ["is_correction_level", "off, seq, token"]),
@@ -332,6 +302,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
         ["is_correction_threshold", "(1.0,)"],
     ),
     ({"enable_vllm_is_correction": True}, ["vllm_is_truncated_threshold", "None"]),
+    ({"is_correction_level": True, "is_correction_mode": 3.0}, ["(low, high)", "3.0"]),
     (
         {"vllm_is_correction_type": "cispo"},
         ["vllm_is_correction_type", "icepop, seq-mask-tis, tis"],
@@ -545,7 +516,7 @@ def test_install_serves_the_release(package):
     assert openrlhf.PolicyLoss().release == "0.11.2"  # what is imported from here stays as it is
 
 
-@pytest.mark.parametrize("release", ["0.8.5", "0.9.2", "0.11.3", "1.0.0"])
+@pytest.mark.parametrize("release", ["0.8.5", "0.10.3", "0.11.3", "1.0.0"])
 def test_install_refuses_unknown_modules(package, release):
     with pytest.raises(pl.SpecError, match=release.replace(".", r"\.")):
         openrlhf.install(release)

@@ -175,20 +175,6 @@ def test_options_outside_the_policy_loss_can_be_left_to_the_caller() -> None:
     assert spec_from_config(beside, handled=EXTRA_OPTIONS) == MEANS["dapo"]
 
 
-def test_a_config_of_an_older_release_lacks_newer_options() -> None:
-    names = (
-        "use_bias_correction_kl",
-        "entropy_coef",
-        "use_adaptive_entropy",
-        "delta",
-        "off_policy_mask_threshold",
-    )
-    older = SimpleNamespace(
-        **{name: value for name, value in vars(config(beta=0.1)).items() if name not in names}
-    )
-    assert spec_from_config(older) == MEANS["dapo"].replace(kl=WrittenKL("k3", 0.1, clamp=None))
-
-
 # --- what cannot be said --------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -245,16 +231,6 @@ def test_only_options_outside_the_policy_loss_can_be_handled_elsewhere() -> None
         spec_from_config(config(), handled=("delta",))
 
 
-def test_luspo_of_earlier_releases_is_refused_where_it_averaged_over_padding() -> None:
-    sequence = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
-    assert spec_from_config(config(**sequence), release="1.9.2") == spec_from_config(
-        config(**sequence)
-    )
-    for options in ({"loss_type": "luspo"}, {**sequence, "beta": 0.1}):
-        with pytest.raises(pl.SpecError, match=r"before 1\.10"):
-            spec_from_config(config(**options), release="1.9.2")
-
-
 # --- denominators ---------------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])  # 5 tokens, one row of three empty
@@ -275,14 +251,6 @@ def test_bnpo_divides_by_the_micro_batch_and_dapo_by_the_generation_batch() -> N
     # 18 tokens in 4 micro-batches, so 9 in the 2 of one step.
     assert float(totals_for(config(loss_type="bnpo", **options), MASK, items, **step).tokens) == 20
     assert float(totals_for(config(loss_type="dapo", **options), MASK, items, **step).tokens) == 9
-    assert (
-        float(
-            totals_for(
-                config(loss_type="dapo", **options), MASK, items, release="1.9.0", **step
-            ).tokens
-        )
-        == 18
-    )
     assert (
         float(
             totals_for(

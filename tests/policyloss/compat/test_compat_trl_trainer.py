@@ -34,7 +34,8 @@ class Parent:
         self.accelerator = SimpleNamespace(num_processes=1, sync_gradients=True)
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self._metrics: dict[str, Any] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        self._entropy_bonus_enabled = args.entropy_coef != 0.0
+        self._entropy_bonus_enabled, self.aux_loss_enabled = args.entropy_coef != 0.0, False
+        self.top_entropy_quantile = args.top_entropy_quantile
         self.history: list[dict[str, float]] = []
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +112,12 @@ def test_the_class_is_made_once_and_names_its_requirements(monkeypatch: pytest.M
         _ = compat.GRPOTrainer
     with pytest.raises(AttributeError, match="spec_from_config"):
         _ = compat.Trainer
+
+
+def test_an_older_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["trl"], "__version__", "1.13.2")
+    with pytest.raises(ImportError, match=r"TRL 1\.13\.2 is older than 1\.14"):
+        _ = compat.GRPOTrainer
 
 
 def test_the_config_s_loss_with_our_gradient() -> None:
@@ -230,16 +237,6 @@ def test_invalid_options_are_refused_before_anything_is_loaded(
         made("gspo", epsilon=0.1)
     with pytest.raises(pl.SpecError, match=r"delta=0\.5"):
         made(delta=0.5)
-
-
-def test_a_release_that_computes_the_loss_in_liger_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Parent, "compute_liger_loss", lambda self: None, raising=False)
-    args = grpo_config()
-    args.use_liger_kernel = True
-    with pytest.raises(pl.SpecError, match="use_liger_kernel=True"):
-        compat.GRPOTrainer("model", args=args)
 
 
 def test_a_nan_is_not_hidden() -> None:

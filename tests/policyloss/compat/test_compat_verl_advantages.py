@@ -98,29 +98,6 @@ def test_grpo_vectorized_has_float32_statistics():
     outcome(pair, [-1 / a, 5 / 1.5, 1 / a, -2 / c, -1 / c, 3 / c])
 
 
-def test_grpo_vectorized_before_0_8_0_has_a_least_variance():
-    # The variances 2 and 7 become 4 and 7 with epsilon = 4.
-    outcome(
-        call("grpo_vectorized", index=INDEX, epsilon=4.0, release="0.7.1"),
-        [-1 / 6, 1, 1 / 6, *(x / float32(float32(ROOT7) + 4) for x in (-2, -1, 3))],
-    )
-    pair = call("grpo_vectorized", index=INDEX, epsilon=4.0, release="0.8.0")
-    close(pair[0][0, 0], -1 / float32(float32(ROOT2) + 4))
-
-
-def test_grpo_vectorized_before_0_8_0_takes_its_variance_from_moments():
-    # In float32, 4097² = 16785409 is 16785408, and with 4095² = 16769025 it makes 33554432: just
-    # 8192²/2, so no variance is seen, and the least one is taken, √0.01 = 0.1.
-    # Around the mean it is 2.
-    rewards, mask = torch.tensor([[4097.0], [4095.0]]), torch.ones(2, 1)
-    old, new = (
-        call("grpo_vectorized", rewards, mask, index="aa", epsilon=0.01, release=r)[0]
-        for r in ("0.7.1", None)
-    )
-    close(old, [[1 / 0.11], [-1 / 0.11]], atol=1e-5)
-    close(new, [[1 / (ROOT2 + 0.01)], [-1 / (ROOT2 + 0.01)]], atol=1e-6)
-
-
 def test_grpo_passk():
     # The margins of the best over the second: 3 − 1 = 2 and 6 − 2 = 4.
     rewards, mask, index = (
@@ -307,15 +284,6 @@ def test_gae():
     # {2.075, 0.5}: mean 1.2875, variance 2·0.7875². The hole holds ½ too.
     s = 0.7875 / math.sqrt(2 * 0.7875**2 + 1e-8)
     close(advantages, [[s, -s, -s]])
-    # Before 0.5.0 the hole is a token like any: A₂ = 5 + 1.35 − 1 + 0.225 = 5.575, A₁ = 1 + 0.9 −
-    # 0.5 + 0.45·5.575 = 3.90875.
-    advantages, returns = call(
-        "gae", STEPS, TURNS, values=values, gamma=0.9, lam=0.5, release="0.4.1"
-    )
-    close(returns, [[4.40875, 6.575, 2]])
-    mean, half = (3.90875 + 0.5) / 2, (3.90875 - 0.5) / 2
-    s = 1 / math.sqrt(2 * half**2 + 1e-8)
-    close(advantages, [[half * s, (5.575 - mean) * s, -half * s]])
 
 
 @walked("name", ["gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
@@ -541,7 +509,12 @@ def components(**config):
             SpecError,
             "release='newest'",
         ),
-        ("grpo_vectorized", {"index": INDEX, "release": 0.9}, SpecError, r"release=0\.9"),
+        (
+            "reinforce_plus_plus",
+            {"config": {"gamma": 1.0}, "release": "0.7.1"},
+            SpecError,
+            r"0\.7\.1.*older than 0\.8\.0",
+        ),
         ("gdpo", components(), InputError, "gdpo_reward_keys is missing"),
         (
             "gdpo",

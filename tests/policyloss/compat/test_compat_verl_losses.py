@@ -138,21 +138,6 @@ def test_the_guard_of_a_float64_mask_is_kept() -> None:
 
 
 def test_meanings_that_changed_between_releases() -> None:
-    x = torch.tensor([[1.0, 2.0], [4.0, 9.0], [9.0, 9.0]], dtype=F64)
-    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]], dtype=F64)
-
-    def agg(mode: str, release: str) -> float:
-        return float(verl.agg_loss(x, mask, mode, release=release))
-
-    # No mean over rows.
-    assert agg("seq-mean-token-sum-norm", "0.7.0") == pytest.approx(7 / 2, rel=1e-14)
-    assert agg("seq-mean-token-sum-norm", "0.7.1") == pytest.approx(7 / 2 / 2, rel=1e-14)
-    # The empty row counts.
-    assert agg("seq-mean-token-sum", "0.5.0") == pytest.approx(7 / 3, rel=1e-14)
-    assert agg("seq-mean-token-sum", "0.6.1") == 7 / 2
-    assert agg("token-mean", "0.6.1") == pytest.approx(7 / (3 + 1e-8), rel=1e-15)
-    with pytest.raises(pl.SpecError, match=r"0\.4\.0.*0\.4\.1"):
-        agg("token-mean", "0.4.0")
     # Up to 0.9.0 GSPO was averaged by sequence whatever was asked for.
     gspo = verl.POLICY_LOSSES["gspo"]
     by_token, _ = gspo(OLD, NEW, A, MASK, "token-mean", config())
@@ -223,8 +208,12 @@ BAD = {
         "rollout_correction",
     ),
     "unknown release": (
-        lambda: verl.agg_loss(A, MASK, "token-mean", release="newest"),
+        lambda: verl.compute_policy_loss_vanilla(OLD, NEW, A, MASK, release="newest"),
         "release.*newest",
+    ),
+    "old release": (
+        lambda: verl.compute_policy_loss_vanilla(OLD, NEW, A, MASK, release="0.7.1"),
+        r"0\.7\.1.*older than 0\.8\.0",
     ),
 }
 
@@ -339,20 +328,15 @@ def test_distillation_is_registered_again_and_again(fake_distillation: dict[str,
         fake_distillation["policyloss/k1"](None, supervised, {"log_probs": student}, data)
 
 
-def test_the_hook_registers_distillation_where_verl_has_it(
-    fake_distillation: dict[str, Any],
+def test_the_hook_registers_when_it_is_imported(
+    fake_verl: dict[str, Any], fake_distillation: dict[str, Any]
 ) -> None:
-    sys.modules.pop("policyloss.compat.verl.hook", None)
-    hook = importlib.import_module("policyloss.compat.verl.hook")
-    assert len(fake_distillation) == 6
-    assert hook.NAMES[-6:] == tuple(fake_distillation)
-
-
-def test_the_hook_registers_when_it_is_imported(fake_verl: dict[str, Any]) -> None:
     sys.modules.pop("policyloss.compat.verl.hook", None)
     hook = importlib.import_module("policyloss.compat.verl.hook")
     assert "policyloss/gspo" in fake_verl
     assert "policyloss/gspo" in hook.NAMES
+    assert len(fake_distillation) == 6
+    assert hook.NAMES[-6:] == tuple(fake_distillation)
 
 
 def registered(

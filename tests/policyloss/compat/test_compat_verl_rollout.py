@@ -116,7 +116,7 @@ def test_sequence_metrics_look_at_every_row():
     )
 
 
-def test_the_first_releases_measured_weights_before_they_were_truncated():
+def test_0_8_0_judged_sequences_by_the_applied_weights():
     def of(release):
         weights, metrics = verl.compute_rollout_correction_weights(
             LOG_RATIO, MASK, "token", 2.2, release=release
@@ -124,30 +124,9 @@ def test_the_first_releases_measured_weights_before_they_were_truncated():
         assert weights.max().item() == 2.2
         return metrics
 
-    # 0.8.0 judges sequences by the applied weights: 1.35 is not above 2.2.
+    # 1.35 is not above 2.2.
     assert of("0.9.0") == of(None)
     check(of("0.8.0"), {**of(None), "rollout_is_seq_fraction_high": 0.0})
-    # 0.7.1: raw weights 4, ½, ⅛; their spread within [1/2.2, 2.2]: 2.2, ½, 1/2.2.
-    old, mean, square = (
-        of("0.7.1"),
-        (2.7 + 1 / 2.2) / (3 + E),
-        (2.2**2 + 0.25 + 1 / 2.2**2) / (3 + E),
-    )
-    check(
-        old,
-        {
-            "rollout_is_mean": 4.625 / (3 + E),
-            "rollout_is_max": 4,
-            "rollout_is_std": sqrt(square - mean**2),
-        },
-    )
-    check(
-        old,
-        {
-            "rollout_is_seq_fraction_high": single(1 / 3),
-            "rollout_is_eff_sample_size": (mean + E) ** 2 / square,
-        },
-    )
 
 
 def test_icepop_reports_zeroed_tokens_and_survives_zeroing_all():
@@ -168,22 +147,20 @@ def test_icepop_reports_zeroed_tokens_and_survives_zeroing_all():
 
 
 def test_batch_normalisation():
-    def factor(level, **extra):
+    def factor(level):
         weights, metrics = verl.compute_rollout_correction_weights(
-            LOG_RATIO, MASK, level, 2.0, True, **extra
+            LOG_RATIO, MASK, level, 2.0, True
         )
-        plain, _ = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, level, 2.0, **extra)
+        plain, _ = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, level, 2.0)
         torch.testing.assert_close(
             weights * metrics["rollout_is_batch_norm_factor"], plain, rtol=1e-15, atol=0
         )
         return metrics["rollout_is_batch_norm_factor"]
 
     assert factor("token") == pytest.approx(2.625 / (3 + E), rel=1e-15)
-    # Row means 4/(2+E) and ⅛/(1+E): over the rows that have tokens, and at first over all three.
+    # Row means 4/(2+E) and ⅛/(1+E), over the two rows that have tokens.
     total = 4 / (2 + E) + 0.125 / (1 + E)
     assert factor("sequence") == pytest.approx(total / 2, rel=1e-15)
-    assert factor("sequence", release="0.7.0") == pytest.approx(total / 2, rel=1e-15)
-    assert factor("sequence", release="0.6.1") == pytest.approx(total / 3, rel=1e-15)
 
 
 def test_batch_normalisation_is_exact_with_a_process_group(tmp_path):
@@ -192,13 +169,9 @@ def test_batch_normalisation_is_exact_with_a_process_group(tmp_path):
     )
     try:
         _, metrics = verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.0, True)
-        _, first = verl.compute_rollout_correction_weights(
-            LOG_RATIO, MASK, "token", 2.0, True, release="0.6.1"
-        )
     finally:
         torch.distributed.destroy_process_group()
     assert metrics["rollout_is_batch_norm_factor"] == pytest.approx(2.625 / 3, rel=1e-15)
-    assert first["rollout_is_batch_norm_factor"] == pytest.approx(2.625 / (3 + E), rel=1e-15)
 
 
 # --- Rejection ------------------------------------------------------------------------------------
@@ -335,40 +308,6 @@ def test_no_rows_are_given_back_as_they_are():
     assert metrics == {}
 
 
-# The weights that releases before 0.7.1 rejected by: 4, ½ | ⅛; products 2 | ⅛;
-# geometric means √2 | ⅛.
-BY_WEIGHT = [
-    ("token", 4.5, None, [[1, 1], [0, 0]], 1 / 3),
-    ("token", 3.0, 0.1, [[0, 1], [1, 0]], 1 / 3),
-    ("sequence", 2.5, 0.1, [[1, 1], [1, 0]], 0),
-    ("sequence", 2.5, 1.5, [[1, 1], [0, 0]], 2 / 3),  # the empty row's weight 1 lies outside too
-    ("geometric", 1.5, None, [[1, 1], [0, 0]], 1 / 3),
-]
-
-
-@walked(("rollout_rs", "high", "low", "expected", "rows"), BY_WEIGHT)
-def test_rejection_by_weight_before_071(rollout_rs, high, low, expected, rows):
-    kept, metrics = verl.compute_rollout_rejection_mask(
-        LOG_RATIO, MASK.long(), rollout_rs, high, rollout_rs_threshold_lower=low, release="0.7.0"
-    )
-    assert kept.dtype == torch.float32
-    assert kept.tolist() == [*expected, [0, 0]]
-    assert metrics["rollout_rs_seq_masked_fraction"] == single(rows)
-    assert metrics["rollout_rs_masked_fraction"] == single(1 - sum(map(sum, expected)) / 3)
-    assert {
-        "rollout_rs_mean",
-        "rollout_rs_eff_sample_size",
-        "rollout_rs_seq_fraction_low",
-    } < metrics.keys()
-
-
-def test_a_geometric_mean_before_071_has_epsilon_in_its_exponent():
-    _, metrics = verl.compute_rollout_rejection_mask(
-        LOG_RATIO, MASK, "geometric", 2.0, release="0.7.0"
-    )
-    check(metrics, {"rollout_rs_max": 2 ** (1 / (2 + E)), "rollout_rs_min": 2 ** (-3 / (1 + E))})
-
-
 # --- Together -------------------------------------------------------------------------------------
 
 
@@ -431,26 +370,6 @@ def test_weights_come_in_verls_own_type_where_there_is_one(monkeypatch):
     )
 
 
-def test_the_veto_of_releases_before_071():
-    _, mask, metrics = both(rollout_token_veto_threshold=0.3, release="0.7.0")
-    assert mask.tolist() == [[1, 1], [0, 0], [0, 0]]
-    check(
-        metrics,
-        {
-            "rollout_corr/rollout_is_veto_fraction": single(1 / 3),
-            "rollout_corr/rollout_is_catastrophic_token_fraction": 1 / (3 + E),
-        },
-    )
-    _, mask, metrics = both(release="0.7.0")
-    assert torch.equal(mask, MASK)
-    assert (
-        metrics["rollout_corr/rollout_is_veto_fraction"]
-        == metrics["rollout_corr/rollout_is_catastrophic_token_fraction"]
-        == 0
-    )
-    assert "rollout_corr/rollout_is_veto_fraction" not in both(release="0.7.1")[2]
-
-
 def test_add_to_batch(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl.protocol", None)
 
@@ -471,14 +390,6 @@ def test_add_to_batch(monkeypatch):
     assert metrics == both(**words)[2]
     made, _ = verl.compute_rollout_correction_and_add_to_batch(batch(), {})
     assert "rollout_is_weights" not in made.batch
-    old = {
-        "rollout_token_veto_threshold": 0.3,
-        "rollout_rs": "token",
-        "rollout_rs_threshold": 9,
-        "rollout_rs_threshold_lower": 0.01,
-    }
-    made, _ = verl.compute_rollout_correction_and_add_to_batch(batch(), old, release="0.7.0")
-    assert made.batch["response_mask"].tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
 def test_bypass_mode():
@@ -541,17 +452,9 @@ def test_releases_refuse_different_settings():
         LOG_RATIO, MASK, "token_k1", "2_0.5", release="0.8.0"
     )
     assert not kept.any()
-    with pytest.raises(TypeError, match=r"up to verl 0\.7\.1"):
-        verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", "2.0", release="0.7.1")
-    for name in ("rollout_rs_threshold_lower", "rollout_token_veto_threshold"):
-        with pytest.raises(SpecError, match=f"{name}=0.5 was removed from verl in 0.7.1"):
-            both(rollout_rs="token_k1", rollout_rs_threshold=2.0, **{name: 0.5})
-    with pytest.raises(SpecError, match="unknown rollout_rs 'token_k1'"):
-        verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token_k1", 2.0, release="0.7.0")
-    with pytest.raises(SpecError, match="needs rollout_rs_threshold"):
-        verl.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token", release="0.7.0")
-    with pytest.raises(SpecError, match="veto_threshold must be positive"):
-        both(rollout_token_veto_threshold=0.0, release="0.7.0")
+    for call in (verl.compute_rollout_correction_weights, verl.compute_rollout_rejection_mask):
+        with pytest.raises(SpecError, match=r"0\.7\.1.*older than 0\.8\.0"):
+            call(LOG_RATIO, MASK, "token", 2.0, release="0.7.1")
     with pytest.raises(SpecError, match="unknown rollout_is 'geometric'"):
         verl.compute_rollout_correction_weights(LOG_RATIO, MASK, "geometric")
 
@@ -613,12 +516,12 @@ SIGNATURES = {
     ),
     "compute_rollout_rejection_mask": (
         "log_ratio, response_mask, rollout_rs='token_k1', rollout_rs_threshold=None, *, "
-        "rollout_rs_threshold_lower=None, release=None"
+        "release=None"
     ),
     "compute_rollout_correction_and_rejection_mask": (
         "old_log_prob, rollout_log_prob, response_mask, rollout_is=None, rollout_is_threshold=2.0, "
         "rollout_is_batch_normalize=False, rollout_rs=None, rollout_rs_threshold=None, *, "
-        "rollout_rs_threshold_lower=None, rollout_token_veto_threshold=None, release=None"
+        "release=None"
     ),
     "compute_offpolicy_metrics": "old_log_prob, rollout_log_prob, response_mask",
     "compute_is_metrics": (

@@ -12,7 +12,6 @@ from policyloss.compat.verl.rollout_metrics import Means
 from policyloss.compat.verl.rollout_thresholds import reciprocal_band
 from policyloss.functional.correction import reduced, within
 from policyloss.functional.kl import estimate
-from policyloss.functional.segments import Sequences
 
 LN2 = log(2)
 TINY = 1e-300  # vanishes beside any count, and makes an empty sequence's mean 0
@@ -25,7 +24,7 @@ def tensor(*rows):
 
 
 def means(epsilon=TINY, mask=MASK):
-    return Means.of(mask, epsilon)
+    return Means(mask, epsilon)
 
 
 def check(found, expected):
@@ -138,8 +137,6 @@ def test_normalised_over_tokens_and_sequences():
     assert scaled.tolist() == [[1 / 3, 2 / 3], [2, 0], [0, 0]]
     _, factor = mismatch.normalised(w, means(), "sequences")
     assert factor.item() == 3.75  # (1.5 + 6) / 2
-    _, factor = mismatch.normalised(w, means(), "sequences", empty_sequences=True)
-    assert factor.item() == 2.5  # (1.5 + 6 + 0) / 3
 
 
 def test_normalised_has_epsilon_in_the_mean_over_the_tokens_of_one_process():
@@ -164,9 +161,9 @@ def test_weights_that_are_all_zero_stay_so():
     scaled, factor = mismatch.normalised(zero, means(), "tokens")
     assert factor.item() == 1
     assert torch.equal(scaled, zero)
-    assert mismatch.normalised(zero + 1e-9, means(), "tokens")[1].item() == 1
+    assert mismatch.normalised(zero + 1e-9, means(epsilon=1e-8), "tokens")[1].item() == 1
     for epsilon in (0.0, TINY, 1e-8):
-        found = mismatch.weight_spread(zero, means(epsilon), 0.0, 2.0)
+        found = mismatch.weight_spread(zero, means(epsilon), 2.0)
         assert {name: x.item() for name, x in found.items()} == {
             "mean": 0,
             "std": 0,
@@ -201,10 +198,10 @@ def test_sequence_bounds_are_logarithms_in_float32():
 
 
 def test_weight_spread_by_hand():
-    # Clamped to [1, 4]: 1, 4, 4. Mean 3, mean square 11: std √2, ESS 9/11.
+    # Clamped to [0, 4]: 1, 4, 4. Mean 3, mean square 11: std √2, ESS 9/11.
     # The mean is of the weights as they are.
-    found = mismatch.weight_spread(tensor([0.5, 4], [10, nan], [nan, nan]), means(), 1.0, 4.0)
-    check(found, {"mean": 14.5 / 3, "std": sqrt(2), "eff_sample_size": 9 / 11})
+    found = mismatch.weight_spread(tensor([1, 4], [10, nan], [nan, nan]), means(), 4.0)
+    check(found, {"mean": 15 / 3, "std": sqrt(2), "eff_sample_size": 9 / 11})
 
 
 def test_spread_of_one_token_is_zero():
@@ -215,9 +212,9 @@ def test_spread_of_one_token_is_zero():
 
 def test_weights_by_sequence_by_hand():
     # Applied means 1.5, 4, 0; raw means 3, 4, 0 against [0.5, 2].
-    found = mismatch.weights_by_sequence(
-        tensor([1, 2], [4, 9], [9, 9]), tensor([2, 4], [4, 9], [9, 9]), means(), 0.5, 2.0
-    )
+    applied, raw = tensor([1, 2], [4, 9], [9, 9]), tensor([2, 4], [4, 9], [9, 9])
+    values, judged = (means().of_sequences(x) for x in (applied, raw))
+    found = mismatch.of_each_sequence(values, judged, 0.5, 2.0, center=1.0)
     third = torch.tensor(1 / 3, dtype=torch.float32).item()
     two_thirds = torch.tensor(2 / 3, dtype=torch.float32).item()
     mean = 5.5 / 3
@@ -319,35 +316,11 @@ def test_rejected_shares():
         == torch.tensor(THIRD, dtype=torch.float32).item()
     )
     assert mismatch.rejected_sequences(keep, means(), "nonempty", torch.float64).item() == HALF
-    assert mismatch.rejected_sequences(keep, means().everywhere).item() == 1
 
 
-def test_the_share_outside_a_band_and_veto():
+def test_the_share_outside_a_band():
     w = tensor([0.5, 3], [2, 99], [99, 99])
     assert mismatch.rejected_tokens(within(w, 1.0, 2.0), means()).item() == 2 / 3
-    w[1, 1] = 0.1  # masked: it has no veto
-    keep, found = mismatch.vetoed(w.log(), means(), 0.6)
-    assert keep.tolist() == [[False, False], [True, True], [True, True]]
-    assert found["sequences"].item() == torch.tensor(THIRD, dtype=torch.float32).item()
-    assert found["tokens"].item() == THIRD
-
-
-def test_a_pack_gives_the_numbers_of_its_rows():
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=torch.float64)
-    g = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(2, 3, dtype=torch.float64, generator=g) for _ in range(2))
-    cu = torch.tensor([0, 3, 6])
-    for kind in (torch.float64, torch.bool):
-        rows = Means(mask.to(kind), Sequences.of(mask), TINY)
-        pack = Means(mask.reshape(-1).to(kind), Sequences.of(mask.reshape(-1), cu), TINY)
-        check(
-            mismatch.policy_gap(x.reshape(-1), y.reshape(-1), pack),
-            as_numbers(mismatch.policy_gap(x, y, rows)),
-        )
-
-
-def as_numbers(found):
-    return {name: x.item() for name, x in found.items()}
 
 
 def test_epsilon_in_the_mean_of_a_sequence():

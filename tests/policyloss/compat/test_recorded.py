@@ -98,7 +98,7 @@ def test_openrlhf_takes_either_family_of_arguments():
         "vllm_is_truncated_threshold": None,
         "vllm_is_correction_type": "tis",
     }
-    for version in ("0.11.1", "0.11.0", "0.10.3"):
+    for version in ("0.11.1", "0.11.0"):
         assert forms.constructor_problems(older, version) == []
 
 

@@ -308,20 +308,16 @@ CHECKS: dict[tuple[str, str], dict[str, Callable[[Given], Tensor]]] = {
     ("token mean, bnpo", "TRL's `bnpo`, SkyRL's `token_mean_legacy`, torchtune"): {
         "TRL": trl_micro
     },
-    ("seq-mean-token-mean", "verl from 0.6.0, OpenRLHF from 0.10.3"): {
-        "verl": of_verl("vanilla", SEQUENCES, release="0.6.0", **NO_DUAL),
-        "OpenRLHF": of_openrlhf(token_level_loss=False, release="0.10.3"),
+    ("seq-mean-token-mean", "verl, OpenRLHF"): {
+        "verl": of_verl("vanilla", SEQUENCES, **NO_DUAL),
+        "OpenRLHF": of_openrlhf(token_level_loss=False),
     },
-    ("seq-mean-token-mean", "verl up to 0.5.0, TRL, ColossalChat, SkyRL"): {
-        "verl": of_verl("vanilla", SEQUENCES, release="0.5.0", **NO_DUAL),
+    ("seq-mean-token-mean", "TRL, ColossalChat, SkyRL"): {
         "TRL": of_trl(loss_type="grpo"),
         "ColossalChat": of_coati(beta=0),
     },
-    ("seq-mean-token-sum-norm", "verl from 0.7.1"): {
-        "verl": of_verl("vanilla", "seq-mean-token-sum-norm", release="0.7.1", **NO_DUAL)
-    },
-    ("seq-mean-token-sum-norm", "verl up to 0.7.0, ROLL, Trinity-RFT"): {
-        "verl": of_verl("vanilla", "seq-mean-token-sum-norm", release="0.7.0", **NO_DUAL)
+    ("seq-mean-token-sum-norm", "verl"): {
+        "verl": of_verl("vanilla", "seq-mean-token-sum-norm", **NO_DUAL)
     },
     ("seq-mean-token-sum-norm", "TRL's `dr_grpo`, SkyRL"): {
         "TRL": of_trl(loss_type="dr_grpo", max_completion_length=4)

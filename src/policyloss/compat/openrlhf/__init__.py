@@ -1,5 +1,5 @@
 """OpenRLHF's `PolicyLoss`, `ValueLoss`, `aggregate_loss` and `compute_approx_kl`, with the
-arguments, return values and numbers of 0.9.0 to 0.11.2.
+arguments, return values and numbers of 0.11.0 to 0.11.2.
 
 `install()` replaces them in the installed OpenRLHF, and `install_head()` lets its actor compute
 log-probabilities and entropies without logits. OpenRLHF trains in Ray's worker processes, so a hook

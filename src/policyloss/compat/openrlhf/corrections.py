@@ -18,20 +18,19 @@ from policyloss.parts.correction import Band, DivergenceMask, SequenceMask, Trun
 from policyloss.tokens import Tokens
 
 # Supported: the releases from OLDEST to before UNKNOWN.
-OLDEST, CURRENT, UNKNOWN = "0.9.0", "0.11.2", "0.11.3"
+OLDEST, CURRENT, UNKNOWN = "0.11.0", "0.11.2", "0.11.3"
 LAST_WITH_VLLM_NAMES = "0.11.1"
 BINARY_FLOOR = 1e-6  # the smallest probability in a binary KL
 
-Threshold = float | Sequence[float] | None
+Threshold = Sequence[float] | None
 # The defaults of is_correction_{level, mode, gating, threshold}.
 NEWER_DEFAULTS = ("off", "mask", "ratio", (0.5, 5.0))
 _DIVERGENCES: dict[str, Literal["kl", "tv"]] = {"binary_kl": "kl", "tv": "tv"}
-# vllm_is_correction_type of releases up to 0.11.1 as level and mode of 0.11.2.
+# vllm_is_correction_type of 0.11.0 and 0.11.1 as level and mode of 0.11.2.
 VLLM_TYPES = {
     "tis": ("token", "clip"),
     "icepop": ("token", "mask"),
     "seq-mask-tis": ("seq", "mask"),
-    "mis": ("seq", "mask"),
 }
 
 
@@ -45,11 +44,9 @@ class Gate(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The threshold as (low, high); a single number, as up to 0.9.0, is an upper bound."""
+        """The threshold as (low, high)."""
         threshold = self.threshold
-        if isinstance(threshold, (int, float)):
-            return 0.0, threshold
-        if threshold is None or len(threshold) != 2:
+        if not isinstance(threshold, Sequence) or len(threshold) != 2:
             raise SpecError(
                 "is_correction_threshold (vllm_is_truncated_threshold up to 0.11.1) must be bounds "
                 f"(low, high), got {threshold!r}."

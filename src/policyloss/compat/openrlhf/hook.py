@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from policyloss.compat.arguments import at_least
 from policyloss.compat.hooks import Patch, installed_version
 from policyloss.compat.openrlhf import losses
 from policyloss.compat.openrlhf.corrections import check_release
-from policyloss.errors import SpecError
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
 from policyloss.hf.forward import run_with
@@ -35,20 +33,14 @@ def install(release: str | None = None) -> str:
     """
     version = release or installed_version("openrlhf")
     check_release(version)
-    if at_least(version, "0.9.1") and not at_least(version, "0.9.3"):
-        raise SpecError(
-            f"OpenRLHF {version} passes use_icepop, which only 0.9.1 and 0.9.2 have; use 0.9.3 or "
-            "a later release."
-        )
     if not _patch.pairs:
         loss, utils = import_module("openrlhf.models.loss"), import_module("openrlhf.models.utils")
-        classes = (_of_release(cls, version) for cls in (losses.PolicyLoss, losses.ValueLoss))
-        of_loss = (*classes, losses.aggregate_loss)
+        described = {"__doc__": losses.PolicyLoss.__doc__, "__module__": losses.__name__}
+        of_release = {**described, "default_release": version}
+        ours_here = type("PolicyLoss", (losses.PolicyLoss,), of_release)
+        of_loss = (ours_here, losses.ValueLoss, losses.aggregate_loss)
         ours = [*((loss, new) for new in of_loss), (utils, losses.compute_approx_kl)]
-        # Releases before 0.10.3 have no aggregate_loss.
-        _patch.pairs.extend(
-            (getattr(m, new.__name__), new) for m, new in ours if hasattr(m, new.__name__)
-        )
+        _patch.pairs.extend((getattr(m, new.__name__), new) for m, new in ours)
     _patch.apply()
     return version
 
@@ -56,12 +48,6 @@ def install(release: str | None = None) -> str:
 def uninstall() -> None:
     """Restore OpenRLHF's classes and functions."""
     _patch.undo()
-
-
-def _of_release(cls: Any, release: str) -> Any:
-    """A subclass of `cls` with `release` as its default release."""
-    attributes = {"default_release": release, "__doc__": cls.__doc__, "__module__": cls.__module__}
-    return type(cls.__name__, (cls,), attributes)
 
 
 def install_head() -> None:

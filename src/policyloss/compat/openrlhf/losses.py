@@ -1,6 +1,6 @@
 """OpenRLHF's `PolicyLoss`, `ValueLoss` and `aggregate_loss` (openrlhf/models/loss.py) and
 `compute_approx_kl` (openrlhf/models/utils.py), with the signatures, return values and numbers of
-0.9.0 to 0.11.2.
+0.11.0 to 0.11.2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from policyloss.compat.openrlhf.corrections import (
     Gate,
     Threshold,
     capped_weight,
-    check_release,
     mean_or_zero,
     older_by_position,
     rejected_share,
@@ -49,7 +48,6 @@ class Average(NamedTuple):
     """OpenRLHF's mean over tokens, or over samples of their token means, in one call."""
 
     token_level: bool
-    release: str
     dp_size: int = 1
     batch_num_tokens: float | None = None
     global_batch_size: float | None = None
@@ -58,9 +56,8 @@ class Average(NamedTuple):
         self, like: Tensor, mask: Tensor | None, called: str = "action_mask", needed: bool = False
     ) -> Tensor:
         """The mask, or all tokens where OpenRLHF accepts a missing one. called: its name."""
-        rows_need_it = not self.token_level and at_least(self.release, "0.10.3")
-        counted = self.token_level and self.batch_num_tokens is not None
-        if mask is None and (needed or rows_need_it or counted):
+        of_this_call = self.token_level and self.batch_num_tokens is None
+        if mask is None and (needed or not of_this_call):
             raise InputError(
                 f"{called} was not given; only a mean over the tokens of this call works without "
                 "it."
@@ -73,8 +70,7 @@ class Average(NamedTuple):
         """
         if self.token_level:
             return TokenMean()
-        guarded = mask_dtype == torch.float64 and at_least(self.release, "0.10.3")
-        return seq_mean_token_mean(EPSILON if guarded else 0.0)
+        return seq_mean_token_mean(EPSILON if mask_dtype == torch.float64 else 0.0)
 
     @property
     def totals(self) -> Totals | Literal["local"]:
@@ -92,8 +88,7 @@ class PolicyLoss(nn.Module):
     argument is a bool. The loss then returns the four values of 0.11.1, otherwise the five of
     0.11.2. release: follow the numbers and return values of this release instead.
 
-    Since 0.10.3 the log-ratio is clamped at ±20 and empty rows are left out of the mean. From 0.9.3
-    to 0.10.2, ppo_kl measures the rollout policy when a correction is on. A batch without valid
+    The log-ratio is clamped at ±20 and empty rows are left out of the mean. A batch without valid
     tokens has the loss 0 with a zero gradient (OpenRLHF: NaN).
 
     As in OpenRLHF, a threshold of (0, high) on "binary_kl" also drops tokens with equal
@@ -156,13 +151,12 @@ class PolicyLoss(nn.Module):
     def _make_spec(self, mask_dtype: torch.dtype = torch.float64) -> LossSpec:
         corrected = self._gate().level != "off"
         trust = Clip(self.clip_eps_low, self.clip_eps_high, self.dual_clip)
-        aggregate = Average(self.token_level_loss, self.release).part(mask_dtype)
+        aggregate = Average(self.token_level_loss).part(mask_dtype)
         if self.policy_loss_type == "gspo":
             ratio = SequenceRatio(anchor="rollout" if corrected else "old", log_clamp=None)
             return LossSpec(ratio, trust, aggregate=aggregate)
-        log_clamp = 20.0 if at_least(self.release, "0.10.3") else None
         parts = self._gate().part() if corrected else ()
-        return LossSpec(TokenRatio(log_clamp=log_clamp), trust, parts, aggregate=aggregate)
+        return LossSpec(TokenRatio(log_clamp=20.0), trust, parts, aggregate=aggregate)
 
     @drop_in
     def forward(
@@ -182,9 +176,7 @@ class PolicyLoss(nn.Module):
         All tensors are `[B, T]`. batch_num_tokens and global_batch_size count the valid tokens and
         the samples of the optimizer step over all ranks.
         """
-        average = Average(
-            self.token_level_loss, self.release, dp_size, batch_num_tokens, global_batch_size
-        )
+        average = Average(self.token_level_loss, dp_size, batch_num_tokens, global_batch_size)
         mask = average.mask(log_probs, action_mask, needed=self.policy_loss_type == "gspo")
         gate = self._gate()
         corrected = gate.level != "off"
@@ -194,11 +186,9 @@ class PolicyLoss(nn.Module):
                 "old_log_probs, GSPO uses it as anchor)."
             )
         weighted = corrected and self.policy_loss_type == "ppo"
-        # Before 0.10.3, GSPO measured ppo_kl from its anchor.
-        from_anchor = corrected and not weighted and not at_least(self.release, "0.10.3")
         tensors: dict[str, Any] = {
             "logp": log_probs,
-            "old_logp": rollout_log_probs if from_anchor else old_log_probs,
+            "old_logp": old_log_probs,
             "advantages": advantages,
             "mask": mask,
             "rollout_logp": rollout_log_probs if corrected else None,
@@ -212,8 +202,6 @@ class PolicyLoss(nn.Module):
         vllm_kl = filter_ratio = None
         if weighted:
             vllm_kl = _mean(m["kl_rollout_k1"], number)
-            if at_least(self.release, "0.9.3") and not at_least(self.release, "0.10.3"):
-                ppo_kl = vllm_kl
         values = (out.loss, clip_ratio, ppo_kl, vllm_kl)
         if not self.returns_filter_ratio:
             return values
@@ -238,9 +226,9 @@ class PolicyLoss(nn.Module):
             )
         if self.returns_filter_ratio:
             self._gate().check()
-        elif self.vllm_is_correction_type != "mis":  # another name of "seq-mask-tis"
-            words = ("tis", "icepop", "seq-mask-tis")
-            check_choice("vllm_is_correction_type", self.vllm_is_correction_type, words, SpecError)
+        else:
+            kind = self.vllm_is_correction_type
+            check_choice("vllm_is_correction_type", kind, VLLM_TYPES, SpecError)
 
 
 def _filter_ratio(gate: Gate, tokens: Tokens, dtype: torch.dtype) -> Tensor:
@@ -255,22 +243,12 @@ def _filter_ratio(gate: Gate, tokens: Tokens, dtype: torch.dtype) -> Tensor:
 
 class ValueLoss(nn.Module):
     """OpenRLHF's value loss: half the squared error, or with `clip_eps` half the larger of the
-    squared error and the clipped squared error. release: as in `PolicyLoss`.
+    squared error and the clipped squared error.
     """
 
-    default_release: str | None = None
-
     @drop_in
-    def __init__(
-        self,
-        clip_eps: float | None = None,
-        token_level_loss: bool = True,
-        *,
-        release: str | None = None,
-    ) -> None:
+    def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True) -> None:
         super().__init__()
-        self.release = release or self.default_release or CURRENT
-        check_release(self.release)
         if clip_eps is not None and not clip_eps > 0:
             raise SpecError(
                 f"clip_eps must be greater than 0, or None for no clipping, got {clip_eps!r}."
@@ -290,9 +268,7 @@ class ValueLoss(nn.Module):
         global_batch_size: float | None = None,
     ) -> Tensor:
         """The loss, 0-dim. The tensors are `[B, T]`; the counts belong to the optimizer step."""
-        average = Average(
-            self.token_level_loss, self.release, dp_size, batch_num_tokens, global_batch_size
-        )
+        average = Average(self.token_level_loss, dp_size, batch_num_tokens, global_batch_size)
         mask = average.mask(values, action_mask)
         part, totals = average.part(mask.dtype), average.totals
         return value_loss(
@@ -312,7 +288,7 @@ def aggregate_loss(
     """OpenRLHF's mean of a `[B, T]` loss: over tokens, or over samples of their token means.
     dp_size has an effect only with a count of the step.
     """
-    average = Average(token_level_loss, CURRENT, dp_size, batch_num_tokens, global_batch_size)
+    average = Average(token_level_loss, dp_size, batch_num_tokens, global_batch_size)
     mask = average.mask(loss, loss_mask, "loss_mask")
     return aggregate_tokens(loss, mask, average.part(mask.dtype), totals=average.totals)
 

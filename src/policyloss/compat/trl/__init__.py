@@ -11,8 +11,8 @@
     # TRL's other trainers (RLOO, SFT, DPO, KTO, distillation) with the head of this library:
     install_head()
 
-The numbers are from TRL 1.16 (trl/trainer/grpo_trainer.py); `release=` selects 1.0 to 1.15 where
-they changed. Only `GRPOTrainer` and `install_head` need TRL installed.
+The numbers are those of TRL 1.14 to 1.16 (trl/trainer/grpo_trainer.py). Only `GRPOTrainer` and
+`install_head` need TRL installed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A GRPOConfig of TRL 1.16 (or of 1.0 to 1.15 with `release=`) as a loss: `spec_from_config`
-translates its options to a `LossSpec`, `totals_for` its denominators to `Totals`.
+"""A GRPOConfig of TRL 1.14 to 1.16 as a loss: `spec_from_config` translates its options to a
+`LossSpec`, `totals_for` its denominators to `Totals`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.arguments import at_least
 from policyloss.compat.hooks import default_of
 from policyloss.compat.trl.parts import (
     ROLLOUT_LOG_BOUNDS,
@@ -65,35 +64,15 @@ DEFAULTS: dict[str, Any] = {
 SAPO = tuple(name for name in DEFAULTS if name.startswith("sapo_"))
 VESPO = tuple(name for name in DEFAULTS if name.startswith("vespo_"))
 VLLM = tuple(name for name in DEFAULTS if name.startswith("vllm_importance_sampling_"))
-# The value that describes a release without the option. Every release has the options that are not
-# listed here, so they are required.
-ABSENT: dict[str, Any] = {
-    "epsilon_high": None,
-    "delta": None,
-    "importance_sampling_level": "token",
-    "use_bias_correction_kl": False,
-    "off_policy_mask_threshold": None,
-    "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": False,
-    "vllm_importance_sampling_clip_max": None,
-    "vllm_importance_sampling_clip_min": None,
-    "vllm_importance_sampling_cap": None,
-    "steps_per_generation": None,
-}
 
 
 def option(config: Any, name: str) -> Any:
-    """The value of an option; where the release lacks it, the value that describes the release."""
-    if hasattr(config, name):
-        return getattr(config, name)
-    if name in ABSENT:
-        return ABSENT[name]
-    raise SpecError(
-        f"the config has no {name!r}; pass TRL's GRPOConfig, or an object with its attributes."
-    )
+    """The value of an option."""
+    if not hasattr(config, name):
+        raise SpecError(
+            f"the config has no {name!r}; pass TRL's GRPOConfig, or an object with its attributes."
+        )
+    return getattr(config, name)
 
 
 def advantages_of(config: Any) -> str | None:
@@ -119,20 +98,15 @@ EXTRA_OPTIONS = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
 
 
 def spec_from_config(
-    config: Any,
-    *,
-    release: str | None = None,
-    handled: Collection[str] = (),
-    engine_logp: bool | None = None,
+    config: Any, *, handled: Collection[str] = (), engine_logp: bool | None = None
 ) -> LossSpec:
     """The loss that a GRPOConfig describes. With the totals of `totals_for`, its value and gradient
     are TRL's.
 
-    config: TRL's GRPOConfig, or any object with its attributes; a missing attribute describes a
-    release without that option. release: the TRL release to follow (None: the current one).
-    handled: the options of `EXTRA_OPTIONS` that the caller implements; the others raise an error
-    unless they are off. engine_logp: whether the batches hold log-probabilities of the inference
-    engine (None: if vLLM is used).
+    config: TRL's GRPOConfig, or any object with its attributes. handled: the options of
+    `EXTRA_OPTIONS` that the caller implements; the others raise an error unless they are off.
+    engine_logp: whether the batches hold log-probabilities of the inference engine (None: if vLLM
+    is used).
 
     The denominators are in the totals, not in the spec: "bnpo" and "dapo" are the same token mean,
     over the tokens of each micro-batch and over the tokens of the step. The router loss of an MoE
@@ -142,8 +116,6 @@ def spec_from_config(
     check_choice("GRPOConfig.loss_type", loss_type, LOSS_TYPES, SpecError)
     check_choice("GRPOConfig.importance_sampling_level", level, LEVELS, SpecError)
     _refuse_extra_options(config, loss_type, handled)
-    if loss_type == "luspo":
-        _refuse_older_luspo(config, level, release)
     return LossSpec(
         ratio=_ratio(config, loss_type, level),
         trust=_trust(config, loss_type),
@@ -162,7 +134,6 @@ def totals_for(
     gradient_accumulation_steps: int | None = None,
     num_processes: int = 1,
     training: bool = True,
-    release: str | None = None,
 ) -> Totals:
     """The denominators that TRL divides by, for one micro-batch.
 
@@ -172,14 +143,13 @@ def totals_for(
     config's). training: False in evaluation, where nothing is accumulated.
 
     TRL counts every row, also empty ones. "dapo", "cispo" and "vespo" divide by the tokens of the
-    generation batch, scaled to one step (not scaled before 1.10); "bnpo" divides by the tokens of
-    this micro-batch, averaged over the accumulation.
+    generation batch, scaled to one step; "bnpo" divides by the tokens of this micro-batch, averaged
+    over the accumulation.
     """
     calls = generated = 1
     if training:
         calls = gradient_accumulation_steps or option(config, "gradient_accumulation_steps")
-        scaled = at_least(release, "1.10")
-        generated = (option(config, "steps_per_generation") if scaled else None) or calls
+        generated = option(config, "steps_per_generation") or calls
     items = None if option(config, "loss_type") == "bnpo" else num_items_in_batch
     return step_totals(mask, items, calls=calls, generated=generated, ranks=num_processes)
 
@@ -216,21 +186,6 @@ def _refuse_extra_options(config: Any, loss_type: str, handled: Collection[str])
             "tokens of each micro-batch, the policy term another average, and a LossSpec has "
             "only one; use policyloss.compat.trl.GRPOTrainer, which keeps TRL's bonus, or "
             "loss_type='bnpo'."
-        )
-
-
-def _refuse_older_luspo(config: Any, level: str, release: str | None) -> None:
-    per_token = (
-        level == "token"
-        or option(config, "beta") != 0.0
-        or engine_mode(config) in ("token_truncate", "token_mask")
-    )
-    if per_token and not at_least(release, "1.10"):
-        raise SpecError(
-            f"loss_type='luspo' with importance_sampling_level={level!r}, "
-            f"beta={option(config, 'beta')!r}: before 1.10 TRL averages this over padding too, "
-            "which a LossSpec cannot express; use importance_sampling_level='sequence' and beta=0, "
-            "or a newer TRL."
         )
 
 

@@ -4,7 +4,7 @@ chunked kernel, and the loss of DistillationTrainer.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +47,6 @@ def generalized_jsd_loss(
     return each.sum() if reduction == "sum" else each
 
 
-class TokenDivergences(NamedTuple):
-    """The divergence and the student's entropy of each token `[N]`; the entropy has no gradient."""
-
-    divergence: Tensor
-    entropy: Tensor
-
-
 def chunked_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -67,8 +60,9 @@ def chunked_divergence(
     student_final_logit_softcapping: float | None = None,
     teacher_logit_scale: float = 1.0,
     teacher_final_logit_softcapping: float | None = None,
-) -> TokenDivergences:
-    """`ChunkedDivergenceFunction.apply`: the GKD divergence of each token, from hidden states.
+) -> tuple[Tensor, Tensor]:
+    """`ChunkedDivergenceFunction.apply`: the GKD divergence of each token, from hidden states, and
+    the student's entropy, which has no gradient. `[N]` each.
 
     hidden: `[N, D]` of either model, weight: `[V, D]`, bias: `[V]`. The scale multiplies a model's
     logits, bias included, before its softcap.
@@ -93,7 +87,7 @@ def chunked_divergence(
             hidden, student_weight, ids, bias, temperature, entropy=True, softcap=softcap
         )
     assert out.entropy is not None
-    return TokenDivergences(divergence, out.entropy)
+    return divergence, out.entropy
 
 
 def chunked_divergence_loss(
@@ -122,7 +116,7 @@ def chunked_divergence_loss(
     hidden, of_teacher = (
         x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)
     )
-    each = chunked_divergence(
+    divergence, entropy = chunked_divergence(
         hidden,
         _gathered(student_lm_head_weight, hidden),
         _gathered(student_lm_head_bias, hidden),
@@ -138,7 +132,7 @@ def chunked_divergence_loss(
     )
     count = valid.sum()
     items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return each.divergence.sum() / items, each.entropy.sum(), count
+    return divergence.sum() / items, entropy.sum(), count
 
 
 def _gathered(x: Any, like: Tensor) -> Any:

@@ -50,14 +50,14 @@ _NUMBERS = {
 _Lines = dict[str, tuple[Any, tuple[str, ...]]]
 
 
-def explain_config(config: Any, *, release: str | None = None) -> str:
+def explain_config(config: Any) -> str:
     """A page of plain text on the loss of a GRPOConfig: the options that decide it, options without
     effect, traps, and the loss itself.
 
-    config, release: as in `spec_from_config`. Options for other terms than the policy term (an
-    entropy bonus, a token filter) are described, not refused.
+    config: as in `spec_from_config`. Options for other terms than the policy term (an entropy
+    bonus, a token filter) are described, not refused.
     """
-    spec = spec_from_config(config, release=release, handled=EXTRA_OPTIONS)
+    spec = spec_from_config(config, handled=EXTRA_OPTIONS)
     described = {
         "Options that decide it": _deciding(config),
         "Options beside the policy loss": _extra(config),
@@ -112,7 +112,7 @@ def _deciding(config: Any) -> _Lines:
         ),
         "the weight for vLLM's mismatch with the trainer, and its bounds": (
             engine_mode(config) is not None,
-            tuple(name for name in VLLM if hasattr(config, name)),
+            VLLM,
         ),
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -133,9 +133,8 @@ def install_head() -> list[str]:
         raise SpecError("this TRL has no add_fused_lm_head to replace; TRL 1.16 has it.")
     if not _patch.pairs:
         _patch.pairs.append((utils.add_fused_lm_head, add_fused_lm_head))
-        with suppress(ModuleNotFoundError):
-            theirs = import_module(DISTILLATION)._chunked_divergence_loss
-            _patch.pairs.append((theirs, chunked_divergence_loss))
+        theirs = import_module(DISTILLATION)._chunked_divergence_loss
+        _patch.pairs.append((theirs, chunked_divergence_loss))
     return _patch.apply()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss, as_spec
+from policyloss.compat.arguments import at_least
 from policyloss.compat.hooks import check_advantages
 from policyloss.compat.trl.batch import batch_loss, head_loss, loss_mask
 from policyloss.compat.trl.config import (
@@ -46,6 +47,7 @@ else:
     _Parent = object  # `trainer_class` adds TRL's trainer as the second base
 
 PREFIX = "policyloss/"
+OLDEST = "1.14"
 # TRL's metrics of the config's policy loss, which would be wrong for another loss.
 CONFIG_METRICS = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
 
@@ -75,8 +77,6 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
     bonus or top_entropy_quantile needs the log-probabilities first. None is TRL's own head.
     """
 
-    trl_release: str
-
     def __init__(
         self,
         *args: Any,
@@ -88,19 +88,14 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
             raise SpecError(unknown_name("head", head, ("fused",)))
         config = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
         if config is not None:  # before TRL loads models and starts engines
-            checked_loss(policy_loss, config, self.trl_release)
-        if getattr(config, "use_liger_kernel", False) and hasattr(self, "compute_liger_loss"):
-            raise SpecError(
-                "use_liger_kernel=True: this TRL computes the loss inside Liger's kernel; set "
-                "it to False."
-            )
+            checked_loss(policy_loss, config)
         self._watched: _Watched | None = None
         self._window: list[Metrics] = []
         self._evaluated: list[Metrics] = []
         self.head = head
         with nullcontext() if head is None else installed_head():
             super().__init__(*args, **kwargs)
-        self.policy_loss = checked_loss(policy_loss, self.args, self.trl_release)
+        self.policy_loss = checked_loss(policy_loss, self.args)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -138,10 +133,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
         self._record(out.metrics)
         if self.policy_loss is not None:
             self._drop_metrics_of_the_config()
-        if not (
-            getattr(self, "_entropy_bonus_enabled", False)
-            or getattr(self, "aux_loss_enabled", False)
-        ):
+        if not (self._entropy_bonus_enabled or self.aux_loss_enabled):
             return out.loss
         return replace_term(
             total,
@@ -155,9 +147,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
         """Let the head compute our loss while TRL computes its own, if only our loss needs the
         gradients of log-probabilities and entropies.
         """
-        between = getattr(self, "_entropy_bonus_enabled", False) or (
-            getattr(self, "top_entropy_quantile", 1.0) < 1.0
-        )
+        between = self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0
         if self.head is None or between or not torch.is_grad_enabled():
             return nullcontext()
 
@@ -168,9 +158,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
 
     def _config_spec(self, inputs: Mapping[str, Any]) -> LossSpec:
         engine = "sampling_per_token_logps" in inputs
-        return spec_from_config(
-            self.args, release=self.trl_release, handled=EXTRA_OPTIONS, engine_logp=engine
-        )
+        return spec_from_config(self.args, handled=EXTRA_OPTIONS, engine_logp=engine)
 
     def _config_term(self, watched: _Watched, inputs: Mapping[str, Any]) -> Tensor:
         """The policy term in TRL's total."""
@@ -199,7 +187,6 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
             gradient_accumulation_steps=self.current_gradient_accumulation_steps,
             num_processes=self.accelerator.num_processes,
             training=self.model.training,
-            release=self.trl_release,
         )
 
     def _record(self, metrics: Metrics) -> None:
@@ -240,9 +227,12 @@ def trainer_class() -> type[Any]:
         raise ImportError(
             "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's trainer: pip install trl."
         ) from error
+    if not at_least(trl.__version__, OLDEST):
+        raise ImportError(
+            f"TRL {trl.__version__} is older than {OLDEST}, the oldest supported release."
+        )
     described = {"__doc__": WithOurLoss.__doc__, "__module__": __name__}
-    bases = (WithOurLoss, trl.GRPOTrainer)
-    return type("GRPOTrainer", bases, {**described, "trl_release": trl.__version__})
+    return type("GRPOTrainer", (WithOurLoss, trl.GRPOTrainer), described)
 
 
 # The slots that an option acts on. It has no effect if all of them differ in `policy_loss`.
@@ -259,13 +249,11 @@ _SLOTS = {
 }
 
 
-def checked_loss(
-    policy_loss: AnyLoss | None, config: Any, release: str | None = None
-) -> LossSpec | None:
+def checked_loss(policy_loss: AnyLoss | None, config: Any) -> LossSpec | None:
     """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
     the config describes, which is checked too.
     """
-    config_spec = spec_from_config(config, release=release, handled=EXTRA_OPTIONS)
+    config_spec = spec_from_config(config, handled=EXTRA_OPTIONS)
     if policy_loss is None:
         return None
     spec = as_spec(policy_loss, "policy_loss")

@@ -1,12 +1,10 @@
-"""Advantages with the rounding of verl (verl/trainer/ppo/core_algos.py), for drop-ins that must
-reproduce its numbers exactly.
+"""Statistics and sums of verl's advantages (verl/trainer/ppo/core_algos.py) where they differ from
+those of `policyloss.advantage`.
 
 `policyloss.advantage` computes statistics in float64, gives a constant group exactly 0 and puts 0
-at masked tokens. verl follows the formula literally: in the dtype of the rewards, in the order of
-rows and tokens, with its small constants. The difference is rounding, which is amplified where
-rewards are close: float32 rewards 3.0 and 3.1 are standardised to ±0.7071 with an error of 1e-6,
-and a constant group to the last bit of its mean. Use `policyloss.advantage` unless you need verl's
-numbers.
+at masked tokens. verl computes them in the dtype of the rewards and adds small constants to them.
+Division by a deviation amplifies the rounding of a mean: float32 rewards around 3 that differ by
+0.01 get advantages that differ by 1e-3. Use `policyloss.advantage` unless you need verl's numbers.
 
 Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `mask` may be bool or
 0/1 in any dtype, and that dtype matters where verl divides by its sum. Nothing carries a gradient.
@@ -14,7 +12,6 @@ Legend: S sequences; `rewards`, `group_ids` `[S]`; token-shaped is `[B, T]`; `ma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,91 +19,58 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from policyloss.advantage.groups import check_rewards, per_sequence, rows_by_size
+from policyloss.advantage.groups import check_rewards, rows_by_size
 from policyloss.advantage.returns import GAE
 from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
-from policyloss.functional.masking import accumulator_dtype, fill
+from policyloss.functional.masking import fill
 from policyloss.functional.segments import group_index
 from policyloss.tokens import as_mask
 
 
 @dataclass(frozen=True)
 class PlainGroups:
-    """Rewards and the statistics of their groups (size, total, mean, sample standard deviation),
-    all `[S]`, in row order. A group of one has mean 0 and deviation 1, so it keeps its raw reward.
+    """Rewards and the statistics of their groups (size, mean, sample standard deviation), all
+    `[S]`, in row order. A group of one has mean 0 and deviation 1, so it keeps its raw reward.
     """
 
     rewards: Tensor
     size: Tensor
-    total: Tensor
     mean: Tensor
     std: Tensor
 
     @classmethod
     @torch.no_grad()
-    def stacked(
-        cls, rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None
-    ) -> PlainGroups:
-        """Statistics with the bits of `torch.mean` and `torch.std` of each group as a vector.
-
-        weights `[S]`: the mean is `Σ w·r / Σ w` (0 for a group without weight). Groups of the same
-        size are reduced at once, so the sizes are read back to the host.
+    def stacked(cls, rewards: Tensor, group_ids: Tensor) -> PlainGroups:
+        """`torch.mean` and `torch.std` of each group as a vector. Groups of the same size are
+        reduced at once, so the sizes are read back to the host.
         """
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
         order, size, by_size = rows_by_size(group_ids)
-        total = torch.zeros_like(rewards)
         mean = torch.zeros_like(rewards)
         std = torch.ones_like(rewards)
-        weight = (
-            None if weights is None else per_sequence("weights", weights, rewards).to(rewards.dtype)
-        )
         for rows in by_size:
             members = rewards[rows]
-            center = (
-                members.mean(1, keepdim=True)
-                if weight is None
-                else _weighted_mean(members, weight[rows])
-            )
-            # As in torch.std: squares in float64 of the distances from the rounded mean, added one
-            # after the other.
-            wide = accumulator_dtype(rewards.device)
-            squares = (members.to(wide) - center.to(wide)).square().cumsum(1)[:, -1:]
-            total[rows] = members.sum(1, keepdim=True).expand_as(members)
-            mean[rows] = center.expand_as(members)
-            std[rows] = _root(squares / (rows.shape[1] - 1)).to(rewards.dtype).expand_as(members)
-        return cls(rewards, torch.empty_like(size).scatter(0, order, size), total, mean, std)
+            mean[rows] = members.mean(1, keepdim=True).expand_as(members)
+            std[rows] = members.std(1, keepdim=True).expand_as(members)
+        return cls(rewards, torch.empty_like(size).scatter(0, order, size), mean, std)
 
     @classmethod
     @torch.no_grad()
-    def indexed(
-        cls,
-        rewards: Tensor,
-        group_ids: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        variance: Literal["centered", "moments"] = "centered",
-        floor: float = 0.0,
-    ) -> PlainGroups:
-        """Statistics with the bits of `index_add_` and `bincount`, which add one row after the
-        other. dtype: of the statistics (None: of the rewards). variance: "centered"
-        `Σ(r−μ)²/(n−1)`, or "moments" `(Σr² − (Σr)²/n)/(n−1)`, which cancels. floor: its minimum.
-        """
+    def indexed(cls, rewards: Tensor, group_ids: Tensor) -> PlainGroups:
+        """Statistics in float32 as `index_add_` computes them, one row after the other."""
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
         order, groups = group_index(group_ids)
-        r = rewards[order].to(dtype or rewards.dtype)
+        r = rewards[order].float()
         assert groups.offsets is not None
-        count, total = groups.offsets.diff().to(r.dtype), _added_up(r, groups.offsets)
-        mean = total / count.clamp(min=1)
-        if variance == "centered":
-            squares = _added_up((r - groups.expand(mean)).square(), groups.offsets)
-        else:
-            squares = _added_up(r * r, groups.offsets) - total * total / count.clamp(min=1)
-        std = (squares / (count - 1).clamp(min=1)).clamp(min=floor).sqrt()
+        count = groups.offsets.diff().to(r.dtype)
+        mean = _added_up(r, groups.offsets) / count.clamp(min=1)
+        squares = _added_up((r - groups.expand(mean)).square(), groups.offsets)
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
         alone = count == 1
-        statistics = (count, total, torch.where(alone, 0, mean), torch.where(alone, 1, std))
+        statistics = (count, torch.where(alone, 0, mean), torch.where(alone, 1, std))
         in_rows = (torch.empty_like(r).scatter(0, order, groups.expand(x)) for x in statistics)
         return cls(rewards, *in_rows)
 
@@ -120,42 +84,19 @@ class PlainGroups:
         alone = (torch.ones((), device=x.device) + eps).to(x.dtype)
         return x / torch.where(self.size == 1, alone, self.std + eps)
 
-    def left_out(self) -> Tensor:
-        """`r·n/(n−1) − μ·n/(n−1)`: r minus the mean of the others; r itself for a group of one."""
-        others = (self.size - 1).clamp(min=1)
-        return torch.where(
-            self.size > 1,
-            self.rewards * self.size / others - self.mean * self.size / others,
-            self.rewards,
-        )
-
-    def left_out_of_total(self) -> Tensor:
-        """`(n·r − Σr)/(n−1)`: the same, from the group's total; 0 for a group of one."""
-        return torch.where(
-            self.size > 1, (self.size * self.rewards - self.total) / (self.size - 1).clamp(min=1), 0
-        )
-
     def per_nonzero(self, f_norm: float = 1.0) -> Tensor:
         """GPG: `α·(r − μ) / f_norm` with the float32 number α = S / max(nonzero rewards, 1)."""
         used = torch.count_nonzero(self.rewards).clamp(min=1)
         return self.rewards.shape[0] / used * self.centered / f_norm
 
+    def zero_alone(self, x: Tensor) -> Tensor:
+        """`x` `[S]`, but 0 for a group of one."""
+        return torch.where(self.size > 1, x, 0)
+
 
 def _added_up(x: Tensor, offsets: Tensor) -> Tensor:
     """Sums of segments, one number after another in the dtype of `x`."""
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
-
-
-def _weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
-    total = weight.sum(1, keepdim=True)
-    return (weight * x).sum(1, keepdim=True) / torch.where(total > 0, total, 1)
-
-
-def _root(x: Tensor) -> Tensor:
-    """√x correctly rounded, as in `torch.std`; MKL's `torch.sqrt` may be one bit off in float64."""
-    return torch.tensor(
-        [math.sqrt(v) for v in x.flatten().tolist()], dtype=x.dtype, device=x.device
-    ).view_as(x)
 
 
 @torch.no_grad()
@@ -178,11 +119,6 @@ def over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """The sequence's number at each valid token, 0 at the others. `[B]`, `[B, T]` → `[B, T]`,
     in the dtype of their product: a float64 mask makes float32 numbers float64.
     """
-    if mask.dim() != 2 or x.shape != mask.shape[:1]:
-        raise InputError(
-            f"expected one number for each row of the mask, got shapes {tuple(x.shape)} and "
-            f"{tuple(mask.shape)}."
-        )
     spread = x.to(torch.promote_types(x.dtype, mask.dtype)).unsqueeze(-1).expand_as(mask)
     return fill(spread, as_mask(mask, spread))
 
@@ -208,15 +144,13 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
 
 
 @torch.no_grad()
-def plain_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, bridge: bool = True
-) -> GAE:
+def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> GAE:
     """GAE, one token after the other from the end, not whitened. All token-shaped.
 
     A masked token gets the advantage of the next valid one (0 if there is none), and its return is
-    that plus its value. bridge: False treats masked tokens as valid.
+    that plus its value.
     """
-    valid = as_mask(mask, values) if bridge else torch.ones_like(values, dtype=torch.bool)
+    valid = as_mask(mask, values)
     running, next_value, backwards = values.new_zeros(()), values.new_zeros(()), []
     for reward, value, keep in _from_the_end(rewards, values, valid):
         delta = reward + gamma * next_value - value

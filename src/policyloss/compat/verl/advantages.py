@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from policyloss.advantage.estimators import opo, rloo
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_max_gap
 from policyloss.advantage.returns import reward_to_go
 from policyloss.arguments import check_number, check_scalar
-from policyloss.compat.arguments import at_least, drop_in, drop_in_of
+from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
     less_baseline,
@@ -33,7 +34,7 @@ from policyloss.compat.verl.advantage_numbers import (
     sequence_scores,
     weighted_sum,
 )
-from policyloss.compat.verl.settings import read, read_number
+from policyloss.compat.verl.settings import read, read_number, since
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask
@@ -78,9 +79,10 @@ class Grouped:
         """The group of each row as a number, `[B]`."""
         return group_numbers(self.index, self.token_level_rewards)
 
-    def groups(self, weights: Tensor | None = None) -> PlainGroups:
+    @property
+    def groups(self) -> PlainGroups:
         """The scores and the statistics of their groups."""
-        return PlainGroups.stacked(self.scores, self.ids, weights)
+        return PlainGroups.stacked(self.scores, self.ids)
 
     def outcome(self, advantage: Tensor) -> AdvantageResult:
         """One advantage per row as verl's pair: the same tensor twice."""
@@ -106,13 +108,6 @@ class Normalised(Grouped):
         """The rewards minus their group's mean, divided by its deviation unless that is off."""
         centered = groups.centered
         return groups.scaled(centered, self.epsilon) if self.norm_adv_by_std_in_grpo else centered
-
-
-@dataclass(frozen=True)
-class VectorizedCall(Normalised):
-    """The arguments of the vectorized GRPO."""
-
-    release: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -165,21 +160,12 @@ class TokenBaselineCall:
 
 @drop_in
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    gamma: Any,
-    lam: Any,
-    *,
-    release: str | None = None,
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: Any, lam: Any
 ) -> AdvantageResult:
-    """GAE, whitened over the valid tokens; masked tokens are not set to 0. Before 0.5.0 masked
-    tokens counted as time steps too.
-    """
+    """GAE, whitened over the valid tokens; masked tokens are not set to 0."""
     check_scalar("gamma", gamma)
     check_scalar("lam", lam)
-    bridge = at_least(release, "0.5.0")
-    estimated = plain_gae(token_level_rewards, values, response_mask, gamma, lam, bridge=bridge)
+    estimated = plain_gae(token_level_rewards, values, response_mask, gamma, lam)
     return plain_whiten(estimated.advantages, response_mask), estimated.returns
 
 
@@ -188,18 +174,13 @@ def compute_grpo_outcome_advantage(call: Normalised) -> AdvantageResult:
     """GRPO: the reward minus its group's mean, divided by the group's deviation unless
     `norm_adv_by_std_in_grpo` is False.
     """
-    return call.outcome(call.normalised(call.groups()))
+    return call.outcome(call.normalised(call.groups))
 
 
-@drop_in_of(VectorizedCall)
-def compute_grpo_vectorized_outcome_advantage(call: VectorizedCall) -> AdvantageResult:
-    """GRPO with statistics in float32. Before 0.8.0 the variance was computed from the two moments,
-    and was at least `epsilon`.
-    """
-    older: dict[str, Any] = {"variance": "moments", "floor": call.epsilon}
-    options = {} if at_least(call.release, "0.8.0") else older
-    groups = PlainGroups.indexed(call.scores, call.ids, dtype=torch.float32, **options)
-    return call.outcome(call.normalised(groups))
+@drop_in_of(Normalised)
+def compute_grpo_vectorized_outcome_advantage(call: Normalised) -> AdvantageResult:
+    """GRPO with statistics in float32."""
+    return call.outcome(call.normalised(PlainGroups.indexed(call.scores, call.ids)))
 
 
 @drop_in_of(GdpoCall, ignores_others=True)
@@ -226,7 +207,7 @@ def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
     `config.norm_adv_by_std_in_grpo` has an effect, the argument has none.
     """
     by_std = read(call.config, "norm_adv_by_std_in_grpo", True)
-    groups, ids = call.groups(), call.ids
+    groups, ids = call.groups, call.ids
     if 1 in Counter(ids.tolist()).values():
         raise InputError(
             "index has a group with one row; pass@k compares the best two, so a group needs at "
@@ -239,20 +220,21 @@ def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
 @drop_in_of(Configured, ignores_others=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(call: Configured) -> AdvantageResult:
     """REINFORCE++-baseline: the reward minus its group's mean, whitened over the valid tokens."""
-    centered = over_tokens(call.groups().centered, call.response_mask)
+    centered = over_tokens(call.groups.centered, call.response_mask)
     return _whitened(centered, call.response_mask)
 
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_rloo_outcome_advantage(call: Configured) -> AdvantageResult:
     """RLOO: the reward minus the mean of the group's other rows; a single row keeps its reward."""
-    return call.outcome(call.groups().left_out())
+    return call.outcome(rloo(call.scores, call.ids, single="raw", group="local"))
 
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_opo_outcome_advantage(call: Configured) -> AdvantageResult:
     """OPO: the reward minus its group's mean weighted by length."""
-    return call.outcome(call.groups(sequence_lengths(call.response_mask)).centered)
+    lengths = sequence_lengths(call.response_mask)
+    return call.outcome(opo(call.scores, call.ids, lengths, single="raw", group="local"))
 
 
 @drop_in
@@ -269,7 +251,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     Before 0.9.0 a masked token interrupted the sum, so a turn got nothing from later turns.
     """
     gamma = read_number(config, "gamma")
-    holes: Literal["bridge", "cut"] = "bridge" if at_least(release, "0.9.0") else "cut"
+    holes: Literal["bridge", "cut"] = "bridge" if since(release, "0.9.0") else "cut"
     returns = plain_returns(token_level_rewards, response_mask, gamma, holes=holes)
     return _whitened(returns, response_mask)[0], returns
 
@@ -297,13 +279,14 @@ def compute_gpg_outcome_advantage(call: GpgCall) -> AdvantageResult:
     """GPG: the reward minus its group's mean, divided by `f_norm`, times the number of rows per
     nonzero reward. As in verl, `alpha` has no effect.
     """
-    return call.outcome(call.groups().per_nonzero(call.f_norm))
+    return call.outcome(call.groups.per_nonzero(call.f_norm))
 
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_rloo_vectorized_outcome_advantage(call: Configured) -> AdvantageResult:
-    """RLOO from the totals of the groups; a single row gets 0."""
-    return call.outcome(PlainGroups.indexed(call.scores, call.ids).left_out_of_total())
+    """RLOO; a single row gets 0."""
+    left_out = rloo(call.scores, call.ids, single="raw", group="local")
+    return call.outcome(call.groups.zero_alone(left_out))
 
 
 @drop_in_of(TokenBaselineCall, ignores_others=True)

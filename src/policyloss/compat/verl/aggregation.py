@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice, description
-from policyloss.compat.arguments import at_least, drop_in
+from policyloss.compat.arguments import drop_in
 from policyloss.compat.parts import (
     as_count,
     guard,
@@ -20,7 +20,7 @@ from policyloss.compat.parts import (
     seq_mean_token_mean,
     share,
 )
-from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.errors import InputError, unknown_name
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens
 from policyloss.parts.aggregate import (
@@ -28,7 +28,6 @@ from policyloss.parts.aggregate import (
     SeqMeanTokenSumNorm,
     TokenMean,
     TokenSum,
-    TokenSumNorm,
 )
 from policyloss.parts.kl import KL
 from policyloss.totals import Totals
@@ -51,20 +50,12 @@ AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-OLDEST = "0.4.1"
 
 
 class NotOfferedError(InputError, NotImplementedError):
     """An option of verl that this library lacks: a NotImplementedError as in verl, and a ValueError
     as every error here.
     """
-
-
-class Aggregation(NamedTuple):
-    """A `loss_agg_mode` as a part and totals of this library."""
-
-    part: Any
-    totals: Totals
 
 
 def aggregation(
@@ -74,49 +65,34 @@ def aggregation(
     batch_num_tokens: Any = None,
     global_batch_size: Any = None,
     loss_scale_factor: Any = None,
-    *,
-    release: str | None = None,
-) -> Aggregation:
-    """Translate the arguments of `agg_loss` to an aggregation and its counts. `mask` is `[B, T]`.
-
-    release: up to 0.7.0 "seq-mean-token-sum-norm" is the sum divided by the scale, without a mean
-    over rows and without dp_size; up to 0.6.1 a token mean has 1e-8 in its denominator; up to 0.5.0
-    rows without a valid token count as rows.
-    """
+) -> tuple[Any, Totals]:
+    """The arguments of `agg_loss` as an aggregation and its counts. `mask` is `[B, T]`."""
     check_choice("loss_agg_mode", loss_agg_mode, AGG_MODES)
-    if not at_least(release, OLDEST):
-        raise SpecError(
-            f"release={release!r} is older than {OLDEST}, the oldest supported release of verl."
-        )
     dp_size = int(dp_size)
-    part = _part(loss_agg_mode, mask, loss_scale_factor, release)
-    if isinstance(part, TokenSumNorm):
-        return Aggregation(part, Totals.of_call(mask))
     needed = {
         "token-mean": ("batch_num_tokens", batch_num_tokens),
         "token-sum": ("dp_size", dp_size),
     }
     name, count = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
-    if dp_size > 1 and count is None and at_least(release, "0.7.1"):
+    if dp_size > 1 and count is None:
         raise InputError(
             f"{name} is required when dp_size > 1 (got dp_size={dp_size}): pass the count of the "
             "complete step."
         )
     counts = Totals.of_call(mask, dp_size)
-    if not at_least(release, "0.7.0"):
-        counts = replace(counts, tokens=counts.tokens + guard(mask))
     if batch_num_tokens is not None:
         counts = replace(counts, tokens=as_count(batch_num_tokens))
-    rows = as_count(global_batch_size) if at_least(release, "0.6.0") else mask.shape[0]
-    return Aggregation(part, counts if rows is None else replace(counts, sequences=rows))
+    if global_batch_size is not None:
+        counts = replace(counts, sequences=as_count(global_batch_size))
+    return _part(loss_agg_mode, mask, loss_scale_factor), counts
 
 
-def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any, release: str | None) -> Any:
+def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any) -> Any:
     if loss_agg_mode == "seq-mean-token-sum-norm":
         scale = mask.shape[-1] if loss_scale_factor is None else float(loss_scale_factor)
-        return SeqMeanTokenSumNorm(scale) if at_least(release, "0.7.1") else TokenSumNorm(scale)
+        return SeqMeanTokenSumNorm(scale)
     if loss_agg_mode == "seq-mean-token-mean":
-        return seq_mean_token_mean(guard(mask) if at_least(release, "0.6.0") else 0.0)
+        return seq_mean_token_mean(guard(mask))
     return {
         "token-mean": TokenMean(),
         "token-sum": TokenSum(),
@@ -133,14 +109,12 @@ def agg_loss(
     batch_num_tokens: int | None = None,
     global_batch_size: int | None = None,
     loss_scale_factor: int | None = None,
-    *,
-    release: str | None = None,
 ) -> Tensor:
-    """verl's `agg_loss`: the average of a `[B, T]` loss, 0-dim. Without a valid token it is 0 (verl
-    since 0.7.0: NaN). See `aggregation`.
+    """verl's `agg_loss`: the average of a `[B, T]` loss, 0-dim. Without a valid token it is 0
+    (verl: NaN). See `aggregation`.
     """
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
-    part, totals = aggregation(loss_agg_mode, loss_mask, *counts, release=release)
+    part, totals = aggregation(loss_agg_mode, loss_mask, *counts)
     return aggregate_tokens(loss_mat, loss_mask, part, totals=totals)
 
 
@@ -156,12 +130,10 @@ def compute_value_loss(
     batch_num_tokens: int | None = None,
     global_batch_size: int | None = None,
     loss_scale_factor: int | None = None,
-    *,
-    release: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """verl's `compute_value_loss`: `(vf_loss, vf_clipfrac)`, with its factor one half."""
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
-    part, totals = aggregation(loss_agg_mode, response_mask, *counts, release=release)
+    part, totals = aggregation(loss_agg_mode, response_mask, *counts)
     clip = float(cliprange_value)
     out = value_loss(
         vpreds, returns, values, response_mask, clip, boundary="half", aggregate=part, totals=totals

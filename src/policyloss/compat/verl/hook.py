@@ -9,15 +9,5 @@ from policyloss.compat.verl.distillation import register_distillation
 from policyloss.compat.verl.registry import register
 from policyloss.compat.verl.settings import extend_validation
 
-
-def _distillation() -> tuple[str, ...]:
-    try:
-        return register_distillation()
-    except ModuleNotFoundError as error:  # releases before 0.8 have no distillation
-        if not str(error.name).startswith("verl."):
-            raise
-        return ()
-
-
-NAMES = (*register(), *_distillation())
+NAMES = (*register(), *register_distillation())
 CHECKED = extend_validation()

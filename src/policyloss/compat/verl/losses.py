@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.arguments import at_least, drop_in, drop_in_of
+from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.parts import guard, share, union_share
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.compat.verl.parts import (
@@ -33,12 +33,14 @@ from policyloss.compat.verl.rollout_correction import (
     correction_options,
 )
 from policyloss.compat.verl.settings import (
+    OLDEST,
     check_dual,
     clip_range,
     either,
     policy_options,
     read,
     read_number,
+    since,
 )
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
@@ -87,12 +89,13 @@ class LossCall:
     rollout_is_weights: Tensor | None = None
     release: str | None = field(default=None, kw_only=True)
 
+    def __post_init__(self) -> None:
+        since(self.release, OLDEST)
+
     def loss(self, spec: LossSpec) -> LossOutput:
         """The result of `spec` with verl's aggregation and counts and the weights of this call."""
         info = either(read(self.config, "global_batch_info"), {})
-        part, totals = aggregation(
-            self.loss_agg_mode, self.response_mask, **info, release=self.release
-        )
+        part, totals = aggregation(self.loss_agg_mode, self.response_mask, **info)
         spec = spec.replace(aggregate=part)
         if self.rollout_is_weights is not None:
             spec = spec.replace(correction=GivenWeight(self.rollout_is_weights))
@@ -167,7 +170,6 @@ def compute_policy_loss(
     loss_agg_mode: str = "token-mean",
     *,
     log_clamp: float | None = 20.0,
-    release: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """PPO with dual clip: `(pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, all 0-dim.
 
@@ -178,9 +180,7 @@ def compute_policy_loss(
         raise InputError(
             "cliprange was not given; pass cliprange=, or both cliprange_low= and cliprange_high=."
         )
-    call = LossCall(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, {}, release=release
-    )
+    call = LossCall(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, {})
     clip = trust.Clip(float(low), float(high), check_dual(clip_ratio_c))
     out = call.loss(LossSpec(TokenRatio(log_clamp=log_clamp), clip))
     clipped, lower = call.share(out, CLIPPED), call.share(out, ("dual",))
@@ -229,7 +229,7 @@ def compute_policy_loss_gspo(call: LossCall) -> LossResult:
     """GSPO with a gradient per token: `SequenceRatio(grad="token")`, clipped. Up to 0.9.0 the
     average is always "seq-mean-token-mean".
     """
-    if not at_least(call.release, "0.9.1"):
+    if not since(call.release, "0.9.1"):
         call = replace(call, loss_agg_mode="seq-mean-token-mean")
     ratio = SequenceRatio(grad="token", log_clamp=(None, 10.0))
     return call.result(LossSpec(ratio, trust.Clip(*clip_range(call.config))), CLIPPED, ())

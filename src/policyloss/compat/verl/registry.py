@@ -18,17 +18,19 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss, as_spec, presets
-from policyloss.compat.arguments import at_least, drop_in_of
+from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.hooks import Patch, installed_version
 from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction
-from policyloss.compat.verl.aggregation import KL_ESTIMATORS, OLDEST
+from policyloss.compat.verl.aggregation import KL_ESTIMATORS
 from policyloss.compat.verl.losses import CLIPPED, LossCall, LossResult
 from policyloss.compat.verl.parts import OfThisCall
 from policyloss.compat.verl.settings import (
     MODES,
+    OLDEST,
     PREFIX,
     either,
     read,
+    since,
     warn_of_overridden,
     with_horizon_of,
 )
@@ -189,20 +191,11 @@ def install(release: str | None = None) -> tuple[str, ...]:
     undoes it. verl's workers are separate processes, so call it in each.
     """
     version = release or installed_version("verl")
-    if not at_least(version, OLDEST):
-        raise SpecError(f"verl {version} is older than {OLDEST}, the oldest supported release.")
+    since(version, OLDEST)
     if not _patch.pairs:
-        for name, our_modules in (
-            (CORE, (losses, aggregation, advantages)),
-            (ROLLOUT, (rollout_correction,)),
-        ):
-            try:
-                module = import_module(name)
-            except ModuleNotFoundError as missing:
-                if missing.name != name or name == CORE:
-                    raise
-                continue  # a release without rollout correction
-            _patch.pairs.extend(_pairs(module, our_modules, version))
+        core, rollout = import_module(CORE), import_module(ROLLOUT)
+        _patch.pairs.extend(_pairs(core, (losses, aggregation, advantages), version))
+        _patch.pairs.extend(_pairs(rollout, (rollout_correction,), version))
     _set_registries(_patch.pairs)
     return tuple(_patch.apply())
 

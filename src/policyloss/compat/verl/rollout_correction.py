@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_choice
-from policyloss.compat.arguments import at_least, drop_in
+from policyloss.compat.arguments import drop_in
 from policyloss.compat.verl import rollout_metrics as measures
 from policyloss.compat.verl.aggregation import EPSILON
 from policyloss.compat.verl.rollout_metrics import Means, policy_gap
@@ -30,7 +30,7 @@ from policyloss.compat.verl.rollout_thresholds import (
     rejection_rules,
     weight_bounds,
 )
-from policyloss.compat.verl.settings import read
+from policyloss.compat.verl.settings import read, since
 from policyloss.errors import InputError, SpecError
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.kl import estimate
@@ -55,7 +55,7 @@ __all__ = [
 SAFETY_BOUND = 20.0
 Metrics = dict[str, float]
 # How each level of a weight reduces the log-weights of the tokens.
-LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean"}
+LEVELS = {"token": "token", "sequence": "sum"}
 
 
 def report(prefix: str, statistics: Mapping[str, Tensor | float]) -> Metrics:
@@ -67,7 +67,7 @@ def means_of(response_mask: Tensor) -> Means:
     """verl's means over the valid tokens; an error if there is none."""
     if not response_mask.any():
         raise InputError("response_mask has no valid token; at least one is needed.")
-    return Means.of(response_mask, EPSILON)
+    return Means(response_mask, EPSILON)
 
 
 @drop_in
@@ -88,15 +88,14 @@ def compute_rollout_correction_weights(
     `rollout_is_batch_normalize` then divides by the mean (over all ranks if `torch.distributed` is
     initialised).
     """
-    check_choice("rollout_is", rollout_is, ("token", "sequence"), SpecError)
-    low, high = weight_bounds(rollout_is_threshold, release)
+    check_choice("rollout_is", rollout_is, LEVELS, SpecError)
+    low, high = weight_bounds(rollout_is_threshold)
     means = means_of(response_mask)
     log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_is])
     raw = means.filled(importance_weight(log_weight, SAFETY_BOUND))
     weights = measures.bounded_weight(raw, low, high)
     metrics = compute_is_metrics(
-        # Before 0.8.0 verl measured the weights before it truncated them.
-        weights if at_least(release, "0.8.0") else raw,
+        weights,
         raw,
         log_weight if rollout_is == "token" else log_weight[:, :1],
         response_mask,
@@ -109,13 +108,9 @@ def compute_rollout_correction_weights(
         outside = measures.rejected_tokens(within(raw, low, high), means)
         metrics["rollout_is_oob_ratio"] = float(outside)
     if rollout_is_batch_normalize:
-        # The first release averaged empty rows too, and on each rank alone.
-        is_first, dist = not at_least(release, "0.7.0"), torch.distributed
-        alone = is_first or not (dist.is_available() and dist.is_initialized())
-        over, group = f"{rollout_is}s", None if alone else dist.group.WORLD
-        weights, factor = measures.normalised(
-            weights, means, over, empty_sequences=is_first, least=EPSILON, group=group
-        )
+        dist = torch.distributed
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        weights, factor = measures.normalised(weights, means, f"{rollout_is}s", group)
         metrics["rollout_is_batch_norm_factor"] = float(factor)
     return weights, metrics
 
@@ -136,9 +131,7 @@ def compute_is_metrics(
     """Statistics of the applied weights, and the shares of raw weights outside the bounds (the
     default lower bound is 1/upper).
 
-    Up to 0.8.0 the applied weights decided which sequences lie outside. Before 0.8.0
-    `rollout_is_weights` were the raw weights, and their spread was computed after a clamp to both
-    bounds.
+    In 0.8.0 the applied weights decided which sequences lie outside.
     """
     means = means_of(response_mask)
     low, high = reciprocal_band(rollout_is_threshold, rollout_is_threshold_lower)
@@ -148,11 +141,11 @@ def compute_is_metrics(
         limits = measures.token_weight_limits(
             rollout_is_weights, raw_rollout_is_weights, means, low, high
         )
-    least = 0.0 if at_least(release, "0.8.0") else low
-    statistics = {**limits, **measures.weight_spread(rollout_is_weights, means, least, high)}
+    statistics = {**limits, **measures.weight_spread(rollout_is_weights, means, high)}
     if rollout_is_weights.dim() > 1:
-        judged = raw_rollout_is_weights if at_least(release, "0.9.0") else rollout_is_weights
-        statistics |= measures.weights_by_sequence(rollout_is_weights, judged, means, low, high)
+        judged = raw_rollout_is_weights if since(release, "0.9.0") else rollout_is_weights
+        applied, compared = (means.of_sequences(x) for x in (rollout_is_weights, judged))
+        statistics |= measures.of_each_sequence(applied, compared, low, high, center=1.0)
     return report("rollout_is_", statistics)
 
 
@@ -164,21 +157,11 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: str | float | None = None,
     *,
-    rollout_rs_threshold_lower: float | None = None,
     release: str | None = None,
 ) -> tuple[Tensor, Metrics]:
     """`response_mask` without the tokens that any option rejects, with the metrics of each option
     and of all options together.
-
-    Up to 0.7.0 `rollout_rs` was "token", "sequence" or "geometric", with bounds on the weight:
-    `rollout_rs_threshold` and `rollout_rs_threshold_lower` (None: the reciprocal).
     """
-    if not at_least(release, "0.7.1"):
-        if rollout_rs_threshold is None:
-            raise SpecError(f"rollout_rs={rollout_rs!r} needs rollout_rs_threshold.")
-        low, high = reciprocal_band(float(rollout_rs_threshold), rollout_rs_threshold_lower)
-        return _rejection_by_weight(log_ratio, means_of(response_mask), rollout_rs, low, high)
-    refuse_from_071("rollout_rs_threshold_lower", rollout_rs_threshold_lower, release)
     if log_ratio.shape[0] == 0 and isinstance(rollout_rs, str) and rollout_rs_threshold is not None:
         return response_mask, {}
     rules = rejection_rules(rollout_rs, rollout_rs_threshold, release)
@@ -196,32 +179,6 @@ def compute_rollout_rejection_mask(
     }
     metrics |= report("rollout_rs_", shares)
     return fill(response_mask, kept).to(response_mask.dtype), metrics
-
-
-def _rejection_by_weight(
-    log_ratio: Tensor, means: Means, rollout_rs: str, low: float, high: float
-) -> tuple[Tensor, Metrics]:
-    """The rejection of releases up to 0.7.0, by the weight of a token, of a sequence, or its
-    geometric mean: a float mask as in verl, 0 outside [low, high], and the metrics of both.
-    """
-    check_choice("rollout_rs", rollout_rs, LEVELS, SpecError)
-    log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_rs])
-    weight = importance_weight(log_weight, SAFETY_BOUND)
-    keep = within(weight, low, high)
-    if rollout_rs == "token":
-        judged, limits = means, measures.token_weight_limits(weight, weight, means, low, high)
-    else:
-        judged = means.everywhere
-        limits = measures.sequence_weight_limits(log_weight[:, :1], low, high, SAFETY_BOUND)
-    metrics = {
-        **limits,
-        **measures.weight_spread(weight, means, low, high),
-        **measures.weights_by_sequence(weight, weight, means, low, high),
-        "masked_fraction": measures.rejected_tokens(keep, means),
-        "seq_masked_fraction": measures.rejected_sequences(keep, judged),
-    }
-    mask = fill(means.mask, keep, torch.promote_types(means.mask.dtype, torch.float32))
-    return mask, report("rollout_rs_", metrics)
 
 
 def _apply(rule: RejectionRule, log_weight: Tensor, means: Means) -> tuple[Tensor, Metrics]:
@@ -269,32 +226,6 @@ def compute_rs_metrics(
     return report(f"rollout_rs_{option_name}_", statistics)
 
 
-def refuse_from_071(name: str, value: Any, release: str | None) -> None:
-    """Raise if an argument was passed that verl removed in 0.7.1."""
-    if value is not None:
-        raise SpecError(
-            f'{name}={value!r} was removed from verl in 0.7.1; pass release="0.7.0" to use it (got '
-            f"release={release!r})."
-        )
-
-
-def veto(
-    mask: Tensor, log_ratio: Tensor, means: Means, threshold: float | None
-) -> tuple[Tensor, Metrics]:
-    """The mask after the veto of releases up to 0.7.0, and its two metrics."""
-    vetoed_shares = dict.fromkeys(("sequences", "tokens"), 0.0)
-    if threshold is not None:
-        if threshold <= 0:
-            raise SpecError(f"rollout_token_veto_threshold must be positive, got {threshold!r}.")
-        keep, shares = measures.vetoed(log_ratio, means, threshold)
-        mask = fill(mask, keep, torch.promote_types(mask.dtype, torch.float32))
-        vetoed_shares = report("", shares)
-    return mask, {
-        "rollout_is_veto_fraction": vetoed_shares["sequences"],
-        "rollout_is_catastrophic_token_fraction": vetoed_shares["tokens"],
-    }
-
-
 @dataclass
 class TensorBatch:
     """Stands in for `verl.DataProto` where verl is not installed: tensors by name, and `union`."""
@@ -328,16 +259,12 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
     *,
-    rollout_rs_threshold_lower: float | None = None,
-    rollout_token_veto_threshold: float | None = None,
     release: str | None = None,
 ) -> tuple[Any, Tensor, Metrics]:
     """The weights (a `DataProto` with "rollout_is_weights", or None), the mask after rejection, and
     all metrics under "rollout_corr/".
 
     Where verl is not installed, the weights come in a `TensorBatch` with the same `.batch`.
-    `rollout_rs_threshold_lower` and `rollout_token_veto_threshold` belong to releases up to 0.7.0,
-    where the veto rejects every sequence that has a token of smaller weight.
     """
     means = means_of(response_mask)
     dtype = torch.promote_types(old_log_prob.dtype, rollout_log_prob.dtype)
@@ -351,18 +278,8 @@ def compute_rollout_correction_and_rejection_mask(
         metrics |= new_metrics
     if rollout_rs is not None:
         mask, new_metrics = compute_rollout_rejection_mask(
-            log_ratio,
-            response_mask,
-            rollout_rs,
-            rollout_rs_threshold,
-            rollout_rs_threshold_lower=rollout_rs_threshold_lower,
-            release=release,
+            log_ratio, response_mask, rollout_rs, rollout_rs_threshold, release=release
         )
-        metrics |= new_metrics
-    if at_least(release, "0.7.1"):
-        refuse_from_071("rollout_token_veto_threshold", rollout_token_veto_threshold, release)
-    else:
-        mask, new_metrics = veto(mask, log_ratio, means, rollout_token_veto_threshold)
         metrics |= new_metrics
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     proto = None if weights is None else _data_proto({"rollout_is_weights": weights})
@@ -397,8 +314,6 @@ def correction_options(config: Any, release: str | None) -> dict[str, Any]:
         "rollout_rs": None,
         "rollout_rs_threshold": None,
     }
-    if not at_least(release, "0.7.1"):
-        defaults |= {"rollout_rs_threshold_lower": None, "rollout_token_veto_threshold": None}
     options = {name: read(config, name, default) for name, default in defaults.items()}
     return {**options, "release": release}
 

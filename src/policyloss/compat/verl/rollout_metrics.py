@@ -9,14 +9,14 @@ on every rounding, and these numbers must be verl's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from policyloss.functional.collectives import all_sum
-from policyloss.functional.correction import any_in_sequence, importance_weight, reduced, within
+from policyloss.functional.correction import importance_weight, reduced, within
 from policyloss.functional.kl import estimate
 from policyloss.functional.masking import accumulator_dtype, bound, extremes, fill
 from policyloss.functional.segments import Sequences
@@ -34,18 +34,12 @@ class Means:
     """
 
     mask: Tensor
-    sequences: Sequences
-    epsilon: float = 0.0
-
-    @classmethod
-    def of(cls, mask: Tensor, epsilon: float = 0.0) -> Means:
-        """The means over rows `[B, T]`, or over the tokens `[N]` of one sequence."""
-        return cls(mask, Sequences(tuple(mask.shape)), epsilon)
+    epsilon: float
 
     @property
-    def everywhere(self) -> Means:
-        """The means over the same sequences with every token valid."""
-        return replace(self, mask=torch.ones_like(self.mask))
+    def sequences(self) -> Sequences:
+        """The rows of a mask `[B, T]`; a mask `[N]` is one sequence."""
+        return Sequences(tuple(self.mask.shape))
 
     @property
     def valid(self) -> Tensor:
@@ -98,7 +92,7 @@ def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statisti
     return above if low is None else {**above, "fraction_low": average(x < low)}
 
 
-def _of_sequences(
+def of_each_sequence(
     values: Tensor, judged: Tensor, low: float | None, high: float, center: float
 ) -> Statistics:
     """Statistics of one number per sequence, `[S]`. judged: the numbers to compare with the bounds.
@@ -166,26 +160,22 @@ def normalised(
     weight: Tensor,
     means: Means,
     over: str,
-    *,
-    empty_sequences: bool = False,
-    least: float = 1e-8,
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """`weight` divided by its mean, and that mean: over the valid "tokens", or over the mean
-    weights of the "sequences".
+    weights of the "sequences" with a valid token.
 
-    A mean that is not above `least` counts as 1, so weights that are all 0 stay 0. empty_sequences:
-    whether empty sequences count, with weight 0. With a process group the mean is over its ranks.
-    Only the mean over the tokens of one process has epsilon in its last division.
+    A mean that is not above epsilon counts as 1, so weights that are all 0 stay 0. With a process
+    group the mean is over its ranks. Only the mean over the tokens of one process has epsilon in
+    its last division.
     """
     if over == "tokens":
         x, counted = means.filled(weight), means.mask
     else:
-        x = means.of_sequences(weight)
-        counted = torch.ones_like(x) if empty_sequences else means.nonempty
+        x, counted = means.of_sequences(weight), means.nonempty
     total, count = all_sum(x.sum(), group), all_sum(counted.sum(), group)
     mean = total / (count + means.epsilon if group is None and over == "tokens" else count)
-    factor = torch.where(mean > least, mean, 1)
+    factor = torch.where(mean > means.epsilon, mean, 1)
     return weight / factor, factor
 
 
@@ -223,34 +213,21 @@ def spread(x: Tensor, means: Means, low: float, high: float) -> Tensor:
     return torch.where(means.mask.sum() > 1, variance.clamp(min=0).sqrt(), 0)
 
 
-def weight_spread(weight: Tensor, means: Means, low: float, high: float) -> Statistics:
+def weight_spread(weight: Tensor, means: Means, high: float) -> Statistics:
     """Mean of the weights; standard deviation and effective sample size (as a share) of the weights
-    clamped to [low, high].
+    clamped to [0, high].
 
     eff_sample_size = 1 / mean (w / (mean w + epsilon))², and 0 if every weight is 0.
     """
-    clamped = weight.clamp(min=low, max=high)
+    clamped = weight.clamp(min=0.0, max=high)
     mean = means.of_tokens(clamped)
     square = means.of_tokens((clamped / (mean + means.epsilon)).square())
     square = square.to(accumulator_dtype(square.device))
     return {
         "mean": means.of_tokens(weight),
-        "std": spread(weight, means, low, high),
+        "std": spread(weight, means, 0.0, high),
         "eff_sample_size": torch.where(mean == 0, 0, 1 / square),
     }
-
-
-def weights_by_sequence(
-    weight: Tensor, judged: Tensor, means: Means, low: float, high: float
-) -> Statistics:
-    """Statistics of each sequence's mean weight, over all sequences (an empty one has mean 0);
-    deviation is from 1.
-
-    The mean of `judged` (such as the weight before truncation) decides which sequences are above
-    `high` or below `low`.
-    """
-    values = means.of_sequences(weight)
-    return _of_sequences(values, means.of_sequences(judged), low, high, center=1.0)
 
 
 def rejection_statistics(
@@ -282,7 +259,7 @@ def rejection_statistics(
         **limits,
     }
     if values.numel():
-        return statistics | _of_sequences(values, values, low, high, center=0.0)
+        return statistics | of_each_sequence(values, values, low, high, center=0.0)
     names = ("mean", "std", "max", "min", "max_deviation", "fraction_high", "fraction_low")
     return statistics | {f"seq_{name}": stat.new_zeros(()) for name in names}
 
@@ -303,15 +280,3 @@ def rejected_sequences(
         return _share(lost)
     lost = lost[means.nonempty].to(torch.promote_types(dtype, torch.float32))
     return lost.sum() / lost.numel()
-
-
-def vetoed(log_weight: Tensor, means: Means, low: float) -> tuple[Tensor, Statistics]:
-    """The tokens that survive a veto (bool): all tokens of the sequences without a valid token of
-    weight below `low`. Also the share of sequences that are vetoed, and of valid tokens that veto.
-    """
-    impossible = (log_weight < _log(low, log_weight)) & means.valid
-    keep = ~any_in_sequence(impossible, means.sequences)
-    return keep, {
-        "sequences": rejected_sequences(~impossible, means),
-        "tokens": means.of_tokens(impossible),
-    }

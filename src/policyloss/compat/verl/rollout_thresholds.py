@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from policyloss.arguments import is_number
-from policyloss.compat.arguments import at_least
+from policyloss.compat.verl.settings import since
 from policyloss.errors import SpecError, safe_repr, unknown_name
 
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
@@ -30,16 +30,11 @@ class RejectionRule(NamedTuple):
     high: float
 
 
-def weight_bounds(threshold: Any, release: str | None = None) -> tuple[float | None, float]:
+def weight_bounds(threshold: Any) -> tuple[float | None, float]:
     """`rollout_is_threshold` as (low, high): a number or "2.0" has no lower bound (truncation),
-    "0.5_2.0" has one (IcePop, since 0.8.0).
+    "0.5_2.0" has one (IcePop).
     """
     _check_type("rollout_is_threshold", threshold, "such as '2.0' or '0.5_2.0'")
-    if isinstance(threshold, str) and not at_least(release, "0.8.0"):
-        raise ThresholdTypeError(
-            f"rollout_is_threshold must be a number up to verl 0.7.1, got {threshold!r} with "
-            f"release={release!r}."
-        )
     low, high = _bounds("rollout_is_threshold", str(threshold).strip())
     if low is not None and low > high:
         raise SpecError(f"rollout_is_threshold must have lower <= upper, got {threshold!r}.")
@@ -55,6 +50,7 @@ def rejection_rules(
     For k1 the two bounds are on the ratio π_rollout/π_train ("2.0" is short for "0.5_2.0"); k2 and
     k3 have one bound, on the estimate.
     """
+    refuses_empty = since(release, "0.9.0")
     if not isinstance(rollout_rs, str):
         raise SpecError(
             f"rollout_rs must be a string of comma-separated options, got {safe_repr(rollout_rs)}."
@@ -78,11 +74,11 @@ def rejection_rules(
             f"{len(options)} options of rollout_rs={rollout_rs!r}; pass one for all, or one each."
         )
     each = thresholds if len(thresholds) == len(options) else thresholds * len(options)
-    return [_rule(option, text, release) for option, text in zip(options, each, strict=True)]
+    return [_rule(option, text, refuses_empty) for option, text in zip(options, each, strict=True)]
 
 
-def _rule(option: str, text: str, release: str | None) -> RejectionRule:
-    """One option with its bound."""
+def _rule(option: str, text: str, refuses_empty: bool) -> RejectionRule:
+    """One option with its bound. refuses_empty: raise for a lower bound above the upper one."""
     level, estimator = option.rsplit("_", 1)
     reduce = level.removeprefix("seq_")
     low, high = _bounds(f"rollout_rs_threshold for {option}", text)
@@ -98,7 +94,7 @@ def _rule(option: str, text: str, release: str | None) -> RejectionRule:
         raise SpecError(
             f"rollout_rs_threshold for {option} must be a positive, finite number, got {text!r}."
         )
-    if low > high and at_least(release, "0.9.0"):
+    if refuses_empty and low > high:
         raise SpecError(
             f"rollout_rs_threshold for {option} must have lower <= upper, got {text!r}."
         )

@@ -12,12 +12,14 @@ from typing import Any
 
 from policyloss.arguments import check_number, check_scalar
 from policyloss.catalogue import PRESETS
+from policyloss.compat.arguments import at_least
 from policyloss.compat.hooks import check_advantages, default_of, swap, warn_once
 from policyloss.errors import InputError, SpecError
 from policyloss.parts import aggregate
 from policyloss.spec import LossSpec
 
 PREFIX = "policyloss/"
+OLDEST = "0.8.0"
 # verl's names for the averages that a preset may have.
 MODES = {
     aggregate.TokenMean: "token-mean",
@@ -74,6 +76,17 @@ def read_number(config: Any, name: str) -> float:
         raise InputError(f"config.{name} is missing; it must be a number.")
     check_scalar(f"config.{name}", value)
     return float(value)
+
+
+def since(release: str | None, version: str) -> bool:
+    """Whether `release` (None: the current one) is `version` or newer; raises if it is older than
+    `OLDEST`.
+    """
+    if not at_least(release, OLDEST):
+        raise SpecError(
+            f"release={release!r} is older than {OLDEST}, the oldest supported release of verl."
+        )
+    return at_least(release, version)
 
 
 def either(value: Any, default: Any) -> Any:
