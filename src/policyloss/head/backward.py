@@ -387,15 +387,16 @@ def _probabilities_to_gradients(
     dlogp = torch.zeros_like(s.lse) if dlogp is None else dlogp
     t = rows.scaling.inverse_temperature
     rate = t if isinstance(t, Tensor) else torch.full_like(s.lse, t)
-    entropy, dentropy = (None, None) if dentropy is None else (s.entropy, dentropy)
-    target = target_gradient(s.logp, entropy, dlogp, dentropy) * rate
+    spread = s.spread(dentropy)
+    target = target_gradient(s.logp, dlogp, spread) * rate
     here = (rows.ids >= 0) & (rows.ids < stash.shape[1])
     columns = torch.where(here, rows.ids, 0)
     for b in windows(stash.shape[0], 256):
         q, slope = stash[b], dlogp[b].unsqueeze(-1)
-        if entropy is None or dentropy is None:
+        if spread is None:
             q.mul_(-slope)
         else:
+            entropy, dentropy = spread
             log_p = (q.to(s.lse.dtype) / rate[b].unsqueeze(-1)).log_().clamp_(min=-1e4)
             of_entropy = -dentropy[b].unsqueeze(-1)
             q.mul_(log_p.add_(entropy[b].unsqueeze(-1)).mul_(of_entropy).sub_(slope))

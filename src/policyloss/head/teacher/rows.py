@@ -147,12 +147,12 @@ def pair_gradient(
     dlogp, dentropy, ddivergence = derivatives
     if dlogp is None:
         dlogp = torch.zeros_like(ddivergence)
-    h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
-    target = target_gradient(s.logp, h, dlogp, dh)
+    spread = s.spread(dentropy)
+    target = target_gradient(s.logp, dlogp, spread)
     fused = kernels_for(z, scaling, KERNELS)
     if fused is not None:
         fused.pair_gradient(
-            z, out, ids, s.lse, h, dlogp, dh, target, scaling, *teacher, pair, ddivergence, measure
+            z, out, ids, s, dlogp, spread, target, scaling, *teacher, pair, ddivergence, measure
         )
         return
     for b in blocks(z):
@@ -160,10 +160,10 @@ def pair_gradient(
         d = slopes(ls, lt, measure) - ls.exp() * pair.total[b].unsqueeze(-1)
         d = d.mul_(ddivergence[b].unsqueeze(-1))
         silent = (dlogp[b] == 0) & (ddivergence[b] == 0)
-        spread = None
-        if h is not None and dh is not None:
-            spread, silent = (h[b], dh[b]), silent & (dh[b] == 0)
-        d += policy_gradient(ls, ids[b], dlogp[b], spread, target[b])
+        here = None
+        if spread is not None:
+            here, silent = (spread[0][b], spread[1][b]), silent & (spread[1][b] == 0)
+        d += policy_gradient(ls, ids[b], dlogp[b], here, target[b])
         d = through_scaling(d, z[b], scaling.of_rows(b))
         out[b].copy_(without_silent_rows(d, silent))
 
