@@ -33,12 +33,7 @@ from policyloss.advantage.groups import (
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_combinatorial, passk_max_gap
 from policyloss.advantage.returns import discounted_returns, gae
-from policyloss.arguments import (
-    check_choice,
-    check_number,
-    check_tensor,
-    description,
-)
+from policyloss.arguments import check_choice, check_number, check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.functional.segments import group_index
@@ -323,22 +318,8 @@ def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:
     return whitened(torch.where(lengths > 0, x, 0), lengths.to(x.dtype), eps=eps)
 
 
-ESTIMATORS: dict[str, Callable[..., Any]] = {
-    "dr_grpo": dr_grpo,
-    "gae": gae,
-    "gdpo": gdpo,
-    "gpg": gpg,
-    "grpo": grpo,
-    "grpo_loo": grpo_loo,
-    "iw_opd": iw_opd,
-    "maxrl": maxrl,
-    "opd": opd,
-    "opo": opo,
-    "optimal_token_baseline": optimal_token_baseline,
-    "passk_combinatorial": passk_combinatorial,
-    "passk_max_gap": passk_max_gap,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "remax": remax,
-    "rloo": rloo,
-}
+_NAMED: tuple[Callable[..., Any], ...] = (
+    *(dr_grpo, gae, gdpo, gpg, grpo, grpo_loo, iw_opd, maxrl, opd, opo, optimal_token_baseline),
+    *(passk_combinatorial, passk_max_gap, reinforce_pp, reinforce_pp_baseline, remax, rloo),
+)
+ESTIMATORS = {function.__name__: function for function in _NAMED}

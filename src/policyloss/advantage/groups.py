@@ -335,12 +335,7 @@ def check_numbers(eps: float, ddof: int) -> None:
 
 def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
     """`x`, checked to hold one number per sequence, as `rewards` `[S]` does."""
-    if not isinstance(x, Tensor) or x.shape != rewards.shape:
-        raise InputError(
-            f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got "
-            f"{description(x)}."
-        )
-    check_tensor(name, x, like=("rewards", rewards))
+    check_like(name, x, ("rewards", rewards), fix="give one number per sequence")
     return x.detach()
 
 

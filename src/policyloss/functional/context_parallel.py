@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind
+from policyloss.arguments import check_like
 from policyloss.errors import InputError
 from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
@@ -50,17 +50,8 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
             f"{reader} depends on the order of tokens, and with cp_group they lie on several "
             "ranks: pass positions=, each token's place in its whole sequence."
         )
-    if not isinstance(positions, Tensor) or not fits_kind(positions, "integer"):
-        raise InputError(
-            "positions must be a tensor of integers, each token's place in its whole sequence, "
-            f"got {description(positions)}."
-        )
-    check_tensor("positions", positions, like=("the tokens", tokens))
-    if positions.shape != tokens.shape:
-        raise InputError(
-            f"positions have shape {tuple(positions.shape)} but the tokens have "
-            f"{tuple(tokens.shape)}; give one each."
-        )
+    place = "give each token's place in its whole sequence"
+    check_like("positions", positions, ("tokens", tokens), "integer", place)
     return positions
 
 

@@ -15,14 +15,13 @@ recomputes the logits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.head.head import Head, Index, Rows, half_scale, windows
+from policyloss.head.head import Derivatives, Head, Index, Rows, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
 from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradient
 from policyloss.head.teacher.comparison import Compared
@@ -45,8 +44,6 @@ class GradientTypes(NamedTuple):
         )
 
 
-# d loss / d (logp, entropy, divergence), `[R]` each; the divergence only with a teacher.
-Derivatives = Sequence[Tensor | None]
 TeacherColumns = Callable[[slice], Compared]
 
 
@@ -123,9 +120,9 @@ def gradients_in_parts(
     """
     tiles, w = head.tiles, head.weight
     assert tiles is not None
-    n = head.ids.shape[0] if index is None else index.shape[0]
+    live = head.ids.shape[0] if index is None else index.shape[0]
     largest = max(c.stop - c.start for c in tiles.parts)
-    all_windows = windows(n, rows * (w.shape[0] // largest), tiles)
+    all_windows = windows(live, rows * (w.shape[0] // largest), tiles)
     room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
     # Sums over ranks or windows are rounded at the end.
     sums = GradientTypes(
@@ -141,55 +138,45 @@ def gradients_in_parts(
         # The first window writes all of it.
         dweight = (torch.empty_like if all_windows else torch.zeros_like)(w, dtype=sums.weight)
     dbias = None if sums.bias is None else w.new_zeros(w.shape[0], dtype=sums.bias)
-    for window in all_windows:
+
+    def add(window: slice) -> None:
         at = window if index is None else index[window]
-        here = s.of_rows(at)
+        of_rows, here = head.rows(at), s.of_rows(at)
         of_window = [None if d is None else d[at] for d in derivatives]
-        of_rows = head.rows(at)
-        target = Gradients(dhidden, dweight, dbias)
-        share = partial(_share_of_part, head, of_rows, here, of_window, room, target, window)
-        if dhidden is None:
+        x, n = of_rows.hidden, window.stop - window.start
+
+        def share(i: int) -> Tensor:
+            """Add the share of part i to weight and bias; return that of `dhidden`."""
+            c, rows_of_tiles = tiles.parts[i], tiles.full(n)
+            columns = c.stop - c.start
+            z = room.logits(n, columns)
+            tiles.product(x, w[c].t(), room.logits(rows_of_tiles, columns))
+            if of_rows.kept is not None:
+                of_rows.kept.restrict(z, c.start)
+            dz = of_rows.of_columns(c).dlogits(z, room, here, of_window)
+            if dweight is not None and window.start > 0:
+                add_product(dweight[c], dz.t(), x)
+            elif dweight is not None:
+                rounded_product(dz.t(), x, dweight[c])
+            if dbias is not None:
+                dbias[c] += column_sum(dz, head.dtype, 1.0)
+            out = head.room(n, x.shape[1]).logits(rows_of_tiles, x.shape[1])
+            if dhidden is not None:
+                tiles.product(room.gradient(rows_of_tiles, columns, dz.dtype), w[c], out)
+            return out
+
+        if dhidden is not None:
+            dhidden[at] = tree(share, 0, len(tiles.parts))[:n].to(dhidden.dtype)
+        else:
             for i in range(len(tiles.parts)):
                 share(i)
-        else:
-            total = tree(share, 0, len(tiles.parts))[: window.stop - window.start]
-            dhidden[at] = total.to(dhidden.dtype)
+
+    for window in all_windows:
+        add(window)
     if dhidden is not None:
         dhidden = tiles.summed(dhidden, head.vocabulary)
     results = zip((dhidden, dweight, dbias), wanted, strict=True)
     return Gradients(*(None if x is None else x.to(dtype) for x, dtype in results))
-
-
-def _share_of_part(
-    head: Head,
-    rows: Rows,
-    s: Statistics,
-    derivatives: Derivatives,
-    room: Room,
-    sums: Gradients,
-    window: slice,
-    i: int,
-) -> Tensor:
-    """Add the share of part i of the vocabulary to weight and bias; return that of `dhidden`."""
-    tiles, x = head.tiles, rows.hidden
-    assert tiles is not None
-    c = tiles.parts[i]
-    n, rows_of_tiles, columns = x.shape[0], tiles.full(x.shape[0]), c.stop - c.start
-    w, z = head.weight[c], room.logits(n, columns)
-    tiles.product(x, w.t(), room.logits(rows_of_tiles, columns))
-    if rows.kept is not None:
-        rows.kept.restrict(z, c.start)
-    dz = rows.of_columns(c).dlogits(z, room, s, derivatives)
-    if sums.weight is not None and window.start > 0:
-        add_product(sums.weight[c], dz.t(), x)
-    elif sums.weight is not None:
-        rounded_product(dz.t(), x, sums.weight[c])
-    if sums.bias is not None:
-        sums.bias[c] += column_sum(dz, head.dtype, 1.0)
-    out = head.room(n, x.shape[1]).logits(rows_of_tiles, x.shape[1])
-    if sums.hidden is not None:
-        tiles.product(room.gradient(rows_of_tiles, columns, dz.dtype), w, out)
-    return out
 
 
 def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -214,27 +201,18 @@ class GradientSums:
         # Round at the end if ranks are still to be summed, or if the scaled loss may overflow
         # float16.
         wide = head.vocabulary.group is not None or wanted.hidden == torch.float16
-        self.hidden = (
-            None
-            if wanted.hidden is None
-            else torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
-        )
-        self.weight: Tensor | None = (
-            None  # allocated with the first product: the last logits may be freed by then
-        )
+        self.hidden: Tensor | None = None
+        if wanted.hidden is not None:
+            self.hidden = torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
+        # Allocated with the first product: the last logits may be freed by then.
+        self.weight: Tensor | None = None
         self.bias = None if wanted.bias is None else w.new_zeros(w.shape[0], dtype=head.dtype)
         self.kept = Room(gathered, w.shape[0], w, w.dtype) if gathered else None
         self.places: list[Index] = []
         self.filled = 0
 
     def add(
-        self,
-        at: Index,
-        rows: Rows,
-        z: Tensor,
-        room: Room,
-        s: Statistics,
-        derivatives: Derivatives,
+        self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, derivatives: Derivatives
     ) -> None:
         """Add one window with the logits z.
 
@@ -260,12 +238,8 @@ class GradientSums:
     def _flush(self) -> None:
         if self.kept is not None and self.filled:
             at = _one_index(self.places, self.head.ids)
-            self._multiply(
-                at,
-                self.head.hidden[at],
-                self.kept.logits(self.filled, self.head.weight.shape[0]),
-                1.0,
-            )
+            dz = self.kept.logits(self.filled, self.head.weight.shape[0])
+            self._multiply(at, self.head.hidden[at], dz, 1.0)
             self.places, self.filled = [], 0
 
     def _multiply(self, at: Index, x: Tensor, dz: Tensor, scale: float) -> None:
@@ -297,8 +271,7 @@ class GradientSums:
         self._flush()
         if self.weight is None and self.wanted.weight is not None:
             self.weight = torch.zeros_like(self.head.weight, dtype=self.wanted.weight)
-        vocabulary, tiles = self.head.vocabulary, self.head.tiles
-        hidden = self.hidden
+        vocabulary, tiles, hidden = self.head.vocabulary, self.head.tiles, self.hidden
         if hidden is not None and tiles is not None:
             hidden = tiles.summed(hidden, vocabulary)
         elif hidden is not None:

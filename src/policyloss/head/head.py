@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from policyloss.head.teacher.comparison import Compared
 
 Index = Tensor | slice
+# d loss / d (logp, entropy, divergence), `[R]` each; the divergence only with a teacher.
+Derivatives = Sequence[Tensor | None]
 
 
 class LogProbs(NamedTuple):
@@ -157,25 +159,19 @@ class Rows(NamedTuple):
         """The same rows and some vocabulary entries, without a teacher."""
         return Rows(self.hidden, self.ids - columns.start, self.scaling.of_columns(columns))
 
-    def dlogits(
-        self, z: Tensor, room: Room, s: Statistics, derivatives: Sequence[Tensor | None]
-    ) -> Tensor:
+    def dlogits(self, z: Tensor, room: Room, s: Statistics, derivatives: Derivatives) -> Tensor:
         """The gradient of the logits z, in the type of hidden, written over z."""
         out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
         self.write_gradient(z, out, s, derivatives)
         return out
 
     def write_gradient(
-        self, z: Tensor, out: Tensor, s: Statistics, derivatives: Sequence[Tensor | None]
+        self, z: Tensor, out: Tensor, s: Statistics, derivatives: Derivatives
     ) -> None:
-        """Write the gradient of the logits z to `out`, which may share the memory of z.
-
-        derivatives: of the loss by each row's logp, entropy and, with a teacher, divergence.
-        """
-        dlogp, dentropy, *others = derivatives
-        ddivergence = others[0] if others else None
-        if self.compared is not None and ddivergence is not None:
-            self.compared.write_gradient(z, out, self, s, dlogp, dentropy, ddivergence)
+        """Write the gradient of the logits z to `out`, which may share the memory of z."""
+        dlogp, dentropy, *ddivergence = derivatives
+        if self.compared is not None and ddivergence[0] is not None:
+            self.compared.write_gradient(z, out, self, s, derivatives)
             return
         assert dlogp is not None
         row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)

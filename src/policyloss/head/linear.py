@@ -14,7 +14,6 @@ from torch import Tensor
 
 from policyloss.arguments import check_group
 from policyloss.functional.exact import is_exact, stays_eager
-from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import (
     GradientTypes,
     TeacherColumns,
@@ -92,6 +91,8 @@ class Outputs(NamedTuple):
 
 # Hidden states, weight and bias of the caller, to which the gradients go.
 Sources = tuple[Tensor, Tensor, Tensor | None]
+# The options of `head_of`.
+HEAD_OPTIONS = ("bias", "temperature", "softcap", "vocab_group", "support")
 
 
 def rows_with_gradient(
@@ -112,10 +113,10 @@ def head_of(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_group: Any,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_group: Any = None,
     support: SupportArgument | None = None,
 ) -> Head:
     """The head of these arguments, checked except for the values of the ids (`value_summary`)."""
@@ -124,13 +125,13 @@ def head_of(
     if vocab_group is None:  # with a group, all ranks raise together
         check_vocabulary("weight", weight, weight.shape[0])
     tokens = tuple(hidden.shape[:-1])
-    check_ids(ids, tokens, "hidden", hidden.device)
+    check_ids(ids, "hidden", hidden)
     check_softcap(softcap)
     x, w, b = operands(hidden, weight, bias)
     if is_exact() and (1 not in w.stride() or w.data_ptr() % 64):
         # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
         w = w.clone(memory_format=torch.contiguous_format)
-    rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
+    rate = inverse_temperature(temperature, tokens, x)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
     tiles = Tiles.of(x, w, vocabulary) if is_exact() else None
@@ -151,16 +152,7 @@ def work_of(sources: Sources, head: Head, index: Tensor | None, outputs: Outputs
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
     wanted = GradientTypes.of(*sources)
-    work = Work(
-        n,
-        computed,
-        computed,
-        hidden_gradient=wanted.hidden is not None,
-        weight_gradient=wanted.weight is not None or wanted.bias is not None,
-    )
-    return work.with_teacher(outputs.comparison)._replace(
-        stashes=outputs.logp + (outputs.comparison is not None)
-    )
+    return Work.of(wanted, n, computed, computed, outputs.comparison, outputs.logp)
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -85,10 +85,10 @@ def logprobs(
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     tokens = tuple(logits.shape[:-1])
-    check_ids(ids, tokens, "logits", logits.device)
+    check_ids(ids, "logits", logits)
     check_softcap(softcap)
     valid = check_mask(mask, ids)
-    rate = inverse_temperature(temperature, tokens, compute_dtype(logits), logits.device)
+    rate = inverse_temperature(temperature, tokens, logits)
     vocabulary = Vocabulary(logits.shape[-1], logits.shape[-1])
     flat, kept = ids.reshape(-1).to(torch.int64), Support.of(support, ids)
     # The check of values reads ids and temperatures from a head.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
+from policyloss.head.backward import GradientTypes
 from policyloss.head.head import Head
 from policyloss.head.matmul import CPU_BYTES, WIDE_BYTES
 from policyloss.head.softmax_rows import explain_kernels
@@ -107,16 +108,34 @@ class Work(NamedTuple):
     with_gradient: int
     hidden_gradient: bool
     weight_gradient: bool
-    longest: int = 1
-    compares_logits: bool = False
-    teacher_matmul: float = 0.0
-    stashes: int = 1
+    longest: int
+    compares_logits: bool
+    teacher_matmul: float
+    stashes: int
 
-    def with_teacher(self, comparison: Comparison | None) -> Work:
-        """The same work, with windows that hold a teacher's logits too."""
-        if comparison is None or not comparison.makes_logits:
-            return self
-        return self._replace(compares_logits=True, teacher_matmul=comparison.matmul)
+    @classmethod
+    def of(
+        cls,
+        wanted: GradientTypes,
+        tokens: int,
+        computed: int,
+        with_gradient: int,
+        comparison: Comparison | None,
+        logp: bool = True,
+        longest: int = 1,
+    ) -> Work:
+        """The work of a call. logp: whether it returns the log-probabilities."""
+        return cls(
+            tokens,
+            computed,
+            with_gradient,
+            hidden_gradient=wanted.hidden is not None,
+            weight_gradient=wanted.weight is not None or wanted.bias is not None,
+            longest=longest,
+            compares_logits=comparison is not None and comparison.makes_logits,
+            teacher_matmul=0.0 if comparison is None else comparison.matmul,
+            stashes=logp + (comparison is not None),
+        )
 
     @property
     def any_gradient(self) -> bool:

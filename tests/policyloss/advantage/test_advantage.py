@@ -553,7 +553,7 @@ def test_an_unknown_estimator_names_the_closest():
         ({"single": "one"}, "unknown single"),
         ({"eps": -1e-6}, "eps must be >= 0"),
         ({"ddof": 2}, "ddof must be 0"),
-        ({"weights": torch.ones(3)}, "weights must hold one number per sequence"),
+        ({"weights": torch.ones(3)}, "but rewards has (4,); give one number per sequence"),
         ({"weights": torch.ones(4), "center": "loo"}, 'belong to center="mean"'),
     ],
 )
