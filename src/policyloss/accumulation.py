@@ -30,7 +30,7 @@ from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.records import Invalid
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
-from policyloss.totals import GroupTokens, Totals, data_parallel_group
+from policyloss.totals import GroupTokens, Totals, data_parallel_group, group_tokens
 
 # The step was counted with the first tensors, so no call may replace them. A call may replace the
 # others, which are per token or passed through.
@@ -401,6 +401,4 @@ def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTok
     missing = (0, max(members_of_each) - members.shape[1])
     shares = all_gather(torch.nn.functional.pad(members, missing), group)
     there = [share[:, :n] for share, n in zip(shares, members_of_each, strict=True)]
-    ids, lengths = torch.cat(there, dim=1)
-    each, place = torch.unique(ids, return_inverse=True)
-    return GroupTokens(each, torch.zeros_like(each).index_add(0, place, lengths))
+    return group_tokens(*torch.cat(there, dim=1))

@@ -88,12 +88,6 @@ class RecordPlaces:
         return torch.stack([part.to(accumulator_dtype(part.device)) for part in parts])
 
 
-def _unpacked(places: RecordPlaces, packed: Tensor) -> dict[str, Record]:
-    """The records, as views of `packed`."""
-    parts = packed.unbind()
-    return {name: kind(*[parts[i] for i in indices]) for name, kind, indices in places.records}
-
-
 class Metrics(Mapping[str, Record]):
     """Named records.
 
@@ -132,8 +126,9 @@ class Metrics(Mapping[str, Record]):
                 self._unpacked = self._make()
         elif self._unpacked is None:
             assert self._packed is not None
-            places, values = self._packed
-            self._unpacked = _unpacked(places, values)
+            places, packed = self._packed
+            parts = packed.unbind()
+            self._unpacked = {n: kind(*[parts[i] for i in at]) for n, kind, at in places.records}
         return self._unpacked
 
     def __getstate__(self) -> dict[str, Any]:

@@ -281,14 +281,13 @@ class LossSpec(Part):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
+        kl = [encoded("kl", part) for part in self.kl_parts]
         return {
             "ratio": encoded("ratio", self.ratio),
             "trust": encoded("trust", self.trust),
             "correction": [encoded("correction", c) for c in self.correction],
             "rejected": self.rejected,
-            "kl": [encoded("kl", part) for part in self.kl_parts]
-            if isinstance(self.kl, tuple)
-            else next((encoded("kl", part) for part in self.kl_parts), None),
+            "kl": kl if len(kl) > 1 else kl[0] if kl else None,
             "entropy_coef": self.entropy_coef,
             "aggregate": encoded("aggregate", self.aggregate),
         }
@@ -305,11 +304,9 @@ class LossSpec(Part):
         for key, value in data.items():
             if key not in SLOTS:
                 raise SpecError(unknown_name("slot", key, SLOTS))
-            if key == "correction":
-                if not isinstance(value, (list, tuple)):
-                    raise SpecError(f"correction must be a list of parts, got {value!r}.")
-                slots[key] = tuple(decoded(key, part) for part in value)
-            elif key == "kl" and isinstance(value, (list, tuple)):
+            if key == "correction" and not isinstance(value, (list, tuple)):
+                raise SpecError(f"correction must be a list of parts, got {value!r}.")
+            if key in ("correction", "kl") and isinstance(value, (list, tuple)):
                 slots[key] = tuple(decoded(key, part) for part in value)
             elif key in VARIANTS and not (key == "kl" and value is None):
                 slots[key] = decoded(key, value)

@@ -104,7 +104,7 @@ class Totals:
         if group_ids is not None:
             check_group_ids(group_ids, sequences)
             check_tensor("group_ids", group_ids, like=("mask", mask))
-            groups = _group_tokens(group_ids, lengths)
+            groups = group_tokens(group_ids, lengths)
         counts = cls(lengths.sum(), count(lengths > 0), groups)
         return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
 
@@ -134,7 +134,7 @@ class Totals:
             shares: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(shares, (groups.ids.cpu(), groups.tokens.cpu()), group=group)
             ids, tokens = (torch.cat([s[i] for s in shares]).to(pair.device) for i in (0, 1))
-            groups = _group_tokens(ids, tokens)
+            groups = group_tokens(ids, tokens)
         ranks = dist.get_world_size(group) * cp_size
         return replace(
             self,
@@ -158,7 +158,7 @@ class Totals:
             )
         groups: Number | GroupTokens | None
         if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
-            groups = _group_tokens(
+            groups = group_tokens(
                 torch.cat([self.groups.ids, other.groups.ids]),
                 torch.cat([self.groups.tokens, other.groups.tokens]),
             )
@@ -203,7 +203,7 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
     )
 
 
-def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
+def group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
     """Sum `tokens` by id. This syncs with the host, which is fine while counting."""
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)

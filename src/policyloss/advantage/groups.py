@@ -29,12 +29,7 @@ from policyloss.arguments import (
     description,
 )
 from policyloss.errors import InputError
-from policyloss.functional.collectives import (
-    Gathered,
-    gather_rows,
-    outside_level,
-    statistics_group,
-)
+from policyloss.functional.collectives import Gathered, gather_rows, outside_level, statistics_group
 from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype, fill, holds
 from policyloss.functional.segments import Sequences, group_index

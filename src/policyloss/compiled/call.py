@@ -126,7 +126,10 @@ def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
     with torch.enable_grad():
         tokens, totals = rebuilt(call._replace(tensors={**x, **leaves}))
         parts = pipeline(spec, tokens, totals, level)
-        known = list(_gradients(parts.total, list(leaves.values())))
+        known = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        if known and parts.total.requires_grad:  # else the total depends on no leaf
+            inputs = list(leaves.values())
+            known = list(torch.autograd.grad(parts.total, inputs, materialize_grads=True))
     if parts.scale is not None and totals is not None:
         # The totals fix the scale, so the gradient is written once, scaled.
         known = [gradient * parts.scale for gradient in known]
@@ -135,10 +138,3 @@ def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
         # the tokens does not wait for the count.
         known.append(parts.scale)
     return Results(parts.loss.detach(), parts.metrics, known)
-
-
-def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
-    """d total / d leaves, 0 for leaves that the total does not depend on."""
-    if not leaves or not total.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    return torch.autograd.grad(total, leaves, materialize_grads=True)

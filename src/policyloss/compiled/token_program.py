@@ -128,7 +128,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
     tokens = [n for n in graph.totals if graph.kinds[n.args[0]] == "tokens"]
     for n, node in enumerate(graph.totals):
         if node in tokens:
-            lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, {_sum_type(graph, node)})")
+            lines.append(f"    s{n} = {_beginning(graph, node)}")
 
     def last_loop(indent: str) -> None:
         for i, node in enumerate(gradients):

@@ -195,9 +195,12 @@ def _largest(
         if group is None:
             continue
         want = int(k) + 1
+        missing = (0, max(want - score.shape[0], 0))  # where a rank has fewer
         score, tie = _descending(
-            _gather(score[:want], want, -torch.inf, group),
-            _gather(tie[:want], want, _LOWEST, group),
+            *(
+                torch.cat(all_gather(torch.nn.functional.pad(x[:want], missing, value=low), group))
+                for x, low in ((score, -torch.inf), (tie, _LOWEST))
+            )
         )
     index = torch.stack([k - 1, k]).clamp(0, score.shape[0] - 1)
     return score.gather(0, index), tie.gather(0, index)
@@ -215,10 +218,3 @@ def _descending(score: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
     by_tie = tie.argsort(descending=True)
     score, order = score[by_tie].sort(descending=True, stable=True)
     return score, tie[by_tie][order]
-
-
-def _gather(top: Tensor, want: int, lowest: float, group: Any) -> Tensor:
-    """The `want` largest of every rank, one after another; `lowest` where a rank has fewer."""
-    return torch.cat(
-        all_gather(torch.nn.functional.pad(top, (0, want - top.shape[0]), value=lowest), group)
-    )

@@ -12,7 +12,7 @@ sequences (the same on every rank).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,18 +23,8 @@ from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
 
 
-class Turns(Protocol):
-    """The contiguous runs of a mask, R of them on all ranks together (and some that are empty)."""
-
-    def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Token-shaped → `[R]` each, over all ranks; `xs` must be 0 at masked tokens."""
-
-    def expand(self, s: Tensor) -> Tensor:
-        """`[R]` → token-shaped."""
-
-
-def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Turns:
-    """The runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
+def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Sequences | _TurnsAcross:
+    """The R runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
 
     Positions are read only if the sequences have a context-parallel group.
     """
@@ -69,9 +59,11 @@ class _TurnsAcross:
     shape: tuple[int, ...]
 
     def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Token-shaped → `[R]` each, over all ranks; `xs` must be 0 at masked tokens."""
         return self.runs.sums(*(x.reshape(-1)[self.order] for x in xs))
 
     def expand(self, s: Tensor) -> Tensor:
+        """`[R]` → token-shaped."""
         return self.runs.expand(s)[self.back].view(self.shape)
 
 
@@ -99,7 +91,7 @@ def _joined_spans(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
     )
 
 
-def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turns:
+def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> _TurnsAcross:
     """The turns over all ranks of the context-parallel group.
 
     Each rank joins its tokens to intervals. Only the ends of these travel, and every rank joins

@@ -88,11 +88,6 @@ class _AllReduceSum(torch.autograd.Function):
         return _AllReduceSum.apply(grads[0].contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
 
 
-def _segment_ids(offsets: Tensor, n: int) -> Tensor:
-    """Which sequence each of `n` tokens belongs to. (Given n, nothing is read back to the host.)"""
-    return torch.repeat_interleave(offsets.diff().to(torch.int64), output_size=n)
-
-
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
     """Raise unless `tokens` are packed `[N]` and `cu_seqlens` `[S+1]` rises from 0 to N.
 
@@ -174,7 +169,9 @@ class Sequences:
             right = _rises(offsets, n)
             in_one = torch.nn.functional.pad(offsets.new_full((offsets.shape[0] - 1,), n), (1, 0))
             offsets, invalid = torch.where(right, offsets, in_one), count(~right)
-        return cls(tuple(tokens.shape), offsets, _segment_ids(offsets, n), cp_group, invalid)
+        # The sequence of each token. (Given n, nothing is read back to the host.)
+        ids = torch.repeat_interleave(offsets.diff().to(torch.int64), output_size=n)
+        return cls(tuple(tokens.shape), offsets, ids, cp_group, invalid)
 
     @property
     def count(self) -> int:

@@ -128,14 +128,15 @@ def head_of(
     check_ids(ids, "hidden", hidden)
     check_softcap(softcap)
     x, w, b = operands(hidden, weight, bias)
-    if is_exact() and (1 not in w.stride() or w.data_ptr() % 64):
-        # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
-        w = w.clone(memory_format=torch.contiguous_format)
     rate = inverse_temperature(temperature, tokens, x)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
-    tiles = Tiles.of(x, w, vocabulary) if is_exact() else None
-    kept = None if support is None else Support.of(support, flat)
+    tiles, kept = None, Support.of(support, flat)
+    if is_exact():
+        if 1 not in w.stride() or w.data_ptr() % 64:
+            # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
+            w = w.clone(memory_format=torch.contiguous_format)
+        tiles = Tiles.of(x, w, vocabulary)
     return Head(x, w, flat, b, rate, softcap, vocabulary, kept, tiles)
 
 
@@ -212,7 +213,12 @@ class _LinearLogprobs(torch.autograd.Function):
         if finish_checks is not None:
             finish_checks()
         ctx.set_materialize_grads(False)
-        _save(ctx, head, index, logp, lse, spread)
+        # Saved tensors, so that a weight that changes before the backward is an error. A stash is
+        # not saved, because the backward overwrites it.
+        of_head = (head.hidden, head.weight, head.ids, head.bias)
+        ctx.save_for_backward(*of_head, index, logp, lse, spread)
+        numbers = (head.inverse_temperature, head.softcap)
+        ctx.rest = (*numbers, head.vocabulary, head.support, head.tiles)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)
         ctx.comparison, ctx.known = comparison, known
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -226,12 +232,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, ids, bias, index, logp, lse, spread = ctx.saved_tensors
         head = Head(hidden, weight, ids, bias, *ctx.rest)
-        wanted = GradientTypes(
-            *(
-                d if need else None
-                for d, need in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
-            )
-        )
+        needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+        wanted = GradientTypes(*(dtype if need else None for dtype, need in needed))
         dlogp, dentropy, ddivergence = grads
         if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
@@ -244,35 +246,23 @@ class _LinearLogprobs(torch.autograd.Function):
             gradients = gradients_in_parts(
                 head, index, everywhere, (dlogp, dentropy), ctx.plan.rows, wanted
             )
-            shaped = None if gradients.hidden is None else gradients.hidden.view(ctx.shape)
-            return shaped, gradients.weight, gradients.bias, None, None, None, None, None
-        at = slice(None) if index is None else index
-        rows = head.rows(at)
-        s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
-        derivatives = [None if d is None else d[at] for d in (dlogp, dentropy, ddivergence)]
-        if all(kept is None for kept in stash):
-            gradients = gradients_by_columns(
-                head, rows, s, derivatives, ctx.plan.columns, wanted, _teacher_of(ctx, head, at)
-            )
+            dhidden = gradients.hidden
         else:
-            gradients = gradients_from_stash(head, rows, s, derivatives, stash, wanted)
-        dhidden = (
-            None
-            if gradients.hidden is None
-            else at_rows(gradients.hidden, index, ids.shape[0]).view(ctx.shape)
-        )
+            at = slice(None) if index is None else index
+            rows = head.rows(at)
+            s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
+            derivatives = [None if d is None else d[at] for d in (dlogp, dentropy, ddivergence)]
+            if all(kept is None for kept in stash):
+                teacher = _teacher_of(ctx, head, at)
+                gradients = gradients_by_columns(
+                    head, rows, s, derivatives, ctx.plan.columns, wanted, teacher
+                )
+            else:
+                gradients = gradients_from_stash(head, rows, s, derivatives, stash, wanted)
+            dhidden = gradients.hidden
+            dhidden = None if dhidden is None else at_rows(dhidden, index, ids.shape[0])
+        dhidden = None if dhidden is None else dhidden.view(ctx.shape)
         return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
-
-
-def _save(ctx: Any, head: Head, index: Tensor | None, *statistics: Tensor) -> None:
-    """Keep a head and the statistics of its rows for the backward.
-
-    They are saved tensors, so that a weight that changes before the backward is an error. A stash
-    is not saved, because the backward overwrites it.
-    """
-    ctx.save_for_backward(head.hidden, head.weight, head.ids, head.bias, index, *statistics)
-    numbers = (head.inverse_temperature, head.softcap)
-    ctx.rest = (*numbers, head.vocabulary, head.support, head.tiles)
 
 
 def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:

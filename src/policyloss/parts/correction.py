@@ -222,7 +222,6 @@ class Reject(Part):
     """
 
     reads_logp: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
     estimator: Literal["k1", "k2", "k3"]
     reduce: Literal["token", "sum", "mean", "max"] = "token"
     low: Finite | None = None
@@ -262,7 +261,6 @@ class Veto(Part):
     """
 
     reads_logp: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
     low: Annotated[float, within(above=0, finite=True)] | None = 1e-4
     high: Annotated[Positive, not_below("low")] | None = None
 
@@ -301,7 +299,6 @@ class OPSM(Part):
 
     reads_logp: ClassVar[bool] = True
     reach: ClassVar[str] = "sequence"
-    weighs: ClassVar[bool] = False
     delta: NotNegative
     source: Literal["old", "rollout"] = "old"
 

@@ -26,18 +26,18 @@ from policyloss.functional.trust import step_covariance, step_means
 from policyloss.parts.trust_clips import (
     Clip,
     DetachedClip,
-    Distance,
     GeometricClip,
     LowerDistance,
     ProbabilityBand,
     Surrogate,
+    TrustPart,
     TwoSidedClip,
+    UpperDistance,
     bounds_of_clip,
-    check_eps,
     clipped_surrogate,
 )
 from policyloss.parts.trust_weights import GammaWeight, Quadratic, SoftGate, TaperedNegative
-from policyloss.parts.validate import Part, Real, not_below, within
+from policyloss.parts.validate import Real, not_below, within
 from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
 from policyloss.tokens import Tokens
 
@@ -64,10 +64,6 @@ __all__ = [
 _COVARIANCE = ("cov", "(advantages - token_mean(advantages)) * (logp - token_mean(logp))")
 
 
-def _count_text(fraction: float) -> str:
-    return f"max(floor({number(fraction)} * N), 1)"
-
-
 def _is_seed(owner: CovClip, field: str) -> None:
     if not isinstance(owner.seed, int) or owner.seed >= 2**31:
         raise SpecError(
@@ -79,7 +75,7 @@ Fraction: TypeAlias = Annotated[float, within(above=0, most=1, hint="It is a sha
 
 
 @dataclass(frozen=True)
-class Unbounded(Part):
+class Unbounded(TrustPart):
     """No limit.
 
     form="ratio": `-A·r` (importance sampling). The other forms read no ratio and have REINFORCE's
@@ -87,8 +83,6 @@ class Unbounded(Part):
     stops the gradient, so the value is `-A` (UP-GRPO).
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     form: Literal["ratio", "logp", "current"] = "ratio"
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -104,11 +98,9 @@ class Unbounded(Part):
     def sentence(self) -> str:
         if self.form == "ratio":
             return "no limit: the ratio times the advantage"
-        if self.form == "current":
-            return (
-                "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
-            )
-        return "no ratio and no limit: logp times the advantage"
+        if self.form == "logp":
+            return "no ratio and no limit: logp times the advantage"
+        return "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
         if self.form == "ratio":
@@ -117,7 +109,7 @@ class Unbounded(Part):
 
 
 @dataclass(frozen=True)
-class CovClip(Part):
+class CovClip(TrustPart):
     """Clip-Cov: PPO's clip, and some tokens of high covariance get no gradient.
 
     The dropped tokens are drawn at random from the tokens with `cov_low < cov < cov_high`, where
@@ -130,31 +122,22 @@ class CovClip(Part):
     A token whose advantage or logp equals the mean up to rounding has covariance 0.
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")
     eps_low: LowerDistance = 0.2
-    eps_high: Distance = 0.2
+    eps_high: UpperDistance = 0.2
     fraction: Fraction = 2e-4
     cov_low: Real = 1.0
     cov_high: Annotated[Real, not_below("cov_low")] = 5.0
     seed: Annotated[int, within(least=0), _is_seed] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self)
-
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the draw from which a candidate is dropped."""
-        stats = _means(t, group)
+        stats, k = _means(t, self.fraction, group)
         score = torch.where(self.candidates(t, _covariance(t, stats)), 0.0, -math.inf)
-        k = _how_many(self.fraction, stats["tokens"])
         least, draw = kth_largest(score, self._draws(t), k, t.sequences.cp_group, group)
         # Fewer candidates than k: all of them are dropped.
-        return {
-            **stats,
-            "draw_threshold": torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw),
-        }
+        threshold = torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw)
+        return {**stats, "draw_threshold": threshold}
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
@@ -183,11 +166,12 @@ class CovClip(Part):
         low, high = f"1 - {number(self.eps_low)}", f"1 + {number(self.eps_high)}"
         free = f"~((advantages > 0) & (ratio > {high}) | (advantages < 0) & (ratio < {low}))"
         inside = f"(cov > {number(self.cov_low)}) & (cov < {number(self.cov_high)})"
+        count = f"max(floor({number(self.fraction)} * N), 1)"
         return [
             _COVARIANCE,
             ("candidate", f"{inside} & {free}"),
             ("lot", f"where(candidate, draw({self.seed}, {ANCHORS[anchor]}, advantages), -1)"),
-            ("dropped", f"candidate & (lot >= kth_largest(lot, {_count_text(self.fraction)}))"),
+            ("dropped", f"candidate & (lot >= kth_largest(lot, {count}))"),
             ("clipped", Clip(self.eps_low, self.eps_high)),
             ("surrogate", "where(dropped, 0, clipped)"),
         ]
@@ -207,7 +191,7 @@ class CovClip(Part):
 
 
 @dataclass(frozen=True)
-class CovKL(Part):
+class CovKL(TrustPart):
     """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the tokens with the highest covariance.
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of
@@ -217,7 +201,6 @@ class CovKL(Part):
     mean up to rounding has covariance 0, so if all advantages are equal, only the draw decides.
     """
 
-    reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "cov_threshold", "draw_threshold")
     fraction: Fraction = 2e-4
@@ -228,9 +211,8 @@ class CovKL(Part):
 
         The threshold is a covariance, and a draw that decides between equal covariances.
         """
-        stats = _means(t, group)
+        stats, k = _means(t, self.fraction, group)
         cov, draws = self._score(t, stats)
-        k = _how_many(self.fraction, stats["tokens"])
         cov_k, draw_k = least_of_largest(
             torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group
         )
@@ -254,7 +236,7 @@ class CovKL(Part):
         penalty = "abs(log_ratio)" if self.coef == 1 else f"{number(self.coef)} * abs(log_ratio)"
         return [
             _COVARIANCE,
-            ("chosen", f"cov >= kth_largest(cov, {_count_text(self.fraction)})"),
+            ("chosen", f"cov >= kth_largest(cov, max(floor({number(self.fraction)} * N), 1))"),
             ("surrogate", f"-advantages * ratio + where(chosen, {penalty}, 0)"),
         ]
 
@@ -268,16 +250,14 @@ class CovKL(Part):
         return (Slopes(through_ratio=(condition,)),)
 
 
-def _means(t: Tokens, group: Any) -> dict[str, Tensor]:
-    return step_means(t.advantages, t.logp.detach(), t.mask, t.sequences.cp_group, group)
+def _means(t: Tokens, fraction: float, group: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The means of the step, and the number of tokens in this share of it, at least one."""
+    stats = step_means(t.advantages, t.logp.detach(), t.mask, t.sequences.cp_group, group)
+    return stats, (fraction * stats["tokens"]).to(torch.int64).clamp(min=1)
 
 
 def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
     return step_covariance(t.advantages, t.logp, stats)
-
-
-def _how_many(fraction: float, tokens: Tensor) -> Tensor:
-    return (fraction * tokens).to(torch.int64).clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias
 
 from policyloss.functional import trust
-from policyloss.parts.trust_clips import Surrogate
-from policyloss.parts.validate import Part, Positive, within
+from policyloss.parts.trust_clips import Surrogate, TrustPart
+from policyloss.parts.validate import Positive, within
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes, spoken
 from policyloss.tokens import Tokens
 
@@ -16,11 +16,9 @@ _FiniteNotNegative: TypeAlias = Annotated[float, within(least=0, finite=True)]
 
 
 @dataclass(frozen=True)
-class SoftGate(Part):
+class SoftGate(TrustPart):
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ = tau_positive where A > 0, tau_negative elsewhere."""
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     tau_positive: _FinitePositive = 1.0
     tau_negative: _FinitePositive = 1.05
 
@@ -38,14 +36,12 @@ class SoftGate(Part):
 
 
 @dataclass(frozen=True)
-class GammaWeight(Part):
+class GammaWeight(TrustPart):
     """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A.
 
     sg stops the gradient. Use it with the ratio `SequenceProduct`.
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     k_positive: _FiniteNotNegative = 2.0
     lambda_positive: _FinitePositive = 3.0
     k_negative: _FiniteNotNegative = 3.0
@@ -72,10 +68,9 @@ class GammaWeight(Part):
 
 
 @dataclass(frozen=True)
-class Quadratic(Part):
+class Quadratic(TrustPart):
     """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a quadratic pull to the anchor."""
 
-    reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
     beta: Annotated[
         float, within(above=0, finite=True, hint="beta scales the pull to the anchor policy.")
@@ -95,14 +90,12 @@ class Quadratic(Part):
 
 
 @dataclass(frozen=True)
-class TaperedNegative(Part):
+class TaperedNegative(TrustPart):
     """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
 
     sg stops the gradient. So the weight of a bad token falls as the token becomes unlikely.
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     ratio_max: Positive = 1.0
 
     def __call__(self, t: Tokens) -> Surrogate:
