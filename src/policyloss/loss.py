@@ -327,9 +327,8 @@ def measure(
     cp_group = inputs.cp_group
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
-        t, corrected = corrected_tokens(
-            spec, inputs.replace(logp=logp.detach()).tokens(), None, group
-        )
+        tokens = inputs.replace(logp=logp.detach()).tokens()
+        t, corrected = corrected_tokens(spec, tokens, None, group)
         t = with_ratio(spec, t)
         statistics = dict(corrected.statistics)
         if hasattr(spec.trust, "statistics"):
@@ -339,6 +338,5 @@ def measure(
             "group_ids": inputs.group_ids,
             "cp_group": cp_group,
         }
-        return replace(
-            Totals.count(t.mask, **where, group=group, dp_size=dp_size), statistics=statistics
-        )
+        totals = Totals.count(t.mask, **where, group=group, dp_size=dp_size)
+        return replace(totals, statistics=statistics)

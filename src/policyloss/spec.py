@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
@@ -187,7 +188,7 @@ class LossSpec(Part):
         """Whether `measure` must compute the totals, because counts of the mask are not enough."""
         return bool(self.statistics_names) or self.rejected != "keep"
 
-    @property
+    @cached_property
     def reach(self) -> Literal["token", "sequence", "batch"]:
         """The tokens whose log-probabilities enter the gradient of a token.
 

@@ -334,8 +334,8 @@ HEAD = (
     (
         "head_opsm_not_in_the_value",
         "policyloss/head/loss.py",
-        "correction = batch.corrections if batch.weight is None",
-        "correction = () if batch.weight is None",
+        "correction=batch.corrections if weight is None",
+        "correction=() if weight is None",
         _LOSS + "test_skipping_tokens_without_advantage",
     ),
     (

@@ -170,9 +170,8 @@ def group_advantages(
         raise InputError(f'weights belong to center="mean", not center={center!r}.')
     dtype = compute_dtype(rewards)
     columns = () if weights is None else (per_sequence("weights", weights, rewards),)
-    (rewards, group_ids, *weight_column), this_rank = of_all_ranks(
-        group, rewards, group_ids, *columns
-    )
+    gathered, this_rank = of_all_ranks(group, rewards, group_ids, *columns)
+    rewards, group_ids, *weight_column = gathered
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
@@ -203,9 +202,8 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
     """The columns of all ranks that share a statistic, in float64; ids keep their dtype."""
     wide = accumulator_dtype(rewards.device)
-    return gather_rows(
-        [rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group)
-    )
+    columns = [rewards.to(wide), group_ids, *(x.to(wide) for x in more)]
+    return gather_rows(columns, statistics_group(group))
 
 
 def _centered(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:

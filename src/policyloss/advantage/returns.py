@@ -107,9 +107,8 @@ def discounted_returns(
     layout, mask = _checked_layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
         pack, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
-        return pack.on_this_rank(
-            discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens)
-        )
+        returns = discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens)
+        return pack.on_this_rank(returns)
     reward = token_rewards(rewards, mask, layout, compute_dtype(rewards))
     return _lambda_returns(reward, reward, mask, gamma, 1.0, layout)
 

@@ -213,6 +213,5 @@ def partials(rows: int, n: int) -> int:
         )
     width = n // rows
     fewest = -(-FEWEST // rows)
-    return next(
-        (rows * k for k in range(fewest, min(MOST // rows, width) + 1) if width % k == 0), 0
-    )
+    counts = range(fewest, min(MOST // rows, width) + 1)
+    return next((rows * k for k in counts if width % k == 0), 0)

@@ -99,9 +99,8 @@ def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> _Tur
     """
     at, sequence, position = _valid_tokens(sequences, mask, positions)
     here = _joined_spans(sequence, position, position)
-    ends, this_rank = gather_rows(
-        [here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count
-    )
+    columns = [here.sequence, here.first, here.last]
+    ends, this_rank = gather_rows(columns, sequences.cp_group, sequences=sequences.count)
     spans = _joined_spans(*ends)
     _refuse_overlap(spans.sequence, spans.first, spans.last)
     count = spans.first.shape[0]
@@ -137,15 +136,13 @@ class WholeSequences:
         """Bring the valid tokens of `xs` together from all context-parallel ranks."""
         at, sequence, position = _valid_tokens(sequences, mask, positions)
         values = [x.reshape(-1)[at] for x in xs]
-        columns, this_rank = gather_rows(
-            [sequence, position, *values], sequences.cp_group, sequences=sequences.count
-        )
+        rows = [sequence, position, *values]
+        columns, this_rank = gather_rows(rows, sequences.cp_group, sequences=sequences.count)
         order = _order_by_position(columns[0], columns[1])
         sequence, position = columns[0][order], columns[1][order]
         _refuse_overlap(sequence, position, position)
-        cu_seqlens = torch.searchsorted(
-            sequence, torch.arange(sequences.count + 1, device=at.device)
-        )
+        each = torch.arange(sequences.count + 1, device=at.device)
+        cu_seqlens = torch.searchsorted(sequence, each)
         valid = torch.ones_like(order, dtype=torch.bool)
         place = _inverse(order)[this_rank]
         return cls([x[order] for x in columns[2:]], valid, cu_seqlens, at, place, sequences.shape)
@@ -187,9 +184,8 @@ def _order_by_position(sequence: Tensor, position: Tensor) -> Tensor:
 
 def _inverse(order: Tensor) -> Tensor:
     """The inverse of the permutation `order`."""
-    return torch.empty_like(order).index_copy_(
-        0, order, torch.arange(order.shape[0], device=order.device)
-    )
+    places = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).index_copy_(0, order, places)
 
 
 def _refuse_overlap(sequence: Tensor, first: Tensor, last: Tensor) -> None:

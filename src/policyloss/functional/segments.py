@@ -279,10 +279,8 @@ class Sequences:
         else:
             first = torch.nn.functional.pad(self.ids.diff() != 0, (1, 0), value=True)[:n]
         ids = ((flat & (first | ~before)).to(torch.int64).cumsum(0) - 1).clamp(min=0)
-        offsets = torch.searchsorted(
-            ids, torch.arange(n + 1, device=flat.device, dtype=torch.int64)
-        )
-        return Sequences(self.shape, offsets, ids)
+        runs = torch.arange(n + 1, device=flat.device, dtype=torch.int64)
+        return Sequences(self.shape, torch.searchsorted(ids, runs), ids)
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, Sequences]:

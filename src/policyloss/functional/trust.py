@@ -39,9 +39,8 @@ def _clip_formula(
     """
     push = -a
     free = push * r
-    loss = torch.maximum(
-        free if cap is None else push * r.clamp(max=cap), push * r.clamp(low, high)
-    )
+    capped = free if cap is None else push * r.clamp(max=cap)
+    loss = torch.maximum(capped, push * r.clamp(low, high))
     if dual is not None and dual != math.inf:
         loss = torch.minimum(loss, dual * a.abs())
     return loss, free, push

@@ -257,9 +257,8 @@ class GradientSums:
         dz = dz[: x.shape[0]]
         if self.wanted.weight is not None:
             if self.weight is None:
-                self.weight = torch.empty_like(
-                    w, dtype=self.wanted.weight if self.all_gathered else self.head.dtype
-                )
+                dtype = self.wanted.weight if self.all_gathered else self.head.dtype
+                self.weight = torch.empty_like(w, dtype=dtype)
                 rounded_product(dz.t(), x, self.weight, 1 / scale)
             else:
                 add_product(self.weight, dz.t(), x, 1 / scale)
@@ -332,9 +331,8 @@ def gradients_from_stash(
         stash, of_rows = slopes, ddivergence
     dhidden = dweight = dbias = None
     if wanted.hidden is not None:
-        dhidden = torch.empty_like(
-            x, dtype=wanted.hidden if head.vocabulary.group is None else head.dtype
-        )
+        alone = head.vocabulary.group is None
+        dhidden = torch.empty_like(x, dtype=wanted.hidden if alone else head.dtype)
         rounded_product(stash, w, dhidden, 1 / scale)
         dhidden = _times_rows(head.vocabulary.summed(dhidden), of_rows).to(wanted.hidden)
     if wanted.weight is not None:

@@ -82,9 +82,8 @@ class Head:
     def room(self, rows: int, columns: int | None = None) -> Room:
         """Memory for the logits of `rows` rows; in the exact mode, of complete tiles of rows."""
         rows = rows if self.tiles is None else self.tiles.full(rows)
-        return Room(
-            rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype
-        )
+        columns = self.weight.shape[0] if columns is None else columns
+        return Room(rows, columns, self.hidden, self.dtype)
 
     def rows(self, index: Index) -> Rows:
         """The rows at `index`."""
@@ -96,14 +95,15 @@ class Head:
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
         z = self.logits(rows, room)
-        return z, finished(self.merged([(rows.ids, self.unmerged(rows, z, entropy))]))
+        p = self.unmerged(rows, z, entropy)
+        return z, finished(p if isinstance(p, Partials) else self.merged([(rows.ids, p)]))
 
     def unmerged(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
         """The numbers of one window from which, with its ids, `merged` computes partials."""
         if self.tiles is not None:
             return self.tiles.partials(z, rows.ids, rows.scaling, entropy)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
-        return self.vocabulary.merged(partials, self.ids_here(rows, z))
+        return self.vocabulary.merged(partials, rows.ids, z.shape[1])
 
     def merged(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
         """The partials of all windows.
@@ -128,12 +128,6 @@ class Head:
         if rows.kept is not None:
             rows.kept.restrict(z)
         return z
-
-    def ids_here(self, rows: Rows, z: Tensor) -> Tensor:
-        """Which ids this rank holds; read only if the vocabulary is split over ranks."""
-        if self.vocabulary.group is None:
-            return rows.ids
-        return (rows.ids >= 0) & (rows.ids < z.shape[1])
 
 
 class Rows(NamedTuple):
@@ -224,7 +218,6 @@ def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
     """
     if dtype != torch.float16:
         return 1.0
-    top = max(
-        (float(d.abs().max()) for d in derivatives if d is not None and d.numel()), default=0.0
-    )
+    there = [d for d in derivatives if d is not None and d.numel()]
+    top = max((float(d.abs().max()) for d in there), default=0.0)
     return 2.0 ** -math.frexp(top)[1] if 0 < top < math.inf else 1.0

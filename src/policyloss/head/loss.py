@@ -15,7 +15,7 @@ from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
-from policyloss.head.backward import Gradients, GradientSums, GradientTypes
+from policyloss.head.backward import GradientSums, GradientTypes
 from policyloss.head.head import Head
 from policyloss.head.linear import (
     HEAD_OPTIONS,
@@ -273,40 +273,35 @@ class _HeadLoss:
             all_windows = token_windows(batch, work, plan.rows, head.tiles)
         wanted = GradientTypes.of(*self.sources)
 
-        def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
+        def run(check: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
             everything = plan.gathered >= work.with_gradient
             sums = GradientSums(head, wanted, plan.gathered, all_gathered=everything)
             known = run_windows(head, batch, all_windows, sums, self.comparison, check)
-            return known, sums.finished()  # by now the memory of the logits is free
+            gradients = sums.finished()  # by now the memory of the logits is free
+            pairs = zip(self.sources, gradients, strict=True)
+            return known, [g.view(x.shape) for x, g in pairs if x is not None and g is not None]
 
         with torch.no_grad():
             flat, gradients = run(check=True)
             known = {name: x.view(tokens) for name, x in flat.items()}
-            value = self._value(batch, known, metrics)
+            spec, given = self.spec, self._inputs_with(known)
+            if self.skip:
+                weight = batch.weight
+                spec = spec.replace(
+                    correction=batch.corrections if weight is None else GivenWeight(weight),
+                    rejected="keep",
+                    aggregate=lambda t: batch.average,
+                )
+                given = given.replace(mask=batch.live.view(tokens))
+            value = loss_of(spec, given, self.step, metrics)
         if not any(wanted):
             return HeadOutput(value.loss, value.metrics, **known)
-        sources = zip(self.sources, wanted, strict=True)
-        inputs = [x for x, dtype in sources if x is not None and dtype]
-
-        def shaped(gradients: Gradients) -> list[Tensor]:
-            there = (g for g in gradients if g is not None)
-            return [g.view(x.shape) for x, g in zip(inputs, there, strict=True)]
+        inputs = [x for x in self.sources if x is not None and x.requires_grad]
 
         @torch.no_grad()
         def again() -> list[Tensor]:
             with exact(head.tiles is not None):  # the mode of this forward
-                return shaped(run(check=False)[1])
+                return run(check=False)[1]
 
-        loss = with_known_gradients(value.loss, inputs, shaped(gradients), again)
+        loss = with_known_gradients(value.loss, inputs, gradients, again)
         return HeadOutput(loss, value.metrics, **known)
-
-    def _value(self, batch: Batch, known: dict[str, Tensor], metrics: MetricsLevel) -> LossOutput:
-        """The loss and its metrics, from the numbers of all windows together."""
-        spec, inputs = self.spec, self._inputs_with(known)
-        if self.skip:
-            correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
-            spec = spec.replace(
-                correction=correction, rejected="keep", aggregate=lambda t: batch.average
-            )
-            inputs = inputs.replace(mask=batch.live.view(inputs.logp.shape))
-        return loss_of(spec, inputs, self.step, metrics)

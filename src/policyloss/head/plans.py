@@ -223,7 +223,12 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     if reach == "sequence":
         rows = max(rows, work.longest)
     budget = SHARE * _free(head)
-    gathered = _rows_to_gather(head, work, budget)
+    # Gather the gradients of all rows, if they are in half precision and fit. float16 is not
+    # gathered, because it is scaled window by window.
+    n, size = work.with_gradient, head.weight.element_size()
+    fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
+    half = size < head.dtype.itemsize and head.hidden.dtype != torch.float16
+    gathered = n if half and n <= fit else 0
     if gathered:
         rows = max(_rows(head, work, GATHER_ROWS), least)
     while rows > least and _one_pass_bytes(head, work, rows, gathered) > budget:
@@ -240,18 +245,6 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
         known = "windows hold whole sequences"
     reason = f"{known}, so it is known as soon as its logits are"
     return _add_figures(head, work, Plan("one_pass", rows, 0, gathered, reason=reason))
-
-
-def _rows_to_gather(head: Head, work: Work, budget: float) -> int:
-    """How many rows of dlogits to gather: all, if they are in half precision and fit; else 0.
-
-    float16 is not gathered, because it is scaled window by window.
-    """
-    n, size = work.with_gradient, head.weight.element_size()
-    fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
-    return (
-        n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
-    )
 
 
 def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:

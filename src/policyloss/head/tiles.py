@@ -211,9 +211,8 @@ class Tiles(NamedTuple):
             # A kernel computes each row by itself, so it can take the parts as rows.
             starts = torch.arange(0, z.shape[1], size, device=z.device)
             of_rows = scaling.repeated(count)
-            p = row_partials(
-                z.view(-1, size), (ids.unsqueeze(-1) - starts).view(-1), of_rows, entropy
-            )
+            ids = (ids.unsqueeze(-1) - starts).view(-1)
+            p = row_partials(z.view(-1, size), ids, of_rows, entropy)
             return _stacked(p).view(-1, z.shape[0], count).movedim(-1, 0)
         return torch.stack(
             [

@@ -191,7 +191,7 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
 
     of: the prefix of their names in errors.
     """
-    of_hidden, of_weight, of_bias = (f"{of}{name}" for name in ("hidden", "weight", "bias"))
+    of_hidden, of_weight, of_bias = f"{of}hidden", f"{of}weight", f"{of}bias"
     for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
         if hasattr(x, "full_tensor"):
             raise InputError(

@@ -141,9 +141,8 @@ class CovClip(TrustPart):
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        dropped = self.candidates(t, _covariance(t, stats)) & (
-            self._draws(t) >= stats["draw_threshold"]
-        )
+        candidates = self.candidates(t, _covariance(t, stats))
+        dropped = candidates & (self._draws(t) >= stats["draw_threshold"])
         s = self.surrogate(t)
         return s._replace(loss=torch.where(dropped, 0, s.loss), dropped=dropped)
 
@@ -213,9 +212,8 @@ class CovKL(TrustPart):
         """
         stats, k = _means(t, self.fraction, group)
         cov, draws = self._score(t, stats)
-        cov_k, draw_k = least_of_largest(
-            torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group
-        )
+        score, groups = torch.where(t.mask, cov, -math.inf), (t.sequences.cp_group, group)
+        cov_k, draw_k = least_of_largest(score, draws, k, *groups)
         return {**stats, "cov_threshold": cov_k, "draw_threshold": draw_k}
 
     def __call__(self, t: Tokens) -> Surrogate:

@@ -58,7 +58,7 @@ def statistics(
     z: Tensor, u: Tensor, ids: Tensor, ours: Scaling, theirs: Scaling, measure: Measure
 ) -> tuple[Statistics, PairStatistics]:
     alone = Vocabulary(z.shape[1], z.shape[1])
-    return pair_statistics(z, ids, ours, PairRows(u, theirs), measure, alone, ids, True)
+    return pair_statistics(z, ids, ours, PairRows(u, theirs), measure, alone, True)
 
 
 @by_measure

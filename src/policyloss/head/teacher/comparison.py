@@ -117,19 +117,20 @@ class Comparison:
         self, head: Head, rows: Rows, at: Index, z: Tensor, room: Room | None, entropy: bool
     ) -> tuple[Statistics, Compared]:
         """The student's statistics and the divergence of the rows at `at`. z: their logits."""
-        vocabulary, here = head.vocabulary, head.ids_here(rows, z)
+        vocabulary, entries = head.vocabulary, z.shape[1]
         teacher = self.teacher_rows(at, room)
         if teacher is not None and self.measure.top is None:
             s, pair = pair_statistics(
-                z, rows.ids, rows.scaling, teacher, self.measure, vocabulary, here, entropy
+                z, rows.ids, rows.scaling, teacher, self.measure, vocabulary, entropy
             )
             return s, Compared(self.measure, pair, teacher, vocabulary.first)
-        s = finished(vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here))
+        partials = row_partials(z, rows.ids, rows.scaling, entropy)
+        s = finished(vocabulary.merged(partials, rows.ids, entries))
         if teacher is None:
             ids, keep, of_teacher = self._known_entries(head, rows, at, z)
         else:
             partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
-            lse = finished(vocabulary.merged(partials, here)).lse
+            lse = finished(vocabulary.merged(partials, rows.ids, entries)).lse
             both = (scaled(z, rows.scaling), scaled(*teacher))
             k = min(self.measure.k or 0, vocabulary.size)
             ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)

@@ -64,18 +64,15 @@ def pair_statistics(
     teacher: PairRows,
     measure: Measure,
     vocabulary: Vocabulary,
-    here: Tensor,
     entropy: bool,
 ) -> tuple[Statistics, PairStatistics]:
-    """The student's statistics and the divergence from the teacher, over all shards. → `[R]` each.
-
-    here: which ids this rank holds.
-    """
+    """The student's statistics and its divergence from the teacher, over all shards; `[R]` each."""
+    here = (ids, z.shape[1])
     kind, fused = measure.computed_kind, kernels_for(z, scaling, KERNELS)
     if fused is not None:
         # Read both rows once for a KL, twice for a JSD: its mixture needs the normalisers.
         ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, kind, entropy)
-        student, teacher_rows = vocabulary.merged(ours, here), vocabulary.merged(theirs, here)
+        student, teacher_rows = (vocabulary.merged(p, *here) for p in (ours, theirs))
         s, lse = finished(student), finished(teacher_rows).lse
         if kind.reads_beta:
             of_student, of_teacher = vocabulary.summed(
@@ -92,9 +89,9 @@ def pair_statistics(
         shift = (teacher_rows.max - student.max) + (teacher_rows.sum.log() - student.sum.log())
         divergence = cross - shift if kind.weighted_by_teacher else cross + shift
         return s, PairStatistics(divergence, lse, kind.total(divergence, divergence))
-    s = finished(vocabulary.merged(row_partials(z, ids, scaling, entropy), here))
+    s = finished(vocabulary.merged(row_partials(z, ids, scaling, entropy), *here))
     partials = row_partials(teacher.u, ids, teacher.scaling, False)
-    lse = finished(vocabulary.merged(partials, here)).lse
+    lse = finished(vocabulary.merged(partials, *here)).lse
     sums = []
     for b in blocks(z):
         ls, lt = _log_probabilities(z[b], s.lse[b], scaling.of_rows(b), teacher, lse[b], b)
