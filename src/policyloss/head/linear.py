@@ -131,7 +131,7 @@ def head_of(
     rate = inverse_temperature(temperature, tokens, x)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
-    tiles, kept = None, None if support is None else Support.of(support, flat)
+    tiles, kept = None, Support.of(support, flat)
     if is_exact():
         if 1 not in w.stride() or w.data_ptr() % 64:
             # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.

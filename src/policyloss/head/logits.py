@@ -90,8 +90,7 @@ def logprobs(
     valid = check_mask(mask, ids)
     rate = inverse_temperature(temperature, tokens, logits)
     vocabulary = Vocabulary(logits.shape[-1], logits.shape[-1])
-    flat = ids.reshape(-1).to(torch.int64)
-    kept = None if support is None else Support.of(support, ids)
+    flat, kept = ids.reshape(-1).to(torch.int64), Support.of(support, ids)
     # The check of values reads ids and temperatures from a head.
     head = Head(logits, logits, flat, None, rate, softcap, vocabulary, kept)
     scaling = head.scaling(slice(None))

@@ -46,11 +46,13 @@ class Support(NamedTuple):
     offsets: Tensor
 
     @classmethod
-    def of(cls, support: Any, tokens: Tensor) -> Support:
+    def of(cls, support: Any, tokens: Tensor) -> Support | None:
         """The argument `support`, for `tokens` (one id each); all but the values of ids is checked.
 
         This waits for the device that the offsets are on.
         """
+        if support is None:
+            return None
         if not isinstance(support, (tuple, list)) or len(support) != 2:
             raise InputError(
                 f"support must be a pair (ids, offsets) of tensors, got {description(support)}."

@@ -102,19 +102,19 @@ class Batch:
                 t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
                 weight = corrected.weight
             t = with_ratio(self.spec, t).replace(flags=False)
-            each = token_losses(self.spec, t, weight).loss
+            losses = token_losses(self.spec, t, weight).loss
             average = self.average
             if average.dim():
                 average = average.reshape(-1)[at].view(t.mask.shape)
-            total = weighted_sum(each, average)
+            total = weighted_sum(losses, average)
             slopes = torch.autograd.grad(total, list(moving.values()), allow_unused=True)
         of_rows: dict[str, Tensor | None] = {
             name: None if name == "entropy" else torch.zeros_like(x) for name, x in known.items()
         }
         for name, slope in zip(moving, slopes, strict=True):
             if slope is not None:
-                here = slope.reshape(-1) if window.place is None else slope[window.place]
-                of_rows[name] = here.to(known[name].dtype)
+                each = slope.reshape(-1) if window.place is None else slope[window.place]
+                of_rows[name] = each.to(known[name].dtype)
         return list(of_rows.values())
 
     def _of(self, window: Window, known: dict[str, Tensor]) -> tuple[Tokens, Index]:

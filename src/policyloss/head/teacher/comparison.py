@@ -117,7 +117,7 @@ class Comparison:
         self, head: Head, rows: Rows, at: Index, z: Tensor, room: Room | None, entropy: bool
     ) -> tuple[Statistics, Compared]:
         """The student's statistics and the divergence of the rows at `at`. z: their logits."""
-        vocabulary, entries = head.vocabulary, z.shape[1]
+        vocabulary, here = head.vocabulary, (rows.ids, z.shape[1])
         teacher = self.teacher_rows(at, room)
         if teacher is not None and self.measure.top is None:
             s, pair = pair_statistics(
@@ -125,12 +125,12 @@ class Comparison:
             )
             return s, Compared(self.measure, pair, teacher, vocabulary.first)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
-        s = finished(vocabulary.merged(partials, rows.ids, entries))
+        s = finished(vocabulary.merged(partials, *here))
         if teacher is None:
             ids, keep, of_teacher = self._known_entries(head, rows, at, z)
         else:
             partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
-            lse = finished(vocabulary.merged(partials, rows.ids, entries)).lse
+            lse = finished(vocabulary.merged(partials, *here)).lse
             both = (scaled(z, rows.scaling), scaled(*teacher))
             k = min(self.measure.k or 0, vocabulary.size)
             ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)
