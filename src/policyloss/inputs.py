@@ -18,7 +18,7 @@ from torch import Tensor
 from policyloss.arguments import check_like, check_tensor, description, refuse_transforms
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill, shared_zero
-from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, layout_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,7 +113,7 @@ class Inputs:
         """
         logp = self.logp if logp is None else logp
         check_tensor("logp", logp, "float")
-        layout = laid_out(
+        layout = layout_fields(
             logp,
             self.mask,
             called="logp",

@@ -135,14 +135,8 @@ class Totals:
             dist.all_gather_object(shares, (groups.ids.cpu(), groups.tokens.cpu()), group=group)
             ids, tokens = (torch.cat([s[i] for s in shares]).to(pair.device) for i in (0, 1))
             groups = group_tokens(ids, tokens)
-        ranks = dist.get_world_size(group) * cp_size
-        return replace(
-            self,
-            tokens=pair[0],
-            sequences=pair[1],
-            groups=groups,
-            dp_size=ranks if dp_size is None else dp_size,
-        )
+        size = dist.get_world_size(group) * cp_size if dp_size is None else dp_size
+        return replace(self, tokens=pair[0], sequences=pair[1], groups=groups, dp_size=size)
 
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
@@ -156,26 +150,20 @@ class Totals:
                 "measured statistics do not add up; call policyloss.measure once, on the tensors "
                 "of the whole step."
             )
+        a, b = self.groups, other.groups
         groups: Number | GroupTokens | None
-        if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
-            groups = group_tokens(
-                torch.cat([self.groups.ids, other.groups.ids]),
-                torch.cat([self.groups.tokens, other.groups.tokens]),
-            )
-        elif self.groups is None or other.groups is None:
+        if isinstance(a, GroupTokens) and isinstance(b, GroupTokens):
+            groups = group_tokens(torch.cat([a.ids, b.ids]), torch.cat([a.tokens, b.tokens]))
+        elif a is None or b is None:
             groups = None
-        elif isinstance(self.groups, GroupTokens) or isinstance(other.groups, GroupTokens):
+        elif isinstance(a, GroupTokens) or isinstance(b, GroupTokens):
             raise InputError(
                 "cannot add a number of groups to a GroupTokens; count both the same way."
             )
         else:
-            groups = self.groups + other.groups
-        return replace(
-            self,
-            tokens=self.tokens + other.tokens,
-            sequences=self.sequences + other.sequences,
-            groups=groups,
-        )
+            groups = a + b
+        tokens, sequences = self.tokens + other.tokens, self.sequences + other.sequences
+        return replace(self, tokens=tokens, sequences=sequences, groups=groups)
 
 
 def _check_count(name: str, value: Any, wanted: str) -> None:

@@ -86,7 +86,7 @@ def numbers_of(totals: Totals, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def rebuilt(call: Call) -> tuple[Tokens, Totals | None]:
+def tokens_and_totals(call: Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
 
@@ -124,7 +124,7 @@ def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
     wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
     leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
     with torch.enable_grad():
-        tokens, totals = rebuilt(call._replace(tensors={**x, **leaves}))
+        tokens, totals = tokens_and_totals(call._replace(tensors={**x, **leaves}))
         parts = pipeline(spec, tokens, totals, level)
         known = [torch.zeros_like(leaf) for leaf in leaves.values()]
         if known and parts.total.requires_grad:  # else the total depends on no leaf

@@ -100,7 +100,7 @@ def gradients_by_columns(
         if dbias is not None:
             dbias[c] = column_sum(dz, head.dtype, scale)
     if dhidden is not None:
-        dhidden = head.vocabulary.summed(dhidden).to(wanted.hidden)
+        dhidden = head.vocabulary.sum_shares(dhidden).to(wanted.hidden)
     return Gradients(dhidden, dweight, dbias)
 
 
@@ -174,7 +174,7 @@ def gradients_in_parts(
     for window in all_windows:
         add(window)
     if dhidden is not None:
-        dhidden = tiles.summed(dhidden, head.vocabulary)
+        dhidden = tiles.sum_shares(dhidden, head.vocabulary)
     results = zip((dhidden, dweight, dbias), wanted, strict=True)
     return Gradients(*(None if x is None else x.to(dtype) for x, dtype in results))
 
@@ -265,16 +265,16 @@ class GradientSums:
         if self.bias is not None:
             self.bias += column_sum(dz, self.head.dtype, scale)
 
-    def finished(self) -> Gradients:
+    def gradients(self) -> Gradients:
         """The gradients of all windows together."""
         self._flush()
         if self.weight is None and self.wanted.weight is not None:
             self.weight = torch.zeros_like(self.head.weight, dtype=self.wanted.weight)
         vocabulary, tiles, hidden = self.head.vocabulary, self.head.tiles, self.hidden
         if hidden is not None and tiles is not None:
-            hidden = tiles.summed(hidden, vocabulary)
+            hidden = tiles.sum_shares(hidden, vocabulary)
         elif hidden is not None:
-            hidden = vocabulary.summed(hidden)
+            hidden = vocabulary.sum_shares(hidden)
         return Gradients(hidden, self.weight, self.bias)
 
 
@@ -334,7 +334,7 @@ def gradients_from_stash(
         alone = head.vocabulary.group is None
         dhidden = torch.empty_like(x, dtype=wanted.hidden if alone else head.dtype)
         rounded_product(stash, w, dhidden, 1 / scale)
-        dhidden = _times_rows(head.vocabulary.summed(dhidden), of_rows).to(wanted.hidden)
+        dhidden = _times_rows(head.vocabulary.sum_shares(dhidden), of_rows).to(wanted.hidden)
     if wanted.weight is not None:
         dweight = torch.empty_like(w, dtype=wanted.weight)
         rounded_product(stash.t(), _times_rows(x, of_rows), dweight, 1 / scale)

@@ -19,10 +19,10 @@ from policyloss.head.softmax_rows import (
     Partials,
     Scaling,
     Statistics,
-    finished,
-    joined,
+    concatenate,
     row_gradient,
     row_partials,
+    row_statistics,
 )
 from policyloss.head.support import Kept, Support
 from policyloss.head.tiles import Tiles
@@ -95,27 +95,27 @@ class Head:
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
         z = self.logits(rows, room)
-        p = self.unmerged(rows, z, entropy)
-        return z, finished(p if isinstance(p, Partials) else self.merged([(rows.ids, p)]))
+        p = self.window_partials(rows, z, entropy)
+        return z, row_statistics(p if isinstance(p, Partials) else self.merge([(rows.ids, p)]))
 
-    def unmerged(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
-        """The numbers of one window from which, with its ids, `merged` computes partials."""
+    def window_partials(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
+        """The numbers of one window from which, with its ids, `merge` computes partials."""
         if self.tiles is not None:
             return self.tiles.partials(z, rows.ids, rows.scaling, entropy)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
-        return self.vocabulary.merged(partials, rows.ids, z.shape[1])
+        return self.vocabulary.merge(partials, rows.ids, z.shape[1])
 
-    def merged(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
+    def merge(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
         """The partials of all windows.
 
         Merging once launches fewer kernels than merging per window.
         """
         tiles = self.tiles
         if tiles is None:
-            return joined([p for _, p in windows if isinstance(p, Partials)])
+            return concatenate([p for _, p in windows if isinstance(p, Partials)])
         tables = [table for _, table in windows if isinstance(table, Tensor)]
         ids = torch.cat([ids for ids, _ in windows])
-        return tiles.merged(torch.cat(tables, -1), ids, self.vocabulary)
+        return tiles.merge(torch.cat(tables, -1), ids, self.vocabulary)
 
     def logits(self, rows: Rows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""

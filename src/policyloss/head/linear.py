@@ -24,7 +24,7 @@ from policyloss.head.backward import (
 )
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
-from policyloss.head.softmax_rows import Partials, Statistics, finished
+from policyloss.head.softmax_rows import Partials, Statistics, row_statistics
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.teacher.comparison import Compared, Comparison, compute_rows, start_checks
 from policyloss.head.teacher.rows import Entries, PairStatistics
@@ -192,7 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 # Defer the statistics: one merge for all windows.
                 rows = head.rows(at)
                 z = head.logits(rows, room)
-                parts.append((rows.ids, head.unmerged(rows, z, outputs.entropy)))
+                parts.append((rows.ids, head.window_partials(rows, z, outputs.entropy)))
             else:
                 rows, z, s = compute_rows(head, comparison, at, room, teacher_room, outputs.entropy)
                 if rows.compared is not None:
@@ -207,7 +207,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if finish_checks is None:
                 finish_checks = start()
         if parts:
-            s = finished(head.merged(parts))
+            s = row_statistics(head.merge(parts))
             logp, lse = at_rows(s.logp, index, n), at_rows(s.lse, index, n)
             spread = spread if s.entropy is None else at_rows(s.entropy, index, n)
         if finish_checks is not None:

@@ -277,7 +277,7 @@ class _HeadLoss:
             everything = plan.gathered >= work.with_gradient
             sums = GradientSums(head, wanted, plan.gathered, all_gathered=everything)
             known = run_windows(head, batch, all_windows, sums, self.comparison, check)
-            gradients = sums.finished()  # by now the memory of the logits is free
+            gradients = sums.gradients()  # by now the memory of the logits is free
             pairs = zip(self.sources, gradients, strict=True)
             return known, [g.view(x.shape) for x, g in pairs if x is not None and g is not None]
 

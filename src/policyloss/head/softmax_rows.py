@@ -99,7 +99,7 @@ class Statistics(NamedTuple):
         return None if self.entropy is None or dentropy is None else (self.entropy, dentropy)
 
 
-def finished(p: Partials) -> Statistics:
+def row_statistics(p: Partials) -> Statistics:
     """The statistics of rows, from partials over the whole vocabulary."""
     log_sum = p.sum.log()
     entropy = None if p.moment is None else log_sum - p.moment / p.sum
@@ -117,10 +117,10 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
         twice = row_partials(z.expand(2, -1), ids.expand(2), scaling.repeated(2), entropy)
         return Partials(*(None if x is None else x[:1] for x in twice))  # type: ignore[arg-type]
     parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
-    return joined(parts)
+    return concatenate(parts)
 
 
-def joined(parts: list[Partials]) -> Partials:
+def concatenate(parts: list[Partials]) -> Partials:
     """Concatenate the partials of consecutive rows; at least one part."""
     if len(parts) == 1:
         return parts[0]
@@ -252,13 +252,8 @@ def policy_gradient(
     else:
         entropy, dentropy = spread
         p = log_p.exp()
-        d = (
-            log_p.clamp_(min=-1e4)
-            .add_(entropy.unsqueeze(-1))
-            .mul_(dentropy.unsqueeze(-1))
-            .add_(dlogp.unsqueeze(-1))
-            .mul_(-p)
-        )
+        d = log_p.clamp_(min=-1e4).add_(entropy.unsqueeze(-1))
+        d = d.mul_(dentropy.unsqueeze(-1)).add_(dlogp.unsqueeze(-1)).mul_(-p)
     exact = torch.where(here.unsqueeze(-1), target.to(d.dtype).unsqueeze(-1), d.gather(1, column))
     return d.scatter_(1, column, exact)
 

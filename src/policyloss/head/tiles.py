@@ -177,7 +177,7 @@ class Tiles(NamedTuple):
             rows = out[at]
             rows.copy_(tree(share, 0, len(self.parts))[: rows.shape[0]])
 
-    def merged(self, table: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Partials:
+    def merge(self, table: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Partials:
         """Merge the partials of this rank's parts (`partials`) into partials of complete rows.
 
         ids: `[R]`, counted from this rank's first.
@@ -221,7 +221,7 @@ class Tiles(NamedTuple):
             ]
         )
 
-    def summed(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def sum_shares(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The shares of all ranks together."""
         if vocabulary.group is None:
             return x

@@ -57,7 +57,7 @@ class Vocabulary(NamedTuple):
             )
         return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
 
-    def merged(self, p: Partials, ids: Tensor, entries: int) -> Partials:
+    def merge(self, p: Partials, ids: Tensor, entries: int) -> Partials:
         """The partials of whole rows; on one rank, `p`.
 
         ids: of the rows, counted from this rank's first entry. entries: how many this rank holds.
@@ -98,7 +98,7 @@ class Vocabulary(NamedTuple):
         values, ids = (torch.cat(parts, -1) for parts in everyone)
         return ids.gather(-1, values.topk(k, -1).indices)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def sum_shares(self, x: Tensor) -> Tensor:
         """`x` summed over the shards, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)

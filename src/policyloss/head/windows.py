@@ -131,12 +131,9 @@ class Batch:
             for name, x in self.tokens.raw.items()
             if name not in known
         }
-        raw |= {
-            name: x.detach()
-            .view(shape)
-            .requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
-            for name, x in known.items()
-        }
+        for name, x in known.items():
+            leaf = x.detach().view(shape)
+            raw[name] = leaf.requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
         if self.on_policy and raw["logp"] is not None:
             raw["old_logp"] = raw["logp"].detach()
         mask, t = self.rows[at].view(shape), self.tokens

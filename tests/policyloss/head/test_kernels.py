@@ -181,7 +181,7 @@ def test_log_probabilities_of_peaked_logits_are_exact_to_2e_5() -> None:
     z = logits(500, size=10.0, rows=24).clamp(-30, 30)
     ids = torch.arange(24, device=DEVICE) * 20
     z[torch.arange(24), ids] = 30.0
-    s = rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True))
+    s = rows.row_statistics(row_partials(z, ids, Scaling(1.0), entropy=True))
     want = z.double().log_softmax(-1)
     assert s.entropy is not None
     assert (s.logp - want[torch.arange(24), ids]).square().mean().sqrt() <= 2e-5
@@ -318,7 +318,7 @@ def test_nan_stays_in_its_row(column: int) -> None:
         assert torch.equal(x[others], before[others])
     assert got.max[2].isnan()
     assert got.sum[2].isnan()
-    statistics = rows.finished(got)
+    statistics = rows.row_statistics(got)
     g, h = derivatives()
     out = torch.zeros_like(z)
     row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(1.0))
@@ -329,7 +329,7 @@ def test_nan_stays_in_its_row(column: int) -> None:
 def test_rows_without_a_derivative_are_zero_whatever_they_hold() -> None:
     z, ids = logits(300), ids_of(300)
     z[1], z[4, 7] = math.nan, math.inf
-    statistics = rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True))
+    statistics = rows.row_statistics(row_partials(z, ids, Scaling(1.0), entropy=True))
     g, h = torch.ones(ROWS, device=DEVICE), torch.ones(ROWS, device=DEVICE)
     g[[1, 4]] = h[[1, 4]] = 0
     out = torch.full_like(z, math.nan)
@@ -376,7 +376,7 @@ def test_the_same_input_gives_the_same_bits() -> None:
         for a, b in zip(first, second, strict=True)
         if a is not None and b is not None
     )
-    statistics = rows.finished(first)
+    statistics = rows.row_statistics(first)
     outs = [torch.full_like(z, math.nan) for _ in range(2)]
     for out in outs:
         row_gradient(

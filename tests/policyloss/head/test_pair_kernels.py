@@ -19,7 +19,7 @@ from policyloss.functional.divergence import (
     terms,
 )
 from policyloss.head import kernels
-from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_partials
+from policyloss.head.softmax_rows import Scaling, Statistics, row_partials, row_statistics
 from policyloss.head.teacher import kernels as pair_kernels
 from policyloss.head.teacher import rows as pair_rows
 from policyloss.head.teacher.rows import PairRows, PairStatistics, pair_gradient, pair_statistics
@@ -69,7 +69,7 @@ def test_statistics(kind: str) -> None:
         (z, u), ids = pair(vocabulary), ids_of(vocabulary)
         ours, theirs = scalings(vocabulary)[name], scalings(vocabulary)["all"]
         s, found = statistics(z, u, ids, ours, theirs, measure)
-        alone = finished(row_partials(z.double(), ids, ours, True))
+        alone = row_statistics(row_partials(z.double(), ids, ours, True))
         here = (ids >= 0) & (ids < vocabulary)
         torch.testing.assert_close(s.lse.double(), alone.lse, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(s.logp.double()[here], alone.logp[here], rtol=1e-5, atol=1e-5)
@@ -191,7 +191,7 @@ def test_two_shards_merge(kind: str) -> None:
         student, _, _ = pair_kernels.pair_partials(
             z, ids, plain, u, plain, measure.computed_kind, False
         )
-        lse = finished(student).lse
+        lse = row_statistics(student).lse
         parts = [
             pair_kernels.mixture_sums(
                 z[:, c], lse, plain, u[:, c], expected.lse, plain, measure.beta

@@ -17,7 +17,7 @@ from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, support_of
 from policyloss.head.head import Derivatives, Head, Index, Rows, operands
 from policyloss.head.matmul import Room, product
-from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_partials, scaled
+from policyloss.head.softmax_rows import Scaling, Statistics, row_partials, row_statistics, scaled
 from policyloss.head.teacher.rows import (
     Entries,
     PairRows,
@@ -125,12 +125,12 @@ class Comparison:
             )
             return s, Compared(self.measure, pair, teacher, vocabulary.first)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
-        s = finished(vocabulary.merged(partials, *here))
+        s = row_statistics(vocabulary.merge(partials, *here))
         if teacher is None:
             ids, keep, of_teacher = self._known_entries(head, rows, at, z)
         else:
             partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
-            lse = finished(vocabulary.merged(partials, *here)).lse
+            lse = row_statistics(vocabulary.merge(partials, *here)).lse
             both = (scaled(z, rows.scaling), scaled(*teacher))
             k = min(self.measure.k or 0, vocabulary.size)
             ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)

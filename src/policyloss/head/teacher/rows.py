@@ -24,11 +24,11 @@ from policyloss.head.softmax_rows import (
     Scaling,
     Statistics,
     blocks,
-    finished,
     kernels_for,
     policy_gradient,
     row_gradient,
     row_partials,
+    row_statistics,
     scaled,
     target_gradient,
     through_scaling,
@@ -72,10 +72,10 @@ def pair_statistics(
     if fused is not None:
         # Read both rows once for a KL, twice for a JSD: its mixture needs the normalisers.
         ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, kind, entropy)
-        student, teacher_rows = (vocabulary.merged(p, *here) for p in (ours, theirs))
-        s, lse = finished(student), finished(teacher_rows).lse
+        student, teacher_rows = (vocabulary.merge(p, *here) for p in (ours, theirs))
+        s, lse = row_statistics(student), row_statistics(teacher_rows).lse
         if kind.reads_beta:
-            of_student, of_teacher = vocabulary.summed(
+            of_student, of_teacher = vocabulary.sum_shares(
                 fused.mixture_sums(z, s.lse, scaling, teacher.u, lse, teacher.scaling, measure.beta)
             )
             total = (1 - measure.beta) * of_student
@@ -84,20 +84,20 @@ def pair_statistics(
         # Refer the sums of this shard to the maximum of all shards.
         distance = weighing.max - merged.max
         shrink = torch.where(weighing.max == merged.max, 1, distance.exp())
-        cross = vocabulary.summed(cross * shrink) / merged.sum
+        cross = vocabulary.sum_shares(cross * shrink) / merged.sum
         # The mean of (log p_t − log p_s) up to the normalisers: their large parts cancel first.
         shift = (teacher_rows.max - student.max) + (teacher_rows.sum.log() - student.sum.log())
         divergence = cross - shift if kind.weighted_by_teacher else cross + shift
         return s, PairStatistics(divergence, lse, kind.total(divergence, divergence))
-    s = finished(vocabulary.merged(row_partials(z, ids, scaling, entropy), *here))
+    s = row_statistics(vocabulary.merge(row_partials(z, ids, scaling, entropy), *here))
     partials = row_partials(teacher.u, ids, teacher.scaling, False)
-    lse = finished(vocabulary.merged(partials, *here)).lse
+    lse = row_statistics(vocabulary.merge(partials, *here)).lse
     sums = []
     for b in blocks(z):
         ls, lt = _log_probabilities(z[b], s.lse[b], scaling.of_rows(b), teacher, lse[b], b)
         each = torch.stack([terms(ls, lt, measure).sum(-1), slopes(ls, lt, measure).sum(-1)])
         sums.append(each)
-    divergence, total = vocabulary.summed(torch.cat(sums, -1))
+    divergence, total = vocabulary.sum_shares(torch.cat(sums, -1))
     return s, PairStatistics(divergence, lse, kind.total(divergence, total))
 
 
@@ -183,7 +183,9 @@ def values_at(z: Tensor, ids: Tensor, scaling: Scaling, vocabulary: Vocabulary) 
     column = torch.where(here, column, 0)
     bias = None if scaling.bias is None else scaling.bias[column]
     values = scaled(z.gather(1, column), scaling._replace(bias=bias))
-    return values if vocabulary.group is None else vocabulary.summed(torch.where(here, values, 0))
+    return (
+        values if vocabulary.group is None else vocabulary.sum_shares(torch.where(here, values, 0))
+    )
 
 
 def support_gradient(
