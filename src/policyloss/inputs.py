@@ -98,11 +98,8 @@ class Inputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the call by name; a tensor of `extras` is called "extras.name"."""
-        plain = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("cp_group", "extras")
-        }
+        names = (f.name for f in fields(self) if f.name not in ("cp_group", "extras"))
+        plain = {name: getattr(self, name) for name in names}
         extras = {f"extras.{name}": x for name, x in (self.extras or {}).items()}
         return {name: x for name, x in {**plain, **extras}.items() if x is not None}
 

@@ -215,11 +215,8 @@ class LossSpec(Part):
         If so, the trust region's loss is a multiple of A, and the spec has neither KL nor entropy
         bonus.
         """
-        return (
-            self.kl is None
-            and not self.entropy_coef
-            and getattr(self.trust, "follows_advantage", False)
-        )
+        alone = self.kl is None and not self.entropy_coef
+        return alone and getattr(self.trust, "follows_advantage", False)
 
     def with_fields(self, **numbers: Any) -> LossSpec:
         """The same loss with other values of fields, named without their part: `eps_high=0.3`.

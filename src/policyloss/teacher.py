@@ -81,14 +81,9 @@ class TopK:
         there = ids >= 0
         known = torch.where(there, logp, -torch.inf)
         falls = there[:, :-1] & (ids[:, 1:] <= ids[:, :-1])
-        wrong = torch.stack(
-            [
-                ((ids < -1) | (ids >= size)).any(-1),
-                falls.any(-1),
-                ~(known <= tolerance).all(-1),
-                known.exp().sum(-1) > 1 + tolerance,
-            ]
-        )
+        outside = ((ids < -1) | (ids >= size)).any(-1)
+        above = ~(known <= tolerance).all(-1)
+        wrong = torch.stack([outside, falls.any(-1), above, known.exp().sum(-1) > 1 + tolerance])
         return (wrong if valid is None else wrong & valid).sum(-1)
 
 

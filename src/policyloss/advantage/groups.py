@@ -274,14 +274,8 @@ def whiten(
     check_tensor("x", x, "float")
     check_flag("mean", mean)
     mask = as_mask(mask, x, like_called="x")
-    dtype = compute_dtype(x)
-    return whitened(
-        fill(x.detach(), mask, dtype),
-        mask.to(accumulator_dtype(x.device)),
-        *shared_groups(group, cp_group),
-        mean=mean,
-        eps=eps,
-    )
+    numbers, groups = fill(x.detach(), mask, compute_dtype(x)), shared_groups(group, cp_group)
+    return whitened(numbers, mask.to(accumulator_dtype(x.device)), *groups, mean=mean, eps=eps)
 
 
 def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:

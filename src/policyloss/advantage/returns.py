@@ -204,13 +204,8 @@ def _runs_as_kernel(
     for x in (rewards, values) if last_values is None else (rewards, values, last_values):
         if not (isinstance(x, Tensor) and x.is_cuda and x.is_floating_point()):
             return False
-    return (
-        isinstance(mask, Tensor)
-        and mask.is_cuda
-        and not is_compiling()
-        and not is_exact()
-        and kernels(KERNEL) is not None
-    )
+    on_gpu = isinstance(mask, Tensor) and mask.is_cuda
+    return on_gpu and not is_compiling() and not is_exact() and kernels(KERNEL) is not None
 
 
 def _gae_by_kernel(
@@ -240,11 +235,8 @@ def _gae_by_kernel(
     # costs more.
     last = None if last_values is None else _per_sequence(last_values.detach(), layout, values)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
-    return GAE(
-        *kernels(KERNEL).gae(
-            rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)
-        )
-    )
+    rest = (gamma, lam, layout.offsets, last, compute_dtype(rewards, values))
+    return GAE(*kernels(KERNEL).gae(rewards, values, mask, *rest))
 
 
 def whole_sequences(
@@ -354,8 +346,5 @@ def _by_place(x: Tensor) -> Tensor:
     """
     missing = -x.shape[-1] % CHUNK
     filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
-    return (
-        filled.reshape(*x.shape[:-1], -1, CHUNK)
-        .movedim(-1, 0)
-        .clone(memory_format=torch.contiguous_format)
-    )
+    by_place = filled.reshape(*x.shape[:-1], -1, CHUNK).movedim(-1, 0)
+    return by_place.clone(memory_format=torch.contiguous_format)

@@ -237,12 +237,8 @@ def _kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Kernels | str:
 
 def _outline(x: Tensor, tokens: torch.Size) -> tuple[int, ...]:
     """The shape of `x` in a call whose tokens are `[ROWS, WIDTH]`; (0,) for any other shape."""
-    shapes = {
-        (tokens[0], 1): (ROWS, 1),
-        (tokens[0],): (ROWS,),
-        (): (),
-        tuple(tokens): (ROWS, WIDTH),
-    }
+    rows = tokens[0]
+    shapes = {(rows, 1): (ROWS, 1), (rows,): (ROWS,), (): (), tuple(tokens): (ROWS, WIDTH)}
     return shapes.get(tuple(x.shape), (0,))
 
 

@@ -203,14 +203,8 @@ def _cut(x: Tensor, n: int) -> int | str | None:
 def partials(rows: int, n: int) -> int:
     """A divisor of n between FEWEST and MOST, made of rows cut or joined evenly; 0 if none."""
     if rows > MOST:
-        return next(
-            (
-                rows // k
-                for k in range(rows // MOST, rows // FEWEST + 1)
-                if k and rows % k == 0 and rows // k <= MOST
-            ),
-            0,
-        )
+        divisors = (k for k in range(rows // MOST, rows // FEWEST + 1) if k and rows % k == 0)
+        return next((rows // k for k in divisors if rows // k <= MOST), 0)
     width = n // rows
     fewest = -(-FEWEST // rows)
     counts = range(fewest, min(MOST // rows, width) + 1)

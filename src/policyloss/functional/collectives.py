@@ -192,12 +192,9 @@ def _largest(
             continue
         want = int(k) + 1
         missing = (0, max(want - score.shape[0], 0))  # where a rank has fewer
-        score, tie = _descending(
-            *(
-                torch.cat(all_gather(torch.nn.functional.pad(x[:want], missing, value=low), group))
-                for x, low in ((score, -torch.inf), (tie, _LOWEST))
-            )
-        )
+        score = torch.nn.functional.pad(score[:want], missing, value=-torch.inf)
+        tie = torch.nn.functional.pad(tie[:want], missing, value=_LOWEST)
+        score, tie = _descending(*(torch.cat(all_gather(x, group)) for x in (score, tie)))
     index = torch.stack([k - 1, k]).clamp(0, score.shape[0] - 1)
     return score.gather(0, index), tie.gather(0, index)
 

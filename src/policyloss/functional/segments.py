@@ -243,14 +243,8 @@ class Sequences:
         if self.offsets is None:
             s = x.amax(dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
         else:
-            s = torch.segment_reduce(
-                x.reshape(-1),
-                "max",
-                offsets=self.offsets,
-                axis=0,
-                unsafe=True,
-                initial=float("-inf"),
-            )
+            how: Any = {"offsets": self.offsets, "axis": 0, "unsafe": True}
+            s = torch.segment_reduce(x.reshape(-1), "max", **how, initial=float("-inf"))
         return s if self.cp_group is None else all_max(s, self.cp_group)
 
     def expand(self, s: Tensor) -> Tensor:

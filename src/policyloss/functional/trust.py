@@ -247,13 +247,9 @@ def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> 
     tokens, *sums = arithmetic().totals_over(groups, *terms, dtype=wide)
     means = (torch.stack(sums) / tokens.clamp(min=1)).to(logp.dtype)
     roundings = means[2:] * (ROUNDINGS * torch.finfo(logp.dtype).eps)
-    return {
-        "tokens": tokens,
-        "advantage_mean": means[0],
-        "logp_mean": means[1],
-        "advantage_rounding": roundings[0],
-        "logp_rounding": roundings[1],
-    }
+    of_advantages = {"advantage_mean": means[0], "advantage_rounding": roundings[0]}
+    of_logp = {"logp_mean": means[1], "logp_rounding": roundings[1]}
+    return {"tokens": tokens, **of_advantages, **of_logp}
 
 
 def step_covariance(advantages: Tensor, logp: Tensor, means: dict[str, Tensor]) -> Tensor:

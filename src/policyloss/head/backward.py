@@ -125,13 +125,9 @@ def gradients_in_parts(
     all_windows = windows(live, rows * (w.shape[0] // largest), tiles)
     room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
     # Sums over ranks or windows are rounded at the end.
-    sums = GradientTypes(
-        head.dtype
-        if wanted.hidden is not None and head.vocabulary.group is not None
-        else wanted.hidden,
-        head.dtype if wanted.weight is not None and len(all_windows) > 1 else wanted.weight,
-        None if wanted.bias is None else head.dtype,
-    )
+    wide = (head.vocabulary.group is not None, len(all_windows) > 1, True)
+    kinds = zip(wanted, wide, strict=True)
+    sums = GradientTypes(*(head.dtype if dtype and is_wide else dtype for dtype, is_wide in kinds))
     dhidden = None if sums.hidden is None else torch.zeros_like(head.hidden, dtype=sums.hidden)
     dweight = None
     if sums.weight is not None:

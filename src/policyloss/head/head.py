@@ -72,12 +72,8 @@ class Head:
     def scaling(self, index: Index) -> Scaling:
         """The scaling of the logits of these rows."""
         t = self.inverse_temperature
-        return Scaling(
-            t[index] if isinstance(t, Tensor) else t,
-            self.softcap,
-            self.bias,
-            self.support is not None,
-        )
+        rate = t[index] if isinstance(t, Tensor) else t
+        return Scaling(rate, self.softcap, self.bias, self.support is not None)
 
     def room(self, rows: int, columns: int | None = None) -> Room:
         """Memory for the logits of `rows` rows; in the exact mode, of complete tiles of rows."""

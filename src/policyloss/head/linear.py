@@ -172,15 +172,11 @@ class _LinearLogprobs(torch.autograd.Function):
         n = head.hidden.shape[0]
         live = n if index is None else index.shape[0]
         comparison = outputs.comparison
-        logp, spread, lse = (
-            torch.zeros(n, device=hidden.device, dtype=head.dtype) for _ in range(3)
-        )
-        stash, slopes = (
-            head.weight.new_empty(live, head.weight.shape[0])
-            if plan.keeps_probabilities and kept
-            else None
-            for kept in (outputs.logp, comparison is not None)
-        )
+        zeros = torch.zeros(n, device=hidden.device, dtype=head.dtype)
+        logp, spread, lse = zeros, zeros.clone(), zeros.clone()
+        kept = [plan.keeps_probabilities and x for x in (outputs.logp, comparison is not None)]
+        shape = (live, head.weight.shape[0])
+        stash, slopes = (head.weight.new_empty(shape) if keep else None for keep in kept)
         room = head.room(min(plan.rows, live))
         teacher_room = None if comparison is None else comparison.room(min(plan.rows, live))
         known: PairStatistics | Entries | None = None

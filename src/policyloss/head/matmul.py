@@ -92,11 +92,8 @@ def _rounds_once(a: Tensor, out: Tensor) -> bool:
 
     It does not where `product` would add two parts.
     """
-    return (
-        a.device.type == "cuda"
-        and a.dtype == out.dtype == torch.bfloat16
-        and _cut(a.shape[1]) is None
-    )
+    half = a.dtype == out.dtype == torch.bfloat16
+    return half and a.device.type == "cuda" and _cut(a.shape[1]) is None
 
 
 @contextmanager

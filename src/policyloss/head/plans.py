@@ -79,11 +79,8 @@ class Plan:
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
-        kept = (
-            f"; the gradients of {self.gathered} rows of logits are kept and multiplied together"
-            if self.gathered
-            else ""
-        )
+        rows = f"the gradients of {self.gathered} rows of logits"
+        kept = f"; {rows} are kept and multiplied together" if self.gathered else ""
         return (
             f"{self.name}: {self.reason}\n"
             f"  {self.tokens} tokens, {self.computed} computed, "

@@ -68,11 +68,8 @@ def refuse_values(numbers: list[int], head: Head, valid: Tensor | None) -> None:
     size, rate = head.vocabulary.size, head.inverse_temperature
     if lowest < 0 or highest >= size:
         worst = lowest if lowest < 0 else highest
-        place = int(
-            ((head.ids == worst) if valid is None else (head.ids == worst) & valid)
-            .to(torch.uint8)
-            .argmax()
-        )
+        there = head.ids == worst if valid is None else (head.ids == worst) & valid
+        place = int(there.to(torch.uint8).argmax())
         raise InputError(
             f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary "
             f"has {size} entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) "
