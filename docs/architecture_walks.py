@@ -131,7 +131,7 @@ def head_walk() -> Walk:
         GradientSums.add,
         row_gradient,
         rounded_product,
-        GradientSums.finished,
+        GradientSums.gradients,
         loss_of,
         with_known_gradients,
         _KnownGradients.backward,

@@ -30,7 +30,7 @@ from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.records import Invalid
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
-from policyloss.totals import GroupTokens, Totals, data_parallel_group
+from policyloss.totals import GroupTokens, Totals, data_parallel_group, group_tokens
 
 # The step was counted with the first tensors, so no call may replace them. A call may replace the
 # others, which are per token or passed through.
@@ -83,7 +83,7 @@ def accumulate(
             '(rejected="keep", no SelfNormalise, CovClip or CovKL).'
         )
     group = data_parallel_group(group, cp_group)
-    counts, number = counted_step(micro_batches, group, cp_group, dp_size)
+    counts, number = count_step(micro_batches, group, cp_group, dp_size)
     step = Accumulation(spec, counts, counts, group, cp_group, metrics)
     last = micro_batches[-1]
     empty = {**last, "mask": torch.zeros_like(last["mask"], dtype=torch.bool)}
@@ -92,7 +92,7 @@ def accumulate(
     for micro in step._micro_batches[len(micro_batches) :]:
         micro.is_used = True  # it holds nothing of the step
     if spec.needs_statistics and logp is not None:
-        step.totals = _measured(step, logp)
+        step.totals = _measure_step(step, logp)
     return step
 
 
@@ -235,7 +235,7 @@ class MicroBatch(Mapping[str, Any]):
         return out.loss
 
 
-def _measured(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
+def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
     """`measure` on all micro-batches as one pack.
 
     Micro-batches without valid tokens are run too: other ranks may wait for their forward.
@@ -344,7 +344,7 @@ def _check_values(name: str, x: Tensor) -> None:
         raise InputError(f"{name} is on {where}; move it to the loss's device.")
 
 
-def counted_step(
+def count_step(
     micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: Any, dp_size: int | None
 ) -> tuple[Totals, int]:
     """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
@@ -401,6 +401,4 @@ def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTok
     missing = (0, max(members_of_each) - members.shape[1])
     shares = all_gather(torch.nn.functional.pad(members, missing), group)
     there = [share[:, :n] for share, n in zip(shares, members_of_each, strict=True)]
-    ids, lengths = torch.cat(there, dim=1)
-    each, place = torch.unique(ids, return_inverse=True)
-    return GroupTokens(each, torch.zeros_like(each).index_add(0, place, lengths))
+    return group_tokens(*torch.cat(there, dim=1))

@@ -187,10 +187,7 @@ def check_group(name: str, group: Any) -> None:
 
 
 def check_choice(
-    name: str,
-    value: Any,
-    valid: Iterable[str | None],
-    error: type[PolicyLossError] = InputError,
+    name: str, value: Any, valid: Iterable[str | None], error: type[PolicyLossError] = InputError
 ) -> None:
     """Raise unless `value` is one of the words of `valid` (or None, where that is among them)."""
     words = list(valid)

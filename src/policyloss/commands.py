@@ -51,11 +51,9 @@ class Within(NamedTuple):
         return " and ".join(f"{word} {x}" for word, x in limits if math.isfinite(x))
 
     def __contains__(self, x: object) -> bool:
-        return (
-            isinstance(x, (int, float))
-            and self.least <= x <= self.most
-            and self.above < x < self.below
-        )
+        if not isinstance(x, (int, float)):
+            return False
+        return self.least <= x <= self.most and self.above < x < self.below
 
 
 Count = Annotated[int, Within(least=1)]

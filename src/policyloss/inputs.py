@@ -18,7 +18,7 @@ from torch import Tensor
 from policyloss.arguments import check_like, check_tensor, description, refuse_transforms
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill, shared_zero
-from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, laid_out
+from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, layout_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -98,11 +98,8 @@ class Inputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the call by name; a tensor of `extras` is called "extras.name"."""
-        plain = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("cp_group", "extras")
-        }
+        names = (f.name for f in fields(self) if f.name not in ("cp_group", "extras"))
+        plain = {name: getattr(self, name) for name in names}
         extras = {f"extras.{name}": x for name, x in (self.extras or {}).items()}
         return {name: x for name, x in {**plain, **extras}.items() if x is not None}
 
@@ -113,7 +110,7 @@ class Inputs:
         """
         logp = self.logp if logp is None else logp
         check_tensor("logp", logp, "float")
-        layout = laid_out(
+        layout = layout_fields(
             logp,
             self.mask,
             called="logp",

@@ -289,10 +289,8 @@ def corrected_tokens(
 def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
     """`t` with the ratio, unless no part reads the ratio and one of its tensors is missing."""
     anchor = getattr(spec.ratio, "anchor", "old")
-    made_of = [
-        *([] if anchor == "current" else [f"{anchor}_logp"]),
-        *getattr(spec.ratio, "reads", ()),
-    ]
+    of_anchor = () if anchor == "current" else (f"{anchor}_logp",)
+    made_of = (*of_anchor, *getattr(spec.ratio, "reads", ()))
     if not spec.reads_ratio_value and not all(map(t.has, made_of)):
         return t.replace(anchor=anchor)
     log_ratio, clamp = spec.ratio(t), getattr(spec.ratio, "log_clamp", 20.0)
@@ -327,18 +325,12 @@ def measure(
     cp_group = inputs.cp_group
     group = data_parallel_group(group, cp_group)
     with torch.no_grad():
-        t, corrected = corrected_tokens(
-            spec, inputs.replace(logp=logp.detach()).tokens(), None, group
-        )
+        tokens = inputs.replace(logp=logp.detach()).tokens()
+        t, corrected = corrected_tokens(spec, tokens, None, group)
         t = with_ratio(spec, t)
         statistics = dict(corrected.statistics)
         if hasattr(spec.trust, "statistics"):
             statistics.update(spec.trust.statistics(t, group))
-        where = {
-            "cu_seqlens": t.sequences.offsets,
-            "group_ids": inputs.group_ids,
-            "cp_group": cp_group,
-        }
-        return replace(
-            Totals.count(t.mask, **where, group=group, dp_size=dp_size), statistics=statistics
-        )
+        where = {"cu_seqlens": t.sequences.offsets, "group_ids": inputs.group_ids}
+        totals = Totals.count(t.mask, **where, cp_group=cp_group, group=group, dp_size=dp_size)
+        return replace(totals, statistics=statistics)

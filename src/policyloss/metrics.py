@@ -88,12 +88,6 @@ class RecordPlaces:
         return torch.stack([part.to(accumulator_dtype(part.device)) for part in parts])
 
 
-def _unpacked(places: RecordPlaces, packed: Tensor) -> dict[str, Record]:
-    """The records, as views of `packed`."""
-    parts = packed.unbind()
-    return {name: kind(*[parts[i] for i in indices]) for name, kind, indices in places.records}
-
-
 class Metrics(Mapping[str, Record]):
     """Named records.
 
@@ -132,8 +126,9 @@ class Metrics(Mapping[str, Record]):
                 self._unpacked = self._make()
         elif self._unpacked is None:
             assert self._packed is not None
-            places, values = self._packed
-            self._unpacked = _unpacked(places, values)
+            places, packed = self._packed
+            parts = packed.unbind()
+            self._unpacked = {n: kind(*[parts[i] for i in at]) for n, kind, at in places.records}
         return self._unpacked
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,9 +152,8 @@ class Metrics(Mapping[str, Record]):
 
     def _repr_html_(self) -> str:
         """For a notebook: every metric and its value (one host sync)."""
-        return notebook.table(
-            ("metric", "value"), [(name, f"{x:.10g}") for name, x in self.compute().items()]
-        )
+        rows = [(name, f"{x:.10g}") for name, x in self.compute().items()]
+        return notebook.table(("metric", "value"), rows)
 
     def __add__(self, other: Metrics) -> Metrics:
         if not isinstance(other, Metrics):
@@ -188,9 +182,8 @@ class Metrics(Mapping[str, Record]):
             return {}
         values = [record.value for record in self._records.values()]
         wide = accumulator_dtype(values[0].device)
-        numbers = dict(
-            zip(self._records, torch.stack([v.to(wide) for v in values]).tolist(), strict=True)
-        )
+        together = torch.stack([v.to(wide) for v in values]).tolist()
+        numbers = dict(zip(self._records, together, strict=True))
         invalid = [name for name, record in self._records.items() if isinstance(record, Invalid)]
         refuse_invalid({name: numbers.pop(name) for name in invalid})
         tokens = numbers.get("tokens", 0)
@@ -252,9 +245,8 @@ class Metrics(Mapping[str, Record]):
     def _kinds_of_all_ranks(self, group: Any) -> dict[str, type[Record]]:
         """The name and kind of every metric that some rank holds, in one order on all ranks."""
         shares: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(
-            shares, [(name, type(r).__name__) for name, r in self._records.items()], group=group
-        )
+        here = [(name, type(r).__name__) for name, r in self._records.items()]
+        dist.all_gather_object(shares, here, group=group)
         return {name: KINDS[kind] for share in shares for name, kind in share}
 
 

@@ -127,19 +127,17 @@ def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(".tmp", temporary_prefix(path), path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)  # mkstemp makes files that only their owner can read
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         raise InputError(f"{argument}={str(path)!r} cannot be written: {error}.") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(name, path)
-    except OSError as error:
-        raise InputError(f"{argument}={str(path)!r} cannot be written: {error}.") from error
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def section(title: str, lines: list[str]) -> str:

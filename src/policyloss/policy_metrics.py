@@ -148,7 +148,12 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
         _ratios(records, spec, t, everything)
     if everything:
         if t.has("old_logp") and t.has("rollout_logp"):
-            _mismatch(records, call.before)
+            before = call.before
+            d, valid = before.log_weight(), before.count
+            mismatch = total(d)
+            records["kl_rollout_k1"] = (Stat, lambda: -mismatch, valid)
+            records["kl_rollout_k3"] = (Stat, total(k3(d)), valid)
+            records["rollout_logp_difference_max"] = (Max, extremes(d.abs(), before.mask)[0])
         if spec.correction:
             _corrections(records, call)
         if call.kl is not None:
@@ -249,14 +254,6 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, everything: bool) -> N
         if everything:
             growth = torch.expm1(raw) if growth is None else growth
             records["kl_old_k3"] = (Stat, total(growth - raw), n)
-
-
-def _mismatch(records: _Records, before: Tokens) -> None:
-    total, n, d = arithmetic().total, before.count, before.log_weight()
-    drift = total(d)
-    records["kl_rollout_k1"] = (Stat, lambda: -drift, n)
-    records["kl_rollout_k3"] = (Stat, total(k3(d)), n)
-    records["rollout_logp_difference_max"] = (Max, extremes(d.abs(), before.mask)[0])
 
 
 def _corrections(records: _Records, call: MeasuredCall) -> None:

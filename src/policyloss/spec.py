@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
@@ -18,8 +19,8 @@ from policyloss.parts.data import (
     VARIANTS,
     check_depth,
     check_part,
-    decoded,
-    encoded,
+    decode_part,
+    encode_part,
     has_fields,
     known_parts,
 )
@@ -187,7 +188,7 @@ class LossSpec(Part):
         """Whether `measure` must compute the totals, because counts of the mask are not enough."""
         return bool(self.statistics_names) or self.rejected != "keep"
 
-    @property
+    @cached_property
     def reach(self) -> Literal["token", "sequence", "batch"]:
         """The tokens whose log-probabilities enter the gradient of a token.
 
@@ -214,11 +215,8 @@ class LossSpec(Part):
         If so, the trust region's loss is a multiple of A, and the spec has neither KL nor entropy
         bonus.
         """
-        return (
-            self.kl is None
-            and not self.entropy_coef
-            and getattr(self.trust, "follows_advantage", False)
-        )
+        alone = self.kl is None and not self.entropy_coef
+        return alone and getattr(self.trust, "follows_advantage", False)
 
     def with_fields(self, **numbers: Any) -> LossSpec:
         """The same loss with other values of fields, named without their part: `eps_high=0.3`.
@@ -281,16 +279,15 @@ class LossSpec(Part):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
+        kl = [encode_part("kl", part) for part in self.kl_parts]
         return {
-            "ratio": encoded("ratio", self.ratio),
-            "trust": encoded("trust", self.trust),
-            "correction": [encoded("correction", c) for c in self.correction],
+            "ratio": encode_part("ratio", self.ratio),
+            "trust": encode_part("trust", self.trust),
+            "correction": [encode_part("correction", c) for c in self.correction],
             "rejected": self.rejected,
-            "kl": [encoded("kl", part) for part in self.kl_parts]
-            if isinstance(self.kl, tuple)
-            else next((encoded("kl", part) for part in self.kl_parts), None),
+            "kl": kl if len(kl) > 1 else kl[0] if kl else None,
             "entropy_coef": self.entropy_coef,
-            "aggregate": encoded("aggregate", self.aggregate),
+            "aggregate": encode_part("aggregate", self.aggregate),
         }
 
     @classmethod
@@ -305,14 +302,12 @@ class LossSpec(Part):
         for key, value in data.items():
             if key not in SLOTS:
                 raise SpecError(unknown_name("slot", key, SLOTS))
-            if key == "correction":
-                if not isinstance(value, (list, tuple)):
-                    raise SpecError(f"correction must be a list of parts, got {value!r}.")
-                slots[key] = tuple(decoded(key, part) for part in value)
-            elif key == "kl" and isinstance(value, (list, tuple)):
-                slots[key] = tuple(decoded(key, part) for part in value)
+            if key == "correction" and not isinstance(value, (list, tuple)):
+                raise SpecError(f"correction must be a list of parts, got {value!r}.")
+            if key in ("correction", "kl") and isinstance(value, (list, tuple)):
+                slots[key] = tuple(decode_part(key, part) for part in value)
             elif key in VARIANTS and not (key == "kl" and value is None):
-                slots[key] = decoded(key, value)
+                slots[key] = decode_part(key, value)
             else:
                 slots[key] = value
         return cls(**slots)

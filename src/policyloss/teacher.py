@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind
+from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 
 
@@ -56,9 +56,7 @@ class TopK:
     logp: Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ids, Tensor) or not fits_kind(self.ids, "integer"):
-            raise InputError(f"TopK.ids must be a tensor of integers, got {description(self.ids)}.")
-        check_tensor("TopK.ids", self.ids)
+        check_tensor("TopK.ids", self.ids, "integer")
         check_tensor("TopK.logp", self.logp, "float", like=("TopK.ids", self.ids))
         if self.ids.shape != self.logp.shape or self.ids.dim() < 2 or not self.ids.shape[-1]:
             raise InputError(
@@ -83,14 +81,9 @@ class TopK:
         there = ids >= 0
         known = torch.where(there, logp, -torch.inf)
         falls = there[:, :-1] & (ids[:, 1:] <= ids[:, :-1])
-        wrong = torch.stack(
-            [
-                ((ids < -1) | (ids >= size)).any(-1),
-                falls.any(-1),
-                ~(known <= tolerance).all(-1),
-                known.exp().sum(-1) > 1 + tolerance,
-            ]
-        )
+        outside = ((ids < -1) | (ids >= size)).any(-1)
+        above = ~(known <= tolerance).all(-1)
+        wrong = torch.stack([outside, falls.any(-1), above, known.exp().sum(-1) > 1 + tolerance])
         return (wrong if valid is None else wrong & valid).sum(-1)
 
 

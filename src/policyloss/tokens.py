@@ -136,8 +136,8 @@ class Layout:
 
     @classmethod
     def of(cls, tokens: Tensor, mask: Tensor, *, called: str, **where: Any) -> Layout:
-        """The layout of the tokens that the argument `called` holds. where: as in `laid_out`."""
-        layout, dtype = laid_out(tokens, mask, called=called, **where), compute_dtype(tokens)
+        """The layout of the tokens of the argument `called`. where: as in `layout_fields`."""
+        layout, dtype = layout_fields(tokens, mask, called=called, **where), compute_dtype(tokens)
         return cls(**layout, dtype=dtype, zero=shared_zero(tokens, dtype))
 
     @property
@@ -218,11 +218,8 @@ class LocalTotals:
     @property
     def tokens(self) -> Tensor:
         """Valid tokens."""
-        return (
-            self.layout.count
-            if self.layout.sequences.cp_group is None
-            else self.layout.counts.sum()
-        )
+        layout = self.layout
+        return layout.count if layout.sequences.cp_group is None else layout.counts.sum()
 
     @property
     def sequences(self) -> Tensor:
@@ -238,7 +235,7 @@ class LocalTotals:
         return count(members.sum((self.layout.counts > 0)[order]) > 0)
 
 
-def laid_out(
+def layout_fields(
     tokens: Tensor,
     mask: Tensor,
     *,
@@ -264,13 +261,8 @@ def laid_out(
         invalid["invalid_mask_values"] = invalid_mask
     if sequences.invalid is not None:
         invalid["invalid_cu_seqlens"] = sequences.invalid
-    return {
-        "mask": mask,
-        "sequences": sequences,
-        "group_ids": group_ids,
-        "positions": positions,
-        "invalid": invalid,
-    }
+    where = {"sequences": sequences, "group_ids": group_ids, "positions": positions}
+    return {"mask": mask, **where, "invalid": invalid}
 
 
 @dataclass(kw_only=True)

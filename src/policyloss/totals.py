@@ -104,7 +104,7 @@ class Totals:
         if group_ids is not None:
             check_group_ids(group_ids, sequences)
             check_tensor("group_ids", group_ids, like=("mask", mask))
-            groups = _group_tokens(group_ids, lengths)
+            groups = group_tokens(group_ids, lengths)
         counts = cls(lengths.sum(), count(lengths > 0), groups)
         return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
 
@@ -134,15 +134,9 @@ class Totals:
             shares: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(shares, (groups.ids.cpu(), groups.tokens.cpu()), group=group)
             ids, tokens = (torch.cat([s[i] for s in shares]).to(pair.device) for i in (0, 1))
-            groups = _group_tokens(ids, tokens)
-        ranks = dist.get_world_size(group) * cp_size
-        return replace(
-            self,
-            tokens=pair[0],
-            sequences=pair[1],
-            groups=groups,
-            dp_size=ranks if dp_size is None else dp_size,
-        )
+            groups = group_tokens(ids, tokens)
+        size = dist.get_world_size(group) * cp_size if dp_size is None else dp_size
+        return replace(self, tokens=pair[0], sequences=pair[1], groups=groups, dp_size=size)
 
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
@@ -156,26 +150,20 @@ class Totals:
                 "measured statistics do not add up; call policyloss.measure once, on the tensors "
                 "of the whole step."
             )
+        a, b = self.groups, other.groups
         groups: Number | GroupTokens | None
-        if isinstance(self.groups, GroupTokens) and isinstance(other.groups, GroupTokens):
-            groups = _group_tokens(
-                torch.cat([self.groups.ids, other.groups.ids]),
-                torch.cat([self.groups.tokens, other.groups.tokens]),
-            )
-        elif self.groups is None or other.groups is None:
+        if isinstance(a, GroupTokens) and isinstance(b, GroupTokens):
+            groups = group_tokens(torch.cat([a.ids, b.ids]), torch.cat([a.tokens, b.tokens]))
+        elif a is None or b is None:
             groups = None
-        elif isinstance(self.groups, GroupTokens) or isinstance(other.groups, GroupTokens):
+        elif isinstance(a, GroupTokens) or isinstance(b, GroupTokens):
             raise InputError(
                 "cannot add a number of groups to a GroupTokens; count both the same way."
             )
         else:
-            groups = self.groups + other.groups
-        return replace(
-            self,
-            tokens=self.tokens + other.tokens,
-            sequences=self.sequences + other.sequences,
-            groups=groups,
-        )
+            groups = a + b
+        tokens, sequences = self.tokens + other.tokens, self.sequences + other.sequences
+        return replace(self, tokens=tokens, sequences=sequences, groups=groups)
 
 
 def _check_count(name: str, value: Any, wanted: str) -> None:
@@ -203,7 +191,7 @@ def data_parallel_group(group: Any, cp_group: Any) -> Any:
     )
 
 
-def _group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
+def group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
     """Sum `tokens` by id. This syncs with the host, which is fine while counting."""
     order, groups = group_index(group_ids)
     ids = torch.unique(group_ids, sorted=True)

@@ -67,7 +67,15 @@ def value_loss(
     `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in
     `policy_loss`.
     """
-    _check_options(clip, kind, huber_delta, boundary, old_values)
+    check_choice("kind", kind, ("mse", "huber"))
+    check_choice("boundary", boundary, ("pass", "half"))
+    check_number("huber_delta", huber_delta, above=0)
+    if clip is not None:
+        check_number("clip", clip, above=0, hint="None is no clipping.")
+        if old_values is None:
+            raise InputError(
+                "clipping reads old_values, which is missing; pass old_values, or clip=None."
+            )
     aggregate = TokenMean() if aggregate is None else aggregate
     check_part("aggregate", aggregate)
     step = resolve(totals)
@@ -97,20 +105,6 @@ def value_loss(
     loss = weighted_sum(token_loss, weight)
     share = arithmetic().step_share(token_loss, weight, None, loss, t.totals.dp_size)
     return LossOutput(loss, _metrics(t, value, target, token_loss, binds, share))
-
-
-def _check_options(
-    clip: float | None, kind: str, huber_delta: float, boundary: str, old_values: Tensor | None
-) -> None:
-    check_choice("kind", kind, ("mse", "huber"))
-    if clip is not None:
-        check_number("clip", clip, above=0, hint="None is no clipping.")
-    check_choice("boundary", boundary, ("pass", "half"))
-    check_number("huber_delta", huber_delta, above=0)
-    if clip is not None and old_values is None:
-        raise InputError(
-            "clipping reads old_values, which is missing; pass old_values, or clip=None."
-        )
 
 
 @torch.no_grad()

@@ -28,8 +28,8 @@ BITS = (
     (
         "exact_recompute_forgets_a_window",
         "policyloss/head/backward.py",
-        "if sums.weight is not None and window.start > 0:",
-        "if sums.weight is not None and False:",
+        "if dweight is not None and window.start > 0:",
+        "if dweight is not None and False:",
         _BITS + "test_the_weight_gradient_of_several_windows",
     ),
     (
@@ -266,8 +266,8 @@ BITS = (
     (
         "exact_scan_by_the_place_in_the_batch",
         "policyloss/advantage/returns.py",
-        "    if not is_exact():\n",
-        "    if True:\n",
+        "    if is_exact() and not in_rows:\n",
+        "    if False:\n",
         _ADVANTAGES + "test_a_scan_has_the_same_bits_in_every_layout",
     ),
     (

@@ -131,8 +131,8 @@ HEAD = (
     (
         "pair_silences_the_entropy",
         "policyloss/head/teacher/rows.py",
-        "spread, silent = (h[b], dh[b]), silent & (dh[b] == 0)",
-        "spread = (h[b], dh[b])",
+        "here, silent = (spread[0][b], spread[1][b]), silent & (spread[1][b] == 0)",
+        "here = (spread[0][b], spread[1][b])",
         _DIVERGENCE + "test_the_entropy_of_rows_that_nothing_else_moves",
     ),
     (
@@ -334,8 +334,8 @@ HEAD = (
     (
         "head_opsm_not_in_the_value",
         "policyloss/head/loss.py",
-        "correction = batch.corrections if batch.weight is None",
-        "correction = () if batch.weight is None",
+        "correction=batch.corrections if weight is None",
+        "correction=() if weight is None",
         _LOSS + "test_skipping_tokens_without_advantage",
     ),
     (

@@ -13,7 +13,7 @@ _RATIO, _TRUST, _CORRECTION = (
     "policyloss/parts/trust.py",
     "policyloss/parts/correction.py",
 )
-_CLIPS, _WEIGHTS = "policyloss/parts/trust_clips.py", "policyloss/parts/trust_weights.py"
+_CLIPS = "policyloss/parts/trust_clips.py"
 _AGGREGATE, _FUNCTIONAL = "policyloss/parts/aggregate.py", "policyloss/functional/correction.py"
 
 PARTS = (
@@ -152,7 +152,7 @@ PARTS = (
     ),
     (
         "sapo_temperatures_swapped",
-        _WEIGHTS,
+        _TRUST,
         "self.tau_positive, self.tau_negative)",
         "self.tau_negative, self.tau_positive)",
         _HAND + "test_trust",
@@ -180,7 +180,7 @@ PARTS = (
     ),
     (
         "vespo_signs_swapped",
-        _WEIGHTS,
+        _TRUST,
         "t.logp, t.advantages, positive, negative)",
         "t.logp, t.advantages, negative, positive)",
         _HAND + "test_trust",
@@ -215,14 +215,14 @@ PARTS = (
     ),
     (
         "dro_pull_doubled",
-        _WEIGHTS,
+        _TRUST,
         "t.logp, t.advantages, self.beta))",
         "t.logp, t.advantages, 2 * self.beta))",
         _HAND + "test_trust",
     ),
     (
         "topr_without_its_bound",
-        _WEIGHTS,
+        _TRUST,
         "trust.tapered_negative(r, t.logp, a, self.ratio_max)",
         "trust.tapered_negative(r, t.logp, a)",
         _HAND + "test_trust",

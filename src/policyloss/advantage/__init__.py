@@ -14,13 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from policyloss.advantage.distillation import (
-    centered_kl,
-    iw_opd,
-    kl_in_reward,
-    opd,
-    prefix_weights,
-)
+from policyloss.advantage.distillation import centered_kl, iw_opd, kl_in_reward, opd, prefix_weights
 from policyloss.advantage.estimators import (
     ESTIMATORS,
     dr_grpo,

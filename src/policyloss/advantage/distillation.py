@@ -97,13 +97,9 @@ def prefix_weights(
     size = fill(advantages.detach(), valid, compute_dtype(advantages)).abs()
     # 1 − Σ_{k<t} / Σ is the share of this and all later tokens, without the cancellation. One
     # number per token is [1, N] in a pack, where [N] might mean one per sequence.
-    rest = discounted_returns(
-        size if cu_seqlens is None else size.unsqueeze(0),
-        valid,
-        cu_seqlens=cu_seqlens,
-        cp_group=cp_group,
-        positions=positions,
-    )
+    where = {"cu_seqlens": cu_seqlens, "cp_group": cp_group, "positions": positions}
+    each = size if cu_seqlens is None else size.unsqueeze(0)
+    rest = discounted_returns(each, valid, **where)
     total = sequences.expand(sequences.sum(size))
     share = torch.where(total == 0, 1, rest / torch.where(total == 0, 1, total))
     return fill(1 + gamma * share, valid)
@@ -190,11 +186,9 @@ class _Gap(NamedTuple):
         """The gap between two arguments. other: with its name. mask: None if all tokens count."""
         check_tensor("old_logp", old_logp, "float")
         check_like(*other, ("old_logp", old_logp), "float")
-        valid = (
-            torch.ones_like(old_logp, dtype=torch.bool)
-            if mask is None
-            else as_mask(mask, old_logp, like_called="old_logp")
-        )
+        valid = torch.ones_like(old_logp, dtype=torch.bool)
+        if mask is not None:
+            valid = as_mask(mask, old_logp, like_called="old_logp")
         logp = other[1].detach()
         d = difference(logp, old_logp.detach(), valid, compute_dtype(logp, old_logp))
         return cls(d, valid, Sequences.of(old_logp, cu_seqlens, cp_group, "old_logp"))

@@ -33,12 +33,7 @@ from policyloss.advantage.groups import (
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_combinatorial, passk_max_gap
 from policyloss.advantage.returns import discounted_returns, gae
-from policyloss.arguments import (
-    check_choice,
-    check_number,
-    check_tensor,
-    description,
-)
+from policyloss.arguments import check_choice, check_number, check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.masking import compute_dtype
 from policyloss.functional.segments import group_index
@@ -125,9 +120,8 @@ def reinforce_pp(
     and variance too. There are no groups of samples; in a constant batch all advantages are 0.
     Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus.
     """
-    returns = discounted_returns(
-        rewards, mask, gamma, cu_seqlens=cu_seqlens, cp_group=cp_group, positions=positions
-    )
+    where = {"cu_seqlens": cu_seqlens, "cp_group": cp_group, "positions": positions}
+    returns = discounted_returns(rewards, mask, gamma, **where)
     return whiten(returns, mask, group=group, eps=eps, cp_group=cp_group)
 
 
@@ -149,9 +143,8 @@ def reinforce_pp_baseline(
     group: ranks that share the means of prompts and the whitening, as in `group_advantages`.
     """
     check_rewards(rewards, group_ids)
-    (r, ids, counts), this_rank = of_all_ranks(
-        group, rewards, group_ids, per_sequence("lengths", lengths, rewards)
-    )
+    counts = per_sequence("lengths", lengths, rewards)
+    (r, ids, counts), this_rank = of_all_ranks(group, rewards, group_ids, counts)
     return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[
         this_rank
     ].to(compute_dtype(rewards))
@@ -265,9 +258,8 @@ def gdpo(
     counts = torch.ones_like(group_ids)
     if lengths is not None:
         counts = per_sequence("lengths", lengths, group_ids)
-    (counts, group_ids, *columns), this_rank = of_all_ranks(
-        group, counts, group_ids, *rewards.unbind(1)
-    )
+    each_reward = rewards.unbind(1)
+    (counts, group_ids, *columns), this_rank = of_all_ranks(group, counts, group_ids, *each_reward)
     s = counts.shape[0]
     if s == 0:
         return rewards.new_zeros(0, dtype=dtype)
@@ -277,9 +269,8 @@ def gdpo(
     dense = torch.empty_like(groups.ids).scatter(0, order, groups.ids)
     ids = dense + s * torch.arange(k, device=dense.device).unsqueeze(1)
     each = torch.cat([counts[:0], *columns])
-    parts = group_advantages(
-        each, ids.reshape(-1), scale=scale, eps=eps, ddof=ddof, single=single, group="local"
-    )
+    how: Any = {"scale": scale, "eps": eps, "ddof": ddof, "single": single}
+    parts = group_advantages(each, ids.reshape(-1), **how, group="local")
     summed = (weight.to(parts).unsqueeze(1) * parts.view(k, s)).sum(0)
     return _whitened_by_length(summed, counts, 1e-8)[this_rank].to(dtype)
 
@@ -306,9 +297,8 @@ def maxrl(
 def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
     """`weights` as a tensor `[K]`, from a sequence of numbers or a tensor."""
     if isinstance(weights, Sequence) and not isinstance(weights, str):
-        weights = torch.tensor(
-            [float(check_number("weights", w)) for w in weights], dtype=torch.float64
-        )
+        numbers = [float(check_number("weights", w)) for w in weights]
+        weights = torch.tensor(numbers, dtype=torch.float64)
     check_tensor("weights", weights)
     assert isinstance(weights, Tensor)
     if tuple(weights.shape) != (k,) or weights.is_meta:
@@ -323,22 +313,8 @@ def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:
     return whitened(torch.where(lengths > 0, x, 0), lengths.to(x.dtype), eps=eps)
 
 
-ESTIMATORS: dict[str, Callable[..., Any]] = {
-    "dr_grpo": dr_grpo,
-    "gae": gae,
-    "gdpo": gdpo,
-    "gpg": gpg,
-    "grpo": grpo,
-    "grpo_loo": grpo_loo,
-    "iw_opd": iw_opd,
-    "maxrl": maxrl,
-    "opd": opd,
-    "opo": opo,
-    "optimal_token_baseline": optimal_token_baseline,
-    "passk_combinatorial": passk_combinatorial,
-    "passk_max_gap": passk_max_gap,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "remax": remax,
-    "rloo": rloo,
-}
+_NAMED: tuple[Callable[..., Any], ...] = (
+    *(dr_grpo, gae, gdpo, gpg, grpo, grpo_loo, iw_opd, maxrl, opd, opo, optimal_token_baseline),
+    *(passk_combinatorial, passk_max_gap, reinforce_pp, reinforce_pp_baseline, remax, rloo),
+)
+ESTIMATORS = {function.__name__: function for function in _NAMED}

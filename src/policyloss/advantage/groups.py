@@ -29,12 +29,7 @@ from policyloss.arguments import (
     description,
 )
 from policyloss.errors import InputError
-from policyloss.functional.collectives import (
-    Gathered,
-    gather_rows,
-    outside_level,
-    statistics_group,
-)
+from policyloss.functional.collectives import Gathered, gather_rows, outside_level, statistics_group
 from policyloss.functional.exact import arithmetic, stays_eager
 from policyloss.functional.masking import accumulator_dtype, can_be_read, compute_dtype, fill, holds
 from policyloss.functional.segments import Sequences, group_index
@@ -175,9 +170,8 @@ def group_advantages(
         raise InputError(f'weights belong to center="mean", not center={center!r}.')
     dtype = compute_dtype(rewards)
     columns = () if weights is None else (per_sequence("weights", weights, rewards),)
-    (rewards, group_ids, *weight_column), this_rank = of_all_ranks(
-        group, rewards, group_ids, *columns
-    )
+    gathered, this_rank = of_all_ranks(group, rewards, group_ids, *columns)
+    rewards, group_ids, *weight_column = gathered
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
@@ -208,9 +202,8 @@ def _warn_of_single_groups(g: RankedGroups) -> None:
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:
     """The columns of all ranks that share a statistic, in float64; ids keep their dtype."""
     wide = accumulator_dtype(rewards.device)
-    return gather_rows(
-        [rewards.to(wide), group_ids, *(x.to(wide) for x in more)], statistics_group(group)
-    )
+    columns = [rewards.to(wide), group_ids, *(x.to(wide) for x in more)]
+    return gather_rows(columns, statistics_group(group))
 
 
 def _centered(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:
@@ -281,14 +274,8 @@ def whiten(
     check_tensor("x", x, "float")
     check_flag("mean", mean)
     mask = as_mask(mask, x, like_called="x")
-    dtype = compute_dtype(x)
-    return whitened(
-        fill(x.detach(), mask, dtype),
-        mask.to(accumulator_dtype(x.device)),
-        *shared_groups(group, cp_group),
-        mean=mean,
-        eps=eps,
-    )
+    numbers, groups = fill(x.detach(), mask, compute_dtype(x)), shared_groups(group, cp_group)
+    return whitened(numbers, mask.to(accumulator_dtype(x.device)), *groups, mean=mean, eps=eps)
 
 
 def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:
@@ -335,12 +322,7 @@ def check_numbers(eps: float, ddof: int) -> None:
 
 def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
     """`x`, checked to hold one number per sequence, as `rewards` `[S]` does."""
-    if not isinstance(x, Tensor) or x.shape != rewards.shape:
-        raise InputError(
-            f"{name} must hold one number per sequence, shape {tuple(rewards.shape)}, got "
-            f"{description(x)}."
-        )
-    check_tensor(name, x, like=("rewards", rewards))
+    check_like(name, x, ("rewards", rewards), fix="give one number per sequence")
     return x.detach()
 
 

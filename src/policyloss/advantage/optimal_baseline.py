@@ -12,7 +12,7 @@ from torch import Tensor
 
 from policyloss.advantage.groups import RankedGroups, check_numbers, check_rewards, rows_by_size
 from policyloss.advantage.returns import reward_to_go, token_rewards, whole_sequences
-from policyloss.arguments import check_flag, check_tensor, description
+from policyloss.arguments import check_flag, check_like, check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.collectives import gather_rows, statistics_group
 from policyloss.functional.masking import compute_dtype, fill
@@ -67,10 +67,29 @@ def optimal_token_baseline(
     check_numbers(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
     if cp_group is not None:
+        if not bridge:
+            raise InputError(
+                "bridge=False compares columns as they stand, which with cp_group are a shard's; "
+                "pass bridge=True."
+            )
         others = (old_logp, sum_pi_squared, *(() if weights is None else (weights,)))
         layout = Sequences.of(valid, None, cp_group)
-        same = {"zero_tail": zero_tail, "bridge": bridge, "eps": eps, "group": group}
-        return _of_shards(rewards, group_ids, valid, others, layout, positions, dtype, same)
+        whole, reward = whole_sequences(rewards, valid, layout, positions, dtype, *others)
+        by_token = len(whole.columns) > len(others)
+        reward = whole.padded(whole.columns[-1]) if by_token else reward.squeeze(1)
+        logp, squared, *weight = (whole.padded(x) for x in whole.columns[: len(others)])
+        advantages = optimal_token_baseline(
+            reward,
+            group_ids,
+            whole.inside,
+            logp,
+            squared,
+            weights=weight[0] if weight else None,
+            zero_tail=zero_tail,
+            eps=eps,
+            group=group,
+        )
+        return whole.on_this_rank(advantages[whole.inside])
     reward = token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype)
     returns = reward_to_go(reward, valid)
     energy = 1 - 2 * fill(old_logp, valid, dtype).exp() + fill(sum_pi_squared, valid, dtype)
@@ -80,36 +99,6 @@ def optimal_token_baseline(
     rows, this_rank = gather_rows([returns, path, valid, group_ids], statistics_group(group))
     advantages = _less_baseline(*rows, zero_tail=zero_tail, bridge=bridge, eps=eps)
     return advantages[this_rank, : valid.shape[1]]
-
-
-def _of_shards(
-    rewards: Tensor,
-    group_ids: Tensor,
-    valid: Tensor,
-    others: tuple[Tensor, ...],
-    layout: Sequences,
-    positions: Tensor | None,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-) -> Tensor:
-    """`optimal_token_baseline` of whole sequences, then the tokens of this context-parallel rank.
-
-    others: old_logp, sum_pi_squared and, if given, weights.
-    """
-    if not options["bridge"]:
-        raise InputError(
-            "bridge=False compares columns as they stand, which with cp_group are a shard's; pass "
-            "bridge=True."
-        )
-    sequences, reward = whole_sequences(rewards, valid, layout, positions, dtype, *others)
-    by_token = len(sequences.columns) > len(others)
-    reward = sequences.padded(sequences.columns[-1]) if by_token else reward.squeeze(1)
-    logp, squared, *weight = (sequences.padded(x) for x in sequences.columns[: len(others)])
-    inside, weights = sequences.inside, weight[0] if weight else None
-    tensors = (reward, group_ids, inside, logp, squared)
-    return sequences.on_this_rank(
-        optimal_token_baseline(*tensors, weights=weights, **options)[inside]
-    )
 
 
 def _less_baseline(
@@ -185,18 +174,9 @@ def _checked_mask(
             "baseline compares rows token by token."
         )
     check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
-    for name, x in (
-        ("old_logp", old_logp),
-        ("sum_pi_squared", sum_pi_squared),
-        ("weights", weights),
-    ):
-        optional = x is None and name == "weights"
-        if not optional and (not isinstance(x, Tensor) or x.shape != mask.shape):
-            raise InputError(
-                f"{name} must have the shape of the mask, {tuple(mask.shape)}, got "
-                f"{description(x)}."
-            )
-        if x is not None:
-            check_tensor(name, x, like=("mask", mask))
+    check_like("old_logp", old_logp, ("mask", mask))
+    check_like("sum_pi_squared", sum_pi_squared, ("mask", mask))
+    if weights is not None:
+        check_like("weights", weights, ("mask", mask))
     check_tensor("rewards", rewards, like=("mask", mask))
     return as_mask(mask, mask)

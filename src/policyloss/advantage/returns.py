@@ -72,15 +72,8 @@ def gae(
         layout, mask = _checked_layout("values", values, mask, cu_seqlens, cp_group)
         dtype = compute_dtype(rewards, values)
         pack, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
-        result = gae(
-            reward,
-            pack.columns[0],
-            pack.mask,
-            gamma,
-            lam,
-            cu_seqlens=pack.cu_seqlens,
-            last_values=last_values,
-        )
+        where = {"cu_seqlens": pack.cu_seqlens, "last_values": last_values}
+        result = gae(reward, pack.columns[0], pack.mask, gamma, lam, **where)
         return GAE(*map(pack.on_this_rank, result))
     if _runs_as_kernel(rewards, values, mask, last_values):
         return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
@@ -114,11 +107,10 @@ def discounted_returns(
     layout, mask = _checked_layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
         pack, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
-        return pack.on_this_rank(
-            discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens)
-        )
+        returns = discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens)
+        return pack.on_this_rank(returns)
     reward = token_rewards(rewards, mask, layout, compute_dtype(rewards))
-    return _lambda_returns(reward, reward, mask, gamma, 1.0, layout, None)
+    return _lambda_returns(reward, reward, mask, gamma, 1.0, layout)
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
@@ -143,43 +135,33 @@ def _lambda_returns(
     gamma: float,
     lam: float,
     layout: Sequences,
-    last_values: Tensor | None,
+    last_values: Tensor | None = None,
+    in_rows: bool = False,
 ) -> Tensor:
     """The λ-returns `G_t = r_t + γ·z_{t+1}`, with `z_t = (1−λ)·V_t + λ·G_t`.
 
     At masked tokens, `z_t = z_{t+1}`.
     This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value
-    across masked tokens.
+    across masked tokens. in_rows: each row begins with its first valid token, as the exact mode
+    needs it.
     """
-    if not is_exact():
-        return _scanned(reward, value, mask, gamma, lam, layout, last_values)
-    # The chunks of the scan follow from the place of a token, so each sequence becomes a row that
-    # begins with its first valid token.
-    place = torch.arange(mask.numel(), device=mask.device).view(layout.shape)
-    pack = WholeSequences.of(layout, mask, place, reward, value)
-    inside = valid = pack.inside
-    reward, value = (pack.padded(x) for x in pack.columns)
-    if last_values is not None:
-        # One more token; its reward is the value after the last.
-        after = _per_sequence(last_values, layout, reward).to(reward.dtype).unsqueeze(1)
-        end = pack.cu_seqlens.diff().unsqueeze(1)
-        longer = torch.nn.functional.pad
-        reward, value = (longer(x, (0, 1)).scatter(1, end, after) for x in (reward, value))
-        valid = longer(inside, (0, 1)).scatter(1, end, True)
-    returns = _scanned(reward, value, valid, gamma, lam, Sequences(tuple(valid.shape)), None)
-    return pack.on_this_rank(returns[:, : inside.shape[1]][inside])
-
-
-def _scanned(
-    reward: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    gamma: float,
-    lam: float,
-    layout: Sequences,
-    last_values: Tensor | None,
-) -> Tensor:
-    """`_lambda_returns` in the layout of the call."""
+    if is_exact() and not in_rows:
+        # The chunks of the scan follow from the place of a token, so each sequence becomes a row
+        # that begins with its first valid token.
+        place = torch.arange(mask.numel(), device=mask.device).view(layout.shape)
+        pack = WholeSequences.of(layout, mask, place, reward, value)
+        inside = valid = pack.inside
+        reward, value = (pack.padded(x) for x in pack.columns)
+        if last_values is not None:
+            # One more token; its reward is the value after the last.
+            after = _per_sequence(last_values, layout, reward).to(reward.dtype).unsqueeze(1)
+            end = pack.cu_seqlens.diff().unsqueeze(1)
+            longer = torch.nn.functional.pad
+            reward, value = (longer(x, (0, 1)).scatter(1, end, after) for x in (reward, value))
+            valid = longer(inside, (0, 1)).scatter(1, end, True)
+        rows = Sequences(tuple(valid.shape))
+        returns = _lambda_returns(reward, value, valid, gamma, lam, rows, in_rows=True)
+        return pack.on_this_rank(returns[:, : inside.shape[1]][inside])
     n = reward.numel()
     if n == 0:
         return reward
@@ -222,13 +204,8 @@ def _runs_as_kernel(
     for x in (rewards, values) if last_values is None else (rewards, values, last_values):
         if not (isinstance(x, Tensor) and x.is_cuda and x.is_floating_point()):
             return False
-    return (
-        isinstance(mask, Tensor)
-        and mask.is_cuda
-        and not is_compiling()
-        and not is_exact()
-        and kernels(KERNEL) is not None
-    )
+    on_gpu = isinstance(mask, Tensor) and mask.is_cuda
+    return on_gpu and not is_compiling() and not is_exact() and kernels(KERNEL) is not None
 
 
 def _gae_by_kernel(
@@ -258,11 +235,8 @@ def _gae_by_kernel(
     # costs more.
     last = None if last_values is None else _per_sequence(last_values.detach(), layout, values)
     rewards, values = (x.detach() if x.requires_grad else x for x in (rewards, values))
-    return GAE(
-        *kernels(KERNEL).gae(
-            rewards, values, mask, gamma, lam, layout.offsets, last, compute_dtype(rewards, values)
-        )
-    )
+    rest = (gamma, lam, layout.offsets, last, compute_dtype(rewards, values))
+    return GAE(*kernels(KERNEL).gae(rewards, values, mask, *rest))
 
 
 def whole_sequences(
@@ -372,8 +346,5 @@ def _by_place(x: Tensor) -> Tensor:
     """
     missing = -x.shape[-1] % CHUNK
     filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
-    return (
-        filled.reshape(*x.shape[:-1], -1, CHUNK)
-        .movedim(-1, 0)
-        .clone(memory_format=torch.contiguous_format)
-    )
+    by_place = filled.reshape(*x.shape[:-1], -1, CHUNK).movedim(-1, 0)
+    return by_place.clone(memory_format=torch.contiguous_format)

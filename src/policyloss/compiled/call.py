@@ -86,7 +86,7 @@ def numbers_of(totals: Totals, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def rebuilt(call: Call) -> tuple[Tokens, Totals | None]:
+def tokens_and_totals(call: Call) -> tuple[Tokens, Totals | None]:
     """The arguments as the pipeline takes them."""
     x = call.tensors
 
@@ -124,9 +124,12 @@ def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
     wide = compute_dtype(*(x.get(name) for name in ("logp", *LOGP_ARGUMENTS.values())))
     leaves = {name: x[name].to(wide).detach().requires_grad_() for name in call.leaves}
     with torch.enable_grad():
-        tokens, totals = rebuilt(call._replace(tensors={**x, **leaves}))
+        tokens, totals = tokens_and_totals(call._replace(tensors={**x, **leaves}))
         parts = pipeline(spec, tokens, totals, level)
-        known = list(_gradients(parts.total, list(leaves.values())))
+        known = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        if known and parts.total.requires_grad:  # else the total depends on no leaf
+            inputs = list(leaves.values())
+            known = list(torch.autograd.grad(parts.total, inputs, materialize_grads=True))
     if parts.scale is not None and totals is not None:
         # The totals fix the scale, so the gradient is written once, scaled.
         known = [gradient * parts.scale for gradient in known]
@@ -135,10 +138,3 @@ def results_of(spec: LossSpec, level: MetricsLevel, call: Call) -> Results:
         # the tokens does not wait for the count.
         known.append(parts.scale)
     return Results(parts.loss.detach(), parts.metrics, known)
-
-
-def _gradients(total: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
-    """d total / d leaves, 0 for leaves that the total does not depend on."""
-    if not leaves or not total.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    return torch.autograd.grad(total, leaves, materialize_grads=True)

@@ -175,8 +175,10 @@ def _results(
         return None
     call = _call(spec, inputs, tensors_here, step)
     ready = _kernels(spec, level, call)
-    if isinstance(ready, str) or (not ready.run.has_run and _is_recorded(inputs.logp)):
+    if isinstance(ready, str):
         return None
+    if not ready.run.has_run and inputs.logp.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # nothing can be compiled while a CUDA graph is recorded
     tensors = [x.detach() if x.requires_grad else x for x in call.tensors.values()]
     try:
         loss, packed, *known = ready.run(tensors, inputs.logp.shape)
@@ -186,11 +188,6 @@ def _results(
         _of_spec(spec)[_key(level, call)] = _gave_up(error)
         return None
     return call, loss, Metrics.packed(ready.places, packed), known
-
-
-def _is_recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, in which nothing can be compiled."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _gave_up(error: Exception) -> str:
@@ -240,12 +237,8 @@ def _kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Kernels | str:
 
 def _outline(x: Tensor, tokens: torch.Size) -> tuple[int, ...]:
     """The shape of `x` in a call whose tokens are `[ROWS, WIDTH]`; (0,) for any other shape."""
-    shapes = {
-        (tokens[0], 1): (ROWS, 1),
-        (tokens[0],): (ROWS,),
-        (): (),
-        tuple(tokens): (ROWS, WIDTH),
-    }
+    rows = tokens[0]
+    shapes = {(rows, 1): (ROWS, 1), (rows,): (ROWS,), (): (), tuple(tokens): (ROWS, WIDTH)}
     return shapes.get(tuple(x.shape), (0,))
 
 

@@ -151,7 +151,7 @@ def _node(
 # launch than to run. `InTwoStages` splits all sums at the same place, so the second halves share
 # an input.
 aten = torch.ops.aten
-# What reduces a whole tensor to a number.
+# The operations that reduce a whole tensor to a number.
 _WHOLE = (aten.sum.default, aten.amax.default, aten.amin.default)
 # Partial results of a sum: enough to keep every processor busy in the first stage, few enough for
 # one block in the second.
@@ -183,8 +183,14 @@ class InTwoStages(TorchDispatchMode):
         cut = _cut(args[0], self.n) if operation in _WHOLE and len(args) == 1 else None
         if cut is None:
             return operation(*args, **more)
-        partial = _first_stage(operation, args[0], cut, more)
-        return _second_stage(operation, partial, self.shared.setdefault(cut, partial), more)
+        rows = args[0] if isinstance(cut, str) else args[0].reshape(cut, -1)
+        along: Any = aten.sum.dim_IntList if operation is aten.sum.default else operation
+        partial = along(rows, [1], **more)
+        # The second stage also reads the first partial results, in a condition that always holds,
+        # because the compiler fuses operations that share an input.
+        first = self.shared.setdefault(cut, partial)
+        always = (first == first) | (first != first)
+        return operation(torch.where(always, partial, torch.zeros_like(partial)), **more)
 
 
 def _cut(x: Tensor, n: int) -> int | str | None:
@@ -197,31 +203,9 @@ def _cut(x: Tensor, n: int) -> int | str | None:
 def partials(rows: int, n: int) -> int:
     """A divisor of n between FEWEST and MOST, made of rows cut or joined evenly; 0 if none."""
     if rows > MOST:
-        return next(
-            (
-                rows // k
-                for k in range(rows // MOST, rows // FEWEST + 1)
-                if k and rows % k == 0 and rows // k <= MOST
-            ),
-            0,
-        )
+        divisors = (k for k in range(rows // MOST, rows // FEWEST + 1) if k and rows % k == 0)
+        return next((rows // k for k in divisors if rows // k <= MOST), 0)
     width = n // rows
     fewest = -(-FEWEST // rows)
-    return next(
-        (rows * k for k in range(fewest, min(MOST // rows, width) + 1) if width % k == 0), 0
-    )
-
-
-def _first_stage(operation: Any, x: Tensor, cut: int | str, more: dict[str, Any]) -> Tensor:
-    """`[G, n/G] → [G]`."""
-    rows = x if isinstance(cut, str) else x.reshape(cut, -1)
-    along: Any = aten.sum.dim_IntList if operation is aten.sum.default else operation
-    return along(rows, [1], **more)  # type: ignore[no-any-return]
-
-
-def _second_stage(operation: Any, partial: Tensor, first: Tensor, more: dict[str, Any]) -> Tensor:
-    """`[G] → 0-dim`. It also reads `first`, in a condition that always holds, because the compiler
-    fuses operations that share an input.
-    """
-    always = (first == first) | (first != first)
-    return operation(torch.where(always, partial, torch.zeros_like(partial)), **more)  # type: ignore[no-any-return]
+    counts = range(fewest, min(MOST // rows, width) + 1)
+    return next((rows * k for k in counts if width % k == 0), 0)

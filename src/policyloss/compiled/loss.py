@@ -114,11 +114,8 @@ class CompiledLoss:
         runs the kernels of `policy_loss`, where they support the call.
         """
         carried: Any = {"logp": logp, **{name: tensors.get(name) for name in DIFFERENTIATED}}
-        leaves = {
-            name: x.detach().requires_grad_()
-            for name, x in carried.items()
-            if isinstance(x, Tensor)
-        }
+        there = {name: x for name, x in carried.items() if isinstance(x, Tensor)}
+        leaves = {name: x.detach().requires_grad_() for name, x in there.items()}
         others: Any = {**tensors, **leaves}
         first = others.pop("logp", logp)
         results = None
@@ -154,11 +151,8 @@ def _as_tensors(totals: Any, logp: Any) -> Any:
         return totals
     counts = {name: getattr(totals, name) for name in ("tokens", "sequences", "groups")}
     wide: Any = {"device": logp.device, "dtype": accumulator_dtype(logp.device)}
-    numbers: Any = {
-        name: torch.full((), float(x), **wide)
-        for name, x in counts.items()
-        if isinstance(x, (int, float))
-    }
+    plain = {name: x for name, x in counts.items() if isinstance(x, (int, float))}
+    numbers: Any = {name: torch.full((), float(x), **wide) for name, x in plain.items()}
     return replace(totals, **numbers)
 
 

@@ -110,9 +110,8 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
         for i, node in enumerate(inputs):
             if node in parts and graph.kinds[node] == "tokens":
                 writer.names[node] = f"v{len(writer.names)}"
-                lines.append(
-                    f"        {writer.names[node]} = {_loaded(graph, node, f'in{i} + at', True)}"
-                )
+                loaded = _loaded(graph, node, f"in{i} + at", True)
+                lines.append(f"        {writer.names[node]} = {loaded}")
         writer.write(parts, "        ")
         finish("        ")
         writer.names.clear()
@@ -128,7 +127,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
     tokens = [n for n in graph.totals if graph.kinds[n.args[0]] == "tokens"]
     for n, node in enumerate(graph.totals):
         if node in tokens:
-            lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, {_sum_type(graph, node)})")
+            lines.append(f"    s{n} = {_beginning(graph, node)}")
 
     def last_loop(indent: str) -> None:
         for i, node in enumerate(gradients):
@@ -274,9 +273,8 @@ class TokenKernels:
             torch.empty(shape, dtype=torch.float32, device=device) for _ in range(source.gradients)
         ]
         read = [_readable(x) for x in tensors]
-        first, second = (
-            [read[i] for i in chosen] for chosen in (source.inputs, source.late_inputs)
-        )
+        first = [read[i] for i in source.inputs]
+        second = [read[i] for i in source.late_inputs]
         with on_device_of(like):
             self._tokens[(spans,)](
                 *first,

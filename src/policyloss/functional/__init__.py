@@ -5,12 +5,7 @@ needs the bounds of sequences takes a `Sequences`.
 """
 
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal, weighted_sum
-from policyloss.functional.correction import (
-    any_in_sequence,
-    importance_weight,
-    reduced,
-    within,
-)
+from policyloss.functional.correction import any_in_sequence, importance_weight, reduced, within
 from policyloss.functional.kl import binary_divergence, estimate, with_gradient
 from policyloss.functional.masking import bound, compute_dtype, difference, fill
 from policyloss.functional.ratio import bounded_exp

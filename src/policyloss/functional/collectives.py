@@ -78,9 +78,8 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
         return Gathered(columns, slice(0, n))
     device = collective_device(group, columns[0].device)
     widest = max(x.shape[1] if x.dim() == 2 else 1 for x in columns)
-    sizes = all_gather(
-        torch.tensor([n, widest, len(columns), *alike.values()], device=device), group
-    )
+    here = torch.tensor([n, widest, len(columns), *alike.values()], device=device)
+    sizes = all_gather(here, group)
     table = torch.stack(sizes).tolist()
     for i, what in enumerate(("numbers per row", *alike), start=2):
         if len({row[i] for row in table}) > 1:
@@ -96,13 +95,11 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
         bits[:n, i, : x.shape[1] if x.dim() == 2 else 1] = (
             wide.view(torch.int64).view(n, -1) if n else wide.new_zeros(0, 1)
         )
-    all_bits = torch.cat(
-        [share[: row[0]] for share, row in zip(all_gather(bits, group), table, strict=True)]
-    )
+    shares = zip(all_gather(bits, group), table, strict=True)
+    all_bits = torch.cat([share[: row[0]] for share, row in shares])
     before = sum(row[0] for row in table[: dist.get_rank(group)])
-    return Gathered(
-        [_from_bits(all_bits[:, i], x) for i, x in enumerate(columns)], slice(before, before + n)
-    )
+    rows_of_all = [_from_bits(all_bits[:, i], x) for i, x in enumerate(columns)]
+    return Gathered(rows_of_all, slice(before, before + n))
 
 
 _PER_TOKEN = (
@@ -114,9 +111,8 @@ _PER_TOKEN = (
 def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
     """The numbers that `bits` stand for, in the dtype of `like` and with as many dimensions."""
     bits = bits.contiguous() if like.dim() == 2 else bits[:, 0].contiguous()
-    return (bits.view(torch.float64) if like.is_floating_point() else bits).to(
-        like.device, like.dtype
-    )
+    numbers = bits.view(torch.float64) if like.is_floating_point() else bits
+    return numbers.to(like.device, like.dtype)
 
 
 def all_gather(x: Tensor, group: Any) -> list[Tensor]:
@@ -195,10 +191,10 @@ def _largest(
         if group is None:
             continue
         want = int(k) + 1
-        score, tie = _descending(
-            _gather(score[:want], want, -torch.inf, group),
-            _gather(tie[:want], want, _LOWEST, group),
-        )
+        missing = (0, max(want - score.shape[0], 0))  # where a rank has fewer
+        score = torch.nn.functional.pad(score[:want], missing, value=-torch.inf)
+        tie = torch.nn.functional.pad(tie[:want], missing, value=_LOWEST)
+        score, tie = _descending(*(torch.cat(all_gather(x, group)) for x in (score, tie)))
     index = torch.stack([k - 1, k]).clamp(0, score.shape[0] - 1)
     return score.gather(0, index), tie.gather(0, index)
 
@@ -215,10 +211,3 @@ def _descending(score: Tensor, tie: Tensor) -> tuple[Tensor, Tensor]:
     by_tie = tie.argsort(descending=True)
     score, order = score[by_tie].sort(descending=True, stable=True)
     return score, tie[by_tie][order]
-
-
-def _gather(top: Tensor, want: int, lowest: float, group: Any) -> Tensor:
-    """The `want` largest of every rank, one after another; `lowest` where a rank has fewer."""
-    return torch.cat(
-        all_gather(torch.nn.functional.pad(top, (0, want - top.shape[0]), value=lowest), group)
-    )

@@ -12,29 +12,19 @@ sequences (the same on every rank).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind
+from policyloss.arguments import check_like
 from policyloss.errors import InputError
 from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
 
 
-class Turns(Protocol):
-    """The contiguous runs of a mask, R of them on all ranks together (and some that are empty)."""
-
-    def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Token-shaped → `[R]` each, over all ranks; `xs` must be 0 at masked tokens."""
-
-    def expand(self, s: Tensor) -> Tensor:
-        """`[R]` → token-shaped."""
-
-
-def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Turns:
-    """The runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
+def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Sequences | _TurnsAcross:
+    """The R runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
 
     Positions are read only if the sequences have a context-parallel group.
     """
@@ -50,17 +40,8 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
             f"{reader} depends on the order of tokens, and with cp_group they lie on several "
             "ranks: pass positions=, each token's place in its whole sequence."
         )
-    if not isinstance(positions, Tensor) or not fits_kind(positions, "integer"):
-        raise InputError(
-            "positions must be a tensor of integers, each token's place in its whole sequence, "
-            f"got {description(positions)}."
-        )
-    check_tensor("positions", positions, like=("the tokens", tokens))
-    if positions.shape != tokens.shape:
-        raise InputError(
-            f"positions have shape {tuple(positions.shape)} but the tokens have "
-            f"{tuple(tokens.shape)}; give one each."
-        )
+    place = "give each token's place in its whole sequence"
+    check_like("positions", positions, ("tokens", tokens), "integer", place)
     return positions
 
 
@@ -78,9 +59,11 @@ class _TurnsAcross:
     shape: tuple[int, ...]
 
     def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Token-shaped → `[R]` each, over all ranks; `xs` must be 0 at masked tokens."""
         return self.runs.sums(*(x.reshape(-1)[self.order] for x in xs))
 
     def expand(self, s: Tensor) -> Tensor:
+        """`[R]` → token-shaped."""
         return self.runs.expand(s)[self.back].view(self.shape)
 
 
@@ -108,7 +91,7 @@ def _joined_spans(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
     )
 
 
-def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turns:
+def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> _TurnsAcross:
     """The turns over all ranks of the context-parallel group.
 
     Each rank joins its tokens to intervals. Only the ends of these travel, and every rank joins
@@ -116,9 +99,8 @@ def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> Turn
     """
     at, sequence, position = _valid_tokens(sequences, mask, positions)
     here = _joined_spans(sequence, position, position)
-    ends, this_rank = gather_rows(
-        [here.sequence, here.first, here.last], sequences.cp_group, sequences=sequences.count
-    )
+    columns = [here.sequence, here.first, here.last]
+    ends, this_rank = gather_rows(columns, sequences.cp_group, sequences=sequences.count)
     spans = _joined_spans(*ends)
     _refuse_overlap(spans.sequence, spans.first, spans.last)
     count = spans.first.shape[0]
@@ -154,15 +136,13 @@ class WholeSequences:
         """Bring the valid tokens of `xs` together from all context-parallel ranks."""
         at, sequence, position = _valid_tokens(sequences, mask, positions)
         values = [x.reshape(-1)[at] for x in xs]
-        columns, this_rank = gather_rows(
-            [sequence, position, *values], sequences.cp_group, sequences=sequences.count
-        )
+        rows = [sequence, position, *values]
+        columns, this_rank = gather_rows(rows, sequences.cp_group, sequences=sequences.count)
         order = _order_by_position(columns[0], columns[1])
         sequence, position = columns[0][order], columns[1][order]
         _refuse_overlap(sequence, position, position)
-        cu_seqlens = torch.searchsorted(
-            sequence, torch.arange(sequences.count + 1, device=at.device)
-        )
+        each = torch.arange(sequences.count + 1, device=at.device)
+        cu_seqlens = torch.searchsorted(sequence, each)
         valid = torch.ones_like(order, dtype=torch.bool)
         place = _inverse(order)[this_rank]
         return cls([x[order] for x in columns[2:]], valid, cu_seqlens, at, place, sequences.shape)
@@ -204,9 +184,8 @@ def _order_by_position(sequence: Tensor, position: Tensor) -> Tensor:
 
 def _inverse(order: Tensor) -> Tensor:
     """The inverse of the permutation `order`."""
-    return torch.empty_like(order).index_copy_(
-        0, order, torch.arange(order.shape[0], device=order.device)
-    )
+    places = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).index_copy_(0, order, places)
 
 
 def _refuse_overlap(sequence: Tensor, first: Tensor, last: Tensor) -> None:

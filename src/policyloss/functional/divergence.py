@@ -190,10 +190,6 @@ def _forward_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return _times(teacher.exp(), _gap(student, teacher))
 
 
-def _forward_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return -teacher.exp()
-
-
 def _reverse_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return -_times(student.exp(), _gap(student, teacher))
 
@@ -220,7 +216,7 @@ KINDS: dict[str, Kind] = {
             "forward",
             "KL(teacher, student)",
             terms=_forward_terms,
-            slopes=_forward_slopes,
+            slopes=lambda student, teacher, beta: -teacher.exp(),
             total=lambda divergence, summed: torch.full_like(divergence, -1),
             code=0,
             weighted_by_teacher=True,

@@ -122,14 +122,8 @@ def _exact_sequence_sum(x: Tensor, sequences: Sequences, group: Any) -> Tensor:
     if sequences.offsets is None:
         sums = parts.sum(-2)
     else:
-        sums = torch.segment_reduce(
-            parts.reshape(-1, parts.shape[-1]),
-            "sum",
-            offsets=sequences.offsets,
-            axis=0,
-            unsafe=True,
-            initial=0,
-        )
+        how: Any = {"offsets": sequences.offsets, "axis": 0, "unsafe": True, "initial": 0}
+        sums = torch.segment_reduce(parts.reshape(-1, parts.shape[-1]), "sum", **how)
     return (folded(all_sum(sums, group)) * unit).to(x.dtype)
 
 

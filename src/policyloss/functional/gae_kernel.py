@@ -125,8 +125,6 @@ def gae(
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
     dtype: torch.dtype,
-    *,
-    _block: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, token-shaped, in `dtype` (float32 or float64).
 
@@ -145,7 +143,8 @@ def gae(
     # How long the sequences of a pack are is known on the device only; most are shorter than twice
     # the mean.
     typical = length if cu_seqlens is None else 2 * length // max(sequences, 1)
-    block = _block or min(max(_power_of_2(typical), SHORTEST_BLOCK), LONGEST_BLOCK)
+    # The least power of two that is not below it. (Triton's takes longer than all else here.)
+    block = min(max(1 << max(typical - 1, 0).bit_length(), SHORTEST_BLOCK), LONGEST_BLOCK)
     with on_device_of(values):
         _gae_kernel[(sequences,)](
             rewards, values, mask, cu_seqlens,
@@ -156,11 +155,6 @@ def gae(
             num_warps=max(1, min(32, block // (32 * TOKENS_PER_THREAD))),
         )  # fmt: skip
     return advantages, returns
-
-
-def _power_of_2(n: int) -> int:
-    """The least power of two that is not below n. (Triton's takes longer than all else here.)"""
-    return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 @lru_cache(maxsize=64)

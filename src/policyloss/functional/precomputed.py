@@ -39,22 +39,18 @@ class _KnownGradients(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Tensor:
         ctx.gradients, ctx.again = gradients, again
-        ctx.dtypes = [x.dtype for x in inputs]
         ctx.save_for_backward(*inputs)
         return value.clone()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
-        _ = ctx.saved_tensors  # raises if an input was changed since, or if this graph was freed
+        inputs = ctx.saved_tensors  # raises if one was changed since, or if this graph was freed
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = ctx.again()
-        scaled = (
-            _scaled_gradient(x, grads[0], dtype)
-            for x, dtype in zip(gradients, ctx.dtypes, strict=True)
-        )
-        return None, None, None, *scaled
+        pairs = zip(gradients, inputs, strict=True)
+        return None, None, None, *(_scaled_gradient(g, grads[0], x.dtype) for g, x in pairs)
 
 
 def _scaled_gradient(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -88,11 +88,6 @@ class _AllReduceSum(torch.autograd.Function):
         return _AllReduceSum.apply(grads[0].contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
 
 
-def _segment_ids(offsets: Tensor, n: int) -> Tensor:
-    """Which sequence each of `n` tokens belongs to. (Given n, nothing is read back to the host.)"""
-    return torch.repeat_interleave(offsets.diff().to(torch.int64), output_size=n)
-
-
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
     """Raise unless `tokens` are packed `[N]` and `cu_seqlens` `[S+1]` rises from 0 to N.
 
@@ -174,7 +169,9 @@ class Sequences:
             right = _rises(offsets, n)
             in_one = torch.nn.functional.pad(offsets.new_full((offsets.shape[0] - 1,), n), (1, 0))
             offsets, invalid = torch.where(right, offsets, in_one), count(~right)
-        return cls(tuple(tokens.shape), offsets, _segment_ids(offsets, n), cp_group, invalid)
+        # The sequence of each token. (Given n, nothing is read back to the host.)
+        ids = torch.repeat_interleave(offsets.diff().to(torch.int64), output_size=n)
+        return cls(tuple(tokens.shape), offsets, ids, cp_group, invalid)
 
     @property
     def count(self) -> int:
@@ -246,14 +243,8 @@ class Sequences:
         if self.offsets is None:
             s = x.amax(dim=-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
         else:
-            s = torch.segment_reduce(
-                x.reshape(-1),
-                "max",
-                offsets=self.offsets,
-                axis=0,
-                unsafe=True,
-                initial=float("-inf"),
-            )
+            how: Any = {"offsets": self.offsets, "axis": 0, "unsafe": True}
+            s = torch.segment_reduce(x.reshape(-1), "max", **how, initial=float("-inf"))
         return s if self.cp_group is None else all_max(s, self.cp_group)
 
     def expand(self, s: Tensor) -> Tensor:
@@ -282,10 +273,8 @@ class Sequences:
         else:
             first = torch.nn.functional.pad(self.ids.diff() != 0, (1, 0), value=True)[:n]
         ids = ((flat & (first | ~before)).to(torch.int64).cumsum(0) - 1).clamp(min=0)
-        offsets = torch.searchsorted(
-            ids, torch.arange(n + 1, device=flat.device, dtype=torch.int64)
-        )
-        return Sequences(self.shape, offsets, ids)
+        runs = torch.arange(n + 1, device=flat.device, dtype=torch.int64)
+        return Sequences(self.shape, torch.searchsorted(ids, runs), ids)
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, Sequences]:

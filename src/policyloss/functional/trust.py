@@ -39,9 +39,8 @@ def _clip_formula(
     """
     push = -a
     free = push * r
-    loss = torch.maximum(
-        free if cap is None else push * r.clamp(max=cap), push * r.clamp(low, high)
-    )
+    capped = free if cap is None else push * r.clamp(max=cap)
+    loss = torch.maximum(capped, push * r.clamp(low, high))
     if dual is not None and dual != math.inf:
         loss = torch.minimum(loss, dual * a.abs())
     return loss, free, push
@@ -248,13 +247,9 @@ def step_means(advantages: Tensor, logp: Tensor, mask: Tensor, *groups: Any) -> 
     tokens, *sums = arithmetic().totals_over(groups, *terms, dtype=wide)
     means = (torch.stack(sums) / tokens.clamp(min=1)).to(logp.dtype)
     roundings = means[2:] * (ROUNDINGS * torch.finfo(logp.dtype).eps)
-    return {
-        "tokens": tokens,
-        "advantage_mean": means[0],
-        "logp_mean": means[1],
-        "advantage_rounding": roundings[0],
-        "logp_rounding": roundings[1],
-    }
+    of_advantages = {"advantage_mean": means[0], "advantage_rounding": roundings[0]}
+    of_logp = {"logp_mean": means[1], "logp_rounding": roundings[1]}
+    return {"tokens": tokens, **of_advantages, **of_logp}
 
 
 def step_covariance(advantages: Tensor, logp: Tensor, means: dict[str, Tensor]) -> Tensor:

@@ -15,14 +15,13 @@ recomputes the logits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.head.head import Head, Index, Rows, half_scale, windows
+from policyloss.head.head import Derivatives, Head, Index, Rows, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
 from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradient
 from policyloss.head.teacher.comparison import Compared
@@ -45,8 +44,6 @@ class GradientTypes(NamedTuple):
         )
 
 
-# d loss / d (logp, entropy, divergence), `[R]` each; the divergence only with a teacher.
-Derivatives = Sequence[Tensor | None]
 TeacherColumns = Callable[[slice], Compared]
 
 
@@ -103,7 +100,7 @@ def gradients_by_columns(
         if dbias is not None:
             dbias[c] = column_sum(dz, head.dtype, scale)
     if dhidden is not None:
-        dhidden = head.vocabulary.summed(dhidden).to(wanted.hidden)
+        dhidden = head.vocabulary.sum_shares(dhidden).to(wanted.hidden)
     return Gradients(dhidden, dweight, dbias)
 
 
@@ -123,73 +120,59 @@ def gradients_in_parts(
     """
     tiles, w = head.tiles, head.weight
     assert tiles is not None
-    n = head.ids.shape[0] if index is None else index.shape[0]
+    live = head.ids.shape[0] if index is None else index.shape[0]
     largest = max(c.stop - c.start for c in tiles.parts)
-    all_windows = windows(n, rows * (w.shape[0] // largest), tiles)
+    all_windows = windows(live, rows * (w.shape[0] // largest), tiles)
     room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
     # Sums over ranks or windows are rounded at the end.
-    sums = GradientTypes(
-        head.dtype
-        if wanted.hidden is not None and head.vocabulary.group is not None
-        else wanted.hidden,
-        head.dtype if wanted.weight is not None and len(all_windows) > 1 else wanted.weight,
-        None if wanted.bias is None else head.dtype,
-    )
+    wide = (head.vocabulary.group is not None, len(all_windows) > 1, True)
+    kinds = zip(wanted, wide, strict=True)
+    sums = GradientTypes(*(head.dtype if dtype and is_wide else dtype for dtype, is_wide in kinds))
     dhidden = None if sums.hidden is None else torch.zeros_like(head.hidden, dtype=sums.hidden)
     dweight = None
     if sums.weight is not None:
         # The first window writes all of it.
         dweight = (torch.empty_like if all_windows else torch.zeros_like)(w, dtype=sums.weight)
     dbias = None if sums.bias is None else w.new_zeros(w.shape[0], dtype=sums.bias)
-    for window in all_windows:
+
+    def add(window: slice) -> None:
         at = window if index is None else index[window]
-        here = s.of_rows(at)
+        of_rows, here = head.rows(at), s.of_rows(at)
         of_window = [None if d is None else d[at] for d in derivatives]
-        of_rows = head.rows(at)
-        target = Gradients(dhidden, dweight, dbias)
-        share = partial(_share_of_part, head, of_rows, here, of_window, room, target, window)
-        if dhidden is None:
+        x, n = of_rows.hidden, window.stop - window.start
+
+        def share(i: int) -> Tensor:
+            """Add the share of part i to weight and bias; return that of `dhidden`."""
+            c, rows_of_tiles = tiles.parts[i], tiles.full(n)
+            columns = c.stop - c.start
+            z = room.logits(n, columns)
+            tiles.product(x, w[c].t(), room.logits(rows_of_tiles, columns))
+            if of_rows.kept is not None:
+                of_rows.kept.restrict(z, c.start)
+            dz = of_rows.of_columns(c).dlogits(z, room, here, of_window)
+            if dweight is not None and window.start > 0:
+                add_product(dweight[c], dz.t(), x)
+            elif dweight is not None:
+                rounded_product(dz.t(), x, dweight[c])
+            if dbias is not None:
+                dbias[c] += column_sum(dz, head.dtype, 1.0)
+            out = head.room(n, x.shape[1]).logits(rows_of_tiles, x.shape[1])
+            if dhidden is not None:
+                tiles.product(room.gradient(rows_of_tiles, columns, dz.dtype), w[c], out)
+            return out
+
+        if dhidden is not None:
+            dhidden[at] = tree(share, 0, len(tiles.parts))[:n].to(dhidden.dtype)
+        else:
             for i in range(len(tiles.parts)):
                 share(i)
-        else:
-            total = tree(share, 0, len(tiles.parts))[: window.stop - window.start]
-            dhidden[at] = total.to(dhidden.dtype)
+
+    for window in all_windows:
+        add(window)
     if dhidden is not None:
-        dhidden = tiles.summed(dhidden, head.vocabulary)
+        dhidden = tiles.sum_shares(dhidden, head.vocabulary)
     results = zip((dhidden, dweight, dbias), wanted, strict=True)
     return Gradients(*(None if x is None else x.to(dtype) for x, dtype in results))
-
-
-def _share_of_part(
-    head: Head,
-    rows: Rows,
-    s: Statistics,
-    derivatives: Derivatives,
-    room: Room,
-    sums: Gradients,
-    window: slice,
-    i: int,
-) -> Tensor:
-    """Add the share of part i of the vocabulary to weight and bias; return that of `dhidden`."""
-    tiles, x = head.tiles, rows.hidden
-    assert tiles is not None
-    c = tiles.parts[i]
-    n, rows_of_tiles, columns = x.shape[0], tiles.full(x.shape[0]), c.stop - c.start
-    w, z = head.weight[c], room.logits(n, columns)
-    tiles.product(x, w.t(), room.logits(rows_of_tiles, columns))
-    if rows.kept is not None:
-        rows.kept.restrict(z, c.start)
-    dz = rows.of_columns(c).dlogits(z, room, s, derivatives)
-    if sums.weight is not None and window.start > 0:
-        add_product(sums.weight[c], dz.t(), x)
-    elif sums.weight is not None:
-        rounded_product(dz.t(), x, sums.weight[c])
-    if sums.bias is not None:
-        sums.bias[c] += column_sum(dz, head.dtype, 1.0)
-    out = head.room(n, x.shape[1]).logits(rows_of_tiles, x.shape[1])
-    if sums.hidden is not None:
-        tiles.product(room.gradient(rows_of_tiles, columns, dz.dtype), w, out)
-    return out
 
 
 def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -214,27 +197,18 @@ class GradientSums:
         # Round at the end if ranks are still to be summed, or if the scaled loss may overflow
         # float16.
         wide = head.vocabulary.group is not None or wanted.hidden == torch.float16
-        self.hidden = (
-            None
-            if wanted.hidden is None
-            else torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
-        )
-        self.weight: Tensor | None = (
-            None  # allocated with the first product: the last logits may be freed by then
-        )
+        self.hidden: Tensor | None = None
+        if wanted.hidden is not None:
+            self.hidden = torch.zeros_like(x, dtype=head.dtype if wide else wanted.hidden)
+        # Allocated with the first product: the last logits may be freed by then.
+        self.weight: Tensor | None = None
         self.bias = None if wanted.bias is None else w.new_zeros(w.shape[0], dtype=head.dtype)
         self.kept = Room(gathered, w.shape[0], w, w.dtype) if gathered else None
         self.places: list[Index] = []
         self.filled = 0
 
     def add(
-        self,
-        at: Index,
-        rows: Rows,
-        z: Tensor,
-        room: Room,
-        s: Statistics,
-        derivatives: Derivatives,
+        self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, derivatives: Derivatives
     ) -> None:
         """Add one window with the logits z.
 
@@ -260,12 +234,8 @@ class GradientSums:
     def _flush(self) -> None:
         if self.kept is not None and self.filled:
             at = _one_index(self.places, self.head.ids)
-            self._multiply(
-                at,
-                self.head.hidden[at],
-                self.kept.logits(self.filled, self.head.weight.shape[0]),
-                1.0,
-            )
+            dz = self.kept.logits(self.filled, self.head.weight.shape[0])
+            self._multiply(at, self.head.hidden[at], dz, 1.0)
             self.places, self.filled = [], 0
 
     def _multiply(self, at: Index, x: Tensor, dz: Tensor, scale: float) -> None:
@@ -283,26 +253,24 @@ class GradientSums:
         dz = dz[: x.shape[0]]
         if self.wanted.weight is not None:
             if self.weight is None:
-                self.weight = torch.empty_like(
-                    w, dtype=self.wanted.weight if self.all_gathered else self.head.dtype
-                )
+                dtype = self.wanted.weight if self.all_gathered else self.head.dtype
+                self.weight = torch.empty_like(w, dtype=dtype)
                 rounded_product(dz.t(), x, self.weight, 1 / scale)
             else:
                 add_product(self.weight, dz.t(), x, 1 / scale)
         if self.bias is not None:
             self.bias += column_sum(dz, self.head.dtype, scale)
 
-    def finished(self) -> Gradients:
+    def gradients(self) -> Gradients:
         """The gradients of all windows together."""
         self._flush()
         if self.weight is None and self.wanted.weight is not None:
             self.weight = torch.zeros_like(self.head.weight, dtype=self.wanted.weight)
-        vocabulary, tiles = self.head.vocabulary, self.head.tiles
-        hidden = self.hidden
+        vocabulary, tiles, hidden = self.head.vocabulary, self.head.tiles, self.hidden
         if hidden is not None and tiles is not None:
-            hidden = tiles.summed(hidden, vocabulary)
+            hidden = tiles.sum_shares(hidden, vocabulary)
         elif hidden is not None:
-            hidden = vocabulary.summed(hidden)
+            hidden = vocabulary.sum_shares(hidden)
         return Gradients(hidden, self.weight, self.bias)
 
 
@@ -359,11 +327,10 @@ def gradients_from_stash(
         stash, of_rows = slopes, ddivergence
     dhidden = dweight = dbias = None
     if wanted.hidden is not None:
-        dhidden = torch.empty_like(
-            x, dtype=wanted.hidden if head.vocabulary.group is None else head.dtype
-        )
+        alone = head.vocabulary.group is None
+        dhidden = torch.empty_like(x, dtype=wanted.hidden if alone else head.dtype)
         rounded_product(stash, w, dhidden, 1 / scale)
-        dhidden = _times_rows(head.vocabulary.summed(dhidden), of_rows).to(wanted.hidden)
+        dhidden = _times_rows(head.vocabulary.sum_shares(dhidden), of_rows).to(wanted.hidden)
     if wanted.weight is not None:
         dweight = torch.empty_like(w, dtype=wanted.weight)
         rounded_product(stash.t(), _times_rows(x, of_rows), dweight, 1 / scale)
@@ -387,15 +354,16 @@ def _probabilities_to_gradients(
     dlogp = torch.zeros_like(s.lse) if dlogp is None else dlogp
     t = rows.scaling.inverse_temperature
     rate = t if isinstance(t, Tensor) else torch.full_like(s.lse, t)
-    entropy, dentropy = (None, None) if dentropy is None else (s.entropy, dentropy)
-    target = target_gradient(s.logp, entropy, dlogp, dentropy) * rate
+    spread = s.spread(dentropy)
+    target = target_gradient(s.logp, dlogp, spread) * rate
     here = (rows.ids >= 0) & (rows.ids < stash.shape[1])
     columns = torch.where(here, rows.ids, 0)
     for b in windows(stash.shape[0], 256):
         q, slope = stash[b], dlogp[b].unsqueeze(-1)
-        if entropy is None or dentropy is None:
+        if spread is None:
             q.mul_(-slope)
         else:
+            entropy, dentropy = spread
             log_p = (q.to(s.lse.dtype) / rate[b].unsqueeze(-1)).log_().clamp_(min=-1e4)
             of_entropy = -dentropy[b].unsqueeze(-1)
             q.mul_(log_p.add_(entropy[b].unsqueeze(-1)).mul_(of_entropy).sub_(slope))

@@ -19,10 +19,10 @@ from policyloss.head.softmax_rows import (
     Partials,
     Scaling,
     Statistics,
-    finished,
-    joined,
+    concatenate,
     row_gradient,
     row_partials,
+    row_statistics,
 )
 from policyloss.head.support import Kept, Support
 from policyloss.head.tiles import Tiles
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from policyloss.head.teacher.comparison import Compared
 
 Index = Tensor | slice
+# d loss / d (logp, entropy, divergence), `[R]` each; the divergence only with a teacher.
+Derivatives = Sequence[Tensor | None]
 
 
 class LogProbs(NamedTuple):
@@ -70,19 +72,14 @@ class Head:
     def scaling(self, index: Index) -> Scaling:
         """The scaling of the logits of these rows."""
         t = self.inverse_temperature
-        return Scaling(
-            t[index] if isinstance(t, Tensor) else t,
-            self.softcap,
-            self.bias,
-            self.support is not None,
-        )
+        rate = t[index] if isinstance(t, Tensor) else t
+        return Scaling(rate, self.softcap, self.bias, self.support is not None)
 
     def room(self, rows: int, columns: int | None = None) -> Room:
         """Memory for the logits of `rows` rows; in the exact mode, of complete tiles of rows."""
         rows = rows if self.tiles is None else self.tiles.full(rows)
-        return Room(
-            rows, self.weight.shape[0] if columns is None else columns, self.hidden, self.dtype
-        )
+        columns = self.weight.shape[0] if columns is None else columns
+        return Room(rows, columns, self.hidden, self.dtype)
 
     def rows(self, index: Index) -> Rows:
         """The rows at `index`."""
@@ -94,26 +91,27 @@ class Head:
     def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
         z = self.logits(rows, room)
-        return z, finished(self.merged([(rows.ids, self.unmerged(rows, z, entropy))]))
+        p = self.window_partials(rows, z, entropy)
+        return z, row_statistics(p if isinstance(p, Partials) else self.merge([(rows.ids, p)]))
 
-    def unmerged(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
-        """The numbers of one window from which, with its ids, `merged` computes partials."""
+    def window_partials(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
+        """The numbers of one window from which, with its ids, `merge` computes partials."""
         if self.tiles is not None:
             return self.tiles.partials(z, rows.ids, rows.scaling, entropy)
         partials = row_partials(z, rows.ids, rows.scaling, entropy)
-        return self.vocabulary.merged(partials, self.ids_here(rows, z))
+        return self.vocabulary.merge(partials, rows.ids, z.shape[1])
 
-    def merged(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
+    def merge(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
         """The partials of all windows.
 
         Merging once launches fewer kernels than merging per window.
         """
         tiles = self.tiles
         if tiles is None:
-            return joined([p for _, p in windows if isinstance(p, Partials)])
+            return concatenate([p for _, p in windows if isinstance(p, Partials)])
         tables = [table for _, table in windows if isinstance(table, Tensor)]
         ids = torch.cat([ids for ids, _ in windows])
-        return tiles.merged(torch.cat(tables, -1), ids, self.vocabulary)
+        return tiles.merge(torch.cat(tables, -1), ids, self.vocabulary)
 
     def logits(self, rows: Rows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""
@@ -126,12 +124,6 @@ class Head:
         if rows.kept is not None:
             rows.kept.restrict(z)
         return z
-
-    def ids_here(self, rows: Rows, z: Tensor) -> Tensor:
-        """Which ids this rank holds; read only if the vocabulary is split over ranks."""
-        if self.vocabulary.group is None:
-            return rows.ids
-        return (rows.ids >= 0) & (rows.ids < z.shape[1])
 
 
 class Rows(NamedTuple):
@@ -157,25 +149,19 @@ class Rows(NamedTuple):
         """The same rows and some vocabulary entries, without a teacher."""
         return Rows(self.hidden, self.ids - columns.start, self.scaling.of_columns(columns))
 
-    def dlogits(
-        self, z: Tensor, room: Room, s: Statistics, derivatives: Sequence[Tensor | None]
-    ) -> Tensor:
+    def dlogits(self, z: Tensor, room: Room, s: Statistics, derivatives: Derivatives) -> Tensor:
         """The gradient of the logits z, in the type of hidden, written over z."""
         out = room.gradient(z.shape[0], z.shape[1], self.hidden.dtype)
         self.write_gradient(z, out, s, derivatives)
         return out
 
     def write_gradient(
-        self, z: Tensor, out: Tensor, s: Statistics, derivatives: Sequence[Tensor | None]
+        self, z: Tensor, out: Tensor, s: Statistics, derivatives: Derivatives
     ) -> None:
-        """Write the gradient of the logits z to `out`, which may share the memory of z.
-
-        derivatives: of the loss by each row's logp, entropy and, with a teacher, divergence.
-        """
-        dlogp, dentropy, *others = derivatives
-        ddivergence = others[0] if others else None
-        if self.compared is not None and ddivergence is not None:
-            self.compared.write_gradient(z, out, self, s, dlogp, dentropy, ddivergence)
+        """Write the gradient of the logits z to `out`, which may share the memory of z."""
+        dlogp, dentropy, *ddivergence = derivatives
+        if self.compared is not None and ddivergence[0] is not None:
+            self.compared.write_gradient(z, out, self, s, derivatives)
             return
         assert dlogp is not None
         row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
@@ -228,7 +214,6 @@ def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
     """
     if dtype != torch.float16:
         return 1.0
-    top = max(
-        (float(d.abs().max()) for d in derivatives if d is not None and d.numel()), default=0.0
-    )
+    there = [d for d in derivatives if d is not None and d.numel()]
+    top = max((float(d.abs().max()) for d in there), default=0.0)
     return 2.0 ** -math.frexp(top)[1] if 0 < top < math.inf else 1.0

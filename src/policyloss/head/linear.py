@@ -14,7 +14,6 @@ from torch import Tensor
 
 from policyloss.arguments import check_group
 from policyloss.functional.exact import is_exact, stays_eager
-from policyloss.functional.masking import compute_dtype
 from policyloss.head.backward import (
     GradientTypes,
     TeacherColumns,
@@ -25,7 +24,7 @@ from policyloss.head.backward import (
 )
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
-from policyloss.head.softmax_rows import Partials, Statistics, finished
+from policyloss.head.softmax_rows import Partials, Statistics, row_statistics
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.teacher.comparison import Compared, Comparison, compute_rows, start_checks
 from policyloss.head.teacher.rows import Entries, PairStatistics
@@ -92,6 +91,8 @@ class Outputs(NamedTuple):
 
 # Hidden states, weight and bias of the caller, to which the gradients go.
 Sources = tuple[Tensor, Tensor, Tensor | None]
+# The options of `head_of`.
+HEAD_OPTIONS = ("bias", "temperature", "softcap", "vocab_group", "support")
 
 
 def rows_with_gradient(
@@ -112,10 +113,10 @@ def head_of(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    vocab_group: Any,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_group: Any = None,
     support: SupportArgument | None = None,
 ) -> Head:
     """The head of these arguments, checked except for the values of the ids (`value_summary`)."""
@@ -124,17 +125,18 @@ def head_of(
     if vocab_group is None:  # with a group, all ranks raise together
         check_vocabulary("weight", weight, weight.shape[0])
     tokens = tuple(hidden.shape[:-1])
-    check_ids(ids, tokens, "hidden", hidden.device)
+    check_ids(ids, "hidden", hidden)
     check_softcap(softcap)
     x, w, b = operands(hidden, weight, bias)
-    if is_exact() and (1 not in w.stride() or w.data_ptr() % 64):
-        # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
-        w = w.clone(memory_format=torch.contiguous_format)
-    rate = inverse_temperature(temperature, tokens, compute_dtype(x), x.device)
+    rate = inverse_temperature(temperature, tokens, x)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
-    tiles = Tiles.of(x, w, vocabulary) if is_exact() else None
-    kept = None if support is None else Support.of(support, flat)
+    tiles, kept = None, Support.of(support, flat)
+    if is_exact():
+        if 1 not in w.stride() or w.data_ptr() % 64:
+            # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
+            w = w.clone(memory_format=torch.contiguous_format)
+        tiles = Tiles.of(x, w, vocabulary)
     return Head(x, w, flat, b, rate, softcap, vocabulary, kept, tiles)
 
 
@@ -151,16 +153,7 @@ def work_of(sources: Sources, head: Head, index: Tensor | None, outputs: Outputs
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
     wanted = GradientTypes.of(*sources)
-    work = Work(
-        n,
-        computed,
-        computed,
-        hidden_gradient=wanted.hidden is not None,
-        weight_gradient=wanted.weight is not None or wanted.bias is not None,
-    )
-    return work.with_teacher(outputs.comparison)._replace(
-        stashes=outputs.logp + (outputs.comparison is not None)
-    )
+    return Work.of(wanted, n, computed, computed, outputs.comparison, outputs.logp)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -179,15 +172,11 @@ class _LinearLogprobs(torch.autograd.Function):
         n = head.hidden.shape[0]
         live = n if index is None else index.shape[0]
         comparison = outputs.comparison
-        logp, spread, lse = (
-            torch.zeros(n, device=hidden.device, dtype=head.dtype) for _ in range(3)
-        )
-        stash, slopes = (
-            head.weight.new_empty(live, head.weight.shape[0])
-            if plan.keeps_probabilities and kept
-            else None
-            for kept in (outputs.logp, comparison is not None)
-        )
+        zeros = torch.zeros(n, device=hidden.device, dtype=head.dtype)
+        logp, spread, lse = zeros, zeros.clone(), zeros.clone()
+        kept = [plan.keeps_probabilities and x for x in (outputs.logp, comparison is not None)]
+        shape = (live, head.weight.shape[0])
+        stash, slopes = (head.weight.new_empty(shape) if keep else None for keep in kept)
         room = head.room(min(plan.rows, live))
         teacher_room = None if comparison is None else comparison.room(min(plan.rows, live))
         known: PairStatistics | Entries | None = None
@@ -199,7 +188,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 # Defer the statistics: one merge for all windows.
                 rows = head.rows(at)
                 z = head.logits(rows, room)
-                parts.append((rows.ids, head.unmerged(rows, z, outputs.entropy)))
+                parts.append((rows.ids, head.window_partials(rows, z, outputs.entropy)))
             else:
                 rows, z, s = compute_rows(head, comparison, at, room, teacher_room, outputs.entropy)
                 if rows.compared is not None:
@@ -214,13 +203,18 @@ class _LinearLogprobs(torch.autograd.Function):
             if finish_checks is None:
                 finish_checks = start()
         if parts:
-            s = finished(head.merged(parts))
+            s = row_statistics(head.merge(parts))
             logp, lse = at_rows(s.logp, index, n), at_rows(s.lse, index, n)
             spread = spread if s.entropy is None else at_rows(s.entropy, index, n)
         if finish_checks is not None:
             finish_checks()
         ctx.set_materialize_grads(False)
-        _save(ctx, head, index, logp, lse, spread)
+        # Saved tensors, so that a weight that changes before the backward is an error. A stash is
+        # not saved, because the backward overwrites it.
+        of_head = (head.hidden, head.weight, head.ids, head.bias)
+        ctx.save_for_backward(*of_head, index, logp, lse, spread)
+        numbers = (head.inverse_temperature, head.softcap)
+        ctx.rest = (*numbers, head.vocabulary, head.support, head.tiles)
         ctx.plan, ctx.shape, ctx.stash = plan, hidden.shape, (stash, slopes)
         ctx.comparison, ctx.known = comparison, known
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
@@ -234,12 +228,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden, weight, ids, bias, index, logp, lse, spread = ctx.saved_tensors
         head = Head(hidden, weight, ids, bias, *ctx.rest)
-        wanted = GradientTypes(
-            *(
-                d if need else None
-                for d, need in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
-            )
-        )
+        needed = zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+        wanted = GradientTypes(*(dtype if need else None for dtype, need in needed))
         dlogp, dentropy, ddivergence = grads
         if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
@@ -252,35 +242,23 @@ class _LinearLogprobs(torch.autograd.Function):
             gradients = gradients_in_parts(
                 head, index, everywhere, (dlogp, dentropy), ctx.plan.rows, wanted
             )
-            shaped = None if gradients.hidden is None else gradients.hidden.view(ctx.shape)
-            return shaped, gradients.weight, gradients.bias, None, None, None, None, None
-        at = slice(None) if index is None else index
-        rows = head.rows(at)
-        s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
-        derivatives = [None if d is None else d[at] for d in (dlogp, dentropy, ddivergence)]
-        if all(kept is None for kept in stash):
-            gradients = gradients_by_columns(
-                head, rows, s, derivatives, ctx.plan.columns, wanted, _teacher_of(ctx, head, at)
-            )
+            dhidden = gradients.hidden
         else:
-            gradients = gradients_from_stash(head, rows, s, derivatives, stash, wanted)
-        dhidden = (
-            None
-            if gradients.hidden is None
-            else at_rows(gradients.hidden, index, ids.shape[0]).view(ctx.shape)
-        )
+            at = slice(None) if index is None else index
+            rows = head.rows(at)
+            s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
+            derivatives = [None if d is None else d[at] for d in (dlogp, dentropy, ddivergence)]
+            if all(kept is None for kept in stash):
+                teacher = _teacher_of(ctx, head, at)
+                gradients = gradients_by_columns(
+                    head, rows, s, derivatives, ctx.plan.columns, wanted, teacher
+                )
+            else:
+                gradients = gradients_from_stash(head, rows, s, derivatives, stash, wanted)
+            dhidden = gradients.hidden
+            dhidden = None if dhidden is None else at_rows(dhidden, index, ids.shape[0])
+        dhidden = None if dhidden is None else dhidden.view(ctx.shape)
         return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
-
-
-def _save(ctx: Any, head: Head, index: Tensor | None, *statistics: Tensor) -> None:
-    """Keep a head and the statistics of its rows for the backward.
-
-    They are saved tensors, so that a weight that changes before the backward is an error. A stash
-    is not saved, because the backward overwrites it.
-    """
-    ctx.save_for_backward(head.hidden, head.weight, head.ids, head.bias, index, *statistics)
-    numbers = (head.inverse_temperature, head.softcap)
-    ctx.rest = (*numbers, head.vocabulary, head.support, head.tiles)
 
 
 def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:

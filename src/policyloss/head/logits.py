@@ -21,9 +21,9 @@ from policyloss.head.softmax_rows import (
     Partials,
     Scaling,
     Statistics,
-    finished,
     row_gradient,
     row_partials,
+    row_statistics,
 )
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.tiles import Tiles
@@ -85,10 +85,10 @@ def logprobs(
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     tokens = tuple(logits.shape[:-1])
-    check_ids(ids, tokens, "logits", logits.device)
+    check_ids(ids, "logits", logits)
     check_softcap(softcap)
     valid = check_mask(mask, ids)
-    rate = inverse_temperature(temperature, tokens, compute_dtype(logits), logits.device)
+    rate = inverse_temperature(temperature, tokens, logits)
     vocabulary = Vocabulary(logits.shape[-1], logits.shape[-1])
     flat, kept = ids.reshape(-1).to(torch.int64), Support.of(support, ids)
     # The check of values reads ids and temperatures from a head.
@@ -117,12 +117,12 @@ class _Logprobs(torch.autograd.Function):
         overwrite: bool,
     ) -> tuple[Tensor, Tensor | None]:
         parts = [
-            finished(_partials(z, ids[at], scaling.of_rows(at), entropy))
-            for z, at, _ in _restricted(logits, support)
+            row_statistics(_partials(z, ids[at], scaling.of_rows(at), entropy))
+            for z, at, _ in _restricted_matrices(logits, support)
         ]
-        logp, lse = _concatenated([p.logp for p in parts]), _concatenated([p.lse for p in parts])
+        logp, lse = _concatenate([p.logp for p in parts]), _concatenate([p.lse for p in parts])
         spreads = [p.entropy for p in parts if p.entropy is not None]
-        spread = _concatenated(spreads) if entropy else None
+        spread = _concatenate(spreads) if entropy else None
         logp, spread = _at_valid(logp, valid), _at_valid(spread, valid)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, ids, valid, logp, lse, spread)
@@ -139,7 +139,7 @@ class _Logprobs(torch.autograd.Function):
         out = logits
         if not ctx.overwrite:
             out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for z, at, home in _restricted(logits, ctx.support):
+        for z, at, home in _restricted_matrices(logits, ctx.support):
             dz = home if ctx.overwrite else out.view(-1, out.shape[-1])[at]
             s = Statistics(logp[at], None if spread is None else spread[at], lse[at])
             of_entropy = None if dentropy is None else dentropy[at]
@@ -168,7 +168,7 @@ def _partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partia
         if z.is_cuda and not aligned:
             rows = Room(rows.shape[0], rows.shape[1], z, z.dtype).logits(*rows.shape).copy_(rows)
         parts.append(tiles.partials(rows, ids[cut], scaling.of_rows(cut), entropy))
-    return tiles.merged(torch.cat(parts, -1), ids, vocabulary)
+    return tiles.merge(torch.cat(parts, -1), ids, vocabulary)
 
 
 def _at_valid(x: Any, valid: Tensor | None) -> Any:
@@ -176,11 +176,13 @@ def _at_valid(x: Any, valid: Tensor | None) -> Any:
     return x if x is None or valid is None else torch.where(valid, x, 0)
 
 
-def _concatenated(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _restricted(logits: Tensor, support: Support | None) -> Iterator[tuple[Tensor, slice, Tensor]]:
+def _restricted_matrices(
+    logits: Tensor, support: Support | None
+) -> Iterator[tuple[Tensor, slice, Tensor]]:
     """The matrices of `logits`, each with its slice of all rows, and the part of `logits` it shows.
 
     With a support, the matrices are copies of some rows, without the entries outside the support.

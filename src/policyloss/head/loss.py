@@ -6,7 +6,7 @@ If a window determines the gradient of its tokens, forward and gradient are one 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
-from policyloss.head.backward import Gradients, GradientSums, GradientTypes
+from policyloss.head.backward import GradientSums, GradientTypes
 from policyloss.head.head import Head
 from policyloss.head.linear import (
+    HEAD_OPTIONS,
     Outputs,
     Sources,
     head_of,
@@ -111,7 +112,7 @@ def linear_policy_loss(
         spec,
         (hidden, weight, bias),
         head,
-        _inputs(hidden, head, old_logp, advantages, mask, tensors),
+        _inputs(head, ids, old_logp, advantages, mask, tensors),
         resolve(totals),
         comparison_of_spec(spec, teacher, head, tuple(ids.shape)),
         isinstance(old_logp, str),
@@ -132,14 +133,9 @@ def explain_plan(
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    totals: Totals | Literal["local"] | None = None,
-    vocab_group: Any = None,
     plan: str | Plan = "auto",
+    totals: Totals | Literal["local"] | None = None,
     skip_zero_advantage: bool = False,
-    support: SupportArgument | None = None,
     teacher: Teacher | TopK | Tensor | None = None,
     **arguments: Any,
 ) -> Plan:
@@ -149,8 +145,9 @@ def explain_plan(
     `linear_divergence` if there is a `teacher`; old_logp and advantages are then not needed. Counts
     are read back to the host. With `vocab_group`, every rank must call this function.
     """
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
-    sources, tokens = (hidden, weight, bias), tuple(ids.shape)
+    of_head = {name: arguments.pop(name) for name in HEAD_OPTIONS if name in arguments}
+    head = head_of(hidden, weight, ids, **of_head)
+    sources, tokens = (hidden, weight, of_head.get("bias")), tuple(ids.shape)
     if spec is None:
         outputs = Outputs()
         if teacher is not None:
@@ -162,16 +159,15 @@ def explain_plan(
         raise InputError("explain_plan of a loss needs advantages and mask: they select the rows.")
     check_level(arguments.pop("metrics", "all"))
     spec = ready_spec(spec)
-    inputs = _inputs(hidden, head, old_logp, advantages, mask, arguments)
-    comparison = comparison_of_spec(spec, teacher, head, tokens)
-    on_policy, skip = isinstance(old_logp, str), skip_zero_advantage
-    step = resolve(totals)
-    call = _HeadLoss(spec, sources, head, inputs, step, comparison, on_policy, skip)
-    return call.decide(plan).plan
+    inputs = _inputs(head, ids, old_logp, advantages, mask, arguments)
+    step, comparison = resolve(totals), comparison_of_spec(spec, teacher, head, tokens)
+    on_policy = isinstance(old_logp, str)
+    call = _HeadLoss(spec, sources, head, inputs, step, comparison, on_policy, skip_zero_advantage)
+    return call.decide(plan)[2]
 
 
 def _inputs(
-    hidden: Tensor, head: Head, old_logp: Any, advantages: Any, mask: Any, tensors: Any
+    head: Head, ids: Tensor, old_logp: Any, advantages: Any, mask: Any, tensors: Any
 ) -> Inputs:
     """The inputs of `policy_loss`, with zeros for the logp that the head will compute."""
     for name in DIFFERENTIATED:
@@ -179,16 +175,8 @@ def _inputs(
             raise InputTypeError(
                 f"{name} is not an argument of linear_policy_loss: the head computes it."
             )
-    logp = torch.zeros(hidden.shape[:-1], dtype=head.dtype, device=hidden.device)
+    logp = torch.zeros(ids.shape, dtype=head.dtype, device=ids.device)
     return Inputs.of(logp, old_logp, advantages, mask, tensors)
-
-
-class _Decision(NamedTuple):
-    """How a call runs. batch: None if a window does not determine its gradient."""
-
-    batch: Batch | None
-    work: Work
-    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -209,8 +197,11 @@ class _HeadLoss:
     on_policy: bool
     skip: bool
 
-    def decide(self, plan: str | Plan) -> _Decision:
-        """Find the rows that matter, and choose the plan."""
+    def decide(self, plan: str | Plan) -> tuple[Batch | None, Work, Plan]:
+        """Find the rows that matter, and choose the plan.
+
+        The batch is None if a window does not determine the gradient of its tokens.
+        """
         t = self.inputs.tokens()
         # A part that reads a number before it is computed is an error.
         uncomputed = ("logp", "old_logp") if self.on_policy else ("logp",)
@@ -223,39 +214,26 @@ class _HeadLoss:
         rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
-        wanted = GradientTypes.of(*self.sources)
-        work = Work(
-            tokens=valid.shape[0],
-            computed=with_gradient if self.skip else computed,
-            with_gradient=with_gradient,
-            hidden_gradient=wanted.hidden is not None,
-            weight_gradient=wanted.weight is not None or wanted.bias is not None,
-            longest=most,
-        ).with_teacher(self.comparison)
-        if self.comparison is not None:
-            work = work._replace(stashes=2)
-        return _Decision(batch, work, loss_plan(self.head, work, plan, reach, why))
+        counts = (valid.shape[0], with_gradient if self.skip else computed, with_gradient)
+        work = Work.of(GradientTypes.of(*self.sources), *counts, self.comparison, longest=most)
+        return batch, work, loss_plan(self.head, work, plan, reach, why)
 
     def _reach(self) -> tuple[str, str]:
         """The loss's reach in this call, and the reason if it is "batch"."""
         spec = self.spec
         if spec.reach == "batch":
-            hint = (
-                "to limit it, set the attribute `reach` of a callable, or `reads_logp = False` of "
-                "an aggregation"
+            return "batch", (
+                "a part of it may look at any token (to limit it, set the attribute `reach` of a "
+                "callable, or `reads_logp = False` of an aggregation)"
             )
-            return "batch", f"a part of it may look at any token ({hint})"
         if self.on_policy and spec.correction:
             return "batch", "its corrections read old_logp, which is not known beforehand"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
         if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
-            return (
-                "batch",
-                (
-                    "it needs numbers of the whole batch first; measure them and pass "
-                    "totals=policyloss.measure(…)"
-                ),
+            return "batch", (
+                "it needs numbers of the whole batch first; measure them and pass "
+                "totals=policyloss.measure(…)"
             )
         if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
@@ -295,43 +273,35 @@ class _HeadLoss:
             all_windows = token_windows(batch, work, plan.rows, head.tiles)
         wanted = GradientTypes.of(*self.sources)
 
-        def run(check: bool) -> tuple[dict[str, Tensor], Gradients]:
+        def run(check: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
             everything = plan.gathered >= work.with_gradient
             sums = GradientSums(head, wanted, plan.gathered, all_gathered=everything)
             known = run_windows(head, batch, all_windows, sums, self.comparison, check)
-            return known, sums.finished()  # by now the memory of the logits is free
+            gradients = sums.gradients()  # by now the memory of the logits is free
+            pairs = zip(self.sources, gradients, strict=True)
+            return known, [g.view(x.shape) for x, g in pairs if x is not None and g is not None]
 
         with torch.no_grad():
             flat, gradients = run(check=True)
             known = {name: x.view(tokens) for name, x in flat.items()}
-            value = self._value(batch, known, metrics)
+            spec, given = self.spec, self._inputs_with(known)
+            if self.skip:
+                weight = batch.weight
+                spec = spec.replace(
+                    correction=batch.corrections if weight is None else GivenWeight(weight),
+                    rejected="keep",
+                    aggregate=lambda t: batch.average,
+                )
+                given = given.replace(mask=batch.live.view(tokens))
+            value = loss_of(spec, given, self.step, metrics)
         if not any(wanted):
             return HeadOutput(value.loss, value.metrics, **known)
-        inputs = [
-            x for x, dtype in zip(self.sources, wanted, strict=True) if x is not None and dtype
-        ]
-
-        def shaped(gradients: Gradients) -> list[Tensor]:
-            return [
-                g.view(x.shape)
-                for x, g in zip(inputs, (g for g in gradients if g is not None), strict=True)
-            ]
+        inputs = [x for x in self.sources if x is not None and x.requires_grad]
 
         @torch.no_grad()
         def again() -> list[Tensor]:
             with exact(head.tiles is not None):  # the mode of this forward
-                return shaped(run(check=False)[1])
+                return run(check=False)[1]
 
-        loss = with_known_gradients(value.loss, inputs, shaped(gradients), again)
+        loss = with_known_gradients(value.loss, inputs, gradients, again)
         return HeadOutput(loss, value.metrics, **known)
-
-    def _value(self, batch: Batch, known: dict[str, Tensor], metrics: MetricsLevel) -> LossOutput:
-        """The loss and its metrics, from the numbers of all windows together."""
-        spec, inputs = self.spec, self._inputs_with(known)
-        if self.skip:
-            correction = batch.corrections if batch.weight is None else GivenWeight(batch.weight)
-            spec = spec.replace(
-                correction=correction, rejected="keep", aggregate=lambda t: batch.average
-            )
-            inputs = inputs.replace(mask=batch.live.view(inputs.logp.shape))
-        return loss_of(spec, inputs, self.step, metrics)

@@ -36,11 +36,8 @@ def _cut(size: int) -> tuple[slice, slice] | None:
 
     None where a cut gains nothing.
     """
-    return (
-        None
-        if size % 8 == 0 or size < 64
-        else (slice(0, size // 64 * 64), slice(size // 64 * 64, size))
-    )
+    most = size // 64 * 64
+    return None if size % 8 == 0 or size < 64 else (slice(0, most), slice(most, size))
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -95,11 +92,8 @@ def _rounds_once(a: Tensor, out: Tensor) -> bool:
 
     It does not where `product` would add two parts.
     """
-    return (
-        a.device.type == "cuda"
-        and a.dtype == out.dtype == torch.bfloat16
-        and _cut(a.shape[1]) is None
-    )
+    half = a.dtype == out.dtype == torch.bfloat16
+    return half and a.device.type == "cuda" and _cut(a.shape[1]) is None
 
 
 @contextmanager

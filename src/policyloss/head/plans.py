@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
+from policyloss.head.backward import GradientTypes
 from policyloss.head.head import Head
 from policyloss.head.matmul import CPU_BYTES, WIDE_BYTES
 from policyloss.head.softmax_rows import explain_kernels
@@ -78,11 +79,8 @@ class Plan:
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
-        kept = (
-            f"; the gradients of {self.gathered} rows of logits are kept and multiplied together"
-            if self.gathered
-            else ""
-        )
+        rows = f"the gradients of {self.gathered} rows of logits"
+        kept = f"; {rows} are kept and multiplied together" if self.gathered else ""
         return (
             f"{self.name}: {self.reason}\n"
             f"  {self.tokens} tokens, {self.computed} computed, "
@@ -107,16 +105,34 @@ class Work(NamedTuple):
     with_gradient: int
     hidden_gradient: bool
     weight_gradient: bool
-    longest: int = 1
-    compares_logits: bool = False
-    teacher_matmul: float = 0.0
-    stashes: int = 1
+    longest: int
+    compares_logits: bool
+    teacher_matmul: float
+    stashes: int
 
-    def with_teacher(self, comparison: Comparison | None) -> Work:
-        """The same work, with windows that hold a teacher's logits too."""
-        if comparison is None or not comparison.makes_logits:
-            return self
-        return self._replace(compares_logits=True, teacher_matmul=comparison.matmul)
+    @classmethod
+    def of(
+        cls,
+        wanted: GradientTypes,
+        tokens: int,
+        computed: int,
+        with_gradient: int,
+        comparison: Comparison | None,
+        logp: bool = True,
+        longest: int = 1,
+    ) -> Work:
+        """The work of a call. logp: whether it returns the log-probabilities."""
+        return cls(
+            tokens,
+            computed,
+            with_gradient,
+            hidden_gradient=wanted.hidden is not None,
+            weight_gradient=wanted.weight is not None or wanted.bias is not None,
+            longest=longest,
+            compares_logits=comparison is not None and comparison.makes_logits,
+            teacher_matmul=0.0 if comparison is None else comparison.matmul,
+            stashes=logp + (comparison is not None),
+        )
 
     @property
     def any_gradient(self) -> bool:
@@ -204,7 +220,12 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     if reach == "sequence":
         rows = max(rows, work.longest)
     budget = SHARE * _free(head)
-    gathered = _rows_to_gather(head, work, budget)
+    # Gather the gradients of all rows, if they are in half precision and fit. float16 is not
+    # gathered, because it is scaled window by window.
+    n, size = work.with_gradient, head.weight.element_size()
+    fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
+    half = size < head.dtype.itemsize and head.hidden.dtype != torch.float16
+    gathered = n if half and n <= fit else 0
     if gathered:
         rows = max(_rows(head, work, GATHER_ROWS), least)
     while rows > least and _one_pass_bytes(head, work, rows, gathered) > budget:
@@ -221,18 +242,6 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
         known = "windows hold whole sequences"
     reason = f"{known}, so it is known as soon as its logits are"
     return _add_figures(head, work, Plan("one_pass", rows, 0, gathered, reason=reason))
-
-
-def _rows_to_gather(head: Head, work: Work, budget: float) -> int:
-    """How many rows of dlogits to gather: all, if they are in half precision and fit; else 0.
-
-    float16 is not gathered, because it is scaled window by window.
-    """
-    n, size = work.with_gradient, head.weight.element_size()
-    fit = min(GATHER_BYTES, STASH_SHARE * budget) // max(size * head.vocabulary.largest, 1)
-    return (
-        n if size < head.dtype.itemsize and head.hidden.dtype != torch.float16 and n <= fit else 0
-    )
 
 
 def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:

@@ -31,6 +31,8 @@ BLOCK = 192 << 10
 # The logit of an entry outside of a support. Its exponential is 0; that of a large finite number
 # might not be, because a GPU rounds `u·scale − maximum` once where it rounds the maximum twice.
 ABSENT = -math.inf
+# The entropy of each row and its derivative, `[R]` each.
+Spread = tuple[Tensor, Tensor]
 
 
 class Scaling(NamedTuple):
@@ -92,8 +94,12 @@ class Statistics(NamedTuple):
         entropy = None if self.entropy is None else self.entropy[rows]
         return Statistics(self.logp[rows], entropy, self.lse[rows])
 
+    def spread(self, dentropy: Tensor | None) -> Spread | None:
+        """The entropy and its derivative; None if there is neither value nor derivative."""
+        return None if self.entropy is None or dentropy is None else (self.entropy, dentropy)
 
-def finished(p: Partials) -> Statistics:
+
+def row_statistics(p: Partials) -> Statistics:
     """The statistics of rows, from partials over the whole vocabulary."""
     log_sum = p.sum.log()
     entropy = None if p.moment is None else log_sum - p.moment / p.sum
@@ -111,10 +117,10 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
         twice = row_partials(z.expand(2, -1), ids.expand(2), scaling.repeated(2), entropy)
         return Partials(*(None if x is None else x[:1] for x in twice))  # type: ignore[arg-type]
     parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
-    return joined(parts)
+    return concatenate(parts)
 
 
-def joined(parts: list[Partials]) -> Partials:
+def concatenate(parts: list[Partials]) -> Partials:
     """Concatenate the partials of consecutive rows; at least one part."""
     if len(parts) == 1:
         return parts[0]
@@ -136,33 +142,32 @@ def row_gradient(
     `out` may be `z` itself, or share its memory in a narrower type, each row starting at the byte
     where its row of z starts.
     """
-    h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
+    spread = s.spread(dentropy)
     fused = kernels_for(z, scaling)
     if fused is not None:
-        fused.row_gradient(z, out, ids, s.lse, h, dlogp, dh, s.logp, scaling)
+        fused.row_gradient(z, out, ids, s, dlogp, spread, scaling)
         return
-    target = target_gradient(s.logp, h, dlogp, dh)
+    target = target_gradient(s.logp, dlogp, spread)
     for b in blocks(z):
-        spread = None if h is None or dh is None else (h[b], dh[b])
+        here = None if spread is None else (spread[0][b], spread[1][b])
         d = _block_gradient(
-            z[b], out[b], ids[b], s.lse[b], dlogp[b], spread, target[b], scaling.of_rows(b)
+            z[b], out[b], ids[b], s.lse[b], dlogp[b], here, target[b], scaling.of_rows(b)
         )
         if d.data_ptr() != out[b].data_ptr():
             out[b].copy_(d)
 
 
-def target_gradient(
-    logp: Tensor, entropy: Tensor | None, dlogp: Tensor, dentropy: Tensor | None
-) -> Tensor:
+def target_gradient(logp: Tensor, dlogp: Tensor, spread: Spread | None) -> Tensor:
     """The entry of each row's id in ds, from its exact log-probability. `[R]`.
 
     It is `dlogp·(1−p) − dentropy·p·(log p + entropy)`.
     A model is sure of most tokens: p computed from the logit would round 1−p away.
     """
     d = -dlogp * torch.expm1(logp)
-    return (
-        d if entropy is None or dentropy is None else d - dentropy * logp.exp() * (logp + entropy)
-    )
+    if spread is None:
+        return d
+    entropy, dentropy = spread
+    return d - dentropy * logp.exp() * (logp + entropy)
 
 
 def blocks(z: Tensor) -> Iterator[slice]:
@@ -220,7 +225,7 @@ def _block_gradient(
     ids: Tensor,
     lse: Tensor,
     dlogp: Tensor,
-    spread: tuple[Tensor, Tensor] | None,
+    spread: Spread | None,
     target: Tensor,
     scaling: Scaling,
 ) -> Tensor:
@@ -238,11 +243,7 @@ def _block_gradient(
 
 
 def policy_gradient(
-    log_p: Tensor,
-    ids: Tensor,
-    dlogp: Tensor,
-    spread: tuple[Tensor, Tensor] | None,
-    target: Tensor,
+    log_p: Tensor, ids: Tensor, dlogp: Tensor, spread: Spread | None, target: Tensor
 ) -> Tensor:
     """ds, the gradient by the scaled logits, written over their log-probabilities."""
     here, column = _here(ids, log_p)
@@ -251,13 +252,8 @@ def policy_gradient(
     else:
         entropy, dentropy = spread
         p = log_p.exp()
-        d = (
-            log_p.clamp_(min=-1e4)
-            .add_(entropy.unsqueeze(-1))
-            .mul_(dentropy.unsqueeze(-1))
-            .add_(dlogp.unsqueeze(-1))
-            .mul_(-p)
-        )
+        d = log_p.clamp_(min=-1e4).add_(entropy.unsqueeze(-1))
+        d = d.mul_(dentropy.unsqueeze(-1)).add_(dlogp.unsqueeze(-1)).mul_(-p)
     exact = torch.where(here.unsqueeze(-1), target.to(d.dtype).unsqueeze(-1), d.gather(1, column))
     return d.scatter_(1, column, exact)
 

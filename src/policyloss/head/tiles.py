@@ -77,11 +77,8 @@ class Tiles(NamedTuple):
         size, first = vocabulary.size, vocabulary.first
         borders = {size * i // PARTS // ALIGNED * ALIGNED for i in range(PARTS)} | {size}
         rising = tuple(sorted(borders))
-        parts = tuple(
-            slice(a - first, b - first)
-            for a, b in itertools.pairwise(rising)
-            if first <= a < first + entries.shape[0]
-        )
+        spans, stop = itertools.pairwise(rising), first + entries.shape[0]
+        parts = tuple(slice(a - first, b - first) for a, b in spans if first <= a < stop)
         return cls(0, torch.tensor(rising, device=entries.device), parts)
 
     def _check_products(self, x: Tensor, weight: Tensor) -> bool:
@@ -177,7 +174,7 @@ class Tiles(NamedTuple):
             rows = out[at]
             rows.copy_(tree(share, 0, len(self.parts))[: rows.shape[0]])
 
-    def merged(self, table: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Partials:
+    def merge(self, table: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Partials:
         """Merge the partials of this rank's parts (`partials`) into partials of complete rows.
 
         ids: `[R]`, counted from this rank's first.
@@ -211,18 +208,14 @@ class Tiles(NamedTuple):
             # A kernel computes each row by itself, so it can take the parts as rows.
             starts = torch.arange(0, z.shape[1], size, device=z.device)
             of_rows = scaling.repeated(count)
-            p = row_partials(
-                z.view(-1, size), (ids.unsqueeze(-1) - starts).view(-1), of_rows, entropy
-            )
+            ids = (ids.unsqueeze(-1) - starts).view(-1)
+            p = row_partials(z.view(-1, size), ids, of_rows, entropy)
             return _stacked(p).view(-1, z.shape[0], count).movedim(-1, 0)
-        return torch.stack(
-            [
-                _stacked(row_partials(z[:, c], ids - c.start, scaling.of_columns(c), entropy))
-                for c in self.parts
-            ]
-        )
+        cuts = ((c, scaling.of_columns(c)) for c in self.parts)
+        parts = [row_partials(z[:, c], ids - c.start, of_c, entropy) for c, of_c in cuts]
+        return torch.stack([_stacked(p) for p in parts])
 
-    def summed(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def sum_shares(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The shares of all ranks together."""
         if vocabulary.group is None:
             return x

@@ -13,33 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.arguments import (
-    check_tensor,
-    description,
-    fits_kind,
-    is_number,
-    refuse_transforms,
-)
+from policyloss.arguments import check_tensor, description, is_number, refuse_transforms
 from policyloss.errors import InputError
+from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, operand_dtype
 from policyloss.metrics import refuse_invalid
 from policyloss.tokens import checked_mask
 
 
-def check_ids(ids: Any, tokens: tuple[int, ...], of: str, device: torch.device) -> None:
-    """Raise unless `ids` are integers on `device`, one per token of the tensor named `of`."""
+def check_ids(ids: Any, of: str, x: Tensor) -> None:
+    """Raise unless `ids` are integers on the device of x `[..., D]`, one per token.
+
+    of: the name of x.
+    """
     refuse_transforms()
-    if not isinstance(ids, Tensor) or not fits_kind(ids, "integer"):
-        raise InputError(f"ids must be a tensor of token ids (integers), got {description(ids)}.")
-    check_tensor("ids", ids)
-    if tuple(ids.shape) != tokens:
+    check_tensor("ids", ids, "integer", (of, x))
+    if ids.shape != x.shape[:-1]:
         raise InputError(
-            f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape {tokens}; give one "
-            "id per token."
-        )
-    if ids.device != device:
-        raise InputError(
-            f"ids is on {ids.device} and {of} on {device}; they must be on one device."
+            f"ids has shape {tuple(ids.shape)} but {of} holds tokens of shape "
+            f"{tuple(x.shape[:-1])}; give one id per token."
         )
 
 
@@ -76,11 +68,8 @@ def refuse_values(numbers: list[int], head: Head, valid: Tensor | None) -> None:
     size, rate = head.vocabulary.size, head.inverse_temperature
     if lowest < 0 or highest >= size:
         worst = lowest if lowest < 0 else highest
-        place = int(
-            ((head.ids == worst) if valid is None else (head.ids == worst) & valid)
-            .to(torch.uint8)
-            .argmax()
-        )
+        there = head.ids == worst if valid is None else (head.ids == worst) & valid
+        place = int(there.to(torch.uint8).argmax())
         raise InputError(
             f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary "
             f"has {size} entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) "
@@ -158,23 +147,19 @@ def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
 
 
 def inverse_temperature(
-    temperature: float | Tensor, tokens: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    temperature: float | Tensor, tokens: tuple[int, ...], x: Tensor
 ) -> float | Tensor:
-    """`1 / temperature`: a number, or one per token in `dtype`, flat.
+    """`1 / temperature`: a number, or one per token in the dtype of logits from x, flat.
 
     The values of a tensor are checked by `value_summary`.
     """
     if isinstance(temperature, Tensor):
-        check_tensor("temperature", temperature)
+        elsewhere = temperature.dim() > 0 or temperature.is_meta
+        check_tensor("temperature", temperature, like=("the logits", x) if elsewhere else None)
         if temperature.requires_grad:
             raise InputError(
                 "temperature requires grad, but no gradient goes through it; pass "
                 "temperature.detach()."
-            )
-        if temperature.device != device and (temperature.dim() > 0 or temperature.is_meta):
-            raise InputError(
-                f"temperature is on {temperature.device}, but the logits are on {device}; move it "
-                "there."
             )
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         if tuple(temperature.shape) != tokens:
@@ -182,7 +167,7 @@ def inverse_temperature(
                 f"temperature has shape {tuple(temperature.shape)}; give a number, or one per "
                 f"token, shape {tokens}."
             )
-        return 1 / temperature.reshape(-1).to(dtype)
+        return 1 / temperature.reshape(-1).to(compute_dtype(x))
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not is_number(value) or not (value > 0 and math.isfinite(value)):
         raise InputError(f"temperature must be a positive number, got {description(value)}.")
@@ -203,7 +188,7 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
 
     of: the prefix of their names in errors.
     """
-    of_hidden, of_weight, of_bias = (f"{of}{name}" for name in ("hidden", "weight", "bias"))
+    of_hidden, of_weight, of_bias = f"{of}hidden", f"{of}weight", f"{of}bias"
     for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
         if hasattr(x, "full_tensor"):
             raise InputError(
@@ -213,7 +198,7 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
                 "'sum' with dp_size=1); full_tensor() alone would keep only this rank's."
             )
     check_tensor(of_hidden, hidden, "float")
-    check_tensor(of_weight, weight, "float")
+    check_tensor(of_weight, weight, "float", (of_hidden, hidden))
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"{of_hidden} has shape {tuple(hidden.shape)} and {of_weight} {tuple(weight.shape)}; "
@@ -228,17 +213,7 @@ def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
             f"got {description(bias)}."
         )
     if bias is not None:
-        check_tensor(of_bias, bias)
-    if bias is not None and bias.device != weight.device:
-        raise InputError(
-            f"{of_bias} is on {bias.device} and {of_weight} on {weight.device}; they must be on "
-            "one device."
-        )
-    if hidden.device != weight.device:
-        raise InputError(
-            f"{of_hidden} is on {hidden.device} and {of_weight} on {weight.device}; they must be "
-            "on one device."
-        )
+        check_tensor(of_bias, bias, like=(of_weight, weight))
     if hidden.dtype != weight.dtype and operand_dtype(hidden) is None:
         raise InputError(
             f"{of_hidden} is {hidden.dtype} and {of_weight} {weight.dtype}; cast one to the "

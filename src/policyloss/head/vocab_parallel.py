@@ -57,13 +57,15 @@ class Vocabulary(NamedTuple):
             )
         return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
 
-    def merged(self, p: Partials, here: Tensor) -> Partials:
-        """The partials of whole rows; on one rank, `p`. here: ids of this rank, `[R]`.
+    def merge(self, p: Partials, ids: Tensor, entries: int) -> Partials:
+        """The partials of whole rows; on one rank, `p`.
 
+        ids: of the rows, counted from this rank's first entry. entries: how many this rank holds.
         This takes two all-reduces of a few numbers per row.
         """
         if self.group is None:
             return p
+        here = (ids >= 0) & (ids < entries)
         top = p.max.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
         # A shard in which all entries are −inf has sum 0 and counts for nothing.
@@ -74,9 +76,8 @@ class Vocabulary(NamedTuple):
             parts.append((p.moment + distance * p.sum) * shrink)
         together = torch.stack(parts)
         dist.all_reduce(together, group=self.group)
-        return Partials(
-            top, together[0], together[2] if p.moment is not None else None, together[1]
-        )
+        moment = None if p.moment is None else together[2]
+        return Partials(top, together[0], moment, together[1])
 
     def top(self, x: Tensor, k: int) -> Tensor:
         """The global ids of the k largest entries of rows that are split over ranks. `[R, V_r]` →
@@ -97,7 +98,7 @@ class Vocabulary(NamedTuple):
         values, ids = (torch.cat(parts, -1) for parts in everyone)
         return ids.gather(-1, values.topk(k, -1).indices)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def sum_shares(self, x: Tensor) -> Tensor:
         """`x` summed over the shards, in place."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)

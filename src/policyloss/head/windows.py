@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -102,31 +102,20 @@ class Batch:
                 t, corrected = corrected_tokens(self.spec.replace(correction=here), t, self.step)
                 weight = corrected.weight
             t = with_ratio(self.spec, t).replace(flags=False)
-            each = token_losses(self.spec, t, weight).loss
-            average = (
-                self.average
-                if self.average.dim() == 0
-                else self.average.reshape(-1)[at].view(t.mask.shape)
-            )
-            total = weighted_sum(each, average)
+            losses = token_losses(self.spec, t, weight).loss
+            average = self.average
+            if average.dim():
+                average = average.reshape(-1)[at].view(t.mask.shape)
+            total = weighted_sum(losses, average)
             slopes = torch.autograd.grad(total, list(moving.values()), allow_unused=True)
-        of_rows = {
-            name: self._of_rows(window, slope, known[name].dtype)
-            for name, slope in zip(moving, slopes, strict=True)
+        of_rows: dict[str, Tensor | None] = {
+            name: None if name == "entropy" else torch.zeros_like(x) for name, x in known.items()
         }
-        return [
-            torch.zeros_like(x)
-            if of_rows.get(name) is None and name != "entropy"
-            else of_rows.get(name)
-            for name, x in known.items()
-        ]
-
-    @staticmethod
-    def _of_rows(window: Window, slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """A slope at the window's tokens as one at its rows `[R]`; None if the loss has none."""
-        if slope is None:
-            return None
-        return (slope.reshape(-1) if window.place is None else slope[window.place]).to(dtype)
+        for name, slope in zip(moving, slopes, strict=True):
+            if slope is not None:
+                each = slope.reshape(-1) if window.place is None else slope[window.place]
+                of_rows[name] = each.to(known[name].dtype)
+        return list(of_rows.values())
 
     def _of(self, window: Window, known: dict[str, Tensor]) -> tuple[Tokens, Index]:
         """The tokens of the window alone: a row of single tokens `[1, R]`, or a pack of complete
@@ -142,20 +131,15 @@ class Batch:
             for name, x in self.tokens.raw.items()
             if name not in known
         }
-        raw |= {
-            name: x.detach()
-            .view(shape)
-            .requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
-            for name, x in known.items()
-        }
+        for name, x in known.items():
+            leaf = x.detach().view(shape)
+            raw[name] = leaf.requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
         if self.on_policy and raw["logp"] is not None:
             raw["old_logp"] = raw["logp"].detach()
-        mask = self.rows[at].view(shape)
-        alone = window.cu_seqlens is None
-        sequences = (
-            _SingleTokens(tuple(mask.shape)) if alone else Sequences.of(mask, window.cu_seqlens)
-        )
-        t = self.tokens
+        mask, t = self.rows[at].view(shape), self.tokens
+        sequences: Sequences = _SingleTokens(tuple(mask.shape))
+        if window.cu_seqlens is not None:
+            sequences = Sequences.of(mask, window.cu_seqlens)
         return replace(
             t,
             mask=mask,
@@ -214,24 +198,13 @@ class _SingleTokens(Sequences):
     reach.
     """
 
-    def sum_here(self, x: Tensor) -> Tensor:
-        raise _reaches_further()
+    def _refuse(self, x: Tensor) -> NoReturn:
+        raise InputError(
+            "a part with reach = 'token' read a token's sequence: set reach = 'sequence', so that "
+            "the head keeps sequences together, or leave the attribute out."
+        )
 
-    def max(self, x: Tensor) -> Tensor:
-        raise _reaches_further()
-
-    def expand(self, s: Tensor) -> Tensor:
-        raise _reaches_further()
-
-    def runs(self, mask: Tensor) -> Sequences:
-        raise _reaches_further()
-
-
-def _reaches_further() -> InputError:
-    return InputError(
-        "a part with reach = 'token' read a token's sequence: set reach = 'sequence', so that "
-        "the head keeps sequences together, or leave the attribute out."
-    )
+    sum_here = max = expand = runs = _refuse  # type: ignore[assignment]
 
 
 def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> Batch:
@@ -259,14 +232,11 @@ def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = Non
     `work` counts them), which share the last window of the others if they fit into it.
     """
     n = work.with_gradient
-    # Sorted, not searched for: their numbers are known, so nothing has to be read back.
-    order = (
-        None
-        if n == work.tokens
-        else torch.argsort(
-            (~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8), stable=True
-        )
-    )
+    order = None
+    if n != work.tokens:
+        # Sorted, not searched for: their numbers are known, so nothing has to be read back.
+        idle = (~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8)
+        order = torch.argsort(idle, stable=True)
     moved, others = windows(n, rows, tiles), work.computed - n
     all_windows = [
         Window(w if order is None else order[w], w.stop - w.start, w.stop - w.start) for w in moved
@@ -289,32 +259,21 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
     """
     t = batch.tokens
     per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
-    starts, lengths, live = torch.stack(
-        [_starts(t.sequences, t.mask.device), t.counts, per_sequence]
-    ).tolist()
-    total = t.mask.numel()
-    stops = [*starts[1:], total]
+    offsets = t.sequences.offsets
+    first = torch.arange(t.sequences.count, device=t.mask.device) * t.sequences.shape[-1]
+    first = first if offsets is None else offsets[:-1].long()
+    starts, lengths, live = torch.stack([first, t.counts, per_sequence]).tolist()
+    stops = [*starts[1:], t.mask.numel()]
     all_windows = []
     for backward in (True, False):
         chosen = [i for i, n in enumerate(lengths) if n > 0 and (live[i] > 0) == backward]
         if not backward and work.computed == work.with_gradient:
             continue
         for members in _packed(chosen, lengths, rows):
-            all_windows.append(
-                _window_of(
-                    batch,
-                    [(starts[i], stops[i]) for i in members],
-                    sum(lengths[i] for i in members),
-                    backward,
-                )
-            )
+            spans = [(starts[i], stops[i]) for i in members]
+            count = sum(lengths[i] for i in members)
+            all_windows.append(_window_of(batch, spans, count, backward))
     return all_windows
-
-
-def _starts(sequences: Sequences, device: torch.device) -> Tensor:
-    if sequences.offsets is not None:
-        return sequences.offsets[:-1].long()
-    return torch.arange(sequences.count, device=device) * sequences.shape[-1]
 
 
 def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]]:
@@ -333,9 +292,8 @@ def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]
 def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward: bool) -> Window:
     mask = batch.rows
     tokens = torch.cat([torch.arange(a, b) for a, b in spans]).to(mask.device, non_blocking=True)
-    cu_seqlens = (
-        torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0).to(mask.device, non_blocking=True)
-    )
+    ends = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
+    cu_seqlens = ends.to(mask.device, non_blocking=True)
     # Where the rows are among the tokens: a stable sort, since their number is known and need not
     # be read back.
     place = torch.argsort(~mask[tokens], stable=True)[:count]

@@ -1,6 +1,6 @@
 """The parts that a loss consists of: small frozen dataclasses, each callable on `Tokens`.
 
-Each slot has one module; the trust regions have three. An average needs only the `Layout` of the
+Each slot has one module; the trust regions have two. An average needs only the `Layout` of the
 tokens. In addition to `__call__`, parts have these methods, which `explain` reads:
 sentence: a description of the part in words.
 slopes: of a trust region, where its gradient is zero (see `wording.Slopes`).

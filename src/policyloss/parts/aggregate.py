@@ -207,9 +207,8 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
     """The step's tokens of each sequence's group; NaN for a group that was not counted."""
     if groups.ids.numel() == 0:
         return torch.full_like(group_ids, torch.nan, dtype=dtype)
-    place = torch.searchsorted(groups.ids, group_ids.contiguous()).clamp(
-        max=groups.ids.shape[0] - 1
-    )
+    place = torch.searchsorted(groups.ids, group_ids.contiguous())
+    place = place.clamp(max=groups.ids.shape[0] - 1)
     return torch.where(groups.ids[place] == group_ids, groups.tokens[place].to(dtype), torch.nan)
 
 

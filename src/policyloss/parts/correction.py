@@ -59,9 +59,8 @@ def _weighted(level: str) -> str:
 
 
 def _at_level(t: Tokens, level: str) -> Tensor:
-    return _reduced(
-        t, t.log_weight(), {"token": "token", "geomean": "mean", "product": "sum"}[level]
-    )
+    reduce = {"token": "token", "geomean": "mean", "product": "sum"}[level]
+    return _reduced(t, t.log_weight(), reduce)
 
 
 def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
@@ -187,9 +186,8 @@ class DivergenceMask(Part):
         return self.weight is not None
 
     def __call__(self, t: Tokens) -> Corrected:
-        each = kl.binary_divergence(
-            t.anchor_logp("old"), t.anchor_logp("rollout"), self.divergence, self.floor
-        )
+        old, rollout = t.anchor_logp("old"), t.anchor_logp("rollout")
+        each = kl.binary_divergence(old, rollout, self.divergence, self.floor)
         stat = _reduced(t, each, "token" if self.level == "token" else "mean")
         keep = correction.within(stat, self.low, self.high)
         if self.weight is None:
@@ -222,7 +220,6 @@ class Reject(Part):
     """
 
     reads_logp: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
     estimator: Literal["k1", "k2", "k3"]
     reduce: Literal["token", "sum", "mean", "max"] = "token"
     low: Finite | None = None
@@ -262,7 +259,6 @@ class Veto(Part):
     """
 
     reads_logp: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
     low: Annotated[float, within(above=0, finite=True)] | None = 1e-4
     high: Annotated[Positive, not_below("low")] | None = None
 
@@ -301,7 +297,6 @@ class OPSM(Part):
 
     reads_logp: ClassVar[bool] = True
     reach: ClassVar[str] = "sequence"
-    weighs: ClassVar[bool] = False
     delta: NotNegative
     source: Literal["old", "rollout"] = "old"
 
@@ -414,9 +409,8 @@ def self_normalised(
         if isinstance(part, SelfNormalise) and weight is not None:
             weight = fill(weight, t.mask)
             statistics = part.statistics(t, weight, group) if t.measured is None else t.measured
-            weight = weight / statistics["weight_mean"].to(t.dtype).clamp(
-                min=torch.finfo(t.dtype).tiny
-            )
+            mean = statistics["weight_mean"].to(t.dtype)
+            weight = weight / mean.clamp(min=torch.finfo(t.dtype).tiny)
             corrected = corrected._replace(weight=weight, statistics=statistics)
     return corrected
 

@@ -20,8 +20,9 @@ Anchor = Literal["old", "rollout", "teacher", "current"]
 ON_POLICY = "exactly 1, with the gradient of logp (the anchor is logp itself)"
 
 
-def _to(anchor: str) -> str:
-    return f"of the probability ratios to {ANCHORS[anchor]}"
+def _sentence(anchor: str, words: str) -> str:
+    """The ratio in words, in which {} stands for the anchor."""
+    return ON_POLICY if anchor == "current" else words.format(ANCHORS[anchor])
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,7 @@ class TokenRatio(Part):
         return t.log_ratio_to(self.anchor)
 
     def sentence(self) -> str:
-        if self.anchor == "current":
-            return ON_POLICY
-        return f"each token's own probability ratio to {ANCHORS[self.anchor]}"
+        return _sentence(self.anchor, "each token's own probability ratio to {}")
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,9 @@ class SequenceRatio(Part):
         return "sequence_ratio", f"sequence_ratio_{self.grad}", "other_ratio"
 
     def sentence(self) -> str:
-        if self.anchor == "current":
-            return ON_POLICY
         tail = "" if self.grad == "sequence" else ", each token with its own gradient"
-        return f"the geometric mean over the sequence {_to(self.anchor)}{tail}"
+        words = "the geometric mean over the sequence of the probability ratios to {}"
+        return _sentence(self.anchor, words + tail)
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,10 @@ class SequenceProduct(Part):
         )
 
     def sentence(self) -> str:
-        if self.anchor == "current":
-            return ON_POLICY
-        to = f"to {ANCHORS[self.anchor]}"
-        return f"the likelihood ratio of the whole sequence {to}: the product of its tokens' ratios"
+        words = (
+            "the likelihood ratio of the whole sequence to {}: the product of its tokens' ratios"
+        )
+        return _sentence(self.anchor, words)
 
     def no_slope(self) -> tuple[Condition, ...]:
         """Where a token does not change the ratio, apart from the clamp of the ratio."""
@@ -144,8 +142,8 @@ class SegmentRatio(Part):
         return runs.expand(total / length.clamp(min=1))
 
     def sentence(self) -> str:
-        over = f"the geometric mean over each turn (unbroken run of the mask) {_to(self.anchor)}"
-        return ON_POLICY if self.anchor == "current" else over
+        words = "the geometric mean over each turn (unbroken run of the mask) of the probability "
+        return _sentence(self.anchor, words + "ratios to {}")
 
 
 VARIANTS = (TokenRatio, SequenceRatio, SequenceProduct, SegmentRatio)

@@ -6,8 +6,9 @@ loss depends, apart from batch-wide numbers (see `LossSpec.reach`). follows_adva
 loss is a multiple of the advantage, and so is 0 where the advantage is 0. `sentence` describes the
 part in words, `slopes` the tokens with a zero gradient. `explain` derives the part's formula from
 its code, or reads it from `formula`.
-The clips are in `trust_clips`, the smooth weights in `trust_weights`. This module has the trust
-regions that choose tokens of the whole step, and the ones without a bound.
+The clips are in `trust_clips`. This module has the trust regions that weight a token smoothly
+instead of cutting it off, the ones that choose tokens of the whole step, and the ones without a
+bound.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ from policyloss.functional.trust import step_covariance, step_means
 from policyloss.parts.trust_clips import (
     Clip,
     DetachedClip,
-    Distance,
     GeometricClip,
     LowerDistance,
     ProbabilityBand,
     Surrogate,
+    TrustPart,
     TwoSidedClip,
+    UpperDistance,
     bounds_of_clip,
-    check_eps,
     clipped_surrogate,
 )
-from policyloss.parts.trust_weights import GammaWeight, Quadratic, SoftGate, TaperedNegative
-from policyloss.parts.validate import Part, Real, not_below, within
+from policyloss.parts.validate import Positive, Real, not_below, within
 from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
 from policyloss.tokens import Tokens
 
@@ -64,10 +64,6 @@ __all__ = [
 _COVARIANCE = ("cov", "(advantages - token_mean(advantages)) * (logp - token_mean(logp))")
 
 
-def _count_text(fraction: float) -> str:
-    return f"max(floor({number(fraction)} * N), 1)"
-
-
 def _is_seed(owner: CovClip, field: str) -> None:
     if not isinstance(owner.seed, int) or owner.seed >= 2**31:
         raise SpecError(
@@ -76,10 +72,12 @@ def _is_seed(owner: CovClip, field: str) -> None:
 
 
 Fraction: TypeAlias = Annotated[float, within(above=0, most=1, hint="It is a share of the tokens.")]
+_FinitePositive: TypeAlias = Annotated[float, within(above=0, finite=True)]
+_FiniteNotNegative: TypeAlias = Annotated[float, within(least=0, finite=True)]
 
 
 @dataclass(frozen=True)
-class Unbounded(Part):
+class Unbounded(TrustPart):
     """No limit.
 
     form="ratio": `-A·r` (importance sampling). The other forms read no ratio and have REINFORCE's
@@ -87,8 +85,6 @@ class Unbounded(Part):
     stops the gradient, so the value is `-A` (UP-GRPO).
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     form: Literal["ratio", "logp", "current"] = "ratio"
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -104,11 +100,9 @@ class Unbounded(Part):
     def sentence(self) -> str:
         if self.form == "ratio":
             return "no limit: the ratio times the advantage"
-        if self.form == "current":
-            return (
-                "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
-            )
-        return "no ratio and no limit: logp times the advantage"
+        if self.form == "logp":
+            return "no ratio and no limit: logp times the advantage"
+        return "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
 
     def slopes(self) -> tuple[Slopes, ...]:
         if self.form == "ratio":
@@ -117,7 +111,107 @@ class Unbounded(Part):
 
 
 @dataclass(frozen=True)
-class CovClip(Part):
+class SoftGate(TrustPart):
+    """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ = tau_positive where A > 0, tau_negative elsewhere."""
+
+    tau_positive: _FinitePositive = 1.0
+    tau_negative: _FinitePositive = 1.05
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        loss = trust.soft_gated(t.ratio, t.advantages, self.tau_positive, self.tau_negative)
+        return Surrogate(loss)
+
+    def sentence(self) -> str:
+        positive, negative = spoken(self.tau_positive), spoken(self.tau_negative)
+        taus = f"{positive} where the advantage is positive, {negative} elsewhere"
+        return f"a sigmoid of the ratio fades the gradient out on both sides, at temperature {taus}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        return (Slopes(through_ratio=(NO_ADVANTAGE,)),)
+
+
+@dataclass(frozen=True)
+class GammaWeight(TrustPart):
+    """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A.
+
+    sg stops the gradient. Use it with the ratio `SequenceProduct`.
+    """
+
+    k_positive: _FiniteNotNegative = 2.0
+    lambda_positive: _FinitePositive = 3.0
+    k_negative: _FiniteNotNegative = 3.0
+    lambda_negative: _FinitePositive = 2.0
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        positive = (self.k_positive, self.lambda_positive)
+        negative = (self.k_negative, self.lambda_negative)
+        loss = trust.gamma_weighted(t.log_ratio, t.logp, t.advantages, positive, negative)
+        return Surrogate(loss)
+
+    def sentence(self) -> str:
+        positive = f"power {spoken(self.k_positive)} and decay {spoken(self.lambda_positive)}"
+        negative = f"{spoken(self.k_negative)} and {spoken(self.lambda_negative)}"
+        smooth = "logp is weighted by a smooth, stopped function of the ratio"
+        shape = "1 at ratio 1, largest at power / decay, fading beyond"
+        return (
+            f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} "
+            "elsewhere"
+        )
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        return (Slopes(through_logp=(NO_ADVANTAGE,)),)
+
+
+@dataclass(frozen=True)
+class Quadratic(TrustPart):
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a quadratic pull to the anchor."""
+
+    follows_advantage: ClassVar[bool] = False
+    beta: Annotated[
+        float, within(above=0, finite=True, hint="beta scales the pull to the anchor policy.")
+    ]
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return Surrogate(trust.quadratic(t.log_ratio, t.logp, t.advantages, self.beta))
+
+    def sentence(self) -> str:
+        pull = f"half of {spoken(self.beta)} times the squared log-ratio pulls to the anchor"
+        return f"logp is weighted by the advantage, and {pull}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        pull = Condition("log_ratio == 0", "at the anchor")
+        idle = "nothing to learn from, and no pull to the anchor"
+        return (Slopes(through_logp=(NO_ADVANTAGE,), through_ratio=(pull,), idle=idle),)
+
+
+@dataclass(frozen=True)
+class TaperedNegative(TrustPart):
+    """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
+
+    sg stops the gradient. So the weight of a bad token falls as the token becomes unlikely.
+    """
+
+    ratio_max: Positive = 1.0
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        r, a = t.ratio, t.advantages
+        loss = trust.tapered_negative(r, t.logp, a, self.ratio_max)
+        return Surrogate(loss, upper=t.mask & (a <= 0) & (r.detach() > self.ratio_max))
+
+    def sentence(self) -> str:
+        stopped = f"the stopped ratio, at most {spoken(self.ratio_max)}"
+        where = (
+            f"where that is not positive also by {stopped}, so that a bad token already unlikely "
+            "fades out"
+        )
+        return f"logp is weighted by the advantage; {where}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        return (Slopes(through_logp=(NO_ADVANTAGE,)),)
+
+
+@dataclass(frozen=True)
+class CovClip(TrustPart):
     """Clip-Cov: PPO's clip, and some tokens of high covariance get no gradient.
 
     The dropped tokens are drawn at random from the tokens with `cov_low < cov < cov_high`, where
@@ -130,37 +224,27 @@ class CovClip(Part):
     A token whose advantage or logp equals the mean up to rounding has covariance 0.
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")
     eps_low: LowerDistance = 0.2
-    eps_high: Distance = 0.2
+    eps_high: UpperDistance = 0.2
     fraction: Fraction = 2e-4
     cov_low: Real = 1.0
     cov_high: Annotated[Real, not_below("cov_low")] = 5.0
     seed: Annotated[int, within(least=0), _is_seed] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self)
-
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the draw from which a candidate is dropped."""
-        stats = _means(t, group)
+        stats, k = _means(t, self.fraction, group)
         score = torch.where(self.candidates(t, _covariance(t, stats)), 0.0, -math.inf)
-        k = _how_many(self.fraction, stats["tokens"])
         least, draw = kth_largest(score, self._draws(t), k, t.sequences.cp_group, group)
         # Fewer candidates than k: all of them are dropped.
-        return {
-            **stats,
-            "draw_threshold": torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw),
-        }
+        threshold = torch.where(least == -math.inf, torch.iinfo(torch.int64).min, draw)
+        return {**stats, "draw_threshold": threshold}
 
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
-        dropped = self.candidates(t, _covariance(t, stats)) & (
-            self._draws(t) >= stats["draw_threshold"]
-        )
+        candidates = self.candidates(t, _covariance(t, stats))
+        dropped = candidates & (self._draws(t) >= stats["draw_threshold"])
         s = self.surrogate(t)
         return s._replace(loss=torch.where(dropped, 0, s.loss), dropped=dropped)
 
@@ -183,11 +267,12 @@ class CovClip(Part):
         low, high = f"1 - {number(self.eps_low)}", f"1 + {number(self.eps_high)}"
         free = f"~((advantages > 0) & (ratio > {high}) | (advantages < 0) & (ratio < {low}))"
         inside = f"(cov > {number(self.cov_low)}) & (cov < {number(self.cov_high)})"
+        count = f"max(floor({number(self.fraction)} * N), 1)"
         return [
             _COVARIANCE,
             ("candidate", f"{inside} & {free}"),
             ("lot", f"where(candidate, draw({self.seed}, {ANCHORS[anchor]}, advantages), -1)"),
-            ("dropped", f"candidate & (lot >= kth_largest(lot, {_count_text(self.fraction)}))"),
+            ("dropped", f"candidate & (lot >= kth_largest(lot, {count}))"),
             ("clipped", Clip(self.eps_low, self.eps_high)),
             ("surrogate", "where(dropped, 0, clipped)"),
         ]
@@ -207,7 +292,7 @@ class CovClip(Part):
 
 
 @dataclass(frozen=True)
-class CovKL(Part):
+class CovKL(TrustPart):
     """KL-Cov: `-A·r`, plus `coef·|log_ratio|` on the tokens with the highest covariance.
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of
@@ -217,7 +302,6 @@ class CovKL(Part):
     mean up to rounding has covariance 0, so if all advantages are equal, only the draw decides.
     """
 
-    reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "cov_threshold", "draw_threshold")
     fraction: Fraction = 2e-4
@@ -228,12 +312,10 @@ class CovKL(Part):
 
         The threshold is a covariance, and a draw that decides between equal covariances.
         """
-        stats = _means(t, group)
+        stats, k = _means(t, self.fraction, group)
         cov, draws = self._score(t, stats)
-        k = _how_many(self.fraction, stats["tokens"])
-        cov_k, draw_k = least_of_largest(
-            torch.where(t.mask, cov, -math.inf), draws, k, t.sequences.cp_group, group
-        )
+        score, groups = torch.where(t.mask, cov, -math.inf), (t.sequences.cp_group, group)
+        cov_k, draw_k = least_of_largest(score, draws, k, *groups)
         return {**stats, "cov_threshold": cov_k, "draw_threshold": draw_k}
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -254,7 +336,7 @@ class CovKL(Part):
         penalty = "abs(log_ratio)" if self.coef == 1 else f"{number(self.coef)} * abs(log_ratio)"
         return [
             _COVARIANCE,
-            ("chosen", f"cov >= kth_largest(cov, {_count_text(self.fraction)})"),
+            ("chosen", f"cov >= kth_largest(cov, max(floor({number(self.fraction)} * N), 1))"),
             ("surrogate", f"-advantages * ratio + where(chosen, {penalty}, 0)"),
         ]
 
@@ -268,16 +350,14 @@ class CovKL(Part):
         return (Slopes(through_ratio=(condition,)),)
 
 
-def _means(t: Tokens, group: Any) -> dict[str, Tensor]:
-    return step_means(t.advantages, t.logp.detach(), t.mask, t.sequences.cp_group, group)
+def _means(t: Tokens, fraction: float, group: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The means of the step, and the number of tokens in this share of it, at least one."""
+    stats = step_means(t.advantages, t.logp.detach(), t.mask, t.sequences.cp_group, group)
+    return stats, (fraction * stats["tokens"]).to(torch.int64).clamp(min=1)
 
 
 def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
     return step_covariance(t.advantages, t.logp, stats)
-
-
-def _how_many(fraction: float, tokens: Tensor) -> Tensor:
-    return (fraction * tokens).to(torch.int64).clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,13 @@ class Surrogate(NamedTuple):
     dropped: Tensor | None = None
 
 
+class TrustPart(Part):
+    """Base of the trust regions, with the reach and `follows_advantage` of most (see `trust`)."""
+
+    reach: ClassVar[str] = "token"
+    follows_advantage: ClassVar[bool] = True
+
+
 _RATIO = "ratio_min/ratio_max are ratios (0.8, 1.28), not distances from 1."
 _DUAL = "dual is the largest ratio where the advantage is negative; None turns it off."
 _DELTA = "delta is a ratio; it usually lies above 1 + eps_high."
@@ -61,12 +68,7 @@ def _no_percentage(owner: Any, field: str, below: float) -> None:
         )
 
 
-Distance: TypeAlias = Annotated[float, within(least=0, hint=_HINT)]
-# A little above 1 is no lower bound either, but is no percentage.
-LowerDistance: TypeAlias = Annotated[Distance, partial(_no_percentage, below=2)]
-
-
-def check_eps(owner: Any) -> None:
+def _warn_of_bounds(owner: Any, field: str) -> None:
     """Warn of two distances that look like bounds of the ratio."""
     low, high, name = owner.eps_low, owner.eps_high, type(owner).__name__
     if 0.5 <= low < 1 < high < 2:
@@ -78,25 +80,29 @@ def check_eps(owner: Any) -> None:
         )
 
 
+# A little above 1 is no lower bound either, but is no percentage.
+LowerDistance: TypeAlias = Annotated[
+    float, within(least=0, hint=_HINT), partial(_no_percentage, below=2)
+]
+UpperDistance: TypeAlias = Annotated[float, within(least=0, hint=_HINT), _warn_of_bounds]
+
+
 @dataclass(frozen=True)
-class Clip(Part):
+class Clip(TrustPart):
     """PPO: `max(-A·r, -A·clip(r, 1-eps_low, 1+eps_high))`, at most `-A·dual` where A < 0.
 
     eps_low, eps_high: distances from 1 (math.inf: no bound); `Clip(0.2)` is `Clip(0.2, 0.2)`.
     dual: a number above 1 (Ye et al. use 3); None leaves the bound `-A·dual` out.
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     eps_low: LowerDistance
-    eps_high: Distance = _SYMMETRIC
+    eps_high: UpperDistance = _SYMMETRIC
     dual: Annotated[float, within(above=1, hint=_DUAL)] | None = None
 
     def __post_init__(self) -> None:
         if self.eps_high is _SYMMETRIC:
             object.__setattr__(self, "eps_high", self.eps_low)
         super().__post_init__()
-        check_eps(self)
 
     def __call__(self, t: Tokens) -> Surrogate:
         return clipped_surrogate(t, self.eps_low, self.eps_high, self.dual)
@@ -166,21 +172,15 @@ def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...
 
 
 @dataclass(frozen=True)
-class TwoSidedClip(Part):
+class TwoSidedClip(TrustPart):
     """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
 
     delta: the largest ratio, for either sign of A.
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     delta: Annotated[float, within(above=1, hint=_DELTA)]
     eps_low: LowerDistance = 0.2
-    eps_high: Distance = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_eps(self)
+    eps_high: UpperDistance = 0.2
 
     def __call__(self, t: Tokens) -> Surrogate:
         r, a = t.ratio, t.advantages
@@ -218,7 +218,7 @@ class TwoSidedClip(Part):
 
 
 @dataclass(frozen=True)
-class DetachedClip(Part):
+class DetachedClip(TrustPart):
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`, where sg stops the gradient.
 
     ratio_min and ratio_max bound the ratio r itself, not its distance from 1. outside="clip" keeps
@@ -226,8 +226,6 @@ class DetachedClip(Part):
     zeroes it for every token outside the bounds.
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     ratio_min: Annotated[float, within(least=0, finite=True, hint=_RATIO)]
     ratio_max: Annotated[float, within(above=0, hint=_RATIO), not_below("ratio_min")]
     outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
@@ -274,7 +272,7 @@ class DetachedClip(Part):
 
 
 @dataclass(frozen=True)
-class ProbabilityBand(Part):
+class ProbabilityBand(TrustPart):
     """DPPO: a token counts, by its ratio, only while its probability is near the anchor's.
 
     The anchor is the ratio slot's; p₀ is its probability of the token, p the current one.
@@ -285,8 +283,6 @@ class ProbabilityBand(Part):
     `-r·A` (the same gradient while r ≤ cap).
     """
 
-    reach: ClassVar[str] = "token"
-    follows_advantage: ClassVar[bool] = True
     divergence: Literal["tv", "kl"]
     low: NotNegative
     high: NotNegative
@@ -331,7 +327,7 @@ class ProbabilityBand(Part):
 
 
 @dataclass(frozen=True)
-class GeometricClip(Part):
+class GeometricClip(TrustPart):
     """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
     The log-ratio is clipped to [-eps_low, eps_high] where the advantage pushes it out of the
@@ -340,7 +336,6 @@ class GeometricClip(Part):
     """
 
     reach: ClassVar[str] = "sequence"
-    follows_advantage: ClassVar[bool] = True
     eps_low: NotNegative
     eps_high: NotNegative
 

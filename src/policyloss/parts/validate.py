@@ -89,11 +89,15 @@ def within(**bounds: Any) -> Check:
 
 def not_below(low: str) -> Check:
     """The check that a field is at least the field called `low`, if neither is None."""
-    return partial(_at_least_the_other, low=low)
 
+    def check(owner: Any, field: str) -> None:
+        a, b = getattr(owner, low), getattr(owner, field)
+        if is_number(a) and is_number(b) and a > b:
+            raise SpecError(
+                f"{type(owner).__name__}: {low}={a!r} is above {field}={b!r}; swap them."
+            )
 
-def _at_least_the_other(owner: Any, field: str, low: str) -> None:
-    interval(owner, low, field)
+    return check
 
 
 def choice(owner: Any, field: str, valid: tuple[str, ...]) -> None:
@@ -101,13 +105,6 @@ def choice(owner: Any, field: str, valid: tuple[str, ...]) -> None:
     value = getattr(owner, field)
     if not isinstance(value, str) or value not in valid:
         raise SpecError(unknown_name(f"{type(owner).__name__}.{field}", value, valid))
-
-
-def interval(owner: Any, low: str, high: str) -> None:
-    """Check that `owner.low <= owner.high`, if neither is None."""
-    a, b = getattr(owner, low), getattr(owner, high)
-    if is_number(a) and is_number(b) and a > b:
-        raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {high}={b!r}; swap them.")
 
 
 def log_clamp(owner: Any, field: str) -> None:

@@ -8,7 +8,9 @@ carry between them is met.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +20,18 @@ from torch import Tensor
 from walk import walked
 
 from policyloss.advantage import returns
+from policyloss.functional import gae_kernel
 from policyloss.functional.gae_kernel import gae
 
 # The interpreter computes with NumPy, which warns of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BLOCK = 8
+
+
+def blocks_of(size: int | None) -> Any:
+    """A context in which the kernel takes so many tokens at once; None leaves its choice."""
+    sizes = {} if size is None else {"SHORTEST_BLOCK": size, "LONGEST_BLOCK": size}
+    return mock.patch.multiple(gae_kernel, **sizes) if sizes else nullcontext()
 
 
 def both(
@@ -37,7 +46,8 @@ def both(
     cu_seqlens, last = kwargs.get("cu_seqlens"), kwargs.get("last_values")
     given = [None if x is None else x.to(DEVICE) for x in (rewards, values, mask, cu_seqlens, last)]
     dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
-    a, g = gae(*given[:3], gamma, lam, *given[3:], dtype, _block=kwargs.pop("block", BLOCK))  # type: ignore[arg-type]
+    with blocks_of(kwargs.pop("block", BLOCK)):
+        a, g = gae(*given[:3], gamma, lam, *given[3:], dtype)  # type: ignore[arg-type]
     return (a.cpu(), g.cpu()), returns.gae(rewards, values, mask, gamma, lam, **kwargs)
 
 
@@ -60,7 +70,8 @@ def test_by_hand() -> None:
         torch.tensor([[1, 0, 1]], device=DEVICE),
         torch.tensor([2.0], dtype=torch.float64, device=DEVICE),
     )
-    a, g = gae(rewards, values, mask, 0.9, 0.5, None, last, torch.float64, _block=2)
+    with blocks_of(2):
+        a, g = gae(rewards, values, mask, 0.9, 0.5, None, last, torch.float64)
     assert a.tolist() == [pytest.approx([3.335, 0.0, 3.3], abs=1e-14)]
     assert g.tolist() == [pytest.approx([3.835, 0.0, 4.8], abs=1e-14)]
 

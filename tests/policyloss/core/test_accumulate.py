@@ -268,8 +268,8 @@ def test_a_micro_batch_that_was_only_measured_is_unused() -> None:
 def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank has three micro-batches, this one has two: the third may stay unused."""
     module = importlib.import_module("policyloss.accumulation")
-    counted = module.counted_step
-    monkeypatch.setattr(module, "counted_step", lambda *args: (counted(*args)[0], 3))
+    counted = module.count_step
+    monkeypatch.setattr(module, "count_step", lambda *args: (counted(*args)[0], 3))
     step = pl.accumulate(REINFORCE, hand_made())
     first, second, empty = step
     assert [micro.is_last for micro in (first, second, empty)] == [False, False, True]

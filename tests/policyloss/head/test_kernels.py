@@ -28,8 +28,7 @@ ROWS = 6
 KINDS = ("plain", "temperature", "per row", "bias", "softcap", "all")
 # The forward reads 32 lanes · 16 bytes at once: 128 float32 or 256 halves.
 # A block of 256 is then 2 or 1 entries per lane.
-FORWARD = {"_block": 256, "_warps": 1}
-BACKWARD = {"_block": 64, "_warps": 1}
+FORWARD, BACKWARD = (dict.fromkeys((4, 2), (block, 1)) for block in (256, 64))
 # The interpreter computes with NumPy, which warns of the NaN and inf that some rows here hold.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -116,13 +115,21 @@ def row_gradient(
     g: Tensor,
     h: Tensor | None,
     scaling: Scaling,
-    **tiles: int,
 ) -> None:
     """The kernel, given the log-probability of each row's own id from float64."""
     s, _ = scaled(z, scaling)
     column = ids.clamp(0, z.shape[1] - 1)[:, None]
     log_p = s.gather(1, column).squeeze(1) - s.logsumexp(-1)
-    kernels.row_gradient(z, out, ids, lse, entropy, g, h, log_p.float(), scaling, **tiles)
+    statistics = rows.Statistics(log_p.float(), entropy, lse)
+    kernels.row_gradient(z, out, ids, statistics, g, statistics.spread(h), scaling)
+
+
+@pytest.fixture(autouse=True)
+def tiles_are_small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Except where a test names the default tiles."""
+    if "default_tiles" not in request.node.name:
+        monkeypatch.setattr(kernels, "FORWARD", FORWARD)
+        monkeypatch.setattr(kernels, "BACKWARD", BACKWARD)
 
 
 def derivatives(rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -148,15 +155,15 @@ def assert_partials(got: Partials, want: Partials) -> None:
 )
 def test_partials_equal_the_formula(vocabulary: int, kind: str) -> None:
     z, ids, scaling = logits(vocabulary), ids_of(vocabulary), scalings(vocabulary)[kind]
-    got = row_partials(z, ids, scaling, entropy=True, **FORWARD)
+    got = row_partials(z, ids, scaling, entropy=True)
     assert_partials(got, expected_partials(z, ids, scaling))
     assert all(x.shape == (ROWS,) and x.dtype == torch.float32 for x in got if x is not None)
 
 
 def test_partials_without_entropy_are_the_same() -> None:
     z, ids, scaling = logits(300), ids_of(300), scalings(300)["all"]
-    got = row_partials(z, ids, scaling, entropy=True, **FORWARD)
-    without = row_partials(z, ids, scaling, entropy=False, **FORWARD)
+    got = row_partials(z, ids, scaling, entropy=True)
+    without = row_partials(z, ids, scaling, entropy=False)
     assert without.moment is None
     assert torch.equal(without.max, got.max)
     assert torch.equal(without.sum, got.sum)
@@ -166,9 +173,7 @@ def test_partials_without_entropy_are_the_same() -> None:
 @walked("dtype", [torch.bfloat16, torch.float16])
 def test_partials_of_half_precision_logits(dtype: torch.dtype) -> None:
     z, ids, scaling = logits(300, dtype), ids_of(300), Scaling(0.8)
-    assert_partials(
-        row_partials(z, ids, scaling, entropy=True, **FORWARD), expected_partials(z, ids, scaling)
-    )
+    assert_partials(row_partials(z, ids, scaling, entropy=True), expected_partials(z, ids, scaling))
 
 
 def test_log_probabilities_of_peaked_logits_are_exact_to_2e_5() -> None:
@@ -176,7 +181,7 @@ def test_log_probabilities_of_peaked_logits_are_exact_to_2e_5() -> None:
     z = logits(500, size=10.0, rows=24).clamp(-30, 30)
     ids = torch.arange(24, device=DEVICE) * 20
     z[torch.arange(24), ids] = 30.0
-    s = rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD))
+    s = rows.row_statistics(row_partials(z, ids, Scaling(1.0), entropy=True))
     want = z.double().log_softmax(-1)
     assert s.entropy is not None
     assert (s.logp - want[torch.arange(24), ids]).square().mean().sqrt() <= 2e-5
@@ -196,7 +201,7 @@ def test_by_hand() -> None:
         torch.tensor([[0.0, math.log(3)]] * 2, device=DEVICE),
         torch.tensor([0, 0], device=DEVICE),
     )
-    p = row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD)
+    p = row_partials(z, ids, Scaling(1.0), entropy=True)
     assert p.moment is not None
     for got, want in zip(p, (math.log(3), 4 / 3, -math.log(3) / 3, -math.log(3)), strict=True):
         assert got.tolist() == pytest.approx([want] * 2, abs=3e-7)  # type: ignore[union-attr]
@@ -204,7 +209,7 @@ def test_by_hand() -> None:
     entropy = torch.full((2,), math.log(4 / 3) + math.log(3) / 4, device=DEVICE)
     out = torch.full_like(z, math.nan)
     g, h = torch.tensor([2.0, 0.0], device=DEVICE), torch.tensor([0.0, 1.0], device=DEVICE)
-    row_gradient(z, out, ids, lse, entropy, g, h, Scaling(1.0), **BACKWARD)
+    row_gradient(z, out, ids, lse, entropy, g, h, Scaling(1.0))
     assert out[0].tolist() == pytest.approx([1.5, -1.5], abs=5e-7)
     assert out[1].tolist() == pytest.approx([3 / 16 * math.log(3), -3 / 16 * math.log(3)], abs=5e-7)
 
@@ -220,7 +225,7 @@ def test_gradient_equals_the_formula(vocabulary: int, kind: str) -> None:
     for dentropy in (None, h):
         lse, entropy, want = expected_gradient(z, ids, g, dentropy, scaling)
         out = torch.full_like(z, math.nan)
-        row_gradient(z, out, ids, lse.float(), entropy.float(), g, dentropy, scaling, **BACKWARD)
+        row_gradient(z, out, ids, lse.float(), entropy.float(), g, dentropy, scaling)
         # lse is given in float32: at a size of 20 its rounding, 1e-6,
         # is the relative error of every p.
         torch.testing.assert_close(out.double(), want, rtol=0, atol=8e-6)
@@ -233,9 +238,9 @@ def test_gradient_in_place(dtype: torch.dtype) -> None:
     g, h = derivatives()
     lse, entropy, want = expected_gradient(z, ids, g, h, scaling)
     apart = torch.full_like(z, math.nan)
-    row_gradient(z, apart, ids, lse.float(), entropy.float(), g, h, scaling, **BACKWARD)
+    row_gradient(z, apart, ids, lse.float(), entropy.float(), g, h, scaling)
     torch.testing.assert_close(apart.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
-    row_gradient(z, z, ids, lse.float(), entropy.float(), g, h, scaling, **BACKWARD)
+    row_gradient(z, z, ids, lse.float(), entropy.float(), g, h, scaling)
     assert torch.equal(z, apart)
 
 
@@ -252,10 +257,10 @@ def test_gradient_in_the_first_half_of_its_own_float32_rows(
     g, h = derivatives()
     lse, entropy, want = expected_gradient(z, ids, g, h, scaling)
     apart = torch.full((ROWS, vocabulary), math.nan, dtype=dtype, device=DEVICE)
-    row_gradient(z, apart, ids, lse.float(), entropy.float(), g, h, scaling, **BACKWARD)
+    row_gradient(z, apart, ids, lse.float(), entropy.float(), g, h, scaling)
     torch.testing.assert_close(apart.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
     before, narrow = z.clone(), z.view(dtype)[:, :vocabulary]
-    row_gradient(z, narrow, ids, lse.float(), entropy.float(), g, h, scaling, **BACKWARD)
+    row_gradient(z, narrow, ids, lse.float(), entropy.float(), g, h, scaling)
     assert torch.equal(narrow, apart)
     # What lies behind the gradient is as it was.
     kept = -(-vocabulary // 2)
@@ -265,13 +270,11 @@ def test_gradient_in_the_first_half_of_its_own_float32_rows(
 def test_rows_with_a_stride_are_read_and_written_within_their_columns() -> None:
     wide, ids, scaling = logits(340), ids_of(300), Scaling(1.0)
     z = wide[:, 7:307]
-    assert_partials(
-        row_partials(z, ids, scaling, entropy=True, **FORWARD), expected_partials(z, ids, scaling)
-    )
+    assert_partials(row_partials(z, ids, scaling, entropy=True), expected_partials(z, ids, scaling))
     g, h = derivatives()
     lse, entropy, want = expected_gradient(z, ids, g, h, scaling)
     buffer = torch.full((ROWS, 331), math.nan, device=DEVICE)
-    row_gradient(z, buffer[:, 11:311], ids, lse.float(), entropy.float(), g, h, scaling, **BACKWARD)
+    row_gradient(z, buffer[:, 11:311], ids, lse.float(), entropy.float(), g, h, scaling)
     torch.testing.assert_close(buffer[:, 11:311].double(), want, rtol=0, atol=8e-6)
     assert buffer[:, :11].isnan().all()
     assert buffer[:, 311:].isnan().all()
@@ -284,13 +287,13 @@ def test_minus_infinity_is_probability_zero(place: slice, nothing: float) -> Non
     z, ids, scaling = logits(300, size=3.0), torch.full((ROWS,), 297, device=DEVICE), Scaling(0.9)
     z[1::2, place] = nothing
     z[:, 297] = 1.0
-    got = row_partials(z, ids, scaling, entropy=True, **FORWARD)
+    got = row_partials(z, ids, scaling, entropy=True)
     assert_partials(got, expected_partials(z, ids, scaling))
     g, h = derivatives()
     lse, entropy, want = expected_gradient(z, ids, g, h, scaling)
     for dentropy, reference in ((h, want), (None, expected_gradient(z, ids, g, None, scaling)[2])):
         out = torch.full_like(z, math.nan)
-        row_gradient(z, out, ids, lse.float(), entropy.float(), g, dentropy, scaling, **BACKWARD)
+        row_gradient(z, out, ids, lse.float(), entropy.float(), g, dentropy, scaling)
         torch.testing.assert_close(out.double(), reference, rtol=0, atol=8e-6)
         assert (out[z == nothing] == 0).all()
 
@@ -298,16 +301,16 @@ def test_minus_infinity_is_probability_zero(place: slice, nothing: float) -> Non
 def test_a_row_of_nothing_but_minus_infinity_has_an_empty_sum() -> None:
     """As one shard of a vocabulary may have: it adds nothing to the other shards."""
     z = torch.full((1, 300), -math.inf, device=DEVICE)
-    got = row_partials(z, torch.tensor([-1], device=DEVICE), Scaling(1.0), entropy=True, **FORWARD)
+    got = row_partials(z, torch.tensor([-1], device=DEVICE), Scaling(1.0), entropy=True)
     assert [x.item() for x in got if x is not None] == [-math.inf, 0.0, 0.0, 0.0]
 
 
 @walked("column", [0, 255, 299])
 def test_nan_stays_in_its_row(column: int) -> None:
     z, ids = logits(300, size=3.0), ids_of(300)
-    clean = row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD)
+    clean = row_partials(z, ids, Scaling(1.0), entropy=True)
     z[2, column] = math.nan
-    got = row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD)
+    got = row_partials(z, ids, Scaling(1.0), entropy=True)
     others = torch.tensor([0, 1, 3, 4, 5], device=DEVICE)
     for x, before in zip(got, clean, strict=True):
         assert x is not None
@@ -315,10 +318,10 @@ def test_nan_stays_in_its_row(column: int) -> None:
         assert torch.equal(x[others], before[others])
     assert got.max[2].isnan()
     assert got.sum[2].isnan()
-    statistics = rows.finished(got)
+    statistics = rows.row_statistics(got)
     g, h = derivatives()
     out = torch.zeros_like(z)
-    row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(1.0), **BACKWARD)
+    row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(1.0))
     assert out[2].isnan().all()
     assert out[others].isfinite().all()
 
@@ -326,15 +329,15 @@ def test_nan_stays_in_its_row(column: int) -> None:
 def test_rows_without_a_derivative_are_zero_whatever_they_hold() -> None:
     z, ids = logits(300), ids_of(300)
     z[1], z[4, 7] = math.nan, math.inf
-    statistics = rows.finished(row_partials(z, ids, Scaling(1.0), entropy=True, **FORWARD))
+    statistics = rows.row_statistics(row_partials(z, ids, Scaling(1.0), entropy=True))
     g, h = torch.ones(ROWS, device=DEVICE), torch.ones(ROWS, device=DEVICE)
     g[[1, 4]] = h[[1, 4]] = 0
     out = torch.full_like(z, math.nan)
-    row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(1.0), **BACKWARD)
+    row_gradient(z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(1.0))
     assert (out[[1, 4]] == 0).all()
     assert (out[[0, 2, 3, 5]].abs().amax(-1) > 0).all()
     out.fill_(math.nan)
-    row_gradient(z, out, ids, statistics.lse, None, g, None, Scaling(1.0), **BACKWARD)
+    row_gradient(z, out, ids, statistics.lse, None, g, None, Scaling(1.0))
     assert (out[[1, 4]] == 0).all()
     assert out[[0, 2, 3, 5]].isfinite().all()
 
@@ -345,8 +348,8 @@ def test_shards_of_the_vocabulary_merge_into_the_whole() -> None:
     """
     z, ids = logits(300), torch.tensor([0, 299, 120, 121, 5, 200], device=DEVICE)
     whole = expected_partials(z, ids, Scaling(1.0))
-    a = row_partials(z[:, :121], ids, Scaling(1.0), entropy=True, **FORWARD)
-    b = row_partials(z[:, 121:], ids - 121, Scaling(1.0), entropy=True, **FORWARD)
+    a = row_partials(z[:, :121], ids, Scaling(1.0), entropy=True)
+    b = row_partials(z[:, 121:], ids - 121, Scaling(1.0), entropy=True)
     top = torch.maximum(a.max, b.max)
     assert [(x == 0).tolist() for x in (a.target, b.target)] == [
         [x > 120 for x in ids.tolist()],
@@ -367,17 +370,24 @@ def test_no_rows_launch_nothing() -> None:
 
 def test_the_same_input_gives_the_same_bits() -> None:
     z, ids, (g, h) = logits(517), ids_of(517), derivatives()
-    first, second = (row_partials(z, ids, Scaling(0.9), entropy=True, **FORWARD) for _ in range(2))
+    first, second = (row_partials(z, ids, Scaling(0.9), entropy=True) for _ in range(2))
     assert all(
         torch.equal(a, b)
         for a, b in zip(first, second, strict=True)
         if a is not None and b is not None
     )
-    statistics = rows.finished(first)
+    statistics = rows.row_statistics(first)
     outs = [torch.full_like(z, math.nan) for _ in range(2)]
     for out in outs:
         row_gradient(
-            z, out, ids, statistics.lse, statistics.entropy, g, h, Scaling(0.9), **BACKWARD
+            z,
+            out,
+            ids,
+            statistics.lse,
+            statistics.entropy,
+            g,
+            h,
+            Scaling(0.9),
         )
     assert torch.equal(*outs)
 
@@ -444,7 +454,7 @@ def test_parts_of_a_vocabulary_are_rows_to_the_kernel(
     kind: str, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the exact mode one launch serves all parts, with the bits of a launch for each."""
-    monkeypatch.setattr(tiles, "row_partials", partial(kernels.row_partials, **FORWARD))
+    monkeypatch.setattr(tiles, "row_partials", partial(kernels.row_partials))
     monkeypatch.setattr(tiles, "kernels_for", lambda z, scaling: kernels)
     vocabulary = 8 * 144
     parts = tiles.Tiles.of_vocabulary(Vocabulary(vocabulary, vocabulary), logits(vocabulary).t())

@@ -5,8 +5,6 @@ Without a GPU the kernels run in Triton's interpreter, on small sizes with small
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from divergences import of_distributions, whole_gradient
@@ -20,7 +18,8 @@ from policyloss.functional.divergence import (
     slopes,
     terms,
 )
-from policyloss.head.softmax_rows import Scaling, Statistics, finished, row_partials
+from policyloss.head import kernels
+from policyloss.head.softmax_rows import Scaling, Statistics, row_partials, row_statistics
 from policyloss.head.teacher import kernels as pair_kernels
 from policyloss.head.teacher import rows as pair_rows
 from policyloss.head.teacher.rows import PairRows, PairStatistics, pair_gradient, pair_statistics
@@ -37,29 +36,16 @@ V = 300
 by_measure = walked("kind", MEASURES)
 # Rows of tiles and a tail, a row shorter than a tile, and one of tiles alone.
 CASES = ((V, "plain"), (V, "all"), (40, "temperature"), (256, "softcap"))
-BACKWARD = {"_block": 128, "_warps": 1}
+BACKWARD = dict.fromkeys((4, 2), (128, 1))
 
 
 @pytest.fixture(autouse=True)
 def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels in the place of the plain functions, with small tiles, wherever the test runs."""
-
-    class Small:
-        """The kernels' functions with the tiles of the tests."""
-
-        @staticmethod
-        def pair_partials(*arguments: Any) -> Any:
-            return pair_kernels.pair_partials(*arguments, **FORWARD)
-
-        @staticmethod
-        def mixture_sums(*arguments: Any) -> Any:
-            return pair_kernels.mixture_sums(*arguments, **BACKWARD)
-
-        @staticmethod
-        def pair_gradient(*arguments: Any) -> None:
-            pair_kernels.pair_gradient(*arguments, **BACKWARD)
-
-    monkeypatch.setattr(pair_rows, "kernels_for", lambda z, scaling, module: Small)
+    monkeypatch.setattr(pair_kernels, "PAIR_FORWARD", FORWARD)
+    for module in (kernels, pair_kernels):
+        monkeypatch.setattr(module, "BACKWARD", BACKWARD)
+    monkeypatch.setattr(pair_rows, "kernels_for", lambda z, scaling, module: pair_kernels)
 
 
 def pair(vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +58,7 @@ def statistics(
     z: Tensor, u: Tensor, ids: Tensor, ours: Scaling, theirs: Scaling, measure: Measure
 ) -> tuple[Statistics, PairStatistics]:
     alone = Vocabulary(z.shape[1], z.shape[1])
-    return pair_statistics(z, ids, ours, PairRows(u, theirs), measure, alone, ids, True)
+    return pair_statistics(z, ids, ours, PairRows(u, theirs), measure, alone, True)
 
 
 @by_measure
@@ -83,7 +69,7 @@ def test_statistics(kind: str) -> None:
         (z, u), ids = pair(vocabulary), ids_of(vocabulary)
         ours, theirs = scalings(vocabulary)[name], scalings(vocabulary)["all"]
         s, found = statistics(z, u, ids, ours, theirs, measure)
-        alone = finished(row_partials(z.double(), ids, ours, True))
+        alone = row_statistics(row_partials(z.double(), ids, ours, True))
         here = (ids >= 0) & (ids < vocabulary)
         torch.testing.assert_close(s.lse.double(), alone.lse, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(s.logp.double()[here], alone.logp[here], rtol=1e-5, atol=1e-5)
@@ -197,18 +183,18 @@ def test_two_shards_merge(kind: str) -> None:
     cuts = (slice(0, 150), slice(150, V))
     partials = [
         pair_kernels.pair_partials(
-            z[:, c], ids - c.start, plain, u[:, c], plain, measure.computed_kind, False, **FORWARD
+            z[:, c], ids - c.start, plain, u[:, c], plain, measure.computed_kind, False
         )
         for c in cuts
     ]
     if kind == "jsd":
         student, _, _ = pair_kernels.pair_partials(
-            z, ids, plain, u, plain, measure.computed_kind, False, **FORWARD
+            z, ids, plain, u, plain, measure.computed_kind, False
         )
-        lse = finished(student).lse
+        lse = row_statistics(student).lse
         parts = [
             pair_kernels.mixture_sums(
-                z[:, c], lse, plain, u[:, c], expected.lse, plain, measure.beta, **BACKWARD
+                z[:, c], lse, plain, u[:, c], expected.lse, plain, measure.beta
             )
             for c in cuts
         ]

@@ -199,14 +199,8 @@ def test_the_numbers_that_losses_exchange(said: Said) -> None:
         ("missing", "SegmentRatio depends on the order of tokens, and with cp_group"),
         ("missing", "pass positions=, each token's place in its whole sequence"),
         ("twice", "belongs to two valid tokens on the ranks of cp_group"),
-        (
-            "float",
-            (
-                "positions must be a tensor of integers, each token's place in its whole sequence, "
-                "got dtype torch.float64"
-            ),
-        ),
-        ("shape", "positions have shape (7, 1) but the tokens have (7, "),
+        ("float", "positions must be a tensor of integers, got dtype torch.float64"),
+        ("shape", "positions has shape (7, 1) but tokens has (7, "),
         ("scan missing", "a scan over time depends on the order of tokens"),
         ("scan twice", "position 0 of sequence 0 belongs to two valid tokens"),
         (

@@ -15,16 +15,9 @@ from torch import Tensor
 from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, support_of
-from policyloss.functional.masking import compute_dtype
-from policyloss.head.head import Head, Index, Rows, operands
+from policyloss.head.head import Derivatives, Head, Index, Rows, operands
 from policyloss.head.matmul import Room, product
-from policyloss.head.softmax_rows import (
-    Scaling,
-    Statistics,
-    finished,
-    row_partials,
-    scaled,
-)
+from policyloss.head.softmax_rows import Scaling, Statistics, row_partials, row_statistics, scaled
 from policyloss.head.teacher.rows import (
     Entries,
     PairRows,
@@ -61,17 +54,9 @@ class Compared(NamedTuple):
     first: int = 0
 
     def write_gradient(
-        self,
-        z: Tensor,
-        out: Tensor,
-        rows: Rows,
-        s: Statistics,
-        dlogp: Tensor | None,
-        dentropy: Tensor | None,
-        ddivergence: Tensor,
+        self, z: Tensor, out: Tensor, rows: Rows, s: Statistics, derivatives: Derivatives
     ) -> None:
-        """Write the gradient of the logits z to `out`, as `row_gradient` does."""
-        derivatives = (dlogp, dentropy, ddivergence)
+        """Write the gradient of the logits z to `out`, as `Rows.write_gradient` does."""
         of_rows = (z, out, rows.ids, s, derivatives, rows.scaling)
         if isinstance(self.numbers, Entries):
             support_gradient(*of_rows, self.numbers, self.first)
@@ -132,19 +117,20 @@ class Comparison:
         self, head: Head, rows: Rows, at: Index, z: Tensor, room: Room | None, entropy: bool
     ) -> tuple[Statistics, Compared]:
         """The student's statistics and the divergence of the rows at `at`. z: their logits."""
-        vocabulary, here = head.vocabulary, head.ids_here(rows, z)
+        vocabulary, here = head.vocabulary, (rows.ids, z.shape[1])
         teacher = self.teacher_rows(at, room)
         if teacher is not None and self.measure.top is None:
             s, pair = pair_statistics(
-                z, rows.ids, rows.scaling, teacher, self.measure, vocabulary, here, entropy
+                z, rows.ids, rows.scaling, teacher, self.measure, vocabulary, entropy
             )
             return s, Compared(self.measure, pair, teacher, vocabulary.first)
-        s = finished(vocabulary.merged(row_partials(z, rows.ids, rows.scaling, entropy), here))
+        partials = row_partials(z, rows.ids, rows.scaling, entropy)
+        s = row_statistics(vocabulary.merge(partials, *here))
         if teacher is None:
             ids, keep, of_teacher = self._known_entries(head, rows, at, z)
         else:
             partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
-            lse = finished(vocabulary.merged(partials, here)).lse
+            lse = row_statistics(vocabulary.merge(partials, *here)).lse
             both = (scaled(z, rows.scaling), scaled(*teacher))
             k = min(self.measure.k or 0, vocabulary.size)
             ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)
@@ -268,7 +254,7 @@ def _teacher_head(teacher: Teacher, head: Head, tokens: tuple[int, ...]) -> Head
     )
     check_softcap(teacher.softcap)
     x, w, b = operands(teacher.hidden, teacher.weight, teacher.bias)
-    rate = inverse_temperature(teacher.temperature, tokens, compute_dtype(x), x.device)
+    rate = inverse_temperature(teacher.temperature, tokens, x)
     return replace(
         head, hidden=x, weight=w, bias=b, inverse_temperature=rate, softcap=teacher.softcap
     )

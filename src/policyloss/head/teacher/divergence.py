@@ -13,7 +13,6 @@ from torch import Tensor
 from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.divergence import KindName, Top
-from policyloss.functional.masking import compute_dtype
 from policyloss.head.head import Head, Rows
 from policyloss.head.linear import Outputs, head_of, rows_with_gradient
 from policyloss.head.plans import Plan
@@ -98,7 +97,7 @@ def divergence(
     check_softcap(softcap)
     tokens = tuple(logits.shape[:-1])
     z = logits.reshape(-1, logits.shape[-1])
-    rate = inverse_temperature(temperature, tokens, compute_dtype(z), z.device)
+    rate = inverse_temperature(temperature, tokens, z)
     ids = torch.zeros(z.shape[0], dtype=torch.int64, device=z.device)
     part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
     # The logits take the place of a weight, of which the head reads the number of rows only.

@@ -20,12 +20,18 @@ from policyloss.head.kernels import (
     LN_2,
     LOG2_E,
     NOTHING,
-    VECTOR_BYTES,
-    _capped,
-    _rate,
-    _shape,
+    backward_options,
+    lane_entries,
+    load_logits,
+    rate_of,
+    row_decay,
+    scaling_arguments,
+    store_partials,
+    store_tile,
+    store_zeros,
+    tile_of_lanes,
 )
-from policyloss.head.softmax_rows import Partials, Scaling
+from policyloss.head.softmax_rows import Partials, Scaling, Spread, Statistics
 from policyloss.head.teacher.rows import PairStatistics
 
 # As in `head/kernels.py`: entries of a row that a program reads at once, and the warps that share
@@ -37,27 +43,14 @@ FUSION = False
 
 
 @triton.jit
-def _scaled_tile(
-    row,
-    bias_ptr,
-    softcap,
-    scale,
-    column,
-    V,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+def _load_pair(
+    z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale, column, V,
     MASKED: tl.constexpr,
-):
-    """Logits of a tile after cap and temperature, in powers of two; −inf past the row."""
-    if MASKED:
-        z = tl.load(row + column, mask=column < V, other=0.0, eviction_policy="evict_first")
-        bias = tl.load(bias_ptr + column, mask=column < V, other=0.0) if HAS_BIAS else z
-    else:
-        z = tl.load(row + column, eviction_policy="evict_first")
-        bias = tl.load(bias_ptr + column) if HAS_BIAS else z
-    x = _capped(z, bias, softcap, HAS_BIAS, HAS_SOFTCAP) * scale
-    # The bound of a softcap is finite, so entries past the row become −inf after it.
-    return tl.where(column < V, x, float("-inf")) if MASKED else x
+):  # fmt: skip
+    """Logits of a tile of both rows after cap and temperature, in powers of two; −inf past them."""
+    s = load_logits(z_row, z_bias_ptr, z_softcap, column, column < V, MASKED) * z_scale
+    t = load_logits(u_row, u_bias_ptr, u_softcap, column, column < V, MASKED) * u_scale
+    return s, t
 
 
 @triton.jit
@@ -78,10 +71,16 @@ def _lane_sum(x):
 
 
 @triton.jit
-def _added(
-    top_s, total_s, moment, top_t, total_t, cross, s, t, FORM: tl.constexpr, ENTROPY: tl.constexpr
-):
-    """The sums of each lane after a tile of both rows, s and t in powers of two."""
+def _add_tile(
+    top_s, total_s, moment, top_t, total_t, cross,
+    z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale, column, V,
+    FORM: tl.constexpr, ENTROPY: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The sums of each lane after a tile of both rows."""
+    s, t = _load_pair(
+        z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale, column, V,
+        MASKED,
+    )  # fmt: skip
     top_s, shift, e_s, back, decay_s = _shifted(top_s, s)
     if ENTROPY:
         moment = (moment + total_s * tl.maximum(back, NOTHING)) * decay_s
@@ -97,41 +96,12 @@ def _added(
 
 
 @triton.jit
-def _row_decay(top):
-    """The reference of the complete row, and the factor of each lane's sums."""
-    row_top = tl.max(top, axis=0)
-    back = top - tl.where(row_top == float("-inf"), 0.0, row_top)
-    return row_top, back, tl.exp2(back)
-
-
-@triton.jit
 def _pair_partials_kernel(
-    z_ptr,
-    u_ptr,
-    ids_ptr,
-    z_rate,
-    u_rate,
-    z_bias_ptr,
-    u_bias_ptr,
-    z_softcap,
-    u_softcap,
-    out_ptr,
-    z_stride,
-    u_stride,
-    R,
-    V,
-    Z_PER_ROW: tl.constexpr,
-    U_PER_ROW: tl.constexpr,
-    Z_BIAS: tl.constexpr,
-    U_BIAS: tl.constexpr,
-    Z_SOFTCAP: tl.constexpr,
-    U_SOFTCAP: tl.constexpr,
-    FORM: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    K: tl.constexpr,
-    L: tl.constexpr,
-    E: tl.constexpr,
-):
+    z_ptr, u_ptr, ids_ptr, out_ptr, z_stride, u_stride, R, V,
+    z_rates, u_rates, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap,
+    Z_PER_ROW: tl.constexpr, U_PER_ROW: tl.constexpr, FORM: tl.constexpr, ENTROPY: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
     """The partials of both rows (see `head.kernels._partials_kernel`), and the cross sum.
 
     With s and t the scaled logits and e_s, e_t their shifted exponentials, that is
@@ -140,12 +110,9 @@ def _pair_partials_kernel(
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     u_row = u_ptr + row.to(tl.int64) * u_stride
-    rate = tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate
-    z_scale = rate * LOG2_E
-    teacher_rate = tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate
-    u_scale = teacher_rate * LOG2_E
-    lane = tl.arange(0, L)[:, None, None] * E + tl.arange(0, E)[None, None, :]
-    within = lane + tl.arange(0, K)[None, :, None] * (L * E)
+    z_scale = rate_of(z_rates, row, Z_PER_ROW) * LOG2_E
+    u_scale = rate_of(u_rates, row, U_PER_ROW) * LOG2_E
+    within = lane_entries(K, L, E)
     top_s = tl.full([L], float("-inf"), tl.float32)
     top_t = tl.full([L], float("-inf"), tl.float32)
     total_s = tl.zeros([L], tl.float32)
@@ -154,34 +121,21 @@ def _pair_partials_kernel(
     cross = tl.zeros([L], tl.float32)
     full = V // (K * L * E) * (K * L * E)
     for start in range(0, full, K * L * E):
-        column = start + within
-        s = _scaled_tile(z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, False)
-        t = _scaled_tile(u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, False)
-        top_s, total_s, moment, top_t, total_t, cross = _added(
-            top_s, total_s, moment, top_t, total_t, cross, s, t, FORM, ENTROPY
-        )
+        top_s, total_s, moment, top_t, total_t, cross = _add_tile(
+            top_s, total_s, moment, top_t, total_t, cross, z_row, u_row, z_bias_ptr, u_bias_ptr,
+            z_softcap, u_softcap, z_scale, u_scale, start + within, V, FORM, ENTROPY, False,
+        )  # fmt: skip
     if full < V:
-        column = full + within
-        s = _scaled_tile(z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, True)
-        t = _scaled_tile(u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, True)
-        top_s, total_s, moment, top_t, total_t, cross = _added(
-            top_s, total_s, moment, top_t, total_t, cross, s, t, FORM, ENTROPY
-        )
-    row_top, back, decay = _row_decay(top_s)
-    row_total = tl.sum(total_s * decay, axis=0)
-    teacher_top, _, teacher_decay = _row_decay(top_t)
-    teacher_total = tl.sum(total_t * teacher_decay, axis=0)
+        top_s, total_s, moment, top_t, total_t, cross = _add_tile(
+            top_s, total_s, moment, top_t, total_t, cross, z_row, u_row, z_bias_ptr, u_bias_ptr,
+            z_softcap, u_softcap, z_scale, u_scale, full + within, V, FORM, ENTROPY, True,
+        )  # fmt: skip
+    top, back, decay = row_decay(top_s)
+    total = tl.sum(total_s * decay, axis=0)
     y = tl.load(ids_ptr + row)
-    here = (y >= 0) & (y < V)
-    z_y = tl.load(z_row + y, mask=here, other=0.0)
-    bias_y = tl.load(z_bias_ptr + y, mask=here, other=0.0) if Z_BIAS else z_y
-    shift_y = _capped(z_y, bias_y, z_softcap, Z_BIAS, Z_SOFTCAP) * z_scale - tl.where(
-        row_top == float("-inf"), 0.0, row_top
-    )
-    # A maximum may drop a NaN, a sum does not.
-    tl.store(out_ptr + row, tl.where(row_total == row_total, row_top * LN_2, row_total))
-    tl.store(out_ptr + R + row, row_total)
-    tl.store(out_ptr + 2 * R + row, tl.where(here, shift_y * LN_2, 0.0))
+    store_partials(out_ptr, row, R, top, total, z_row, z_bias_ptr, z_softcap, z_scale, y, V)
+    teacher_top, _, teacher_decay = row_decay(top_t)
+    teacher_total = tl.sum(total_t * teacher_decay, axis=0)
     teacher_max = tl.where(teacher_total == teacher_total, teacher_top * LN_2, teacher_total)
     tl.store(out_ptr + 3 * R + row, teacher_max)
     tl.store(out_ptr + 4 * R + row, teacher_total)
@@ -203,8 +157,16 @@ def _to_mixture(gap, beta):
 
 
 @triton.jit
-def _mixture_terms(ls, lt, beta):
+def _mixture_terms(
+    z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale, z_lse, u_lse,
+    column, V, beta, MASKED: tl.constexpr,
+):  # fmt: skip
     """The term of each entry in KL(student‖m) and in KL(teacher‖m), in powers of two."""
+    s, t = _load_pair(
+        z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale, column, V,
+        MASKED,
+    )  # fmt: skip
+    ls, lt = s - z_lse, t - u_lse
     p_s, p_t = tl.exp2(ls), tl.exp2(lt)
     to_student, to_teacher = _to_mixture(lt - ls, beta)
     return tl.where(p_s > 0, -p_s * to_student, 0.0), tl.where(p_t > 0, -p_t * to_teacher, 0.0)
@@ -212,38 +174,16 @@ def _mixture_terms(ls, lt, beta):
 
 @triton.jit
 def _mixture_kernel(
-    z_ptr,
-    u_ptr,
-    z_lse_ptr,
-    u_lse_ptr,
-    z_rate,
-    u_rate,
-    z_bias_ptr,
-    u_bias_ptr,
-    z_softcap,
-    u_softcap,
-    out_ptr,
-    beta,
-    z_stride,
-    u_stride,
-    R,
-    V,
-    Z_PER_ROW: tl.constexpr,
-    U_PER_ROW: tl.constexpr,
-    Z_BIAS: tl.constexpr,
-    U_BIAS: tl.constexpr,
-    Z_SOFTCAP: tl.constexpr,
-    U_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, u_ptr, z_lse_ptr, u_lse_ptr, out_ptr, z_stride, u_stride, R, V, beta,
+    z_rates, u_rates, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap,
+    Z_PER_ROW: tl.constexpr, U_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """`(p_s * (ls - log m)).sum(-1)` and `(p_t * (lt - log m)).sum(-1)` of one row."""
     row = tl.program_id(0)
     z_row = z_ptr + row.to(tl.int64) * z_stride
     u_row = u_ptr + row.to(tl.int64) * u_stride
-    rate = tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate
-    z_scale = rate * LOG2_E
-    teacher_rate = tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate
-    u_scale = teacher_rate * LOG2_E
+    z_scale = rate_of(z_rates, row, Z_PER_ROW) * LOG2_E
+    u_scale = rate_of(u_rates, row, U_PER_ROW) * LOG2_E
     z_lse = tl.load(z_lse_ptr + row) * LOG2_E
     u_lse = tl.load(u_lse_ptr + row) * LOG2_E
     within = tl.arange(0, BLOCK)
@@ -251,17 +191,17 @@ def _mixture_kernel(
     of_teacher = tl.zeros([BLOCK], tl.float32)
     full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
-        column = start + within
-        s = _scaled_tile(z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, False)
-        t = _scaled_tile(u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, False)
-        here, there = _mixture_terms(s - z_lse, t - u_lse, beta)
+        here, there = _mixture_terms(
+            z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale,
+            z_lse, u_lse, start + within, V, beta, False,
+        )  # fmt: skip
         of_student += here
         of_teacher += there
     if full < V:
-        column = full + within
-        s = _scaled_tile(z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, True)
-        t = _scaled_tile(u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, True)
-        here, there = _mixture_terms(s - z_lse, t - u_lse, beta)
+        here, there = _mixture_terms(
+            z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale,
+            z_lse, u_lse, full + within, V, beta, True,
+        )  # fmt: skip
         of_student += here
         of_teacher += there
     # A NaN is dropped by the comparisons above; the normalisers hold it.
@@ -278,37 +218,17 @@ def pair_partials(
     teacher_scaling: Scaling,
     kind: Kind,
     entropy: bool,
-    *,
-    _block: int | None = None,
-    _warps: int | None = None,
 ) -> tuple[Partials, Partials, Tensor]:
     """The partials of both rows, and the cross sum (undefined for a JSD), in one read of each."""
     rows, vocabulary = z.shape
     out = torch.empty(7 if entropy else 6, rows, dtype=torch.float32, device=z.device)
     if rows:
-        block, warps = _shape(PAIR_FORWARD, z, _block, _warps)
-        lanes, entries = 32 * warps, VECTOR_BYTES // z.element_size()
         with on_device_of(z):
             _pair_partials_kernel[(rows,)](
-                z,
-                u,
-                ids.contiguous(),
-                *rates(scaling, teacher_scaling),
-                *biases(scaling, teacher_scaling),
-                out,
-                z.stride(0),
-                u.stride(0),
-                rows,
-                vocabulary,
-                **options(scaling, teacher_scaling),
-                FORM=kind.code,
-                ENTROPY=entropy,
-                K=max(1, block // (lanes * entries)),
-                L=lanes,
-                E=entries,
-                num_warps=warps,
-                enable_fp_fusion=FUSION,
-            )
+                z, u, ids.contiguous(), out, z.stride(0), u.stride(0), rows, vocabulary,
+                *scaling_arguments(scaling, teacher_scaling), FORM=kind.code, ENTROPY=entropy,
+                **tile_of_lanes(PAIR_FORWARD, z), enable_fp_fusion=FUSION,
+            )  # fmt: skip
     top, total, target, teacher_top, teacher_total, cross, *moment = out.unbind()
     student = Partials(top, total, moment[0] if entropy else None, target)
     return student, Partials(teacher_top, teacher_total, None, torch.zeros_like(top)), cross
@@ -322,98 +242,35 @@ def mixture_sums(
     teacher_lse: Tensor,
     teacher_scaling: Scaling,
     beta: float,
-    *,
-    _block: int | None = None,
-    _warps: int | None = None,
 ) -> Tensor:
     """KL(student‖m) and KL(teacher‖m) of each row, over these entries. → `[2, R]`."""
     rows, vocabulary = z.shape
     out = torch.empty(2, rows, dtype=torch.float32, device=z.device)
     if rows:
-        block, warps = _shape(BACKWARD, z, _block, _warps)
+        block, warps = BACKWARD[z.element_size()]
         with on_device_of(z):
             _mixture_kernel[(rows,)](
-                z,
-                u,
-                lse.contiguous(),
-                teacher_lse.contiguous(),
-                *rates(scaling, teacher_scaling),
-                *biases(scaling, teacher_scaling),
-                out,
-                float(beta),
-                z.stride(0),
-                u.stride(0),
-                rows,
-                vocabulary,
-                **options(scaling, teacher_scaling),
-                BLOCK=block,
-                num_warps=warps,
-                enable_fp_fusion=FUSION,
-            )
+                z, u, lse.contiguous(), teacher_lse.contiguous(), out,
+                z.stride(0), u.stride(0), rows, vocabulary, float(beta),
+                *scaling_arguments(scaling, teacher_scaling),
+                BLOCK=block, num_warps=warps, enable_fp_fusion=FUSION,
+            )  # fmt: skip
     return out
-
-
-def rates(*scalings: Scaling) -> list[Tensor | float]:
-    """The inverse temperatures of student and teacher as the kernels take them."""
-    return [_rate(scaling)[0] for scaling in scalings]
-
-
-def biases(*scalings: Scaling) -> list[Tensor | float | None]:
-    """Biases, then softcaps, of student and teacher."""
-    softcaps = [1.0 if x.softcap is None else float(x.softcap) for x in scalings]
-    return [*(x.bias for x in scalings), *softcaps]
-
-
-def options(student: Scaling, teacher: Scaling) -> dict[str, bool]:
-    """Flags for the optional arguments."""
-    both = {"Z": student, "U": teacher}
-    return {
-        option: value
-        for name, x in both.items()
-        for option, value in (
-            (f"{name}_PER_ROW", _rate(x)[1]),
-            (f"{name}_BIAS", x.bias is not None),
-            (f"{name}_SOFTCAP", x.softcap is not None),
-        )
-    }
 
 
 @triton.jit
 def _write_tile(
-    z_row,
-    u_row,
-    out_row,
-    z_bias_ptr,
-    u_bias_ptr,
-    z_softcap,
-    u_softcap,
-    z_scale,
-    u_scale,
-    z_lse,
-    u_lse,
-    base,
-    bend,
-    target,
-    pull,
-    total,
-    beta,
-    start,
-    y,
-    V,
-    Z_BIAS: tl.constexpr,
-    U_BIAS: tl.constexpr,
-    Z_SOFTCAP: tl.constexpr,
-    U_SOFTCAP: tl.constexpr,
-    FORM: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    NARROWING: tl.constexpr,
-    MASKED: tl.constexpr,
+    z_row, u_row, out_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale,
+    z_lse, u_lse, base, bend, target, pull, total, beta, start, y, V,
+    FORM: tl.constexpr, ENTROPY: tl.constexpr, NARROWING: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """dz of one tile: the policy's gradient (`head.kernels._write_tile`) and the divergence's."""
     column = start + tl.arange(0, BLOCK)
-    s = _scaled_tile(z_row, z_bias_ptr, z_softcap, z_scale, column, V, Z_BIAS, Z_SOFTCAP, MASKED)
-    t = _scaled_tile(u_row, u_bias_ptr, u_softcap, u_scale, column, V, U_BIAS, U_SOFTCAP, MASKED)
+    s, t = _load_pair(
+        z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale, column, V,
+        MASKED,
+    )  # fmt: skip
     ls, lt = s - z_lse, t - u_lse
     p = tl.exp2(ls)
     d = p * (base + bend * tl.maximum(ls, NOTHING)) if ENTROPY else p * base
@@ -425,53 +282,20 @@ def _write_tile(
     if FORM == 2:
         to_student, _ = _to_mixture(lt - ls, beta)
         d -= tl.where(p > 0, pull * p * ((1 - beta) * LN_2 * to_student + total), 0.0)
-    if Z_SOFTCAP:
+    if z_softcap is not None:
         bent = s / (z_scale * z_softcap)
         d *= 1 - bent * bent
-    if NARROWING:
-        tl.debug_barrier()
-    if MASKED:
-        tl.store(out_row + column, d.to(out_row.dtype.element_ty), mask=column < V)
-    else:
-        tl.store(out_row + column, d.to(out_row.dtype.element_ty))
+    store_tile(out_row, d, column, V, NARROWING, MASKED)
 
 
 @triton.jit
 def _pair_gradient_kernel(
-    z_ptr,
-    u_ptr,
-    out_ptr,
-    ids_ptr,
-    z_lse_ptr,
-    u_lse_ptr,
-    entropy_ptr,
-    dlogp_ptr,
-    dentropy_ptr,
-    ddivergence_ptr,
-    target_ptr,
-    total_ptr,
-    z_rate,
-    u_rate,
-    z_bias_ptr,
-    u_bias_ptr,
-    z_softcap,
-    u_softcap,
-    beta,
-    z_stride,
-    u_stride,
-    out_stride,
-    V,
-    Z_PER_ROW: tl.constexpr,
-    U_PER_ROW: tl.constexpr,
-    Z_BIAS: tl.constexpr,
-    U_BIAS: tl.constexpr,
-    Z_SOFTCAP: tl.constexpr,
-    U_SOFTCAP: tl.constexpr,
-    FORM: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    NARROWING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, u_ptr, out_ptr, ids_ptr, z_lse_ptr, u_lse_ptr, total_ptr, target_ptr,
+    dlogp_ptr, ddivergence_ptr, entropy_ptr, dentropy_ptr, z_stride, u_stride, out_stride, V, beta,
+    z_rates, u_rates, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap,
+    Z_PER_ROW: tl.constexpr, U_PER_ROW: tl.constexpr, FORM: tl.constexpr, ENTROPY: tl.constexpr,
+    NARROWING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradient dz of one row: that of `head.kernels._gradient_kernel`, and the divergence's.
 
     The divergence adds `ddivergence·(slopes − p_s·total)` to ds: of the forward KL `p_s − p_t`, of
@@ -481,23 +305,16 @@ def _pair_gradient_kernel(
     z_row = z_ptr + row.to(tl.int64) * z_stride
     u_row = u_ptr + row.to(tl.int64) * u_stride
     out_row = out_ptr + row.to(tl.int64) * out_stride
-    within = tl.arange(0, BLOCK)
-    full = V // BLOCK * BLOCK
     g = tl.load(dlogp_ptr + row).to(tl.float32)
     h = tl.load(dentropy_ptr + row).to(tl.float32) if ENTROPY else 0.0
     weight = tl.load(ddivergence_ptr + row).to(tl.float32)
     if (g == 0) & (h == 0) & (weight == 0):
-        zeros = tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
-        for start in range(0, full, BLOCK):
-            tl.store(out_row + start + within, zeros)
-        if full < V:
-            tl.store(out_row + full + within, zeros, mask=full + within < V)
+        store_zeros(out_row, V, BLOCK)
     else:
         y = tl.load(ids_ptr + row)
-        rate = tl.load(z_rate + row).to(tl.float32) if Z_PER_ROW else z_rate
+        rate = rate_of(z_rates, row, Z_PER_ROW)
         z_scale = rate * LOG2_E
-        teacher_rate = tl.load(u_rate + row).to(tl.float32) if U_PER_ROW else u_rate
-        u_scale = teacher_rate * LOG2_E
+        u_scale = rate_of(u_rates, row, U_PER_ROW) * LOG2_E
         z_lse = tl.load(z_lse_ptr + row) * LOG2_E
         u_lse = tl.load(u_lse_ptr + row) * LOG2_E
         target = rate * tl.load(target_ptr + row)
@@ -508,19 +325,18 @@ def _pair_gradient_kernel(
         if ENTROPY:
             base = -rate * (g + h * tl.load(entropy_ptr + row))
             bend = -rate * h * LN_2
+        full = V // BLOCK * BLOCK
         for start in range(0, full, BLOCK):
             _write_tile(
                 z_row, u_row, out_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap,
                 z_scale, u_scale, z_lse, u_lse, base, bend, target, pull, total, beta,
-                start, y, V, Z_BIAS, U_BIAS, Z_SOFTCAP, U_SOFTCAP, FORM, ENTROPY,
-                NARROWING, False, BLOCK,
+                start, y, V, FORM, ENTROPY, NARROWING, False, BLOCK,
             )  # fmt: skip
         if full < V:
             _write_tile(
                 z_row, u_row, out_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap,
                 z_scale, u_scale, z_lse, u_lse, base, bend, target, pull, total, beta,
-                full, y, V, Z_BIAS, U_BIAS, Z_SOFTCAP, U_SOFTCAP, FORM, ENTROPY,
-                NARROWING, True, BLOCK,
+                full, y, V, FORM, ENTROPY, NARROWING, True, BLOCK,
             )  # fmt: skip
 
 
@@ -528,10 +344,9 @@ def pair_gradient(
     z: Tensor,
     out: Tensor,
     ids: Tensor,
-    lse: Tensor,
-    entropy_value: Tensor | None,
+    s: Statistics,
     dlogp: Tensor,
-    dentropy: Tensor | None,
+    spread: Spread | None,
     target: Tensor,
     scaling: Scaling,
     u: Tensor,
@@ -539,45 +354,18 @@ def pair_gradient(
     pair: PairStatistics,
     ddivergence: Tensor,
     measure: Measure,
-    *,
-    _block: int | None = None,
-    _warps: int | None = None,
 ) -> None:
     """`teacher.rows.pair_gradient` in one read of z and u and one write of `out`.
 
     `out` may lie over z as in `head.kernels.row_gradient`.
     """
     rows, vocabulary = z.shape
-    if not rows:
-        return
-    with_entropy = entropy_value is not None and dentropy is not None
-    block, warps = _shape(BACKWARD, z, _block, _warps)
-    with on_device_of(z):
-        _pair_gradient_kernel[(rows,)](
-            z,
-            u,
-            out,
-            ids.contiguous(),
-            lse.contiguous(),
-            pair.lse.contiguous(),
-            entropy_value.contiguous() if with_entropy and entropy_value is not None else None,
-            dlogp.contiguous(),
-            dentropy.contiguous() if with_entropy and dentropy is not None else None,
-            ddivergence.contiguous(),
-            target.contiguous(),
-            pair.total.contiguous(),
-            *rates(scaling, teacher_scaling),
-            *biases(scaling, teacher_scaling),
-            float(measure.beta),
-            z.stride(0),
-            u.stride(0),
-            out.stride(0),
-            vocabulary,
-            **options(scaling, teacher_scaling),
-            FORM=measure.computed_kind.code,
-            ENTROPY=with_entropy,
-            NARROWING=out.data_ptr() == z.data_ptr() and out.element_size() != z.element_size(),
-            BLOCK=block,
-            num_warps=warps,
-            enable_fp_fusion=FUSION,
-        )
+    if rows:
+        of_rows = (ids, s.lse, pair.lse, pair.total, target, dlogp, ddivergence, *(spread or ()))
+        with on_device_of(z):
+            _pair_gradient_kernel[(rows,)](
+                z, u, out, *(x.contiguous() for x in of_rows), *(() if spread else (None, None)),
+                z.stride(0), u.stride(0), out.stride(0), vocabulary, float(measure.beta),
+                *scaling_arguments(scaling, teacher_scaling), FORM=measure.computed_kind.code,
+                **backward_options(z, out, spread), enable_fp_fusion=FUSION,
+            )  # fmt: skip

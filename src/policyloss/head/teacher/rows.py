@@ -13,28 +13,22 @@ Triton kernels of `kernels` replace them on complete rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.functional.divergence import (
-    Measure,
-    on_support,
-    slopes,
-    support_slopes,
-    terms,
-)
+from policyloss.functional.divergence import Measure, on_support, slopes, support_slopes, terms
 from policyloss.head.softmax_rows import (
-    Partials,
     Scaling,
     Statistics,
     blocks,
-    finished,
     kernels_for,
     policy_gradient,
     row_gradient,
     row_partials,
+    row_statistics,
     scaled,
     target_gradient,
     through_scaling,
@@ -70,63 +64,41 @@ def pair_statistics(
     teacher: PairRows,
     measure: Measure,
     vocabulary: Vocabulary,
-    here: Tensor,
     entropy: bool,
 ) -> tuple[Statistics, PairStatistics]:
-    """The student's statistics and the divergence from the teacher, over all shards. → `[R]` each.
-
-    here: which ids this rank holds.
-    """
-    fused = kernels_for(z, scaling, KERNELS)
+    """The student's statistics and its divergence from the teacher, over all shards; `[R]` each."""
+    here = (ids, z.shape[1])
+    kind, fused = measure.computed_kind, kernels_for(z, scaling, KERNELS)
     if fused is not None:
-        return _fused_statistics(
-            fused, z, ids, scaling, teacher, measure, vocabulary, here, entropy
-        )
-    s = finished(vocabulary.merged(row_partials(z, ids, scaling, entropy), here))
+        # Read both rows once for a KL, twice for a JSD: its mixture needs the normalisers.
+        ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, kind, entropy)
+        student, teacher_rows = (vocabulary.merge(p, *here) for p in (ours, theirs))
+        s, lse = row_statistics(student), row_statistics(teacher_rows).lse
+        if kind.reads_beta:
+            of_student, of_teacher = vocabulary.sum_shares(
+                fused.mixture_sums(z, s.lse, scaling, teacher.u, lse, teacher.scaling, measure.beta)
+            )
+            total = (1 - measure.beta) * of_student
+            return s, PairStatistics(measure.beta * of_teacher + total, lse, total)
+        weighing, merged = (theirs, teacher_rows) if kind.weighted_by_teacher else (ours, student)
+        # Refer the sums of this shard to the maximum of all shards.
+        distance = weighing.max - merged.max
+        shrink = torch.where(weighing.max == merged.max, 1, distance.exp())
+        cross = vocabulary.sum_shares(cross * shrink) / merged.sum
+        # The mean of (log p_t − log p_s) up to the normalisers: their large parts cancel first.
+        shift = (teacher_rows.max - student.max) + (teacher_rows.sum.log() - student.sum.log())
+        divergence = cross - shift if kind.weighted_by_teacher else cross + shift
+        return s, PairStatistics(divergence, lse, kind.total(divergence, divergence))
+    s = row_statistics(vocabulary.merge(row_partials(z, ids, scaling, entropy), *here))
     partials = row_partials(teacher.u, ids, teacher.scaling, False)
-    lse = finished(vocabulary.merged(partials, here)).lse
+    lse = row_statistics(vocabulary.merge(partials, *here)).lse
     sums = []
     for b in blocks(z):
         ls, lt = _log_probabilities(z[b], s.lse[b], scaling.of_rows(b), teacher, lse[b], b)
         each = torch.stack([terms(ls, lt, measure).sum(-1), slopes(ls, lt, measure).sum(-1)])
         sums.append(each)
-    divergence, total = vocabulary.summed(torch.cat(sums, -1))
-    return s, PairStatistics(divergence, lse, measure.computed_kind.total(divergence, total))
-
-
-def _fused_statistics(
-    fused: Any,
-    z: Tensor,
-    ids: Tensor,
-    scaling: Scaling,
-    teacher: PairRows,
-    measure: Measure,
-    vocabulary: Vocabulary,
-    here: Tensor,
-    entropy: bool,
-) -> tuple[Statistics, PairStatistics]:
-    """Read both rows once for a KL, twice for a JSD: its mixture needs the normalisers."""
-    kind = measure.computed_kind
-    ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, kind, entropy)
-    student, teacher_rows = vocabulary.merged(ours, here), vocabulary.merged(theirs, here)
-    s, lse = finished(student), finished(teacher_rows).lse
-    if kind.reads_beta:
-        of_student, of_teacher = vocabulary.summed(
-            fused.mixture_sums(z, s.lse, scaling, teacher.u, lse, teacher.scaling, measure.beta)
-        )
-        total = (1 - measure.beta) * of_student
-        return s, PairStatistics(measure.beta * of_teacher + total, lse, total)
-    weighing, merged = (theirs, teacher_rows) if kind.weighted_by_teacher else (ours, student)
-    cross = vocabulary.summed(cross * _shrink(weighing, merged)) / merged.sum
-    # The mean of (log p_t − log p_s) up to the normalisers: their large parts cancel first.
-    shift = (teacher_rows.max - student.max) + (teacher_rows.sum.log() - student.sum.log())
-    divergence = cross - shift if kind.weighted_by_teacher else cross + shift
-    return s, PairStatistics(divergence, lse, kind.total(divergence, divergence))
-
-
-def _shrink(p: Partials, merged: Partials) -> Tensor:
-    """The factor that refers a shard's sums to the maximum of all shards."""
-    return torch.where(p.max == merged.max, 1, (p.max - merged.max).exp())
+    divergence, total = vocabulary.sum_shares(torch.cat(sums, -1))
+    return s, PairStatistics(divergence, lse, kind.total(divergence, total))
 
 
 def pair_gradient(
@@ -134,7 +106,7 @@ def pair_gradient(
     out: Tensor,
     ids: Tensor,
     s: Statistics,
-    derivatives: tuple[Tensor | None, Tensor | None, Tensor],
+    derivatives: Sequence[Tensor | None],
     scaling: Scaling,
     teacher: PairRows,
     pair: PairStatistics,
@@ -144,15 +116,13 @@ def pair_gradient(
 
     derivatives: of the loss by each row's logp, entropy and divergence, `[R]`.
     """
-    dlogp, dentropy, ddivergence = derivatives
-    if dlogp is None:
-        dlogp = torch.zeros_like(ddivergence)
-    h, dh = (None, None) if s.entropy is None or dentropy is None else (s.entropy, dentropy)
-    target = target_gradient(s.logp, h, dlogp, dh)
+    dlogp, dentropy, ddivergence = _complete(derivatives)
+    spread = s.spread(dentropy)
+    target = target_gradient(s.logp, dlogp, spread)
     fused = kernels_for(z, scaling, KERNELS)
     if fused is not None:
         fused.pair_gradient(
-            z, out, ids, s.lse, h, dlogp, dh, target, scaling, *teacher, pair, ddivergence, measure
+            z, out, ids, s, dlogp, spread, target, scaling, *teacher, pair, ddivergence, measure
         )
         return
     for b in blocks(z):
@@ -160,12 +130,19 @@ def pair_gradient(
         d = slopes(ls, lt, measure) - ls.exp() * pair.total[b].unsqueeze(-1)
         d = d.mul_(ddivergence[b].unsqueeze(-1))
         silent = (dlogp[b] == 0) & (ddivergence[b] == 0)
-        spread = None
-        if h is not None and dh is not None:
-            spread, silent = (h[b], dh[b]), silent & (dh[b] == 0)
-        d += policy_gradient(ls, ids[b], dlogp[b], spread, target[b])
+        here = None
+        if spread is not None:
+            here, silent = (spread[0][b], spread[1][b]), silent & (spread[1][b] == 0)
+        d += policy_gradient(ls, ids[b], dlogp[b], here, target[b])
         d = through_scaling(d, z[b], scaling.of_rows(b))
         out[b].copy_(without_silent_rows(d, silent))
+
+
+def _complete(derivatives: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The derivatives, with 0 for the logp if it has none."""
+    dlogp, dentropy, ddivergence = derivatives
+    assert ddivergence is not None
+    return torch.zeros_like(ddivergence) if dlogp is None else dlogp, dentropy, ddivergence
 
 
 def _log_probabilities(
@@ -206,7 +183,9 @@ def values_at(z: Tensor, ids: Tensor, scaling: Scaling, vocabulary: Vocabulary) 
     column = torch.where(here, column, 0)
     bias = None if scaling.bias is None else scaling.bias[column]
     values = scaled(z.gather(1, column), scaling._replace(bias=bias))
-    return values if vocabulary.group is None else vocabulary.summed(torch.where(here, values, 0))
+    return (
+        values if vocabulary.group is None else vocabulary.sum_shares(torch.where(here, values, 0))
+    )
 
 
 def support_gradient(
@@ -214,7 +193,7 @@ def support_gradient(
     out: Tensor,
     ids: Tensor,
     s: Statistics,
-    derivatives: tuple[Tensor | None, Tensor | None, Tensor],
+    derivatives: Sequence[Tensor | None],
     scaling: Scaling,
     entries: Entries,
     first: int,
@@ -225,8 +204,7 @@ def support_gradient(
     row's logp, entropy and divergence, `[R]`. The gradients at the id and at the entries come from
     their exact log-probabilities: a model is sure of most tokens, and 1 − p would round away.
     """
-    dlogp, dentropy, ddivergence = derivatives
-    dlogp = torch.zeros_like(ddivergence) if dlogp is None else dlogp
+    dlogp, dentropy, ddivergence = _complete(derivatives)
     slopes = entries.slopes * ddivergence.unsqueeze(-1)
     total = dlogp + slopes.sum(-1)
     row_gradient(z, out, torch.full_like(ids, -1), s, total, dentropy, scaling)
