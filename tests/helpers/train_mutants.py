@@ -368,7 +368,7 @@ TRAIN = (
         "policyloss_lab/logs/names.py",
         '"train/global_step", "_step")',
         '"_step", "train/global_step")',
-        "test_report_readers.py::test_an_offline_run_of_wandb",
+        "test_report_readers.py::test_the_step_of_a_wandb_history_is_the_trainers",
     ),
     (
         "completions_of_a_batch_are_shown_again",

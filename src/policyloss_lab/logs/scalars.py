@@ -1,5 +1,5 @@
 """Reads the numbers of a run, step by step: from JSON lines, `trainer_state.json`, verl's console
-output, TensorBoard events, the `.wandb` file of W&B, or a CSV export.
+output, TensorBoard events, or a CSV export.
 
 A log may come from anybody. Nothing in it is executed, and memory is bounded. The format
 follows from the first bytes of a file, not from its name.
@@ -18,7 +18,7 @@ from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.logs.names import step_of
 from policyloss_lab.logs.tables import table_rows
-from policyloss_lab.logs.trackers import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
+from policyloss_lab.logs.trackers import NOT_READ, WANDB_HEAD, Row, events, is_tensorboard
 from policyloss_lab.reading import Lines, number_of, parse_object
 
 EVERYTHING = 2**62  # bytes
@@ -35,9 +35,9 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     file.seek(0)
     share = budget / max(1, os.fstat(file.fileno()).st_size)
     if is_tensorboard(head):
-        return events(file, share)
+        return events(file, name, share)
     if head.startswith(WANDB_HEAD):
-        return numbered(wandb_history(file, share))
+        raise InputError(f"{name} {NOT_READ}")
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if start == b"{" and (name.endswith("trainer_state.json") or _is_document(head)):
         return numbered(_history(file, name))

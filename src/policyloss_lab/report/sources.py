@@ -13,7 +13,13 @@ from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.logs.completions import holds_completions
 from policyloss_lab.logs.tables import is_table
-from policyloss_lab.logs.trackers import SQLITE_HEAD, WANDB_HEAD, is_tensorboard, run_names
+from policyloss_lab.logs.trackers import (
+    NOT_READ,
+    SQLITE_HEAD,
+    WANDB_HEAD,
+    is_tensorboard,
+    run_names,
+)
 from policyloss_lab.reading import Notes, is_regular, json_object, open_noted
 
 STATE = "trainer_state.json"
@@ -22,7 +28,6 @@ STATE = "trainer_state.json"
 KINDS = {
     "state": f"{STATE} of the Hugging Face trainers, such as TRL's",
     "lines": "JSON lines with a step and numbers (verl, prime-rl and others)",
-    "wandb": "a .wandb file of Weights & Biases",
     "trackio": "a project database of trackio",
     "events": "TensorBoard events",
     "table": "a CSV export of W&B or trackio",
@@ -85,13 +90,17 @@ def files_of(path: Path, notes: Notes) -> Files:
             kinds.setdefault(kind, []).append(file)
     kinds["lines"] = kinds.get("lines", []) + kinds.pop("lines of others", [])
     completions = sorted(kinds.pop("completions", []))
+    binary = [f"{file.name} {NOT_READ}" for file in kinds.pop("wandb", [])]
     chosen = next((kind for kind in KINDS if kinds.get(kind)), "")
     if not chosen and not completions:
+        if binary:
+            raise InputError(binary[0])
         looked = "; ".join([*KINDS.values(), "completions as parquet or JSON lines"])
         raise InputError(
             f"{path} holds no run. Looked for: a folder that `policyloss train` or "
             f"policyloss_lab.Recorder wrote (config.json, metrics.jsonl); {looked}."
         )
+    notes += binary
     numbers = _of_one_run(path, chosen, kinds.get(chosen, []), notes)
     others = sorted(kind for kind in KINDS if kind != chosen and kinds.get(kind))
     if others:
@@ -126,8 +135,8 @@ def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """A key of `KINDS`, "lines of others" for JSON lines of another trainer, "completions", or
-    None.
+    """A key of `KINDS`, "lines of others" for JSON lines of another trainer, "completions",
+    "wandb" for a binary log of W&B, or None.
     """
     file = open_noted(path, []) if is_regular(path) else None
     if file is None:
@@ -166,7 +175,7 @@ def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[
     folders = sorted({file.parent for file in files})
     if kind in ("events", "console") and len(folders) == 1:
         return sorted(files)
-    if kind in ("wandb", "trackio") or len(folders) > 1:
+    if kind == "trackio" or len(folders) > 1:
         names = ", ".join(str(folder.relative_to(path)) for folder in folders[:5])
         raise InputError(
             f"{path} holds several runs ({KINDS[kind]}), in {names}"

@@ -22,7 +22,7 @@ from policyloss_lab.logs.completions import step_in_name, stored_completions, tr
 from policyloss_lab.logs.names import STEPS, our_names
 from policyloss_lab.logs.scalars import numbered, rows_of
 from policyloss_lab.logs.tables import table_rows
-from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows, wandb_config
+from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows
 from policyloss_lab.reading import (
     Lines,
     Notes,
@@ -245,8 +245,9 @@ def read_foreign(
         raise InputError(f"{path} holds no row with a step and numbers; it is no log of a run.")
     if files.kind == "state":
         run.planned = _planned(files.numbers[0])
-    if files.kind in ("wandb", "trackio"):
-        run.config = _settings(files, notes)
+    if files.kind == "trackio":
+        database = files.numbers[0]
+        run.config = strict(trackio_config(database, files.run), database.name, notes)
     run.rollouts = _completions(files, run.table, notes, runs)
     return run
 
@@ -354,18 +355,6 @@ def _planned(path: Path) -> int | None:
         file.seek(max(0, file.seek(0, 2) - limits.MIB))
         match = re.search(rb'"max_steps": (\d{1,15})\b', head + file.read())
     return int(match[1]) if match and int(match[1]) else None
-
-
-def _settings(files: Files, notes: Notes) -> dict[str, Any]:
-    """The settings that a tracker stored for a run."""
-    path = files.numbers[0]
-    stored = trackio_config(path, files.run) if files.kind == "trackio" else {}
-    file = open_noted(path, notes) if files.kind == "wandb" else None
-    if file is not None:
-        with file:
-            stored = wandb_config(file)
-    settings: dict[str, Any] = strict(stored, path.name, notes)
-    return settings
 
 
 def rename_metrics(table: Table, times: Table) -> dict[str, str]:
