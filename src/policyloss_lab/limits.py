@@ -28,8 +28,7 @@ LEAST_BYTES = MIB // 4  # the share of one run, however many there are
 RUNS = 100  # runs of one table
 PATHS = 20_000  # files of one folder that is searched for logs
 FOLDER_DEPTH = 8  # levels of folders in that search
-COLUMNS = 5_000  # metrics that are collected from one log; the page shows fewer
-INDEXED = 200_000  # offsets in memory: of steps of metrics, and of rows of rollouts
+INDEXED = 200_000  # rows of rollouts whose offsets are in memory
 WATCHED = 10_000  # files that a live page watches
 
 # Numbers and texts of a page

@@ -55,8 +55,8 @@ REPORT = (
     (
         "report_spikes_are_thinned_away",
         "policyloss_lab/report/series.py",
-        "(min(values), max(values)) if values else ()",
-        "(values[0], values[-1]) if values else ()",
+        "first + low, first + high, gap",
+        "first, first, gap",
         _BOUNDS + "test_a_long_series_is_thinned_and_its_summary_is_of_all_points",
     ),
     (

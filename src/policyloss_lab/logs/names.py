@@ -81,6 +81,7 @@ _OURS = {
     for rank, name in enumerate(_all_names(our))
     for prefix in PREFIXES
 }
+KNOWN = frozenset(_OURS)  # every name of a metric that has a name of ours
 # verl names the data, the score and the number of samples: val-core/<data>/<score>/mean@<n>.
 _VALIDATION = re.compile(r"val-core/.*/(\w+)/mean@\d+$")
 

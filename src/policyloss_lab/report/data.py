@@ -21,13 +21,12 @@ from policyloss_lab.report.compare import (
 )
 from policyloss_lab.report.rollouts import with_branches
 from policyloss_lab.report.stored import (
-    RunPlace,
+    Source,
     StoredRun,
     labels_of,
-    places_of,
-    read_foreign,
-    read_our_run,
+    read_run,
     rename_metrics,
+    sources_of,
 )
 from policyloss_lab.report.verdict import courses_of, verdict_of
 from policyloss_lab.runs.lock import is_held
@@ -49,10 +48,10 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
         raise InputError(f"paths={str(paths)!r} is one path; give a list of run directories.")
     if not paths:
         raise InputError("paths is empty; give at least one run directory.")
-    places = [place for path in paths for place in places_of(Path(path), len(paths))]
+    sources = [source for path in paths for source in sources_of(Path(path), len(paths))]
     runs = [
-        _run(place, label, len(places))
-        for place, label in zip(places, labels_of(places), strict=True)
+        _run(source, label, len(sources))
+        for source, label in zip(sources, labels_of(sources), strict=True)
     ]
     between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
     return {
@@ -64,14 +63,11 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     }
 
 
-def _run(place: RunPlace, label: str, runs: int) -> dict[str, Any]:
+def _run(source: Source, label: str, runs: int) -> dict[str, Any]:
     """The data of one run. runs: the number of runs that share the limits."""
-    path, notes = place.path, place.notes
-    if place.files is None:
-        stored = read_our_run(path, notes, runs)
-    else:
-        stored = read_foreign(path, place.files, place.columns, notes, runs)
-    file = "metrics.jsonl" if place.files is None else path.name
+    path, notes = source.path, source.notes
+    stored = read_run(source, runs)
+    file = "metrics.jsonl" if source.kind == "ours" else path.name
     names = rename_metrics(stored.table, stored.times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
     table, times = stored.table, stored.times
@@ -119,9 +115,9 @@ def _summary(path: Path, stored: StoredRun) -> dict[str, Any]:
         "model": _named(config.get("model")),
         "task": _named(config.get("task")),
         "engine": _named(config.get("rollout")),
-        "steps": table.trained,
+        "steps": stored.steps,
         "planned_steps": stored.planned,
-        "state": _state(path, table.trained, stored.planned),
+        "state": _state(path, stored.steps, stored.planned),
         "seconds": stored.times.total("step_s"),
         "tokens": table.total("tokens"),
         "held_out": table.change("eval/accuracy"),

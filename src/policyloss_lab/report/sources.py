@@ -21,6 +21,7 @@ from policyloss_lab.logs.trackers import (
     run_names,
 )
 from policyloss_lab.reading import Notes, is_regular, json_object, open_noted
+from policyloss_lab.report.series import Table
 
 STATE = "trainer_state.json"
 # The kinds of files with numbers. If a folder holds several, they are of the same run, and the
@@ -40,15 +41,20 @@ _OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
 
 
 @dataclass
-class Files:
-    """The files of one run. kind: the key of `KINDS` for the files with numbers, or "". run: the
-    name of the run in a database of several.
+class Source:
+    """The files of one run. path: the argument, plus `#` and the name of the run if a table holds
+    several. notes: about omitted data. kind: "ours" for a run directory of ours, the key of `KINDS`
+    for the files with numbers of another trainer, or "" for completions alone. run: the name of the
+    run in a database or a table. table: the numbers that another trainer wrote, once they are read.
     """
 
+    path: Path
+    notes: Notes
     kind: str = ""
     run: str = ""
     numbers: list[Path] = field(default_factory=list)
     completions: list[Path] = field(default_factory=list)
+    table: Table = field(default_factory=Table)
 
 
 def is_our_run(path: Path) -> bool:
@@ -76,9 +82,12 @@ def split_run(path: Path) -> tuple[Path, str]:
     return path, ""
 
 
-def files_of(path: Path, notes: Notes) -> Files:
-    """The files of the run in `path`; an `InputError` with the known formats if there are none."""
-    path, run = split_run(path)
+def source_of(argument: Path) -> Source:
+    """The files of the run in a path; an `InputError` with the known formats if there are none."""
+    notes: Notes = []
+    if is_our_run(argument):
+        return Source(argument, notes, "ours")
+    path, run = split_run(argument)
     if not path.exists():
         raise InputError(f"{path} does not exist; give the folder or the file of a run.")
     inside = sorted(file.parent for file in islice(path.glob("*/config.json"), 100))
@@ -102,18 +111,14 @@ def files_of(path: Path, notes: Notes) -> Files:
         )
     notes += binary
     numbers = _of_one_run(path, chosen, kinds.get(chosen, []), notes)
-    others = sorted(kind for kind in KINDS if kind != chosen and kinds.get(kind))
+    others = [KINDS[kind] for kind in sorted(kinds) if kind != chosen and kinds[kind]]
     if others:
-        notes.append(f"The numbers are from {KINDS[chosen]}; not read: {_words(others)}.")
+        notes.append(f"The numbers are from {KINDS[chosen]}; not read: {', '.join(others)}.")
     if chosen == "trackio":
         run = _of_project(numbers[0], run)
     elif run and chosen != "table":
         raise InputError(f"{path} is one run; leave out #{run}.")
-    return Files(chosen, run, numbers, completions)
-
-
-def _words(kinds: list[str]) -> str:
-    return ", ".join(KINDS[kind] for kind in kinds)
+    return Source(argument, notes, chosen, run, numbers, completions)
 
 
 def _inside(folder: Path, notes: Notes) -> Iterator[Path]:

@@ -4,17 +4,14 @@ of another trainer.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import os
 import re
 import tempfile
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from policyloss.errors import InputError
 from policyloss_lab import limits
@@ -23,200 +20,109 @@ from policyloss_lab.logs.names import STEPS, our_names
 from policyloss_lab.logs.scalars import numbered, rows_of
 from policyloss_lab.logs.tables import table_rows
 from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows
-from policyloss_lab.reading import (
-    Lines,
-    Notes,
-    integer,
-    json_object,
-    open_noted,
-    sampled_note,
-    strict,
-)
+from policyloss_lab.reading import Lines, integer, json_object, open_noted, sampled_note, strict
 from policyloss_lab.report.rollouts import as_stored, read_rollouts
 from policyloss_lab.report.series import Table, read_table
-from policyloss_lab.report.sources import KINDS, Files, files_of, is_our_run, split_run
+from policyloss_lab.report.sources import KINDS, Source, source_of, split_run
 
 
-@dataclass
-class StoredRun:
-    """The contents of a run's files. source: the trainer or the format. spec: the loss as JSON, or
-    None. planned: the planned number of steps, or None.
+def sources_of(path: Path, paths: int) -> list[Source]:
+    """The runs in `path` with their numbers, except for ours: one run, or all runs of a table.
+    paths: the number of paths that share the limits.
     """
-
-    source: str
-    version: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    spec: Any = None
-    planned: int | None = None
-    table: Table = field(default_factory=Table)
-    times: Table = field(default_factory=Table)
-    rollouts: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_our_run(folder: Path, notes: Notes, runs: int) -> StoredRun:
-    """Read the run directory `folder`. runs: the number of runs that share the limits."""
-    contents = json_object(folder / "config.json", notes)
-    config, version = contents.get("config"), contents.get("policyloss")
-    config, defaults = (
-        x if isinstance(x, dict) else {} for x in (config, contents.get("defaults"))
-    )
-    size = limits.bytes_of(limits.METRIC_BYTES, runs)
-    tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
-    rows = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
-    answers = folder / "answers.jsonl"  # optional, so its absence needs no note
-    return StoredRun(
-        "policyloss",
-        version if isinstance(version, str) else "",
-        config,
-        defaults,
-        spec=contents.get("loss"),
-        planned=integer(config.get("steps")),
-        table=read_table(folder / "metrics.jsonl", notes, size),
-        times=read_table(folder / "timing.jsonl", notes, size),
-        environment=json_object(folder / "environment.json", notes),
-        rollouts=read_rollouts(folder / "rollouts.jsonl", notes, tokens, size=rows),
-        answers=read_rollouts(answers, notes, tokens // limits.ANSWERS_SHARE, as_stored, rows)
-        if os.path.lexists(answers)
-        else [],
-    )
+    source = source_of(path)
+    tables = _read_numbers(source, paths)
+    if source.kind == "table" and source.run not in tables and source.run:
+        names = ", ".join(repr(name) for name in [*tables][:10])
+        raise InputError(f"{split_run(path)[0]} holds no run {source.run!r}; it holds {names}.")
+    if source.kind != "table" or source.run or len(tables) < 2:
+        only = next(iter(tables.values()), Table())
+        return [replace(source, table=tables.get(source.run, only))]
+    if source.completions:
+        source.notes.append("Files of completions next to a table of several runs were not read.")
+    source.completions = []
+    notes = [source.notes, *([] for _ in range(len(tables) - 1))]
+    return [
+        replace(source, path=Path(f"{path}#{run}"), notes=its, run=run, table=table)
+        for its, (run, table) in zip(notes, tables.items(), strict=True)
+    ]
 
 
-_RANGE = ("__MIN", "__MAX")
-
-
-class Columns:
-    """Numbers by metric and step, stored compactly; the last number of a step counts."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
-
-    def add(self, step: int, row: Mapping[str, float]) -> None:
-        """Add numbers of a step; rows may come in any order."""
-        for name, value in row.items():
-            column = self._columns.get(name)
-            if column is None:
-                if name in STEPS or name.startswith("_") or len(self._columns) >= limits.COLUMNS:
-                    continue
-                column = self._columns[name] = (array("q"), array("d"))
-            column[0].append(step)
-            column[1].append(value)
-
-    def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, numbers) in the order of steps. Metrics that have one of our names come first."""
-        known = our_names(self._columns)
-        names = sorted(self._columns, key=lambda name: name not in known)
-        merged = heapq.merge(*(self._points(name, rank) for rank, name in enumerate(names)))
-        now, row = None, dict[str, float]()
-        for step, rank, value in merged:
-            if step != now and now is not None:
-                yield now, row
-                row = {}
-            now, row[names[rank]] = step, value
-        if now is not None:
-            yield now, row
-
-    def _points(self, name: str, rank: int) -> Iterator[tuple[int, int, float]]:
-        steps, values = self._columns[name]
-        order: Any = range(len(steps))
-        if any(a > b for a, b in itertools.pairwise(steps)):
-            order = sorted(order, key=steps.__getitem__)  # stable: equal steps keep their order
-        for i in order:
-            yield steps[i], rank, values[i]
-
-
-def read_tables(paths: Sequence[Path], notes: Notes, budget: int) -> dict[str, Columns]:
-    """{name of a run: its numbers} of some tables; a name in several tables is one run, and "" is a
-    run without a name. About `budget` bytes are read.
+def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
+    """{name of a run: its numbers}. A table may hold several runs, and a name in several tables is
+    one run; every other file holds one run without a name.
     """
-    runs: dict[str, Columns] = {}
-    for path in paths:
+    notes, tables = source.notes, dict[str, Table]()
+    budget = limits.bytes_of(limits.METRIC_BYTES, paths) // max(1, len(source.numbers))
+    if source.kind in ("events", "table"):  # a number takes a third of its bytes in JSON lines
+        budget //= 3
+    for path in source.numbers:
         file = open_noted(path, notes)
         if file is None:
             continue
+        more = False
         with file:
-            lines = Lines(file, budget // len(paths), limits.NUMBER_PARTS)
-            if lines.sampled:
-                notes.append(sampled_note(path.name, lines.size, budget // len(paths)))
-            texts = (line.decode("utf-8", "replace") for _, line in lines)
-            more = False
+            size = os.fstat(file.fileno()).st_size
+            if size > budget and source.kind != "state":
+                notes.append(sampled_note(path.name, size, budget))
             try:
-                for run, step, row in table_rows(texts):
-                    if run not in runs and len(runs) == limits.RUNS:
+                for run, step, row in _rows(source, file, path, budget):
+                    if run not in tables and len(tables) == limits.RUNS:
                         more = True
                     elif abs(step) < limits.LARGEST_STEP:
-                        runs.setdefault(run, Columns()).add(step, _without_ranges(row))
-            except InputError as error:
-                raise InputError(f"{path}: {error}") from None
+                        tables.setdefault(run, Table()).add(step, _metrics(row))
             except OSError as error:
                 notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
         if more:
             most = limits.RUNS
             notes.append(f"{path.name} holds more than {most} runs; the others were left out.")
-    return runs
+    return tables
 
 
-def _without_ranges(row: Row) -> Row:
-    """A row without the extremes of the points that W&B has averaged."""
+def _rows(
+    source: Source, file: BinaryIO, path: Path, budget: int
+) -> Iterator[tuple[str, int, Row]]:
+    """(run, step, numbers) of each row of a file; the run is "" if the file does not name it."""
+    if source.kind == "table":
+        lines = Lines(file, budget, limits.NUMBER_PARTS)
+        try:
+            yield from table_rows(line.decode("utf-8", "replace") for _, line in lines)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        return
+    rows = (
+        numbered(trackio_rows(path, source.run, budget))
+        if source.kind == "trackio"
+        else rows_of(file, path.name, budget)
+    )
+    for step, row in rows:
+        yield "", step, row
+
+
+_RANGE = ("__MIN", "__MAX")
+
+
+def _metrics(row: Row) -> Row:
+    """A row without steps, trackers' own numbers, and the extremes of points that W&B averaged."""
     return {
         name: value
         for name, value in row.items()
-        if not name.endswith(_RANGE) or name[: -len(_RANGE[0])] not in row
+        if name not in STEPS
+        and not name.startswith("_")
+        and (not name.endswith(_RANGE) or name[: -len(_RANGE[0])] not in row)
     }
 
 
-@dataclass
-class RunPlace:
-    """Where a run is stored. path: the argument, plus `#` and the name of the run if the path holds
-    several runs. files: the files of another trainer's run; None for ours. run: the name of the run
-    in a table of several runs. columns: its numbers in a table, which is read once for all runs.
-    notes: about omitted data.
-    """
-
-    path: Path
-    notes: Notes
-    files: Files | None = None
-    run: str = ""
-    columns: Columns | None = None
-
-
-def places_of(path: Path, paths: int) -> list[RunPlace]:
-    """The runs in `path`: one, or all runs of a table. paths: the number of paths that share the
-    limits.
-    """
-    notes: Notes = []
-    if is_our_run(path):
-        return [RunPlace(path, notes)]
-    files = files_of(path, notes)
-    if files.kind != "table":
-        return [RunPlace(path, notes, files)]
-    # A number takes a third of its bytes in JSON lines.
-    runs = read_tables(files.numbers, notes, limits.bytes_of(limits.METRIC_BYTES, paths) // 3)
-    if files.run and files.run not in runs:
-        names = ", ".join(repr(name) for name in [*runs][:10])
-        raise InputError(f"{split_run(path)[0]} holds no run {files.run!r}; it holds {names}.")
-    if files.run or len(runs) < 2:
-        columns = runs[files.run] if files.run else next(iter(runs.values()), Columns())
-        return [RunPlace(path, notes, files, files.run, columns)]
-    if files.completions:
-        notes.append("Files of completions next to a table of several runs were not read.")
-    files = replace(files, completions=[])
-    return [
-        RunPlace(Path(f"{path}#{run}"), notes if not i else [], files, run, columns)
-        for i, (run, columns) in enumerate(runs.items())
-    ]
-
-
-def labels_of(places: Sequence[RunPlace]) -> list[str]:
+def labels_of(sources: Sequence[Source]) -> list[str]:
     """A short, unique name for each run: the name of its folder, or its name in its table. If two
     names are equal, the parent folder or the table is added; if still equal, a number.
     """
     names, longer = [], []
-    for place in places:
-        path = (split_run(place.path)[0] if place.run else place.path).resolve()
-        parts = (path.name, place.run) if place.run else (path.parent.name, path.name)
+    for source in sources:
+        if source.kind == "table" and source.run:
+            parts = (split_run(source.path)[0].resolve().name, source.run)
+        else:
+            parts = (source.path.resolve().parent.name, source.path.resolve().name)
         names.append(parts[1])
         longer.append("/".join(parts))
     names = [
@@ -228,61 +134,83 @@ def labels_of(places: Sequence[RunPlace]) -> list[str]:
     ]
 
 
-def read_foreign(
-    path: Path, files: Files, columns: Columns | None, notes: Notes, runs: int
-) -> StoredRun:
-    """Read the run of another trainer in `path`, a folder or a file. columns: its numbers, if they
-    were read already. runs: the number of runs that share the limits.
+@dataclass
+class StoredRun:
+    """The contents of a run's files. source: the trainer or the format. steps: the number of
+    trained steps. spec: the loss as JSON, or None. planned: the planned number of steps, or None.
     """
-    source = KINDS.get(files.kind, "completions only")
-    run = StoredRun(source if files.kind else f"{source}: {files.completions[0].name}")
-    columns = _numbers(files, notes, runs) if columns is None else columns
-    for step, row in columns.rows():
-        run.table.add(step, row)
-        trained = any(not name.startswith("eval") for name in row)
-        run.table.trained = max(0, step) if trained else run.table.trained
-    if files.kind and not run.table.lines:
-        raise InputError(f"{path} holds no row with a step and numbers; it is no log of a run.")
-    if files.kind == "state":
-        run.planned = _planned(files.numbers[0])
-    if files.kind == "trackio":
-        database = files.numbers[0]
-        run.config = strict(trackio_config(database, files.run), database.name, notes)
-    run.rollouts = _completions(files, run.table, notes, runs)
+
+    source: str
+    table: Table
+    steps: int
+    version: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    spec: Any = None
+    planned: int | None = None
+    times: Table = field(default_factory=Table)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_run(source: Source, runs: int) -> StoredRun:
+    """Read the files of a run. runs: the number of runs that share the limits."""
+    return _read_ours(source, runs) if source.kind == "ours" else _read_foreign(source, runs)
+
+
+def _read_ours(source: Source, runs: int) -> StoredRun:
+    folder, notes = source.path, source.notes
+    contents = json_object(folder / "config.json", notes)
+    config, defaults = (
+        x if isinstance(x, dict) else {} for x in map(contents.get, ("config", "defaults"))
+    )
+    version = contents.get("policyloss")
+    size = limits.bytes_of(limits.METRIC_BYTES, runs)
+    tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
+    rows = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
+    answers = folder / "answers.jsonl"  # optional, so its absence needs no note
+    table = read_table(folder / "metrics.jsonl", notes, size)
+    return StoredRun(
+        "policyloss",
+        table,
+        table.trained.shape[0],
+        version if isinstance(version, str) else "",
+        config,
+        defaults,
+        spec=contents.get("loss"),
+        planned=integer(config.get("steps")),
+        times=read_table(folder / "timing.jsonl", notes, size),
+        environment=json_object(folder / "environment.json", notes),
+        rollouts=read_rollouts(folder / "rollouts.jsonl", notes, tokens, size=rows),
+        answers=read_rollouts(answers, notes, tokens // limits.ANSWERS_SHARE, as_stored, rows)
+        if os.path.lexists(answers)
+        else [],
+    )
+
+
+def _read_foreign(source: Source, runs: int) -> StoredRun:
+    if source.kind and not source.table.lines:
+        raise InputError(
+            f"{source.path} holds no row with a step and numbers; it is no log of a run."
+        )
+    name = KINDS.get(source.kind) or f"completions only: {source.completions[0].name}"
+    run = StoredRun(name, source.table, max([0, *source.table.trained.tolist()[-1:]]))
+    if source.kind == "state":
+        run.planned = _planned(source.numbers[0])
+    if source.kind == "trackio":
+        file = source.numbers[0]
+        run.config = strict(trackio_config(file, source.run), file.name, source.notes)
+    run.rollouts = _completions(source, runs)
     return run
 
 
-def _numbers(files: Files, notes: Notes, runs: int) -> Columns:
-    columns = Columns()
-    budget = limits.bytes_of(limits.METRIC_BYTES, runs) // max(1, len(files.numbers))
-    if files.kind == "events":  # a number takes a third of its bytes in JSON lines
-        budget //= 3
-    for path in files.numbers:
-        file = open_noted(path, notes)
-        if file is None:
-            continue
-        with file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            if size > budget and files.kind != "state":
-                notes.append(sampled_note(path.name, size, budget))
-            try:
-                rows = rows_of(file, path.name, budget)
-                if files.kind == "trackio":
-                    rows = numbered(trackio_rows(path, files.run, budget))
-                for step, row in rows:
-                    if abs(step) < limits.LARGEST_STEP:
-                        columns.add(step, row)
-            except OSError as error:
-                notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
-    return columns
-
-
-def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[dict[str, Any]]:
+def _completions(source: Source, runs: int) -> list[dict[str, Any]]:
     """The completions of one or many files. They are written to a temporary `rollouts.jsonl` first,
     from which the page's selection is read.
     """
-    paths = sorted(files.completions, key=lambda path: (step_in_name(path), path))
+    notes = source.notes
+    paths = sorted(source.completions, key=lambda path: (step_in_name(path), path))
     budget = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
     chosen = _evenly(paths, budget)
     if len(chosen) < len(paths):
@@ -291,13 +219,13 @@ def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[di
             "others were left out."
         )
     pattern = re.compile(r"(?:train/)?rewards/(.+)/mean$")
-    rewards = [match[1] for name in table.lines if (match := pattern.match(name))]
+    rewards = [match[1] for name in source.table.lines if (match := pattern.match(name))]
     with tempfile.TemporaryDirectory() as folder:
         spool = Path(folder) / "completions.jsonl"
         with spool.open("w", encoding="utf-8") as out:
             before: list[str] = []
-            if files.kind == "trackio":
-                tables = trackio_tables(files.numbers[0], files.run, budget, rewards)
+            if source.kind == "trackio":
+                tables = trackio_tables(source.numbers[0], source.run, budget, rewards)
                 out.writelines(_line(row) for row in tables)
             for path in chosen:
                 lines = _spooled(path, budget // max(1, len(chosen)), rewards, notes)
@@ -312,7 +240,7 @@ def _completions(files: Files, table: Table, notes: Notes, runs: int) -> list[di
         return read_rollouts(spool, notes, tokens, size=2 * budget)
 
 
-def _spooled(path: Path, budget: int, rewards: list[str], notes: Notes) -> list[str]:
+def _spooled(path: Path, budget: int, rewards: list[str], notes: list[str]) -> list[str]:
     """The rows of one file as JSON lines; [] and a note if it cannot be read."""
     file = open_noted(path, notes)
     if file is None:
