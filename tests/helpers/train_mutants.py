@@ -51,7 +51,7 @@ TRAIN = (
     (
         "lock_no_flock",
         "policyloss_lab/runs/lock.py",
-        "fcntl.flock(handle, fcntl.LOCK_EX)",
+        "fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
         "pass",
         _DISK + "test_two_that_meet_a_dead_lock_take_it_one_after_the_other",
     ),
@@ -408,8 +408,8 @@ TRAIN = (
     (
         "a_forked_child_frees_the_lock",
         "policyloss_lab/runs/lock.py",
-        'os.getpid() != self.owner["pid"] or ',
-        "",
+        "os.register_at_fork(after_in_child=self._close)",
+        "pass",
         "test_recorder.py::test_a_forked_child_leaves_the_run_to_its_parent",
     ),
     (

@@ -290,20 +290,6 @@ def test_the_command_line_names_omissions(
     assert len(collect([run])["runs"][0]["notes"]) == 41
 
 
-def test_a_process_with_a_used_id_does_not_make_a_dead_run_live(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [{"step": 0, "a": 1}], config={"steps": 2})
-    owner = lock.Lock(run)
-    assert run_of(run)["summary"]["state"] == "running"
-    # This process began later.
-    (run / "lock").write_text(json.dumps({**owner.owner, "began": "long ago"}))
-    assert run_of(run)["summary"]["state"] == "stopped"
-    for pid in (0, -1, True, 2**70, 1.5, "1"):
-        (run / "lock").write_text(json.dumps({**owner.owner, "pid": pid, "began": None}))
-        assert run_of(run)["summary"]["state"] == "stopped", pid
-    (run / "lock").write_text("[" * 4_000)
-    assert run_of(run)["summary"]["state"] == "stopped"
-
-
 def test_the_report_needs_no_trainer() -> None:
     """Nor any package that the core does without. To load a module is to run the `__init__` of its
     packages, so those count as well.
