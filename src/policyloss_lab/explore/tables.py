@@ -23,7 +23,7 @@ from policyloss.parts.data import VARIANTS, encoded
 from policyloss.spec import LossSpec
 from policyloss_lab.commands import Explore
 from policyloss_lab.explore.fields import Field, fields_of, limits, start, start_number
-from policyloss_lab.explore.templates import Joints, Template, joints, template
+from policyloss_lab.explore.templates import Template, joints, template
 
 MOST = 3  # losses side by side
 FIRST = Explore.losses
@@ -41,14 +41,15 @@ def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
     }
     return {
         "slots": slots,
-        "joints": _joints(joints(), nodes),
+        "joints": nodes.all_lines(joints()),
         "nodes": nodes.table,
         "variants": nodes.variants,
         "presets": {name: _preset(name) for name in PRESETS},
         "elsewhere": [_named(entry) for entry in ELSEWHERE],
         "vocabulary": VOCABULARY,
         "default": LossSpec().to_dict(),
-        "entropy_coef": _entropy_field(),
+        "entropy_coef": {"name": "entropy_coef", "kind": "number", "optional": False}
+        | {"integer": False, "default": 0.0, **_of_number(0.0)},
         "unfit_ratios": _unfit_ratios(),
         "losses": shown,
         "most": MOST,
@@ -74,6 +75,12 @@ class _Nodes:
     def lines(self, lines: Lines) -> list[Any]:
         return [[label, self.place(x)] for label, x in lines]
 
+    def all_lines(self, lines: Any) -> Any:
+        """Nested lines by name, with indices for their nodes."""
+        if isinstance(lines, dict):
+            return {name: self.all_lines(each) for name, each in lines.items()}
+        return self.lines(lines)
+
     def variant(self, data: dict[str, Any]) -> int:
         if data not in self.variants:
             self.variants.append(data)
@@ -81,17 +88,12 @@ class _Nodes:
 
 
 def _part(slot: str, of: Template, nodes: _Nodes) -> dict[str, Any]:
-    options: dict[str, list[Any]] = {key: [] for key in of.keys}
-    for values in of.variants:
-        for key, value in zip(of.keys, values, strict=True):
-            if value not in options[key]:
-                options[key].append(value)
     return {
         "about": (of.part.__doc__ or "").split("\n\n")[0].replace("\n    ", " "),
         "fields": [_field(slot, of.part, field) for field in fields_of(of.part)],
         "start": encoded(slot, start(of.part)),
         "words_if_infinite": {name: list(words) for name, words in of.words_if_infinite.items()},
-        "keys": [[key, values] for key, values in options.items()],
+        "keys": [[key, list(options)] for key, options in of.keys.items()],
         # The index of a variant encodes its options; the last key varies fastest.
         "variants": [
             nodes.variant(
@@ -117,7 +119,7 @@ def _field(slot: str, part: type, field: Field) -> dict[str, Any]:
         data |= {"optional": field.optional, "integer": field.integer}
         data |= _of_number(start_number(part, field), **limits(part, field)._asdict())
     if field.kind == "clamp":
-        data |= _of_number(20.0, least=None, above=0)
+        data |= _of_number(20.0, above=0)
     return data
 
 
@@ -133,17 +135,6 @@ def _unfit_ratios() -> dict[str, dict[str, str]]:
     return errors
 
 
-def _entropy_field() -> dict[str, Any]:
-    return {
-        "name": "entropy_coef",
-        "kind": "number",
-        "optional": False,
-        "integer": False,
-        "default": 0.0,
-        **_of_number(0.0, least=None, above=None),
-    }
-
-
 def _of_number(first: float, **limits: Any) -> dict[str, Any]:
     """An initial number, its limits, and useful ends of a slider."""
     high = next((limits[k] for k in ("most", "below") if limits.get(k) is not None), None)
@@ -153,24 +144,6 @@ def _of_number(first: float, **limits: Any) -> dict[str, Any]:
     if ends[1] <= ends[0]:
         ends[1] = ends[0] + far
     return {"start": first, "slider": ends, **{k: v for k, v in limits.items() if v is not None}}
-
-
-def _joints(of: Joints, nodes: _Nodes) -> dict[str, Any]:
-    def keyed(lines: dict[Any, Lines]) -> dict[str, Any]:
-        return {_key(key): nodes.lines(each) for key, each in lines.items()}
-
-    return {
-        "weight": nodes.lines(of.weight),
-        "keep": nodes.lines(of.keep),
-        "rejected": keyed(of.rejected),
-        "normalised": keyed(of.normalised),
-        "token_loss": keyed(of.token_loss),
-    }
-
-
-def _key(key: Any) -> str:
-    values = key if isinstance(key, tuple) else (key,)
-    return ",".join(str(int(v)) if isinstance(v, bool) else str(v) for v in values)
 
 
 def _preset(name: str) -> dict[str, Any]:

@@ -9,37 +9,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from policyloss_lab.report import sections
-from policyloss_lab.report.markup import asset, content_policy, escaped, island
+from policyloss_lab.report.markup import asset, document, escaped
 from policyloss_lab.report.panels import OTHER
 from policyloss_lab.report.view import view
 
-_SCRIPTS = (
-    *("draw.js", "charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
-    *("ratios.js", "tokens.js", "completions.js", "live.js", "page.js"),
+ASSETS = tuple(
+    f"report/{name}"
+    for name in (
+        *("page.css", "draw.js", "charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
+        *("ratios.js", "tokens.js", "completions.js", "live.js", "page.js"),
+    )
 )
 
 
 def render(data: Mapping[str, Any], *, live: int = 0) -> str:
-    """The HTML page of `data`, the result of `collect`. A content policy in its head forbids every
-    request and every other script. live: the interval in milliseconds at which the page reloads
-    itself from its server, and from nowhere else; 0 disables it.
+    """The HTML page of `data`, the result of `collect`. live: the interval in milliseconds at which
+    the page reloads itself from its server, and from nowhere else; 0 disables it.
     """
     shown, runs = view(data), data["runs"]
-    style = _asset("page.css")
-    script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"
     labels = ", ".join(run["label"] for run in runs)
     charts = _charts(shown["panels"])
     more = charts.pop(OTHER, "")
-    body = [
+    parts = [
         *(charts.pop(name, "") for name in ("Learning", "Policy")),
-        _section("ratios", "Ratio distribution", _asset("ratios.html"))
+        _section("ratios", "Ratio distribution", asset("report/ratios.html"))
         if any(run["histogram"] for run in shown["runs"])
         else "",
         *charts.values(),
         _section(
             "tokens",
             "Completions",
-            _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
+            asset("report/tokens.html")
+            if any(run["rollouts"] for run in shown["runs"])
+            else _NO_TOKENS,
         ),
         _section("losses", "The loss" if len(runs) == 1 else "The losses", sections.losses(data)),
         _section("settings", "Settings", sections.settings(data, "config")),
@@ -49,26 +51,15 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
         more,
         _section("environment", "Environment", sections.settings(data, "environment")),
     ]
-    body = body if shown["panels"] else [_NO_STEPS, *body]
-    return f"""<!doctype html>
-<html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
-<meta http-equiv="Content-Security-Policy" content="{content_policy(style, script, live)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">\
-<title>{escaped(labels)} · training report</title>
-<style>{style}</style></head><body>
-<header><h1>Training report</h1>{sections.verdict(data)}{sections.overview(runs)}\
+    parts = parts if shown["panels"] else [_NO_STEPS, *parts]
+    body = f"""<header><h1>Training report</h1>{sections.verdict(data)}{sections.overview(runs)}\
 {sections.health(runs)}{sections.notes(runs)}</header>
 <noscript><p class="card">\
 The charts and the token view are drawn by a script in this file, which is switched off.\
 </p></noscript>
-{_asset("toolbar.html")}<main>{"".join(body)}</main><div id="tip" role="status" hidden></div>
-<script type="application/json" id="data">{island(shown)}</script>
-<script>{script}</script></body></html>
-"""
-
-
-def _asset(name: str) -> str:
-    return asset("policyloss_lab.report", name)
+{asset("report/toolbar.html")}<main>{"".join(parts)}</main>\
+<div id="tip" role="status" hidden></div>"""
+    return document(f"{escaped(labels)} · training report", body, shown, ASSETS, live)
 
 
 def _section(name: str, title: str, body: str) -> str:
