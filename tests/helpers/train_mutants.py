@@ -429,8 +429,8 @@ TRAIN = (
     (
         "a_page_shows_the_first_groups",
         "policyloss_lab/report/rollouts.py",
-        "order: Order = by_information",
-        "order: Order = as_stored",
+        "by_information: bool = True",
+        "by_information: bool = False",
         "test_report.py::test_too_many_completions_are_thinned_by_whole_groups",
     ),
     (

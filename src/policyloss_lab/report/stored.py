@@ -21,7 +21,7 @@ from policyloss_lab.logs.scalars import numbered, rows_of
 from policyloss_lab.logs.tables import table_rows
 from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows
 from policyloss_lab.reading import Lines, integer, json_object, open_noted, sampled_note, strict
-from policyloss_lab.report.rollouts import as_stored, read_rollouts
+from policyloss_lab.report.rollouts import read_rollouts
 from policyloss_lab.report.series import Table, read_table
 from policyloss_lab.report.sources import KINDS, Source, source_of, split_run
 
@@ -182,8 +182,10 @@ def _read_ours(source: Source, runs: int) -> StoredRun:
         planned=integer(config.get("steps")),
         times=read_table(folder / "timing.jsonl", notes, size),
         environment=json_object(folder / "environment.json", notes),
-        rollouts=read_rollouts(folder / "rollouts.jsonl", notes, tokens, size=rows),
-        answers=read_rollouts(answers, notes, tokens // limits.ANSWERS_SHARE, as_stored, rows)
+        rollouts=read_rollouts(folder / "rollouts.jsonl", notes, tokens, rows),
+        answers=read_rollouts(
+            answers, notes, tokens // limits.ANSWERS_SHARE, rows, by_information=False
+        )
         if os.path.lexists(answers)
         else [],
     )
@@ -237,7 +239,7 @@ def _completions(source: Source, runs: int) -> list[dict[str, Any]]:
         if not spool.stat().st_size:
             return []
         tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
-        return read_rollouts(spool, notes, tokens, size=2 * budget)
+        return read_rollouts(spool, notes, tokens, 2 * budget)
 
 
 def _spooled(path: Path, budget: int, rewards: list[str], notes: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_lab.report import collect, render, write_report
 from policyloss_lab.report.markup import escaped
-from policyloss_lab.report.rollouts import as_stored, read_rollouts
+from policyloss_lab.report.rollouts import read_rollouts
 from policyloss_lab.runs.lock import Lock
 
 
@@ -361,7 +361,7 @@ def test_held_out_answers_are_thinned_by_prompt(tmp_path: Path) -> None:
         for k in range(3)
     ]
     write_lines(tmp_path / "answers.jsonl", rows)
-    found = read_rollouts(tmp_path / "answers.jsonl", [], 85, as_stored)
+    found = read_rollouts(tmp_path / "answers.jsonl", [], 85, by_information=False)
     assert [(row["step"], row["group"]) for row in found] == [
         (s, k) for s in range(4) for k in (0, 1)
     ]
