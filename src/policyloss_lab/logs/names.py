@@ -130,7 +130,6 @@ def canonical(row: Mapping[str, float]) -> dict[str, float]:
         out["dead_groups"] = min(1.0, dead / max(groups, dead))
     updates = row.get("updates")
     if updates is not None and (updates <= 1 or row.get("skipped", 0.0) >= updates):
-        out.pop(
-            "step_kl", None
-        )  # no update: it was skipped, or the number is from before the only update
+        # There was no update, or the number is from before the only one.
+        out.pop("step_kl", None)
     return out

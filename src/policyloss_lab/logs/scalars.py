@@ -7,7 +7,6 @@ follows from the first bytes of a file, not from its name.
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import re
@@ -71,36 +70,19 @@ def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
 
 
 def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
-    """The entries of "log_history" in a trainer_state.json, one at a time."""
-    decoder, text = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")("replace")
-    buffer, place = "", -1
-    while True:
-        block = file.read(limits.MIB)
-        buffer = buffer[max(place, 0) :] + text.decode(block)
-        place = place if place < 0 else 0
-        if place < 0:
-            key = re.search(r'"log_history"\s*:\s*\[', buffer)
-            if key is None and not block:
-                raise InputError(
-                    f"{name} has no log_history; give the trainer_state.json of a run."
-                )
-            if key is None:
-                buffer = buffer[-100:]
-                continue
-            place = key.end()
-        while True:
-            gap = re.compile(r"[\s,]*").match(buffer, place)
-            place = place if gap is None else gap.end()
-            if buffer[place : place + 1] == "]":
-                return
-            try:
-                entry, place = decoder.raw_decode(buffer, place)
-            except (ValueError, RecursionError):
-                break
-            if isinstance(entry, dict):
-                yield entry
-        if not block or len(buffer) - place > limits.LINE_BYTES:
+    """The entries of "log_history" in a trainer_state.json, up to the first unreadable one."""
+    text = file.read(limits.LOG_BYTES).decode("utf-8", "replace")
+    key = re.search(r'"log_history"\s*:\s*\[', text)
+    if key is None:
+        raise InputError(f"{name} has no log_history; give the trainer_state.json of a run.")
+    decoder, between, place = json.JSONDecoder(), re.compile(r"[\s,]*"), key.end()
+    while (gap := between.match(text, place)) and text[gap.end() : gap.end() + 1] not in ("", "]"):
+        try:
+            entry, place = decoder.raw_decode(text, gap.end())
+        except (ValueError, RecursionError):
             return
+        if isinstance(entry, dict):
+            yield entry
 
 
 def _console(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:

@@ -125,8 +125,7 @@ def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
     """The files of a folder and its subfolders that may hold a run; no link is followed."""
     count = 0
     for place, folders, names in os.walk(folder):
-        depth = len(Path(place).relative_to(folder).parts)
-        folders[:] = sorted(folders) if depth < limits.FOLDER_DEPTH else []
+        folders.sort()
         for name in sorted(names):
             count += 1
             if count > limits.PATHS:
