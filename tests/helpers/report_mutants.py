@@ -124,14 +124,14 @@ REPORT = (
     ),
     (
         "report_replaces_the_table_of_a_run",
-        "policyloss_lab/report/write.py",
+        "policyloss_lab/report/page.py",
         "split_run(Path(p))[0].resolve()",
         "Path(p).resolve()",
         _TABLES + "test_the_file_of_a_run_in_it_is_known",
     ),
     (
         "report_shows_a_page_of_any_size",
-        "policyloss_lab/report/write.py",
+        "policyloss_lab/report/page.py",
         "if len(page.encode()) > limits.INLINE_BYTES:",
         "if False:",
         "test_report_notebook.py::test_a_page_that_is_too_large_for_a_notebook_is_cut_or_refused",

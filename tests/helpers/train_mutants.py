@@ -358,9 +358,9 @@ TRAIN = (
     ),
     (
         "older_rows_of_a_step_count",
-        "policyloss_lab/report/stored.py",
-        "now, row[names[rank]] = step, value",
-        "now, _ = step, row.setdefault(names[rank], value)",
+        "policyloss_lab/report/series.py",
+        "last = pad(steps.diff() != 0, (0, 1), value=True)",
+        "last = pad(steps.diff() != 0, (1, 0), value=True)",
         "test_report_readers.py::test_steps_that_were_made_again_count_once",
     ),
     (
@@ -372,7 +372,7 @@ TRAIN = (
     ),
     (
         "completions_of_a_batch_are_shown_again",
-        "policyloss_lab/report/stored.py",
+        "policyloss_lab/report/data.py",
         "if texts != before or",
         "if True or",
         "test_report_readers.py::test_completions_that_are_stored_again_are_shown_once",
