@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,39 +78,38 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
 def _run(source: Source, label: str, runs: int) -> dict[str, Any]:
     """The data of one run. runs: the number of runs that share the limits."""
     path, notes = source.path, source.notes
-    stored = read_run(source, runs)
+    (_read_ours if source.kind == "ours" else _read_foreign)(source, runs)
+    table, times = source.table, source.times
     file = "metrics.jsonl" if source.kind == "ours" else path.name
-    names = rename_metrics(stored.table, stored.times)
+    names = rename_metrics(table, times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
-    table, times = stored.table, stored.times
-    run: dict[str, Any] = {
+    loss, summary, sampled = (
+        loss_card(source.spec, source.config, notes),
+        _summary(source),
+        table.sampled(points),
+    )
+    rollouts = with_branches(source.rollouts, loss)
+    judged, symptoms = health_of(sampled, rollouts)
+    return {
         "label": label,
         "path": str(path),
-        "source": stored.source,
-        "policyloss": stored.version,
-        "config": stored.config,
-        "defaults": stored.defaults,
-        "environment": stored.environment,
-        "loss": loss_card(stored.spec, stored.config, notes),
-        "summary": _summary(path, stored),
+        "source": source.format,
+        "policyloss": source.version,
+        "config": source.config,
+        "defaults": source.defaults,
+        "environment": source.environment,
+        "loss": loss,
+        "summary": summary,
         "metrics": table.series(file, notes, points),
         "names": names,
         "timing": times.series("timing.jsonl", notes, points),
         "progress": {"tokens": table.sums("tokens"), "seconds": times.sums("step_s")},
         "ratio_histogram": table.histograms.data(notes),
-        "rollouts": stored.rollouts,
-        "answers": stored.answers,
+        "rollouts": rollouts,
+        "answers": source.answers,
         "notes": _bounded(notes + table.nonfinite_notes()),
-    }
-    run["rollouts"] = with_branches(run["rollouts"], run["loss"])
-    sampled = table.sampled(points)
-    judged, symptoms = health_of(sampled, run["rollouts"])
-    verdict = verdict_of(sampled, run["summary"])
-    levels = {name: course.change() for name, course in courses_of(sampled).items()}
-    return {
-        **run,
-        "verdict": verdict,
-        "levels": levels,
+        "verdict": verdict_of(sampled, summary),
+        "levels": {name: course.change() for name, course in courses_of(sampled).items()},
         "health": symptoms,
         "judged_steps": judged,
     }
@@ -121,16 +120,16 @@ def _bounded(notes: Notes) -> Notes:
     return [cut(note, NOTE_LENGTH) for note in notes[:NOTES]] + more
 
 
-def _summary(path: Path, stored: StoredRun) -> dict[str, Any]:
-    config, table = stored.config, stored.table
+def _summary(source: Source) -> dict[str, Any]:
+    config, table = source.config, source.table
     return {
         "model": _named(config.get("model")),
         "task": _named(config.get("task")),
         "engine": _named(config.get("rollout")),
-        "steps": stored.steps,
-        "planned_steps": stored.planned,
-        "state": _state(path, stored.steps, stored.planned),
-        "seconds": stored.times.total("step_s"),
+        "steps": source.steps,
+        "planned_steps": source.planned,
+        "state": _state(source.path, source.steps, source.planned),
+        "seconds": source.times.total("step_s"),
         "tokens": table.total("tokens"),
         "held_out": table.change("eval/accuracy"),
         "accuracy": table.change("accuracy"),
@@ -282,77 +281,44 @@ def labels_of(sources: Sequence[Source]) -> list[str]:
     ]
 
 
-@dataclass
-class StoredRun:
-    """The contents of a run's files. source: the trainer or the format. steps: the number of
-    trained steps. spec: the loss as JSON, or None. planned: the planned number of steps, or None.
-    """
-
-    source: str
-    table: Table
-    steps: int
-    version: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    spec: Any = None
-    planned: int | None = None
-    times: Table = field(default_factory=Table)
-    rollouts: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_run(source: Source, runs: int) -> StoredRun:
-    """Read the files of a run. runs: the number of runs that share the limits."""
-    return _read_ours(source, runs) if source.kind == "ours" else _read_foreign(source, runs)
-
-
-def _read_ours(source: Source, runs: int) -> StoredRun:
+def _read_ours(source: Source, runs: int) -> None:
+    """Read a run directory of ours. runs: the number of runs that share the limits."""
     folder, notes = source.path, source.notes
     contents = json_object(folder / "config.json", notes)
-    config, defaults = (
+    source.config, source.defaults = (
         x if isinstance(x, dict) else {} for x in map(contents.get, ("config", "defaults"))
     )
     version = contents.get("policyloss")
+    source.format, source.version = "policyloss", version if isinstance(version, str) else ""
+    source.spec, source.planned = contents.get("loss"), integer(source.config.get("steps"))
     size = limits.bytes_of(limits.METRIC_BYTES, runs)
+    source.table = read_table(folder / "metrics.jsonl", notes, size)
+    source.times = read_table(folder / "timing.jsonl", notes, size)
+    source.steps = source.table.trained.shape[0]
+    source.environment = json_object(folder / "environment.json", notes)
     tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
-    rows = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
-    answers = folder / "answers.jsonl"  # optional, so its absence needs no note
-    table = read_table(folder / "metrics.jsonl", notes, size)
-    return StoredRun(
-        "policyloss",
-        table,
-        table.trained.shape[0],
-        version if isinstance(version, str) else "",
-        config,
-        defaults,
-        spec=contents.get("loss"),
-        planned=integer(config.get("steps")),
-        times=read_table(folder / "timing.jsonl", notes, size),
-        environment=json_object(folder / "environment.json", notes),
-        rollouts=read_rollouts(folder / "rollouts.jsonl", notes, tokens, rows),
-        answers=read_rollouts(
-            answers, notes, tokens // limits.ANSWERS_SHARE, rows, by_information=False
-        )
-        if os.path.lexists(answers)
-        else [],
-    )
+    size = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
+    source.rollouts = read_rollouts(folder / "rollouts.jsonl", notes, tokens, size)
+    answers = folder / "answers.jsonl"
+    if os.path.lexists(answers):  # optional, so its absence needs no note
+        tokens //= limits.ANSWERS_SHARE
+        source.answers = read_rollouts(answers, notes, tokens, size, by_information=False)
 
 
-def _read_foreign(source: Source, runs: int) -> StoredRun:
+def _read_foreign(source: Source, runs: int) -> None:
+    """Read the files of another trainer, except for the numbers, which are read already."""
     if source.kind and not source.table.lines:
         raise InputError(
             f"{source.path} holds no row with a step and numbers; it is no log of a run."
         )
-    name = KINDS.get(source.kind) or f"completions only: {source.completions[0].name}"
-    run = StoredRun(name, source.table, max([0, *source.table.trained.tolist()[-1:]]))
+    source.format = KINDS.get(source.kind) or f"completions only: {source.completions[0].name}"
+    source.steps = max([0, *source.table.trained.tolist()[-1:]])
     if source.kind == "state":
-        run.planned = _planned(source.numbers[0])
+        source.planned = _planned(source.numbers[0])
     if source.kind == "trackio":
         file = source.numbers[0]
-        run.config = strict(trackio_config(file, source.run), file.name, source.notes)
-    run.rollouts = _completions(source, runs)
-    return run
+        source.config = strict(trackio_config(file, source.run), file.name, source.notes)
+    source.rollouts = _completions(source, runs)
 
 
 def _completions(source: Source, runs: int) -> list[dict[str, Any]]:

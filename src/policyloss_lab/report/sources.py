@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from policyloss.errors import InputError
 from policyloss_lab import limits
@@ -42,10 +43,12 @@ _OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
 
 @dataclass
 class Source:
-    """The files of one run. path: the argument, plus `#` and the name of the run if a table holds
-    several. notes: about omitted data. kind: "ours" for a run directory of ours, the key of `KINDS`
-    for the files with numbers of another trainer, or "" for completions alone. run: the name of the
-    run in a database or a table. table: the numbers that another trainer wrote, once they are read.
+    """The files of one run, and their contents once they are read.
+
+    path: the argument, plus `#` and the name of the run if a table holds several. notes: about
+    omitted data. kind: "ours" for a run directory of ours, the key of `KINDS` for the files with
+    numbers of another trainer, or "" for completions alone. run: the name of the run in a database
+    or a table. format: in words. steps: the number of trained steps. spec: the loss as JSON.
     """
 
     path: Path
@@ -54,7 +57,18 @@ class Source:
     run: str = ""
     numbers: list[Path] = field(default_factory=list)
     completions: list[Path] = field(default_factory=list)
+    format: str = ""
+    version: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    spec: Any = None
+    steps: int = 0
+    planned: int | None = None
     table: Table = field(default_factory=Table)
+    times: Table = field(default_factory=Table)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
 
 
 def is_our_run(path: Path) -> bool:
