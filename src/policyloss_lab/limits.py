@@ -15,7 +15,6 @@ NUMBER_PARTS = 512  # parts of a file of numbers that is too large to be read co
 COMPLETION_PARTS = 32  # the same for a file of completions
 OBJECT_BYTES = MIB  # config.json and environment.json
 DEPTH = 20  # levels of nested settings
-SETTINGS = 2_000  # values in one file of settings
 TABLE_BYTES = 64 * MIB  # a table of W&B, and a row group of parquet before compression
 TOKEN_FILE_BYTES = 1024 * MIB  # a file of tokens for the doctor or the what-if
 LOG_BYTES = 256 * MIB  # a log for the doctor
@@ -27,9 +26,7 @@ ROLLOUT_BYTES = 64 * MIB  # completions of all runs together
 LEAST_BYTES = MIB // 4  # the share of one run, however many there are
 RUNS = 100  # runs of one table
 PATHS = 20_000  # files of one folder that is searched for logs
-FOLDER_DEPTH = 8  # levels of folders in that search
-COLUMNS = 5_000  # metrics that are collected from one log; the page shows fewer
-INDEXED = 200_000  # offsets in memory: of steps of metrics, and of rows of rollouts
+INDEXED = 200_000  # rows of rollouts whose offsets are in memory
 WATCHED = 10_000  # files that a live page watches
 
 # Numbers and texts of a page

@@ -206,29 +206,22 @@ def row_at(file: BinaryIO, offset: int) -> dict[str, Any]:
 
 def strict(value: Any, name: str, notes: Notes) -> Any:
     """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read
-    it.
-
-    Values nested deeper than `limits.DEPTH`, and values after the first `limits.SETTINGS`, are left
-    out; a note names the file, `name`.
+    it. Values nested deeper than `limits.DEPTH` are left out; a note names the file, `name`.
     """
-    count = deep = 0
+    deep = 0
 
     def copy(inner: Any, depth: int) -> Any:
-        nonlocal count, deep
-        count += 1
-        most = limits.SETTINGS
+        nonlocal deep
         if isinstance(inner, (dict, list)) and depth > limits.DEPTH:
             deep += 1
             return "…"
         if isinstance(inner, dict):
-            return {key: copy(item, depth + 1) for key, item in inner.items() if count < most}
+            return {key: copy(item, depth + 1) for key, item in inner.items()}
         if isinstance(inner, list):
-            return [copy(item, depth + 1) for item in inner if count < most]
+            return [copy(item, depth + 1) for item in inner]
         return str(inner) if isinstance(inner, float) and not math.isfinite(inner) else inner
 
     kept = copy(value, 1)
-    if count >= limits.SETTINGS:
-        notes.append(f"{name} holds more than {limits.SETTINGS:,} values; the rest was left out.")
     if deep:
         levels = f"{limits.DEPTH} levels"
         notes.append(f"{name} holds {deep} value(s) nested deeper than {levels}, left out.")

@@ -46,8 +46,8 @@ WHATIF = (
     (
         "whatif_corrected_mismatch_is_wrong",
         "policyloss_lab/whatif/outcome.py",
-        'if not kl <= limits.mismatch and "rollout_logp" not in outcome.spec.reads:',
-        "if not kl <= limits.mismatch:",
+        'not kl <= limits.mismatch and "rollout_logp" not in outcome.spec.reads',
+        "not kl <= limits.mismatch",
         _NUMBERS + "test_a_mismatch_is_cured_by_a_correction",
     ),
     (
@@ -67,8 +67,8 @@ WHATIF = (
     (
         "whatif_half_a_completion",
         "policyloss_lab/whatif/tokens.py",
-        "if not all(fine or not trained for fine, trained in zip(good, used, strict=True)):",
-        "if not any(good):",
+        "if all(fine or not trained for fine, trained in zip(good, used, strict=True)):",
+        "if any(good):",
         _FILES + "test_a_completion_with_a_hole_is_left_out",
     ),
     (

@@ -126,7 +126,7 @@ def test_a_wrong_argument_is_refused_before_the_work(
     def work(*arguments: object) -> None:
         raise AssertionError("it began to work")
 
-    monkeypatch.setattr("policyloss_lab.explore.tables.template", work)
+    monkeypatch.setattr("policyloss_lab.explore.page.template", work)
     monkeypatch.setattr("policyloss_lab.whatif.command.read", work)
     folder = str(tmp_path)
     assert "--out" in failure(capsys, "explore", "--no-open", "--out", folder)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -263,35 +262,47 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- lock
 
 
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from policyloss_lab.runs.lock import Lock
+lock = Lock(Path(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(60)  # a child that outlives the process
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
 def test_a_live_process_keeps_its_lock_and_a_killed_one_loses_it(tmp_path: Path) -> None:
-    holder = subprocess.Popen(["sleep", "60"])
-    try:
-        (tmp_path / "lock").write_text(
-            json.dumps({"pid": holder.pid, "host": socket.gethostname(), "began": None})
-        )
-        with pytest.raises(StorageError, match=f"in use by process {holder.pid} on this host"):
-            Lock(tmp_path)
-        os.kill(holder.pid, signal.SIGKILL)
-        # It has ended, and nobody has asked for its exit code.
-        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-        lock = Lock(tmp_path)
-        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-        with pytest.raises(StorageError, match=f"in use by process {os.getpid()}"):
-            Lock(tmp_path)
-        lock.release()
-        assert not lock.path.exists()
-    finally:
-        holder.kill()
-        holder.wait()
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as holder:
+        assert holder.stdout is not None
+        try:
+            assert int(holder.stdout.readline()) == holder.pid
+            with pytest.raises(StorageError, match=f"in use by process {holder.pid} on this host"):
+                Lock(tmp_path)
+            os.kill(holder.pid, signal.SIGKILL)
+            # It has ended, and nobody has asked for its exit code.
+            os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+            lock = Lock(tmp_path)
+            assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+            with pytest.raises(StorageError, match=f"in use by process {os.getpid()}"):
+                Lock(tmp_path)
+            lock.release()
+            assert not lock.path.exists()
+        finally:
+            os.killpg(holder.pid, signal.SIGKILL)
 
 
-def test_a_process_id_given_again_is_another_process(tmp_path: Path) -> None:
-    if not Path("/proc/self/stat").exists():
-        pytest.skip("the system does not tell when a process began")
-    mine = Lock(tmp_path)
-    owner = json.loads(mine.path.read_text())
-    mine.path.write_text(json.dumps({**owner, "began": "a boot ago 1"}))
-    Lock(tmp_path).release()
+def test_a_lock_that_was_deleted_by_hand_is_not_released_twice(tmp_path: Path) -> None:
+    first = Lock(tmp_path)
+    first.path.unlink()
+    second = Lock(tmp_path)
+    first.release()
+    assert second.path.exists()
+    second.release()
+    assert not second.path.exists()
 
 
 def test_a_lock_of_another_host_is_refused_until_it_is_deleted(tmp_path: Path) -> None:

@@ -15,10 +15,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from policyloss.catalogue import PRESETS
 from policyloss.errors import PolicyLossError
 from policyloss.functional.ratio import LogClamp
+from policyloss.parts.correction import DivergenceMask, Reject
 from policyloss.parts.data import VARIANTS, has_fields
 
-# Initial numbers where neither a preset nor a default has one; the first that fits is used.
-_GUESSES = (0.1, 2.0)
+# The initial parts of classes that no preset has and that have no defaults.
+_STARTS = (DivergenceMask("kl", high=0.1), Reject("k1", "token", high=0.1))
+# Initial numbers that neither a preset nor a default has; 2 where none is stated.
+_OPEN_NUMBERS = {"low": 0.05}
 
 
 class Field(NamedTuple):
@@ -99,19 +102,9 @@ def slot_of(part: type) -> str:
 
 @cache
 def start(part: type) -> Any:
-    """The initial part: from the first preset that has one, or the defaults."""
-    used = next(_in_presets(part), None)
-    if used is not None:
-        return used
-    required = [f.name for f in dataclasses.fields(part) if f.default is dataclasses.MISSING]
-    first = {f.name: f.options[0] for f in fields_of(part) if f.options and f.name in required}
-    for guess in _GUESSES:
-        for extra in ((), *((f.name,) for f in reversed(numbers_of(part)) if f.optional)):
-            names = [*(name for name in required if name not in first), *extra]
-            attempt = _instance(part, {**first, **dict.fromkeys(names, guess)})
-            if attempt is not None:
-                return attempt
-    raise AssertionError(f"no numbers fit {part.__name__}")
+    """The initial part: from the first preset that has one, else from `_STARTS` or the defaults."""
+    known = (*_in_presets(part), *_STARTS)
+    return next((each for each in known if type(each) is part), None) or part()
 
 
 def _in_presets(part: type) -> Iterator[Any]:
@@ -127,31 +120,13 @@ def _in_presets(part: type) -> Iterator[Any]:
             yield from inside(each)
 
 
-def _instance(part: type, values: dict[str, Any]) -> Any:
-    """The part with these values; None if it refuses them."""
-    try:
-        return part(**values)
-    except PolicyLossError:
-        return None
-
-
 @cache
 def start_number(part: type, field: Field) -> float:
     """A finite initial number, also for a field that is None or infinite at first."""
     values = [getattr(each, field.name) for each in (*_in_presets(part), start(part))]
     values += [f.default for f in dataclasses.fields(part) if f.name == field.name]
-    finite = [v for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
-    if finite:
-        return finite[0]
-    guesses = (_GUESSES[1], _GUESSES[0] / 2)
-    number = next((v for v in guesses if _accepts(part, {field.name: v})), guesses[0])
-    return int(number) if field.integer else number
-
-
-def _accepts(part: type, changed: dict[str, Any]) -> bool:
-    first = start(part)
-    kept = {f.name: getattr(first, f.name) for f in dataclasses.fields(part)}
-    return _instance(part, {**kept, **changed}) is not None
+    values += [2 if field.integer else _OPEN_NUMBERS.get(field.name, 2.0)]
+    return next(v for v in values if isinstance(v, (int, float)) and math.isfinite(v))
 
 
 def distinct_numbers(part: type) -> dict[str, float]:
@@ -169,8 +144,6 @@ def limits(part: type, field: Field) -> Limits:
     stated: dict[str, Any] = {}
     for check in _checks(get_type_hints(part, include_extras=True)[field.name]):
         stated |= getattr(check, "keywords", {})
-    others = {f.name for f in numbers_of(part)} - {field.name}
-    bounded = "most" in stated or "below" in stated
     return Limits(
         stated.get("least", 1 if field.integer else None),  # a count, if nothing is stated
         stated.get("above"),
@@ -179,14 +152,16 @@ def limits(part: type, field: Field) -> Limits:
         stated.get("low"),
         infinite=not field.integer
         and not stated.get("finite", False)
-        and not any(_lower_field(part, name) == field.name for name in others)
-        and (not bounded or _accepts(part, {field.name: math.inf})),
+        and (field.optional or _takes_infinity(part, field.name)),
     )
 
 
-def _lower_field(part: type, name: str) -> str | None:
-    checks = _checks(get_type_hints(part, include_extras=True)[name])
-    return next((c.keywords["low"] for c in checks if "low" in getattr(c, "keywords", {})), None)
+def _takes_infinity(part: type, name: str) -> bool:
+    try:
+        dataclasses.replace(start(part), **{name: math.inf})
+    except PolicyLossError:
+        return False
+    return True
 
 
 def _checks(hint: Any) -> Iterator[Any]:

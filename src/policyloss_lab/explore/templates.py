@@ -58,13 +58,13 @@ class Variant(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A class of parts. keys: the fields that choose a variant; the key "anchor of the ratio" is a
-    field of the ratio. variants: by the values of these fields. words_if_infinite: the traits
-    that an infinite number adds.
+    """A class of parts. keys: the fields that choose a variant, with their options; the key "anchor
+    of the ratio" is a field of the ratio. variants: by the values of these fields.
+    words_if_infinite: the traits that an infinite number adds.
     """
 
     part: type
-    keys: tuple[str, ...]
+    keys: dict[str, tuple[Any, ...]]
     variants: dict[tuple[Any, ...], Variant]
     words_if_infinite: dict[str, tuple[str, ...]]
 
@@ -93,7 +93,7 @@ def template(part: type) -> Template:
         if all(shorter[values[:i] + values[i + 1 :]] == v for values, v in variants.items()):
             variants = shorter
             keys.remove(key)
-    return Template(part, tuple(keys), variants, _words_if_infinite(part))
+    return Template(part, {key: axes[key] for key in keys}, variants, _words_if_infinite(part))
 
 
 def _words_if_infinite(part: type) -> dict[str, tuple[str, ...]]:
@@ -202,25 +202,15 @@ def _words(slot: str, part: Any) -> tuple[str, ...]:
     return tuple(sorted(words & _WORDS))
 
 
-class Joints(NamedTuple):
-    """The lines that join the slots.
+def joints() -> dict[str, Any]:
+    """The lines that join the slots, taken from losses that have them.
 
     weight, keep: of a second correction with the names `weight_2` and `keep_2`. rejected: added by
     each treatment of rejected tokens. normalised: added by `SelfNormalise`, by its unit and whether
     tokens can be rejected. token_loss: by the presence of a weight, of a rejection that
     still counts its tokens in the average, the number of pulls, and the presence of an entropy
-    bonus; None if the token loss is the surrogate alone.
+    bonus; empty if the token loss is the surrogate alone.
     """
-
-    weight: Lines
-    keep: Lines
-    rejected: dict[str, Lines]
-    normalised: dict[tuple[str, bool], Lines]
-    token_loss: dict[tuple[bool, bool, int, bool], Lines]
-
-
-def joints() -> Joints:
-    """The lines that join the slots, taken from losses that have them."""
 
     def weigh(t: Tokens) -> Corrected:
         return Corrected(weight=t.extra("weight_2"))
@@ -238,24 +228,24 @@ def joints() -> Joints:
     band, truncate, veto = Band(0.5, 2.0), Truncate(2.0), Veto()
     ways: tuple[Any, ...] = ("keep", "renormalise", "drop_sequence")
     counts: tuple[Any, ...] = ("tokens", "sequences")
-    return Joints(
-        weight=last(truncate, weigh),
-        keep=last(veto, reject),
-        rejected={way: after(veto, rejected=way) for way in ways},
-        normalised={
-            (over, rejects): after(band if rejects else truncate, SelfNormalise(over))
+    return {
+        "weight": last(truncate, weigh),
+        "keep": last(veto, reject),
+        "rejected": {way: after(veto, rejected=way) for way in ways},
+        "normalised": {
+            f"{over},{int(rejects)}": after(band if rejects else truncate, SelfNormalise(over))
             for over in counts
             for rejects in (False, True)
         },
-        token_loss=dict(_token_losses()),
-    )
+        "token_loss": dict(_token_losses()),
+    }
 
 
 def _correction_lines(*corrections: Any, **slots: Any) -> list[Line]:
     return lines_by_slot(LossSpec(correction=corrections, **slots))["correction"][0]
 
 
-def _token_losses() -> Iterator[tuple[tuple[bool, bool, int, bool], Lines]]:
+def _token_losses() -> Iterator[tuple[str, Lines]]:
     coefficients = {"$kl.coef": 0.731371, "$kl_2.coef": 0.931393, "$entropy_coef": 0.531353}
     parameters = {value: name(word) for word, value in coefficients.items()}
     first, second, entropy = coefficients.values()
@@ -271,7 +261,7 @@ def _token_losses() -> Iterator[tuple[tuple[bool, bool, int, bool], Lines]]:
             aggregate=TokenSum(),
         )
         lines = _trees(lines_by_slot(spec)["loss"][0][:-1])
-        key = (weighs, rejects, count, bonus)
+        key = f"{int(weighs)},{int(rejects)},{count},{int(bonus)}"
         yield key, [(label, _replaced(x, parameters)) for label, x in lines]
 
 

@@ -81,6 +81,7 @@ _OURS = {
     for rank, name in enumerate(_all_names(our))
     for prefix in PREFIXES
 }
+KNOWN = frozenset(_OURS)  # every name of a metric that has a name of ours
 # verl names the data, the score and the number of samples: val-core/<data>/<score>/mean@<n>.
 _VALIDATION = re.compile(r"val-core/.*/(\w+)/mean@\d+$")
 
@@ -129,7 +130,6 @@ def canonical(row: Mapping[str, float]) -> dict[str, float]:
         out["dead_groups"] = min(1.0, dead / max(groups, dead))
     updates = row.get("updates")
     if updates is not None and (updates <= 1 or row.get("skipped", 0.0) >= updates):
-        out.pop(
-            "step_kl", None
-        )  # no update: it was skipped, or the number is from before the only update
+        # There was no update, or the number is from before the only one.
+        out.pop("step_kl", None)
     return out

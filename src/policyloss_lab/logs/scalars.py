@@ -1,5 +1,5 @@
 """Reads the numbers of a run, step by step: from JSON lines, `trainer_state.json`, verl's console
-output, TensorBoard events, the `.wandb` file of W&B, or a CSV export.
+output, TensorBoard events, or a CSV export.
 
 A log may come from anybody. Nothing in it is executed, and memory is bounded. The format
 follows from the first bytes of a file, not from its name.
@@ -7,7 +7,6 @@ follows from the first bytes of a file, not from its name.
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.logs.names import step_of
 from policyloss_lab.logs.tables import table_rows
-from policyloss_lab.logs.trackers import WANDB_HEAD, Row, events, is_tensorboard, wandb_history
+from policyloss_lab.logs.trackers import NOT_READ, WANDB_HEAD, Row, events, is_tensorboard
 from policyloss_lab.reading import Lines, number_of, parse_object
 
 EVERYTHING = 2**62  # bytes
@@ -35,9 +34,9 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     file.seek(0)
     share = budget / max(1, os.fstat(file.fileno()).st_size)
     if is_tensorboard(head):
-        return events(file, share)
+        return events(file, name, share)
     if head.startswith(WANDB_HEAD):
-        return numbered(wandb_history(file, share))
+        raise InputError(f"{name} {NOT_READ}")
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if start == b"{" and (name.endswith("trainer_state.json") or _is_document(head)):
         return numbered(_history(file, name))
@@ -71,36 +70,19 @@ def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
 
 
 def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
-    """The entries of "log_history" in a trainer_state.json, one at a time."""
-    decoder, text = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")("replace")
-    buffer, place = "", -1
-    while True:
-        block = file.read(limits.MIB)
-        buffer = buffer[max(place, 0) :] + text.decode(block)
-        place = place if place < 0 else 0
-        if place < 0:
-            key = re.search(r'"log_history"\s*:\s*\[', buffer)
-            if key is None and not block:
-                raise InputError(
-                    f"{name} has no log_history; give the trainer_state.json of a run."
-                )
-            if key is None:
-                buffer = buffer[-100:]
-                continue
-            place = key.end()
-        while True:
-            gap = re.compile(r"[\s,]*").match(buffer, place)
-            place = place if gap is None else gap.end()
-            if buffer[place : place + 1] == "]":
-                return
-            try:
-                entry, place = decoder.raw_decode(buffer, place)
-            except (ValueError, RecursionError):
-                break
-            if isinstance(entry, dict):
-                yield entry
-        if not block or len(buffer) - place > limits.LINE_BYTES:
+    """The entries of "log_history" in a trainer_state.json, up to the first unreadable one."""
+    text = file.read(limits.LOG_BYTES).decode("utf-8", "replace")
+    key = re.search(r'"log_history"\s*:\s*\[', text)
+    if key is None:
+        raise InputError(f"{name} has no log_history; give the trainer_state.json of a run.")
+    decoder, between, place = json.JSONDecoder(), re.compile(r"[\s,]*"), key.end()
+    while (gap := between.match(text, place)) and text[gap.end() : gap.end() + 1] not in ("", "]"):
+        try:
+            entry, place = decoder.raw_decode(text, gap.end())
+        except (ValueError, RecursionError):
             return
+        if isinstance(entry, dict):
+            yield entry
 
 
 def _console(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:

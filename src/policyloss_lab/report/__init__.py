@@ -1,7 +1,6 @@
 """Runs of any trainer → plain data (`collect`) → one HTML file that opens offline (`render`)."""
 
 from policyloss_lab.report.data import collect
-from policyloss_lab.report.page import render
-from policyloss_lab.report.write import show, write_report
+from policyloss_lab.report.page import render, show, write_report
 
 __all__ = ["collect", "render", "show", "write_report"]

@@ -22,10 +22,9 @@ from policyloss.errors import InputError, PolicyLossError, visible
 from policyloss_lab import limits
 from policyloss_lab.commands import Report
 from policyloss_lab.report.data import collect
-from policyloss_lab.report.page import render
+from policyloss_lab.report.page import render, write_report
 from policyloss_lab.report.sections import shared_notes
 from policyloss_lab.report.sources import split_run
-from policyloss_lab.report.write import write_report
 from policyloss_lab.runs.lock import is_held
 
 

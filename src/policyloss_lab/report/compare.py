@@ -33,11 +33,8 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             out |= flat(value, f"{prefix}{key}.")
         else:
-            out[f"{prefix}{key}"] = (
-                value
-                if isinstance(value, str)
-                else json.dumps(value, ensure_ascii=False, default=str)
-            )
+            text = isinstance(value, str)
+            out[f"{prefix}{key}"] = value if text else json.dumps(value, ensure_ascii=False)
     return out
 
 
@@ -68,12 +65,7 @@ def loss_card(spec: Any, config: Mapping[str, Any], notes: Notes) -> dict[str, A
     except _NO_LOSS as error:
         notes.append(f"The loss in config.json cannot be explained: {error}")
         return card
-    return {
-        "name": _loss_name(name, explanation),
-        "spec": spec,
-        "explain": explained,
-        "text": text,
-    }
+    return {**card, "name": _loss_name(name, explanation), "explain": explained, "text": text}
 
 
 def _loss_name(name: str, explanation: Explanation) -> str:
@@ -127,31 +119,34 @@ def seed_groups(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     end: {"metric", "mean", "low", "high"} of the last values of a group of several runs, or None.
     """
-    members: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
-        settings = _influential(run)
-        key = json.dumps([settings, run["loss"]["spec"]], sort_keys=True) if settings else f"#{i}"
-        members.setdefault(key, []).append(i)
-    firsts = [_influential(runs[indices[0]]) for indices in members.values()]
-    differing = [row["key"] for row in differences(firsts)]
+    settings = [_influential(run) for run in runs]
+    keys = [[s, run["loss"]["spec"]] if s else None for s, run in zip(settings, runs, strict=True)]
+    groups = group_equal(keys)
+    differing = [row["key"] for row in differences([settings[indices[0]] for indices in groups])]
     return [
         {
             "label": _label([runs[i] for i in indices], differing),
             "runs": indices,
             "end": _end([runs[i]["summary"] for i in indices]),
         }
-        for indices in members.values()
+        for indices in groups
     ]
+
+
+def group_equal(values: Sequence[Any]) -> list[list[int]]:
+    """The indices of equal values, group by group; None equals nothing."""
+    groups: dict[str, list[int]] = {}
+    for i, value in enumerate(values):
+        key = f"#{i}" if value is None else json.dumps(value, sort_keys=True)
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
 
 
 def _influential(run: Mapping[str, Any]) -> dict[str, str]:
     """The settings that may influence training."""
     left_out = _SEEDS | _NAMES
-    return {
-        key: value
-        for key, value in flat(run["config"]).items()
-        if key.rpartition(".")[2] not in left_out
-    }
+    settings = flat(run["config"])
+    return {key: settings[key] for key in settings if key.rpartition(".")[2] not in left_out}
 
 
 def _label(runs: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> str:
@@ -180,29 +175,21 @@ def _end(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def identical_runs(runs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Groups of two or more runs with the same value of every metric at every step."""
-    return _equal({i: run["metrics"] for i, run in enumerate(runs) if run["metrics"]})
+    return [same for same in group_equal([run["metrics"] or None for run in runs]) if len(same) > 1]
 
 
 def coinciding(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[list[int]]]:
     """{metric: [[index of a run, …], …]}: groups of runs with the same line. runs: as on the page,
     {"steps": [[…]], "series": {metric: [index of a list in "steps", values]}}.
     """
-    keys = dict.fromkeys(key for run in runs for key in run["series"])
     out = {}
-    for key in keys:
-        lines = {
-            i: [run["steps"][run["series"][key][0]], run["series"][key][1]]
-            for i, run in enumerate(runs)
+    for key in dict.fromkeys(key for run in runs for key in run["series"]):
+        lines = [
+            [run["steps"][run["series"][key][0]], run["series"][key][1]]
             if key in run["series"]
-        }
-        if equal := _equal(lines):
+            else None
+            for run in runs
+        ]
+        if equal := [same for same in group_equal(lines) if len(same) > 1]:
             out[key] = equal
     return out
-
-
-def _equal(values: Mapping[int, Any]) -> list[list[int]]:
-    """Groups of two or more indices with equal values."""
-    groups: dict[str, list[int]] = {}
-    for i, value in values.items():
-        groups.setdefault(json.dumps(value, sort_keys=True), []).append(i)
-    return [indices for indices in groups.values() if len(indices) > 1]

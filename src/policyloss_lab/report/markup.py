@@ -56,27 +56,37 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def asset(package: str, name: str) -> str:
-    """The text of a file in the folder `assets` of a package."""
-    return (files(package) / "assets" / name).read_text(encoding="utf-8")
+def asset(path: str) -> str:
+    """The text of "folder/name", a file in the folder `assets` of a folder of this package."""
+    folder, name = path.split("/")
+    return (files("policyloss_lab") / folder / "assets" / name).read_text(encoding="utf-8")
 
 
-def content_policy(style: str, script: str, live: int = 0) -> str:
-    """A content policy that allows this style, this script and embedded pictures. Only a live page
-    may send requests, to its own server.
+def document(title: str, body: str, data: Any, assets: Sequence[str], live: int = 0) -> str:
+    """A page with its styles, scripts and data. Its content policy forbids every request and every
+    other script. title, body: as HTML. data: for the script. assets: styles and scripts, as in
+    `asset`. live: as in `render`; only a live page may send requests, to its own server.
     """
-    allowed = {
-        "script-src": f"'{_digest(script)}'",
-        "style-src": f"'{_digest(style)}'",
-        "img-src": "data:",
-    } | ({"connect-src": "'self'"} if live else {})
+    style = "".join(asset(path) for path in assets if path.endswith(".css"))
+    inside = "\n".join(asset(path) for path in assets if path.endswith(".js"))
+    script = f"(() => {{\n{inside}}})();"
     rules = [
-        "default-src 'none'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        *(f"{name} {value}" for name, value in allowed.items()),
+        "default-src 'none'; base-uri 'none'; form-action 'none'",
+        f"script-src '{_digest(script)}'",
+        f"style-src '{_digest(style)}'",
+        "img-src data:",
+        *(["connect-src 'self'"] if live else []),
     ]
-    return "; ".join(rules)
+    return f"""<!doctype html>
+<html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
+<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">\
+<title>{title}</title>
+<style>{style}</style></head><body>
+{body}
+<script type="application/json" id="data">{island(data)}</script>
+<script>{script}</script></body></html>
+"""
 
 
 def _digest(text: str) -> str:

@@ -1,45 +1,54 @@
-"""`render`: turns the data of `collect` into one HTML page with its styles, scripts and data. The
-page makes no request.
+"""`render`: turns the data of `collect` into one HTML page with its styles, scripts and data, which
+makes no request. `write_report` writes it to a file, and `show` puts it into a notebook.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from policyloss.errors import InputError
+from policyloss.output import check_output, write_output
+from policyloss_lab import limits
 from policyloss_lab.report import sections
-from policyloss_lab.report.markup import asset, content_policy, escaped, island
+from policyloss_lab.report.data import collect
+from policyloss_lab.report.markup import asset, document, escaped, listed
 from policyloss_lab.report.panels import OTHER
+from policyloss_lab.report.sources import split_run
 from policyloss_lab.report.view import view
 
-_SCRIPTS = (
-    *("draw.js", "charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
-    *("ratios.js", "tokens.js", "completions.js", "live.js", "page.js"),
+ASSETS = tuple(
+    f"report/{name}"
+    for name in (
+        *("page.css", "draw.js", "charts.js", "lines.js", "panels.js", "export.js", "runs.js"),
+        *("ratios.js", "tokens.js", "completions.js", "live.js", "page.js"),
+    )
 )
 
 
 def render(data: Mapping[str, Any], *, live: int = 0) -> str:
-    """The HTML page of `data`, the result of `collect`. A content policy in its head forbids every
-    request and every other script. live: the interval in milliseconds at which the page reloads
-    itself from its server, and from nowhere else; 0 disables it.
+    """The HTML page of `data`, the result of `collect`. live: the interval in milliseconds at which
+    the page reloads itself from its server, and from nowhere else; 0 disables it.
     """
     shown, runs = view(data), data["runs"]
-    style = _asset("page.css")
-    script = "(() => {\n" + "\n".join(_asset(name) for name in _SCRIPTS) + "})();"
     labels = ", ".join(run["label"] for run in runs)
     charts = _charts(shown["panels"])
     more = charts.pop(OTHER, "")
-    body = [
+    parts = [
         *(charts.pop(name, "") for name in ("Learning", "Policy")),
-        _section("ratios", "Ratio distribution", _asset("ratios.html"))
+        _section("ratios", "Ratio distribution", asset("report/ratios.html"))
         if any(run["histogram"] for run in shown["runs"])
         else "",
         *charts.values(),
         _section(
             "tokens",
             "Completions",
-            _asset("tokens.html") if any(run["rollouts"] for run in shown["runs"]) else _NO_TOKENS,
+            asset("report/tokens.html")
+            if any(run["rollouts"] for run in shown["runs"])
+            else _NO_TOKENS,
         ),
         _section("losses", "The loss" if len(runs) == 1 else "The losses", sections.losses(data)),
         _section("settings", "Settings", sections.settings(data, "config")),
@@ -49,26 +58,15 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
         more,
         _section("environment", "Environment", sections.settings(data, "environment")),
     ]
-    body = body if shown["panels"] else [_NO_STEPS, *body]
-    return f"""<!doctype html>
-<html lang="en"{f' data-live="{live}"' if live else ""}><head><meta charset="utf-8">\
-<meta http-equiv="Content-Security-Policy" content="{content_policy(style, script, live)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">\
-<title>{escaped(labels)} · training report</title>
-<style>{style}</style></head><body>
-<header><h1>Training report</h1>{sections.verdict(data)}{sections.overview(runs)}\
+    parts = parts if shown["panels"] else [_NO_STEPS, *parts]
+    body = f"""<header><h1>Training report</h1>{sections.verdict(data)}{sections.overview(runs)}\
 {sections.health(runs)}{sections.notes(runs)}</header>
 <noscript><p class="card">\
 The charts and the token view are drawn by a script in this file, which is switched off.\
 </p></noscript>
-{_asset("toolbar.html")}<main>{"".join(body)}</main><div id="tip" role="status" hidden></div>
-<script type="application/json" id="data">{island(shown)}</script>
-<script>{script}</script></body></html>
-"""
-
-
-def _asset(name: str) -> str:
-    return asset("policyloss_lab.report", name)
+{asset("report/toolbar.html")}<main>{"".join(parts)}</main>\
+<div id="tip" role="status" hidden></div>"""
+    return document(f"{escaped(labels)} · training report", body, shown, ASSETS, live)
 
 
 def _section(name: str, title: str, body: str) -> str:
@@ -115,3 +113,91 @@ _NO_TOKENS = (
     '<p class="quiet">There are no completions to show: none were recorded (rollouts.jsonl), or a '
     "note at the top of the page says why they were left out.</p>"
 )
+
+
+_RUN_FILES = {
+    *("answers.jsonl", "config.json", "environment.json", "lock"),
+    *("metrics.jsonl", "rollouts.jsonl", "timing.jsonl"),
+}
+
+
+def write_report(
+    paths: Sequence[str | Path], out: str | Path, json_out: str | Path | None = None
+) -> dict[str, Any]:
+    """Write the report of the runs in `paths` to `out` (HTML) and its data to `json_out`, each
+    atomically; returns the data.
+
+    Only regular files are written, and no file of a run is overwritten.
+    """
+    targets = {"out": Path(out)} | ({} if json_out is None else {"json_out": Path(json_out)})
+    data = collect(paths)
+    for argument, path in targets.items():
+        check_output(path, argument)
+        runs = {split_run(Path(p))[0].resolve() for p in paths}
+        if path.resolve() in runs or (path.name in _RUN_FILES and path.parent.resolve() in runs):
+            raise InputError(f"{argument}={str(path)!r} is a file of the run; give another name.")
+    if len({path.parent.resolve() / path.name for path in targets.values()}) < len(targets):
+        raise InputError(f"out and json_out name the same file, {str(out)!r}; give two.")
+    page = render(data)
+    if json_out is not None:
+        text = json.dumps(data, allow_nan=False, indent=1) + "\n"
+        write_output(json_out, text.encode(), "json_out")
+    write_output(out, page.encode(), "out")
+    return data
+
+
+class InlineReport:
+    """The page in a frame that can neither read nor change the notebook around it."""
+
+    def __init__(self, page: str, names: list[str], height: int) -> None:
+        self.page, self.names, self.height = page, names, height
+
+    def _repr_html_(self) -> str:
+        # Inside single quotes only these two characters need an escape.
+        inside = self.page.replace("&", "&amp;").replace("'", "&#39;")
+        return (
+            f'<iframe title="Training report" sandbox="allow-scripts allow-downloads" '
+            f"style=\"width:100%;height:{self.height}px;border:0\" srcdoc='{inside}'></iframe>"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"the report of {listed(self.names)}; a notebook draws it, and `policyloss report` "
+            "writes it to a file"
+        )
+
+
+def show(*paths: str | Path, height: int = 800) -> InlineReport:
+    """The report of the runs in `paths`, for the last line of a notebook's cell. height: of the
+    frame, in pixels.
+
+    A notebook stores its outputs, so a page of more than 10 MiB is shown without completions and
+    with a note. A page that is still too large raises an `InputError`.
+    """
+    data = collect(paths)
+    page = render(data)
+    if len(page.encode()) > limits.INLINE_BYTES:
+        page = render(_without_completions(data))
+    if (size := len(page.encode())) > limits.INLINE_BYTES:
+        most = limits.INLINE_BYTES // limits.MIB
+        raise InputError(
+            f"paths: the page of {len(data['runs'])} run(s) has {size / limits.MIB:.0f} MiB, and a "
+            f"notebook shows up to {most}; give fewer runs, or write the page to a file with "
+            "policyloss_lab.report.write_report(paths, out)."
+        )
+    return InlineReport(page, [run["label"] for run in data["runs"]], int(height))
+
+
+def _without_completions(data: dict[str, Any]) -> dict[str, Any]:
+    most = limits.INLINE_BYTES // limits.MIB
+    note = (
+        f"With completions, this page would have more than {most} MiB, which is too much for a "
+        "notebook; `policyloss report` writes it to a file with all of them."
+    )
+    runs = [
+        {**run, "rollouts": [], "answers": [], "notes": [note, *run["notes"]]}
+        if run["rollouts"] or run["answers"]
+        else run
+        for run in data["runs"]
+    ]
+    return {**data, "runs": runs}

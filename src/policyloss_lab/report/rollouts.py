@@ -5,7 +5,8 @@ the loss for its tokens, they are computed from the stored numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +17,7 @@ from policyloss.spec import LossSpec
 from policyloss_lab import limits
 from policyloss_lab.completions import BRANCHES, choose_groups, token_branches
 from policyloss_lab.limits import cut
-from policyloss_lab.reading import (
-    Notes,
-    finite,
-    integer,
-    json_lines,
-    open_noted,
-    row_at,
-)
+from policyloss_lab.reading import Notes, finite, integer, json_lines, open_noted, row_at
 
 NUMBERS = (
     *("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy"),
@@ -45,29 +39,19 @@ class StoredRow(NamedTuple):
 
 # step → group → its rows, because a file may be larger than memory
 Index = dict[int, dict[Any, list[StoredRow]]]
-# the groups of a step → their order, the most important one first
-Order = Callable[[list[list[StoredRow]]], list[int]]
-
-
-def by_information(groups: list[list[StoredRow]]) -> list[int]:
-    """The groups of a step, the most informative first."""
-    return choose_groups([[row.reward for row in group] for group in groups], len(groups))
-
-
-def as_stored(groups: list[list[StoredRow]]) -> list[int]:
-    """The groups of a step in the stored order, so that every step shows the same prompts."""
-    return list(range(len(groups)))
 
 
 def read_rollouts(
     path: Path,
     notes: Notes,
     budget: int = limits.TOKEN_BUDGET,
-    order: Order = by_information,
     size: int = limits.ROLLOUT_BYTES,
+    *,
+    by_information: bool = True,
 ) -> list[dict[str, Any]]:
     """The cleaned rows of a file of completions by step, about `budget` tokens at most. A file of
-    more than `size` bytes is read in evenly spaced parts.
+    more than `size` bytes is read in evenly spaced parts. by_information: prefer the most
+    informative groups of a step to the first ones.
     """
     index: Index = {}
     total = without = 0
@@ -87,12 +71,13 @@ def read_rollouts(
                 )
                 break
             total += 1
-            place = StoredRow(offset, _size(row), finite(row.get("reward")) or 0)
+            tokens = max(_size(row), budget // limits.ROWS)
+            place = StoredRow(offset, tokens, finite(row.get("reward")) or 0)
             index.setdefault(step, {}).setdefault(group_of(row), []).append(place)
-        chosen = _choose(index, budget, order)
-        shorter = Shortened()
+        chosen = _choose(index, budget, by_information)
+        shortened: Counter[str] = Counter()
         rows = [
-            _clean(row_at(file, offset), step, shorter)
+            _clean(row_at(file, offset), step, shortened)
             for step in sorted(chosen)
             for offset in sorted(place.offset for place in chosen[step])
         ]
@@ -104,7 +89,11 @@ def read_rollouts(
         )
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
-    notes += shorter.notes()
+    notes += [
+        f"{count:,} {what} are shown up to there; the rest is left out."
+        for what, count in shortened.items()
+        if count
+    ]
     return rows
 
 
@@ -124,78 +113,64 @@ def _size(row: dict[str, Any]) -> int:
     )
 
 
-def _choose(index: Index, budget: int, order: Order) -> dict[int, list[StoredRow]]:
+def _choose(index: Index, budget: int, by_information: bool) -> dict[int, list[StoredRow]]:
     """Every k-th step, counted back from the last, with the smallest k for which the first groups
     of all these steps fit into `budget`; then their second groups, and so on, while they fit. If a
     single group is too long, its first rows are chosen.
     """
-    groups = {
-        step: [list(of_step.values())[i] for i in order(list(of_step.values()))]
-        for step, of_step in index.items()
-    }
-    sizes = {
-        step: [(sum(row.size for row in group), len(group)) for group in of_step]
-        for step, of_step in groups.items()
-    }
+    groups = {step: list(of_step.values()) for step, of_step in index.items()}
+    if by_information:
+        for step, of_step in groups.items():
+            rewards = [[row.reward for row in group] for group in of_step]
+            groups[step] = [of_step[i] for i in choose_groups(rewards, len(of_step))]
     steps, stride = sorted(index), 1
-    while stride < len(steps) and any(
-        sum(sizes[step][0][kind] for step in steps[::-stride]) > limit
-        for kind, limit in enumerate((budget, limits.ROWS))
+    while stride < len(steps) and (
+        sum(_total(groups[step][0]) for step in steps[::-stride]) > budget
     ):
         stride += 1
     chosen: dict[int, list[StoredRow]] = {}
-    left, rows = budget, limits.ROWS
+    left = budget
     for rank in range(max(map(len, groups.values()), default=0)):
         for step in steps[::-stride]:
-            size, count = sizes[step][rank] if rank < len(sizes[step]) else (0, 0)
-            if count and size <= left and count <= rows:
-                chosen.setdefault(step, []).extend(groups[step][rank])
-                left, rows = left - size, rows - count
+            for group in groups[step][rank : rank + 1]:
+                if _total(group) <= left:
+                    chosen.setdefault(step, []).extend(group)
+                    left -= _total(group)
     return chosen or {step: _first(groups[step][0], budget) for step in steps[-1:]}
+
+
+def _total(group: list[StoredRow]) -> int:
+    return sum(row.size for row in group)
 
 
 def _first(group: list[StoredRow], budget: int) -> list[StoredRow]:
     """The first rows of a group that fit into `budget`; at least one row."""
     taken = 1
-    while taken < min(len(group), limits.ROWS) and (
-        sum(row.size for row in group[: taken + 1]) <= budget
-    ):
+    while taken < len(group) and _total(group[: taken + 1]) <= budget:
         taken += 1
     return group[:taken]
 
 
-class Shortened:
-    """Counts the shortened texts."""
-
-    def __init__(self) -> None:
-        self.texts = self.tokens = self.rows = 0
-
-    def notes(self) -> Notes:
-        """Sentences about the shortened texts."""
-        counts = {
-            f"text(s) longer than {limits.TEXT_LENGTH:,} characters": self.texts,
-            f"token(s) longer than {limits.TOKEN_LENGTH} characters": self.tokens,
-            f"rollout(s) with more than {limits.TOKEN_BUDGET:,} tokens": self.rows,
-        }
-        return [
-            f"{count:,} {what} are shown up to there; the rest is left out."
-            for what, count in counts.items()
-            if count
-        ]
-
-
-def _clean(row: dict[str, Any], step: int, shorter: Shortened) -> dict[str, Any]:
+def _clean(row: dict[str, Any], step: int, shortened: Counter[str]) -> dict[str, Any]:
     """One row with every field of the schema: texts are strings, and each list is as long as
-    `tokens`, None where unknown.
+    `tokens`, None where unknown. shortened: counts texts, tokens and rows that are cut.
     """
     every = _list(row.get("tokens"))
     tokens = [_text(token) for token in every[: limits.TOKEN_BUDGET]]
     texts = {name: _text(row.get(name)) for name in TEXTS}
-    shorter.rows += len(every) > len(tokens)
-    shorter.tokens += sum(len(token) > limits.TOKEN_LENGTH for token in tokens)
-    shorter.texts += sum(len(text) > limits.TEXT_LENGTH for text in texts.values())
-    numbers = (*NUMBERS, *FLAGS, "ids", "branch")
-    columns = {name: _fitted(_list(row.get(name)), len(tokens)) for name in numbers}
+    shortened[f"text(s) longer than {limits.TEXT_LENGTH:,} characters"] += sum(
+        len(text) > limits.TEXT_LENGTH for text in texts.values()
+    )
+    shortened[f"token(s) longer than {limits.TOKEN_LENGTH} characters"] += sum(
+        len(token) > limits.TOKEN_LENGTH for token in tokens
+    )
+    many = f"rollout(s) with more than {limits.TOKEN_BUDGET:,} tokens"
+    shortened[many] += len(every) > len(tokens)
+    unknown, count = [None] * len(tokens), len(tokens)
+    columns = {
+        name: (_list(row.get(name))[:count] + unknown)[:count]
+        for name in (*NUMBERS, *FLAGS, "ids", "branch")
+    }
     reason = row.get("finish_reason")
     return {
         "step": step,
@@ -229,10 +204,6 @@ def _text(value: Any) -> str:
 def _label(value: Any) -> str | int | None:
     """The name or number of an example or a group."""
     return cut(value, limits.TOKEN_LENGTH) if isinstance(value, str) else integer(value)
-
-
-def _fitted(values: list[Any], length: int) -> list[Any]:
-    return (values[:length] + [None] * length)[:length]
 
 
 _NAMES = tuple(BRANCHES)

@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from policyloss_lab.report.compare import flat
+from policyloss_lab.report.compare import flat, group_equal
 from policyloss_lab.report.markup import duration, escaped, listed, number
 from policyloss_lab.report.verdict import WORDS
 
-_STATES = {
-    "finished": "finished",
-    "running": "still running",
-    "stopped": "stopped early",
-    "unknown": "",
-}
-
-
+_STATES = {"running": "still running", "stopped": "stopped early", "unknown": ""}
 _COLUMNS = (
-    "Verdict",
-    "Loss",
-    "Model",
-    "Task",
-    "Held-out accuracy",
-    "Reward",
-    "Steps",
-    "Time",
+    *("Verdict", "Loss", "Model", "Task", "Held-out accuracy", "Reward", "Steps", "Time"),
     "Tokens",
 )
 
@@ -127,7 +113,7 @@ def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
     steps = number(s["steps"]) + (
         f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
     )
-    state = _STATES[s["state"]]
+    state = _STATES.get(s["state"], s["state"])
     verdict = run["verdict"]["state"]
     shown = {**s, **run["levels"]}  # smoothed numbers, because one step is noisy
     return (
@@ -217,36 +203,20 @@ def health(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def losses(data: Mapping[str, Any]) -> str:
     """A card for each different loss, and the differences from the first."""
-    cards: list[tuple[Any, list[int]]] = []
-    for i, run in enumerate(data["runs"]):
-        same = next(
-            (users for spec, users in cards if spec == run["loss"]["spec"] and spec is not None),
-            None,
-        )
-        if same is None:
-            cards.append((run["loss"]["spec"], [i]))
-        else:
-            same.append(i)
+    runs = data["runs"]
+    cards = "".join(_loss(runs, same) for same in group_equal([r["loss"]["spec"] for r in runs]))
     differ = "".join(_difference(d) for d in data["differences"]["loss"])
-    return (
-        differ
-        + f'<div class="cards">{"".join(_loss(data["runs"], users) for _, users in cards)}</div>'
-    )
+    return f'{differ}<div class="cards">{cards}</div>'
 
 
 def _difference(difference: Mapping[str, Any]) -> str:
     a, b = (f"<bdi>{escaped(difference[side])}</bdi>" for side in ("a", "b"))
-    columns = {"a": a, "b": b, "meaning": "What it means"}
-    head = "<th scope=col>Slot" + "".join(f"<th scope=col>{title}" for title in columns.values())
-    rows = ""
-    for change in difference["changes"]:
-        cells = (
-            escaped(change[name]) if name == "meaning" else f"<code>{escaped(change[name])}</code>"
-            for name in columns
-        )
-        rows += f"<tr><th scope=row>{escaped(change['slot'])}" + "".join(
-            f"<td>{cell}" for cell in cells
-        )
+    head = f"<th scope=col>Slot<th scope=col>{a}<th scope=col>{b}<th scope=col>What it means"
+    rows = "".join(
+        f"<tr><th scope=row>{escaped(change['slot'])}<td><code>{escaped(change['a'])}</code>"
+        f"<td><code>{escaped(change['b'])}</code><td>{escaped(change['meaning'])}"
+        for change in difference["changes"]
+    )
     extra = "".join(f"<p>{escaped(note)}</p>" for note in difference["notes"])
     table = f'<table class="stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table>'
     key = f'<p class="quiet">a is the loss of {a}, b that of {b}.</p>'

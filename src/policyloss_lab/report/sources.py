@@ -8,13 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.logs.completions import holds_completions
 from policyloss_lab.logs.tables import is_table
-from policyloss_lab.logs.trackers import SQLITE_HEAD, WANDB_HEAD, is_tensorboard, run_names
+from policyloss_lab.logs.trackers import (
+    NOT_READ,
+    SQLITE_HEAD,
+    WANDB_HEAD,
+    is_tensorboard,
+    run_names,
+)
 from policyloss_lab.reading import Notes, is_regular, json_object, open_noted
+from policyloss_lab.report.series import Table
 
 STATE = "trainer_state.json"
 # The kinds of files with numbers. If a folder holds several, they are of the same run, and the
@@ -22,7 +30,6 @@ STATE = "trainer_state.json"
 KINDS = {
     "state": f"{STATE} of the Hugging Face trainers, such as TRL's",
     "lines": "JSON lines with a step and numbers (verl, prime-rl and others)",
-    "wandb": "a .wandb file of Weights & Biases",
     "trackio": "a project database of trackio",
     "events": "TensorBoard events",
     "table": "a CSV export of W&B or trackio",
@@ -35,15 +42,33 @@ _OF_OTHERS = (STATE, "completions", "token_exports", "wandb")
 
 
 @dataclass
-class Files:
-    """The files of one run. kind: the key of `KINDS` for the files with numbers, or "". run: the
-    name of the run in a database of several.
+class Source:
+    """The files of one run, and their contents once they are read.
+
+    path: the argument, plus `#` and the name of the run if a table holds several. notes: about
+    omitted data. kind: "ours" for a run directory of ours, the key of `KINDS` for the files with
+    numbers of another trainer, or "" for completions alone. run: the name of the run in a database
+    or a table. format: in words. steps: the number of trained steps. spec: the loss as JSON.
     """
 
+    path: Path
+    notes: Notes
     kind: str = ""
     run: str = ""
     numbers: list[Path] = field(default_factory=list)
     completions: list[Path] = field(default_factory=list)
+    format: str = ""
+    version: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    spec: Any = None
+    steps: int = 0
+    planned: int | None = None
+    table: Table = field(default_factory=Table)
+    times: Table = field(default_factory=Table)
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
 
 
 def is_our_run(path: Path) -> bool:
@@ -71,9 +96,12 @@ def split_run(path: Path) -> tuple[Path, str]:
     return path, ""
 
 
-def files_of(path: Path, notes: Notes) -> Files:
-    """The files of the run in `path`; an `InputError` with the known formats if there are none."""
-    path, run = split_run(path)
+def source_of(argument: Path) -> Source:
+    """The files of the run in a path; an `InputError` with the known formats if there are none."""
+    notes: Notes = []
+    if is_our_run(argument):
+        return Source(argument, notes, "ours")
+    path, run = split_run(argument)
     if not path.exists():
         raise InputError(f"{path} does not exist; give the folder or the file of a run.")
     inside = sorted(file.parent for file in islice(path.glob("*/config.json"), 100))
@@ -85,34 +113,33 @@ def files_of(path: Path, notes: Notes) -> Files:
             kinds.setdefault(kind, []).append(file)
     kinds["lines"] = kinds.get("lines", []) + kinds.pop("lines of others", [])
     completions = sorted(kinds.pop("completions", []))
+    binary = [f"{file.name} {NOT_READ}" for file in kinds.pop("wandb", [])]
     chosen = next((kind for kind in KINDS if kinds.get(kind)), "")
     if not chosen and not completions:
+        if binary:
+            raise InputError(binary[0])
         looked = "; ".join([*KINDS.values(), "completions as parquet or JSON lines"])
         raise InputError(
             f"{path} holds no run. Looked for: a folder that `policyloss train` or "
             f"policyloss_lab.Recorder wrote (config.json, metrics.jsonl); {looked}."
         )
+    notes += binary
     numbers = _of_one_run(path, chosen, kinds.get(chosen, []), notes)
-    others = sorted(kind for kind in KINDS if kind != chosen and kinds.get(kind))
+    others = [KINDS[kind] for kind in sorted(kinds) if kind != chosen and kinds[kind]]
     if others:
-        notes.append(f"The numbers are from {KINDS[chosen]}; not read: {_words(others)}.")
+        notes.append(f"The numbers are from {KINDS[chosen]}; not read: {', '.join(others)}.")
     if chosen == "trackio":
         run = _of_project(numbers[0], run)
     elif run and chosen != "table":
         raise InputError(f"{path} is one run; leave out #{run}.")
-    return Files(chosen, run, numbers, completions)
-
-
-def _words(kinds: list[str]) -> str:
-    return ", ".join(KINDS[kind] for kind in kinds)
+    return Source(argument, notes, chosen, run, numbers, completions)
 
 
 def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
     """The files of a folder and its subfolders that may hold a run; no link is followed."""
     count = 0
     for place, folders, names in os.walk(folder):
-        depth = len(Path(place).relative_to(folder).parts)
-        folders[:] = sorted(folders) if depth < limits.FOLDER_DEPTH else []
+        folders.sort()
         for name in sorted(names):
             count += 1
             if count > limits.PATHS:
@@ -126,8 +153,8 @@ def _inside(folder: Path, notes: Notes) -> Iterator[Path]:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """A key of `KINDS`, "lines of others" for JSON lines of another trainer, "completions", or
-    None.
+    """A key of `KINDS`, "lines of others" for JSON lines of another trainer, "completions",
+    "wandb" for a binary log of W&B, or None.
     """
     file = open_noted(path, []) if is_regular(path) else None
     if file is None:
@@ -166,7 +193,7 @@ def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[
     folders = sorted({file.parent for file in files})
     if kind in ("events", "console") and len(folders) == 1:
         return sorted(files)
-    if kind in ("wandb", "trackio") or len(folders) > 1:
+    if kind == "trackio" or len(folders) > 1:
         names = ", ".join(str(folder.relative_to(path)) for folder in folders[:5])
         raise InputError(
             f"{path} holds several runs ({KINDS[kind]}), in {names}"

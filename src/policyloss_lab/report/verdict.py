@@ -66,7 +66,8 @@ class Course(NamedTuple):
 
 def courses_of(metrics: Curves) -> dict[str, Course]:
     """The courses of "held_out" accuracy and "reward" that have enough points."""
-    both = {"held_out": _held_out(metrics), "reward": _rewards(metrics)}
+    reward = _smoothed("the mean reward", _points(metrics, "reward/mean"), share=False)
+    both = {"held_out": _held_out(metrics), "reward": reward}
     return {name: course for name, course in both.items() if course is not None}
 
 
@@ -128,10 +129,6 @@ def _held_out(metrics: Curves) -> Course | None:
     return Course("held-out accuracy", True, levels[0], levels[-1], best, 1 - levels[0].value)
 
 
-def _rewards(metrics: Curves) -> Course | None:
-    return _smoothed("the mean reward", _points(metrics, "reward/mean"), share=False)
-
-
 def _smoothed(name: str, points: Sequence[tuple[int, float]], *, share: bool) -> Course | None:
     """The course of a curve by means over a fifth of its points; None if there are too few.
 
@@ -143,10 +140,8 @@ def _smoothed(name: str, points: Sequence[tuple[int, float]], *, share: bool) ->
         return None
     size = len(points) // 5
     noise = sum((b - a) ** 2 for (_, a), (_, b) in pairwise(points)) / 2 / (len(points) - 1)
-    levels = []
-    for start in range(0, len(points) - size + 1, max(1, size // 4)):
-        inside = points[start : start + size]
-        levels.append(_mean(inside, noise))
+    starts = range(0, len(points) - size + 1, max(1, size // 4))
+    levels = [_mean(points[start : start + size], noise) for start in starts]
     end = _mean(points[-size:], noise)
     best = max([*levels, end], key=lambda level: level.value)
     begin = levels[0]

@@ -83,12 +83,8 @@ def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
         i for i in range(len(histogram["edges"]) - 1) if any(row[i] for row in histogram["counts"])
     ]
     low, high = (used[0], used[-1] + 1) if used else (0, 1)
-    counts = [row[low:high] for row in histogram["counts"]]
-    return {
-        "edges": short(histogram["edges"][low : high + 1]),
-        "step": histogram["step"],
-        "counts": counts,
-    }
+    edges, counts = histogram["edges"][low : high + 1], [x[low:high] for x in histogram["counts"]]
+    return {"edges": short(edges), "step": histogram["step"], "counts": counts}
 
 
 def _band(spec: Any) -> list[float] | None:
@@ -96,16 +92,12 @@ def _band(spec: Any) -> list[float] | None:
     or if its ratio is not the token ratio of the histogram.
     """
     parts = spec if isinstance(spec, dict) else {}
-    ratio, trust = parts.get("ratio"), parts.get("trust")
-    if (
-        not isinstance(ratio, dict)
-        or ratio.get("type") != "TokenRatio"
-        or not isinstance(trust, dict)
-    ):
+    ratio, trust = (x if isinstance(x, dict) else {} for x in map(parts.get, ("ratio", "trust")))
+    if ratio.get("type") != "TokenRatio":
         return None
-    low, high = finite(trust.get("eps_low")), finite(trust.get("eps_high"))
-    if low is not None and high is not None:
-        return [1 - low, 1 + high]
+    below, above = finite(trust.get("eps_low")), finite(trust.get("eps_high"))
+    if below is not None and above is not None:
+        return [1 - below, 1 + above]
     low, high = finite(trust.get("ratio_min")), finite(trust.get("ratio_max"))
     return [low, high] if low is not None and high is not None else None
 
@@ -116,37 +108,31 @@ def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
     for row in rows:
+        sampled, trained = (
+            [b if a is None else a for a, b in zip(row[name], row["logp"], strict=True)]
+            for name in ("rollout_logp", "old_logp")
+        )
         values["ratio"] += [abs(math.log(r)) for r in row["ratio"] if r is not None and r > 0]
         values["advantage"] += _sizes(row["token_advantage"])
         values["entropy"] += _sizes(row["entropy"])
-        sampled = [a if a is not None else b for a, b in _pairs(row, "rollout_logp", "logp")]
-        trained = [a if a is not None else b for a, b in _pairs(row, "old_logp", "logp")]
         values["surprise"] += _sizes(sampled)
-        values["mismatch"] += _distances(zip(trained, row["rollout_logp"], strict=True))
-        values["ref"] += _distances(_pairs(row, "logp", "ref_logp"))
-        values["teacher"] += _distances(_pairs(row, "logp", "teacher_logp"))
+        values["mismatch"] += _distances(trained, row["rollout_logp"])
+        values["ref"] += _distances(row["logp"], row["ref_logp"])
+        values["teacher"] += _distances(row["logp"], row["teacher_logp"])
     return {
-        mode: max(_percentile(sizes, 0.98), _LEAST[mode]) or 1.0
+        mode: max(float(f"{sorted(sizes)[int(0.98 * (len(sizes) - 1))]:.3g}"), _LEAST[mode]) or 1.0
         for mode, sizes in values.items()
         if sizes
     }
-
-
-def _pairs(row: Mapping[str, Any], a: str, b: str) -> Iterable[tuple[Any, Any]]:
-    return zip(row[a], row[b], strict=True)
 
 
 def _sizes(values: Iterable[Any]) -> list[float]:
     return [abs(v) for v in values if v is not None]
 
 
-def _distances(pairs: Iterable[tuple[Any, Any]]) -> list[float]:
+def _distances(x: Iterable[Any], y: Iterable[Any]) -> list[float]:
+    pairs = zip(x, y, strict=True)
     return [abs(a - b) for a, b in pairs if a is not None and b is not None]
-
-
-def _percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return float(f"{ordered[int(share * (len(ordered) - 1))]:.3g}") if ordered else 0.0
 
 
 def groups_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -155,18 +141,12 @@ def groups_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     Each group has the common fields of its rows, the mean reward, its spread, the mean length, the
     number of cut completions, and the rows.
     """
-    groups = [
-        *_grouped(run["rollouts"], held_out=False),
-        *_grouped(run["answers"], held_out=True),
-    ]
-    return sorted(groups, key=lambda group: group["step"])
-
-
-def _grouped(rows: Sequence[dict[str, Any]], held_out: bool) -> list[dict[str, Any]]:
     groups: dict[Any, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["step"], group_of(row)), []).append(row)
-    return [_group(inside, held_out) for inside in groups.values()]
+    for name in ("rollouts", "answers"):
+        for row in run[name]:
+            groups.setdefault((row["step"], name == "answers", group_of(row)), []).append(row)
+    shown = [_group(rows, held_out) for (_, held_out, _), rows in groups.items()]
+    return sorted(shown, key=lambda group: group["step"])
 
 
 def _group(rows: Sequence[dict[str, Any]], held_out: bool) -> dict[str, Any]:

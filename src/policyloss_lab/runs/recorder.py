@@ -123,12 +123,9 @@ class Recorder:
         last call.
         """
         numbers = metric_numbers(metrics)
-        if step is not None:
-            step = whole_number(step, "step", LARGEST_STEP)
-        if tokens is not None:
-            tokens = whole_number(tokens, "tokens")
-        if seconds is not None:
-            seconds = duration(seconds)
+        step = None if step is None else whole_number(step, "step", LARGEST_STEP)
+        tokens = None if tokens is None else whole_number(tokens, "tokens")
+        seconds = None if seconds is None else duration(seconds)
         self._write(self._append_step, numbers, step, tokens, seconds)
 
     def _append_step(
@@ -190,14 +187,8 @@ class Recorder:
         step = whole_number(step, "step", LARGEST_STEP)
         prompts = as_list(prompts, "prompts", str)
         count = len(prompts)
-        per_token = {
-            "logp": logp,
-            "old_logp": old_logp,
-            "rollout_logp": rollout_logp,
-            "ref_logp": ref_logp,
-            "teacher_logp": teacher_logp,
-            "entropy": entropy,
-        }
+        per_token = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp}
+        per_token |= {"ref_logp": ref_logp, "teacher_logp": teacher_logp, "entropy": entropy}
         flags = rows_of(mask, "mask", count, None, *NUMBER)
         columns = {
             "ids": rows_of(ids, "ids", count, flags, int),
@@ -216,11 +207,11 @@ class Recorder:
             "finish_reason": column(finish_reasons, "finish_reasons", count, str, NONE),
             "advantage": column(each, "advantages", count, *NUMBER, NONE),
         }
-        rows = [_row(step, i, prompts, plain, columns, decode) for i in range(count)]
         if plain["group"] is None:
-            numbers: dict[str, int] = {}
-            for row in rows:
-                row["group"] = numbers.setdefault(row["prompt"], len(numbers))
+            numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+            plain["group"] = [numbers[prompt] for prompt in prompts]
+        plain = {"step": [step] * count, "prompt": prompts, **plain}
+        rows = [_row(i, plain, columns, decode) for i in range(count)]
         self._write(self._append_completions, rows)
 
     def _append_completions(self, rows: list[dict[str, Any]]) -> None:
@@ -285,18 +276,15 @@ class Recorder:
 
 
 def _row(
-    step: int,
     place: int,
-    prompts: Sequence[str],
     plain: Mapping[str, list[Any] | None],
     columns: Mapping[str, list[Any] | None],
     decode: Callable[[list[int]], str] | None,
 ) -> dict[str, Any]:
     """One completion as a row of rollouts.jsonl."""
-    row: dict[str, Any] = {"step": step, "prompt": prompts[place]}
-    row |= {name: values[place] for name, values in plain.items() if values is not None}
-    row |= {name: values[place] for name, values in columns.items() if values is not None}
-    lengths = {name: len(row[name]) for name, values in columns.items() if values is not None}
+    every = {**plain, **columns}
+    row = {name: values[place] for name, values in every.items() if values is not None}
+    lengths = {name: len(row[name]) for name in columns if name in row}
     if len(set(lengths.values())) > 1:
         raise InputError(f"completion {place} has different numbers of tokens: {lengths}.")
     ids = row.get("ids")

@@ -200,34 +200,28 @@ class Remedy(NamedTuple):
 
 def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
     """The problems of a loss on its tokens, each with its measurement."""
-    out = []
-    lost, effective = outcome.lost, outcome.effective
-    if lost is not None and lost > limits.lost:
-        out.append(
-            Problem(
-                "lost",
-                f"{lost:.0%} of the gradient is cut off by the trust region or rejected "
-                f"(limit {limits.lost:.0%})",
-            )
-        )
-    if effective is not None and effective < limits.effective:
-        out.append(
-            Problem(
-                "effective",
-                f"the effective sample size is {effective:.2f} of the tokens (limit "
-                f"{limits.effective:.2f}): ratios and weights let few tokens decide",
-            )
-        )
+    lost, effective = _measured(outcome)
     kl = outcome.metrics.get("kl_rollout_k3", 0.0)
-    if not kl <= limits.mismatch and "rollout_logp" not in outcome.spec.reads:
-        out.append(
-            Problem(
-                "mismatch",
-                f"engine and trainer are {kl:.3g} nats per token apart (limit "
-                f"{limits.mismatch:g}), and the loss does not correct for it",
-            )
-        )
-    return tuple(out)
+    found = {
+        "lost": lost > limits.lost,
+        "effective": effective < limits.effective,
+        "mismatch": not kl <= limits.mismatch and "rollout_logp" not in outcome.spec.reads,
+    }
+    sentences = {
+        "lost": f"{lost:.0%} of the gradient is cut off by the trust region or rejected "
+        f"(limit {limits.lost:.0%})",
+        "effective": f"the effective sample size is {effective:.2f} of the tokens (limit "
+        f"{limits.effective:.2f}): ratios and weights let few tokens decide",
+        "mismatch": f"engine and trainer are {kl:.3g} nats per token apart (limit "
+        f"{limits.mismatch:g}), and the loss does not correct for it",
+    }
+    return tuple(Problem(name, sentences[name]) for name, wrong in found.items() if wrong)
+
+
+def _measured(outcome: Outcome) -> tuple[float, float]:
+    """The lost share and the effective sample size, 0 and 1 if the policy term has no gradient."""
+    lost, effective = outcome.lost, outcome.effective
+    return 0.0 if lost is None else lost, 1.0 if effective is None else effective
 
 
 def remedies(outcome: Outcome, tokens: StoredTokens, limits: Limits) -> tuple[Remedy, ...]:
@@ -262,19 +256,13 @@ def _remedy(
         ]
         if better:
             words, outcome = max(better, key=lambda pair: pair[1].effective or 0.0)
-            return Remedy(
-                problem,
-                outcome.spec,
-                words,
-                f"The smallest {change} that cures it: {words}. Then {_measures(outcome)}.",
+            lost, effective = _measured(outcome)
+            sentence = (
+                f"The smallest {change} that cures it: {words}. Then {lost:.0%} of the gradient is "
+                f"cut off and the effective sample size is {effective:.2f}."
             )
+            return Remedy(problem, outcome.spec, words, sentence)
     return Remedy(problem, None, "", "No change of a single number or part cures it.")
-
-
-def _measures(outcome: Outcome) -> str:
-    lost = 0.0 if outcome.lost is None else outcome.lost
-    effective = 1.0 if outcome.effective is None else outcome.effective
-    return f"{lost:.0%} of the gradient is cut off and the effective sample size is {effective:.2f}"
 
 
 def _changes(spec: LossSpec) -> Iterator[tuple[str, list[tuple[str, LossSpec]]]]:

@@ -14,32 +14,22 @@ from policyloss.catalogue import PRESETS, presets_equal_to
 from policyloss.errors import visible
 from policyloss_lab.completions import BRANCHES
 from policyloss_lab.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
-from policyloss_lab.report.markup import asset, content_policy, escaped, island
+from policyloss_lab.report.markup import asset, document, escaped
 from policyloss_lab.whatif.outcome import Outcome
 from policyloss_lab.whatif.result import YOURS, WhatIf
 from policyloss_lab.whatif.tokens import StoredTokens
 
 SHOWN_TOKENS = 4_000  # tokens with their gradient under every loss
-_OURS = "policyloss_lab.whatif"
 
 
 def page(result: WhatIf, title: str) -> str:
     """The page of a result. title: the source of the tokens."""
-    style = asset("policyloss_lab.report", "page.css") + asset(_OURS, "whatif.css")
-    scripts = (asset("policyloss_lab.report", "draw.js"), asset(_OURS, "whatif.js"))
-    script = "(() => {\n" + "\n".join(scripts) + "})();"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">\
-<meta http-equiv="Content-Security-Policy" content="{content_policy(style, script)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">\
-<title>{escaped(title)} · what if</title>
-<style>{style}</style></head><body>
-<header><h1>What if</h1><p><bdi>{escaped(title)}</bdi>: {result.about}.</p>
+    table = _table(result) + _refused(result)
+    body = f"""<header><h1>What if</h1><p><bdi>{escaped(title)}</bdi>: {result.about}.</p>
 {_verdict(result)}{_notes(result.notes)}</header>
-<main>{asset(_OURS, "whatif.html").replace("{table}", _table(result) + _refused(result))}</main>
-<script type="application/json" id="data">{island(page_data(result))}</script>
-<script>{script}</script></body></html>
-"""
+<main>{asset("whatif/whatif.html").replace("{table}", table)}</main>"""
+    assets = ("report/page.css", "whatif/whatif.css", "report/draw.js", "whatif/whatif.js")
+    return document(f"{escaped(title)} · what if", body, page_data(result), assets)
 
 
 def _verdict(result: WhatIf) -> str:

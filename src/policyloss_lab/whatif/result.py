@@ -22,10 +22,7 @@ from policyloss_lab.whatif.tokens import StoredTokens, read
 from policyloss_lab.whatif.weights import EachToken, HeadWeight, Parameters, Products, weights_for
 
 YOURS = "yours"
-SAME_WEIGHTS = (
-    0.05  # the largest median gap between stored and recomputed log-probabilities, in nats
-)
-THROUGH = (EachToken.name, HeadWeight.name, Parameters.name)
+SAME_WEIGHTS = 0.05  # nats, the largest median gap from stored to recomputed log-probabilities
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,9 @@ class WhatIf:
     def rows(self) -> list[dict[str, Any]]:
         """One row for each loss: its numbers by name, None if undefined."""
         gains, change = self.gain.tolist(), self.products.unit_change.tolist()
-        alike = self.by_token.cosine[:, 0].tolist()
-        by_model = [None] * len(alike)
-        if self.by_model is not None:
-            by_model = self.by_model.cosine[:, 0].tolist()
-        rows = []
-        for i, outcome in enumerate(self.outcomes):
-            row: dict[str, Any] = {
+        cosine, by_model = self.by_token.cosine[:, 0].tolist(), self.by_model
+        return [
+            {
                 "name": outcome.name,
                 "loss": outcome.metrics.get("loss"),
                 "effective": outcome.effective,
@@ -89,13 +82,13 @@ class WhatIf:
                 "rejected": outcome.share("rejected"),
                 "norm": outcome.norm,
                 "mass": outcome.masses(self.tokens),
-                "cosine": alike[i],
-                "model_cosine": by_model[i],
+                "cosine": cosine[i],
+                "model_cosine": None if by_model is None else float(by_model.cosine[i, 0]),
                 "gain": gains[i],
                 "change": change[i],
             }
-            rows.append(row)
-        return rows
+            for i, outcome in enumerate(self.outcomes)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data: a row for each loss, all cosines, remedies, notes."""
@@ -274,8 +267,8 @@ def what_if(
     "parameters" if their gradients fit into memory, else "head". limits: the limits of a healthy
     loss, a `policyloss_lab.whatif.Limits`.
     """
-    if through is not None and through not in THROUGH:
-        raise InputError(unknown_name("through", through, THROUGH))
+    if through is not None and through not in THROUGH_WORDS:
+        raise InputError(unknown_name("through", through, THROUGH_WORDS))
     tokens = _tokens(source, step)
     notes = list(tokens.notes)
     yours = _yours(tokens, spec, notes)

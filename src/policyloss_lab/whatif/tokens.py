@@ -259,11 +259,12 @@ def tokens_of(rows: Sequence[Mapping[str, Any]], step: int | str | None = None) 
 def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
     notes: list[str] = []
     has_advantage = any(row.get("token_advantage") is not None for row in rows)
-    numbers = ("token_advantage",) if has_advantage else ("reward",)
+    numbers = [_numbers(row, i) for i, row in enumerate(rows)]
+    rewards = [finite(row.get("reward")) for row in rows]
     kept = [
-        row
-        for i, row in enumerate(rows)
-        if _length(row, i) and all(_column([row], name) is not None for name in numbers)
+        i
+        for i, (x, reward) in enumerate(zip(numbers, rewards, strict=True))
+        if x and ("token_advantage" in x if has_advantage else reward is not None)
     ]
     if not kept:
         raise InputError(
@@ -272,86 +273,72 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
         )
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} completions lack numbers and were left out.")
-    tensors = {name: _column(kept, name) for name in (*PER_TOKEN, "ids")}
-    if tensors["logp"] is None:
-        tensors["logp"] = tensors["old_logp"]
+    rows, numbers, rewards = ([every[i] for i in kept] for every in (rows, numbers, rewards))
+    tensors: dict[str, Any] = {
+        name: torch.tensor([value for x in numbers for value in x[name]], dtype=torch.float64)
+        for name in (*PER_TOKEN, "ids", "token_advantage")
+        if all(name in x for x in numbers)
+    }
+    if "logp" not in tensors:
+        tensors["logp"] = tensors.get("old_logp")
         notes.append(_NO_LOGP)
-    lengths, groups = torch.tensor([_length(row) for row in kept]), _groups(kept)
-    rewards = _column(kept, "reward")
-    advantages = _column(kept, "token_advantage")
+    lengths, groups = torch.tensor([len(x["mask"]) for x in numbers]), _groups(rows)
+    reward = None if None in rewards else torch.tensor(rewards, dtype=torch.float64)
+    advantages = tensors.pop("token_advantage", None)
     if advantages is None:
-        assert rewards is not None
         if groups is None:
             raise InputError(
                 "there are no advantages, and without a group or a prompt for each completion "
                 "they cannot be computed from the rewards; store one of these."
             )
-        advantages = grpo(rewards, groups).repeat_interleave(lengths)
+        assert reward is not None
+        advantages = grpo(reward, groups).repeat_interleave(lengths)
         notes.append("There are no advantages; GRPO's advantages were computed from the rewards.")
     tensors |= {
         "advantages": advantages,
-        "rewards": rewards,
-        "mask": torch.tensor([used for row in kept for used in _mask(row)]),
+        "rewards": reward,
+        "mask": torch.tensor([bool(used) for x in numbers for used in x["mask"]]),
         "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
         "group_ids": groups,
     }
-    prompts = [row.get("prompts") for row in kept]
-    texts = [row.get("prompt") for row in kept]
+    prompts, texts = ([row.get(name) for row in rows] for name in ("prompts", "prompt"))
     stored = StoredTokens.of({name: x for name, x in tensors.items() if x is not None})
     return stored.replace(
         ids=None if stored.ids is None else stored.ids.long(),
         prompts=prompts if all(isinstance(p, list) for p in prompts) else None,
         prompt_texts=texts if all(isinstance(p, str) for p in texts) else None,
-        texts=[text for row in kept for text in _texts(row)],
+        texts=[
+            text
+            for row, length in zip(rows, lengths.tolist(), strict=True)
+            for text in _texts(row, length)
+        ],
         notes=tuple(notes),
     )
 
 
-def _length(row: Mapping[str, Any], place: int | None = None) -> int:
-    """The number of tokens of a completion, 0 without log-probabilities. place: the index of the
-    row; if passed, lists of different lengths raise an error.
+def _numbers(row: Mapping[str, Any], place: int) -> dict[str, list[float]]:
+    """The numbers of each token of a completion by name, 0 for masked tokens, and its "mask", all
+    True by default; {} without log-probabilities. A column that lacks a number is left out.
     """
     lists = {name: row[name] for name in (*PER_TOKEN, "mask") if isinstance(row.get(name), list)}
     lengths = {name: len(values) for name, values in lists.items()}
-    if place is not None and len(set(lengths.values())) > 1:
+    if len(set(lengths.values())) > 1:
         raise InputError(f"completion {place + 1} has lists of different lengths: {lengths}.")
-    known = [name for name in ("logp", "old_logp") if name in lists]
-    usable = [name for name in known if _numbers(row, name) is not None]
-    return lengths[usable[0]] if usable else 0
-
-
-def _mask(row: Mapping[str, Any]) -> list[bool]:
-    """A flag for each token; all True if no mask is stored."""
-    values = row.get("mask")
-    if isinstance(values, list):
-        return [value is None or bool(value) for value in values]
-    lists = (row.get(name) for name in ("logp", "old_logp"))
-    return [True] * len(next(x for x in lists if isinstance(x, list)))
-
-
-def _numbers(row: Mapping[str, Any], name: str) -> list[float] | None:
-    """A finite number for each token, 0 for masked ones; None if a number is missing."""
-    values, used = row.get(name), _mask(row)
-    values = [values] * len(used) if is_number(values) else values
-    if not isinstance(values, list) or len(values) != len(used):
-        return None
-    floor = -math.inf if name == "rollout_logp" else -_LARGEST
-    good = [is_number(x) and floor <= x <= _LARGEST for x in values]
-    if not all(fine or not trained for fine, trained in zip(good, used, strict=True)):
-        return None
-    return [float(x) if fine else 0.0 for x, fine in zip(values, good, strict=True)]
-
-
-def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor | None:
-    """One number per token (a reward: per completion) of all rows; None if one is missing."""
-    if name == "reward":
-        rewards = [finite(row.get(name)) for row in rows]
-        complete = all(x is not None for x in rewards)
-        return torch.tensor(rewards, dtype=torch.float64) if complete else None
-    columns = [_numbers(row, name) for row in rows]
-    if any(column is None for column in columns):
-        return None
-    return torch.tensor([x for column in columns for x in column or ()], dtype=torch.float64)
+    count = next(iter(lengths.values()), 0)
+    used = [value is None or bool(value) for value in lists.get("mask", [True] * count)]
+    out: dict[str, list[float]] = {"mask": used}
+    for name in (*PER_TOKEN, "ids", "token_advantage"):
+        values = row.get(name)
+        values = [values] * count if is_number(values) else values
+        if not isinstance(values, list) or len(values) != count:
+            continue
+        floor = -math.inf if name == "rollout_logp" else -_LARGEST
+        good = [is_number(x) and floor <= x <= _LARGEST for x in values]
+        if all(fine or not trained for fine, trained in zip(good, used, strict=True)):
+            pairs = zip(values, good, strict=True)
+            out[name] = [float(x) if fine else 0.0 for x, fine in pairs]
+    usable = any(name in lists and name in out for name in ("logp", "old_logp"))
+    return out if usable and count else {}
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
@@ -369,11 +356,10 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
     return torch.tensor([numbers[str(key)] for key in keys])
 
 
-def _texts(row: Mapping[str, Any]) -> list[str]:
-    """A text for each token: the stored one, or its id."""
-    texts, count = row.get("tokens"), _length(row)
-    if not isinstance(texts, list) or len(texts) != count:
-        ids = row.get("ids")
-        texts = ids if isinstance(ids, list) and len(ids) == count else range(1, count + 1)
-        return [f"#{x}" for x in texts]
-    return [cut(str(text), TOKEN_LENGTH) for text in texts]
+def _texts(row: Mapping[str, Any], count: int) -> list[str]:
+    """A text for each token: the stored one, its id, or its number."""
+    texts, ids = row.get("tokens"), row.get("ids")
+    if isinstance(texts, list) and len(texts) == count:
+        return [cut(str(text), TOKEN_LENGTH) for text in texts]
+    known = isinstance(ids, list) and len(ids) == count
+    return [f"#{x}" for x in (ids if known else range(1, count + 1))]

@@ -64,16 +64,8 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Small files of each binary format."""
     folder = tmp_path_factory.mktemp("binaries")
     database(folder / "p.db", {"reward": 1.0}, {"completions": {"_value": [{"prompt": "a"}]}})
-    blocks = b":W&B\xe1\xbe\x00"
-    for step in (1, 2):
-        item = b"\x0a\x06reward\x82\x01\x030.5"
-        place = b"\x0a\x05_step\x82\x01\x01" + str(step).encode()
-        inside = b"".join(b"\x0a" + bytes([len(x)]) + x for x in (item, place))
-        record = b"\x12" + bytes([len(inside)]) + inside
-        blocks += b"\0\0\0\0" + len(record).to_bytes(2, "little") + b"\x01" + record
     return {
         "p.db": (folder / "p.db").read_bytes(),
-        "run.wandb": blocks,
         "events.out.tfevents.1": events(folder / "board", ["train/reward", "kl"]).read_bytes(),
         "completions/completions_00001.parquet": (
             TRL / "completions/completions_00001.parquet"
@@ -109,7 +101,7 @@ def test_broken_text_files(file: tuple[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["p.db", "run.wandb", "events.out.tfevents.1", "completions/completions_00001.parquet"]
+    "name", ["p.db", "events.out.tfevents.1", "completions/completions_00001.parquet"]
 )
 @given(data=st.data())
 def test_broken_binary_files(binaries: dict[str, bytes], name: str, data: st.DataObject) -> None:

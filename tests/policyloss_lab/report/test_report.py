@@ -6,11 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,8 @@ from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_lab.report import collect, render, write_report
 from policyloss_lab.report.markup import escaped
-from policyloss_lab.report.rollouts import as_stored, read_rollouts
+from policyloss_lab.report.rollouts import read_rollouts
+from policyloss_lab.runs.lock import Lock
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +172,7 @@ def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
     found = collect([run])["runs"][0]
     assert found["metrics"] == {"a": {"step": [0, 1], "value": [1, 5]}}
     assert (
-        "metrics.jsonl has 1 step(s) more than once; the last line of each is used."
+        "metrics.jsonl has 1 step(s) more than once; the last numbers of each are used."
         in found["notes"]
     )
     assert "metrics.jsonl has 1 line(s) without a step, left out." in found["notes"]
@@ -234,19 +231,23 @@ def test_a_path_without_a_run_is_an_error_that_names_the_missing_files(tmp_path:
 
 def test_whether_a_run_is_still_going(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"step": 0, "a": 1}], config={"steps": 2})
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    mine = {"pid": os.getpid(), "host": socket.gethostname()}
-    for lock, state in [
-        (None, "stopped"),
-        (mine, "running"),
-        ({**mine, "pid": ended.pid}, "stopped"),
-        ({**mine, "pid": ended.pid, "host": "elsewhere"}, "running"),
+
+    def state() -> str:
+        return str(collect([run])["runs"][0]["summary"]["state"])
+
+    assert state() == "stopped"
+    lock = Lock(run)
+    assert state() == "running"
+    left = lock.path.read_text()
+    lock.release()
+    for contents, expected in [
+        (left, "stopped"),  # of a process that was killed
+        (json.dumps({"pid": 1, "host": "elsewhere"}), "running"),
         ("{half", "stopped"),
+        ("[" * 4_000, "stopped"),
     ]:
-        if lock is not None:
-            (run / "lock").write_text(json.dumps(lock) if isinstance(lock, dict) else lock)
-        assert collect([run])["runs"][0]["summary"]["state"] == state, lock
+        (run / "lock").write_text(contents)
+        assert state() == expected, contents
     (run / "lock").unlink()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "a": 1}\n')
@@ -360,7 +361,7 @@ def test_held_out_answers_are_thinned_by_prompt(tmp_path: Path) -> None:
         for k in range(3)
     ]
     write_lines(tmp_path / "answers.jsonl", rows)
-    found = read_rollouts(tmp_path / "answers.jsonl", [], 85, as_stored)
+    found = read_rollouts(tmp_path / "answers.jsonl", [], 85, by_information=False)
     assert [(row["step"], row["group"]) for row in found] == [
         (s, k) for s in range(4) for k in (0, 1)
     ]

@@ -10,7 +10,6 @@ import re
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from report_runs import realistic_run, write_run
 
 import policyloss_lab as lab
 from policyloss_lab.report import collect, command, render
-from policyloss_lab.report.page import _SCRIPTS
+from policyloss_lab.report.markup import asset
+from policyloss_lab.report.page import ASSETS
 
 Open = Callable[..., Any]
 
@@ -525,8 +525,8 @@ def test_charts_are_drawn_when_a_page_without_a_box_gets_one(tab: Any, tmp_path:
 def test_no_name_of_the_scripts_is_declared_twice() -> None:
     """They share one scope, where the later of two functions would silently win."""
     names: list[str] = []
-    for script in _SCRIPTS:
-        text = (files("policyloss_lab.report") / "assets" / script).read_text(encoding="utf-8")
+    for script in ASSETS[1:]:
+        text = asset(script)
         names += re.findall(r"^(?:async )?function (\w+)", text, re.MULTILINE)
         for line in re.findall(r"^(?:const|let) (.*)", text, re.MULTILINE):
             names += re.findall(r"(?:^|, )(\w+) = ", line.split("=>")[0])

@@ -1,8 +1,8 @@
 """The runs of other trainers on the page: their numbers under our names, their completions.
 
 TRL's files were written by its GRPOTrainer (conformance/trl_report_run.py), verl's by its loggers
-and its own function for dumps (tests/helpers/record_logs.py). TensorBoard, W&B and trackio write
-theirs here. Those of prime-rl follow version 1 of its token export.
+and its own function for dumps (tests/helpers/record_logs.py). TensorBoard and trackio write theirs
+here. Those of prime-rl follow version 1 of its token export.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from report_runs import realistic_run, write_lines
 
 import policyloss as pl
+import policyloss_lab as lab
 from policyloss.cli import main
 from policyloss_lab.logs.names import our_names
 from policyloss_lab.report import collect, render
@@ -248,17 +249,6 @@ def test_several_runs_of_tensorboard_must_be_named_one_by_one(tmp_path: Path) ->
     assert [run["label"] for run in collect([tmp_path / "a", tmp_path / "b"])["runs"]] == ["a", "b"]
 
 
-WANDB = """
-import os, sys
-import wandb
-wandb.init(project="p", dir=sys.argv[1], mode="offline", config={"lr": 0.001, "nested": {"b": 2}})
-for step in (10, 20, 30):
-    table = wandb.Table(columns=["step", "prompt", "completion", "right", "advantage"],
-                        data=[[step, "1+1=", "2", 1.0, 0.5], [step, "1+1=", f"-{step}", 0.0, -0.5]])
-    wandb.log({"train/reward": step / 40, "train/global_step": step, "train/kl": float("nan"),
-               "completions": table})
-wandb.finish()
-"""
 TRACKIO = """
 import os, sys
 os.environ["TRACKIO_DIR"] = sys.argv[1]
@@ -295,14 +285,38 @@ def check_tracked(run: dict[str, Any]) -> None:
     assert [row["step"] for row in run["rollouts"]] == [10, 10, 20, 20, 30, 30]
 
 
-def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
-    """The step is the trainer's, not the number of calls that W&B counts."""
-    pytest.importorskip("wandb")
-    script(WANDB, str(tmp_path))
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    run = run_of(file.parent)
-    check_tracked(run)
-    assert run["config"]["nested"] == {"b": 2}
+def test_a_binary_log_of_wandb_is_refused_with_the_way_to_export_it(tmp_path: Path) -> None:
+    file = tmp_path / "run-1.wandb"
+    file.write_bytes(b":W&B\xe1\xbe\x00")
+    for path in (file, tmp_path):
+        with pytest.raises(pl.InputError, match=r"run-1.wandb is a binary log .* `wandb sync`"):
+            collect([path])
+    with pytest.raises(pl.InputError, match=r"run-1.wandb is a binary log .* `wandb sync`"):
+        lab.doctor_run(file)
+    # The tables of completions next to it are read, and a note names the log.
+    table = {"columns": ["step", "prompt", "completion", "right"], "data": [[3, "1+1=", "2", 1.0]]}
+    (tmp_path / "completions_3_0a.table.json").write_text(json.dumps(table))
+    run = run_of(tmp_path)
+    assert [(row["step"], row["reward"]) for row in run["rollouts"]] == [(3, 1.0)]
+    assert any("run-1.wandb is a binary log" in note for note in run["notes"])
+
+
+def test_the_step_of_a_wandb_history_is_the_trainers(tmp_path: Path) -> None:
+    """Not the number of calls that W&B counts."""
+    rows = [{"_step": i, "train/global_step": 10 * i, "train/reward": i / 4} for i in (1, 2)]
+    write_lines(tmp_path / "history.jsonl", rows)
+    run = run_of(tmp_path)
+    assert run["metrics"]["reward/mean"] == {"step": [10, 20], "value": [0.25, 0.5]}
+
+
+def test_without_tensorboard_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "events.out.tfevents.1"
+    file.write_bytes(bytes(12) + b"\x1a\x0dbrain.Event:2")
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(pl.InputError, match=r"tensorboard: pip install 'policyloss-lab\[tensorboa"):
+        collect([tmp_path])
 
 
 def test_a_database_of_trackio(tmp_path: Path) -> None:
