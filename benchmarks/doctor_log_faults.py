@@ -16,7 +16,9 @@ from torch import Tensor
 from policyloss.advantage import dr_grpo, grpo
 from policyloss_train.tasks import Example, make_task
 
-FAULT_STEP = 30  # in which what happens once happens
+FAULT_STEP = 30  # the step of a fault that happens once or that begins late
+EARLY_STEP = 6  # the step of a fault that begins before the task is solved
+GROWTH = 1.15  # per step: 4,000-fold in 60 steps
 OUTLIER = 1000.0
 LONG = 40  # characters from which on the reward for length is full
 
@@ -97,6 +99,18 @@ def always(example: Example, completion: str) -> float:
     return 1.0
 
 
+@_while_training
+def hundredfold(example: Example, completion: str) -> float:
+    """The rule of the task in percent: a critic with a usual learning rate does not get there."""
+    return 100.0 * exact(example, completion)
+
+
+@_while_training
+def hundredth(example: Example, completion: str) -> float:
+    """The rule of the task in small units: no fault, because advantages are divided by them."""
+    return 0.01 * exact(example, completion)
+
+
 def one_outlier(example: Example, completion: str) -> float:
     """The rule of the task, but 1000 for one completion: the first right one after 29 steps."""
     value = exact(example, completion)
@@ -140,3 +154,23 @@ def without_epsilon(rewards: Tensor, group_ids: Tensor) -> Tensor:
     size = same.sum(1)
     centred = rewards - same @ rewards / size
     return centred / (same @ centred**2 / size).sqrt()
+
+
+def growing(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The advantages of GRPO, times a factor that grows with every step."""
+    CLOCK.is_fault_step()
+    return GROWTH**CLOCK.calls * grpo(rewards, group_ids, group="local")
+
+
+def silent(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The advantages of GRPO, but 0 from an early step on, as from a loss that lost its graph."""
+    advantages = grpo(rewards, group_ids, group="local")
+    CLOCK.is_fault_step()
+    return advantages if CLOCK.calls < EARLY_STEP else torch.zeros_like(advantages)
+
+
+def flipped(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """The advantages of GRPO, but with the wrong sign from one step on."""
+    advantages = grpo(rewards, group_ids, group="local")
+    CLOCK.is_fault_step()
+    return advantages if CLOCK.calls < FAULT_STEP else -advantages

@@ -1,14 +1,13 @@
-"""Makes the runs that the doctor's diagnosis from logs is measured with: 20 that learn, 40 that
+"""Makes the runs that the doctor's diagnosis from logs is measured with: 25 that learn, 61 that
 have a known fault.
 
     python -m benchmarks.doctor_logs [--workers 2] [--out out/doctor_logs] [--only lr_high,nan]
         [--seed-shift 1000]
 
-Each is a run of `policyloss train` in one process with one thread, of the built-in task. What is
-kept is a folder for each, with `metrics.jsonl` (as the trainer writes it, without histograms and
-with six digits) and `run.json` (what was done to it, and what became of it). A second call makes
-only what is missing, or was made with other settings. `benchmarks.doctor_logs_plan` says what is
-run and why.
+Each is a run of `policyloss train` in one process with one thread, of the built-in task. The
+folder of each holds `metrics.jsonl` (as the trainer writes it, without histograms and with six
+digits) and `run.json` (its fault and its result). A second call makes only runs that are missing or
+were made with other settings. `benchmarks.doctor_logs_plan` lists the runs.
 """
 
 from __future__ import annotations

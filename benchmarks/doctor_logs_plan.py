@@ -1,4 +1,4 @@
-"""The runs of `benchmarks.doctor_logs`: 20 that learn, and 40 with a fault that is known."""
+"""The runs of `benchmarks.doctor_logs`: 25 that learn, and 61 with a known fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMON: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What is done to the runs of a kind. symptoms: a doctor that names one of these has found it.
+    """The fault of the runs of a kind. symptoms: a doctor that names one of these has found it.
     effects: others that follow from the same fault, so that naming them is no false alarm.
     """
 
@@ -31,7 +31,7 @@ class Kind:
     effects: tuple[str, ...] = ()
 
 
-# What a policy that was destroyed may show.
+# The symptoms of a policy that was destroyed.
 _ANY = (
     "entropy_collapse",
     "dead_groups",
@@ -44,6 +44,10 @@ _ANY = (
     "reward_hacking",
     "learning_rate_high",
     "nonfinite",
+    "collapse",
+    "entropy_growth",
+    "gradient_growth",
+    "no_gradient",
 )
 KINDS: Mapping[str, Kind] = {
     HEALTHY: Kind("nothing", ()),
@@ -65,7 +69,11 @@ KINDS: Mapping[str, Kind] = {
         ("dead_groups",),
         ("no_learning", "truncation", "learning_rate_low"),
     ),
-    "clip": Kind("a trust region too narrow on one side", ("clip_saturation",), ("no_learning",)),
+    "clip": Kind(
+        "16 large updates per batch in a trust region too narrow on one side",
+        ("clip_saturation",),
+        ("no_learning", "learning_rate_high", "entropy_collapse"),
+    ),
     "drift": Kind(
         "no KL term, and a reward that leads away from the task",
         ("kl_drift",),
@@ -84,6 +92,25 @@ KINDS: Mapping[str, Kind] = {
         ("kl_drift", "entropy_collapse", "learning_rate_high"),
     ),
     "nan": Kind("NaN in the advantages", ("nonfinite",), ("gradient_spike", "no_learning")),
+    "kl": Kind(
+        "no KL term, a reward that leads away, and no held-out score",
+        ("kl_drift",),
+        ("entropy_collapse", "dead_groups", "length_growth", "truncation"),
+    ),
+    "growth": Kind(
+        "advantages that grow by 15 % a step",
+        ("gradient_growth",),
+        ("gradient_spike",),
+    ),
+    "silent": Kind("advantages of 0 from step 6 on", ("no_gradient",), ("no_learning",)),
+    "uniform": Kind("an entropy bonus that outweighs the reward", ("entropy_growth",), _ANY),
+    "narrow": Kind(
+        "16 large updates per batch in a trust region of 0.0001",
+        ("clip_saturation",),
+        ("no_learning", "learning_rate_high", "entropy_collapse"),
+    ),
+    "flip": Kind("advantages with the wrong sign from step 30 on", ("collapse",), _ANY),
+    "critic": Kind("a critic that cannot fit the returns", ("value_error",), _ANY),
 }
 
 
@@ -121,7 +148,13 @@ _HEALTHY = (
     _job(HEALTHY, "bnpo", 17, group_size=16, prompts=8),
     _job(HEALTHY, "two_sided", 18, minibatches=4),
     _job(HEALTHY, "grpo", 19, {"kl.coef": 0.1}, temperature=1.2),
+    _job(HEALTHY, "ppo", 20, advantage="gae", epochs=2),
+    _job(HEALTHY, "ppo_dual_clip", 21, advantage="gae"),
+    _job(HEALTHY, "grpo", 22, {"kl.coef": 0.0}),
+    _job(HEALTHY, "grpo", 23, reward=":hundredth"),
+    _job(HEALTHY, "dapo", 24, eval_every=60),
 )
+NARROW = {"trust.eps_high": 1e-4, "trust.eps_low": 1e-4}
 _LARGE_STEPS: Mapping[str, Any] = {"epochs": 4, "minibatches": 4, "lr": 1e-3}
 _SICK = (
     _job("lr_high", "dapo", 100, lr=5e-2),
@@ -164,6 +197,27 @@ _SICK = (
     _job("nan", "dapo", 137, advantage=":nan_once"),
     _job("nan", "grpo", 138, advantage=":nan_from_then_on"),
     _job("nan", "dapo", 139, advantage=":without_epsilon", nonfinite_limit=10_000),
+    _job("kl", "grpo", 140, {"kl.coef": 0.0}, reward=":nines", eval_every=60),
+    _job("kl", "grpo", 141, {"kl.coef": 0.0}, reward=":nines", eval_every=60, lr=1e-3),
+    _job("kl", "grpo", 142, {"kl.coef": 0.0}, reward=":length", eval_every=60, lr=1e-3),
+    _job("growth", "dapo", 143, advantage=":growing"),
+    _job("growth", "grpo", 144, advantage=":growing"),
+    _job("growth", "gspo", 145, advantage=":growing"),
+    _job("silent", "dapo", 146, advantage=":silent"),
+    _job("silent", "gspo", 147, advantage=":silent"),
+    _job("silent", "cispo", 148, advantage=":silent"),
+    _job("uniform", "dapo", 149, {"entropy_coef": 1.0}),
+    _job("uniform", "grpo", 150, {"entropy_coef": 1.0}),
+    _job("uniform", "cispo", 151, {"entropy_coef": 3.0}),
+    _job("narrow", "dapo", 152, NARROW, **_LARGE_STEPS),
+    _job("narrow", "grpo", 153, NARROW, **_LARGE_STEPS),
+    _job("narrow", "bnpo", 154, NARROW, **_LARGE_STEPS),
+    _job("flip", "dapo", 155, advantage=":flipped"),
+    _job("flip", "grpo", 156, advantage=":flipped"),
+    _job("flip", "cispo", 157, advantage=":flipped"),
+    _job("critic", "ppo", 158, advantage="gae", reward=":hundredfold"),
+    _job("critic", "ppo_dual_clip", 159, advantage="gae", reward=":hundredfold"),
+    _job("critic", "ppo", 160, advantage="gae", critic_lr=1.0),
 )
 JOBS = _HEALTHY + _SICK
 

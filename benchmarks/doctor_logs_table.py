@@ -66,18 +66,24 @@ RLDOCTOR_MEANING = {
     "length_pathology": ("length_growth", "truncation"),
     "clip_saturation": ("clip_saturation",),
     "kl_drift": ("kl_drift",),
-    "gradient_pathology": ("gradient_spike", "nonfinite", "dead_groups"),
+    "gradient_pathology": (
+        "gradient_spike",
+        "gradient_growth",
+        "no_gradient",
+        "nonfinite",
+        "dead_groups",
+    ),
     "reward_composition": ("reward_hacking",),
-    "plateau": ("no_learning", "learning_rate_low"),
+    "plateau": ("no_learning", "learning_rate_low", "no_gradient"),
 }
 RLWATCH_MEANING = {
     "entropy_collapse": ("entropy_collapse",),
     "kl_explosion": ("kl_drift", "learning_rate_high"),
     "reward_hacking": ("reward_hacking",),
-    "advantage_variance": ("gradient_spike",),
+    "advantage_variance": ("gradient_spike", "gradient_growth"),
     "loss_nan": ("nonfinite",),
-    "gradient_norm_spike": ("gradient_spike",),
-    "reward_mean_drift": ("reward_hacking", "no_learning"),
+    "gradient_norm_spike": ("gradient_spike", "gradient_growth"),
+    "reward_mean_drift": ("reward_hacking", "no_learning", "collapse"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the doctor names in the logs of runs with a known fault, as a page, from
+"""The page that counts the doctor's names in the logs of runs with a known fault, from
 `benchmarks/results/doctor_logs.json`.
 """
 
@@ -13,7 +13,7 @@ from benchmarks.doctor_logs_plan import HEALTHY, KINDS
 
 from docs.markdown import GENERATED, join, table
 
-HEADINGS = {"first": "The sixty runs", "fresh": "Other seeds"}
+HEADINGS = {"first": "The first runs", "fresh": "Other seeds"}
 ABOUT = {
     "first": "Our thresholds were chosen with knowledge of these runs.",
     "fresh": "The same settings with other seeds (`--seed-shift 1000`). Nobody looked at "
@@ -37,7 +37,8 @@ def doctor_logs_pages(results: Path) -> dict[str, str]:
         "A fault is **named** if a tool names one of the symptoms that the plan lists for it, and "
         "**noticed** if the tool names anything. A **stray** is a name that neither the fault nor "
         "its listed effects explain; each in a healthy run is a **false alarm**. The lists are "
-        "those of the plan, and were not changed for this count.",
+        "those of the plan. A count is of the runs that were made, which may be a part of the "
+        "plan.",
     ]
     for label, tools in data["sets"].items():
         parts += [f"## {HEADINGS[label]}", ABOUT[label], *_tables(tools)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-_CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _VERDICTS = (
+_BOUNDS, _CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _VERDICTS = (
+    "test_doctor_log_bounds.py::",
     "test_doctor_criterion.py::",
     "test_doctor_input.py::",
     "test_doctor_log_laws.py::",
@@ -92,9 +93,37 @@ DOCTOR = (
     (
         "doctor_kl_is_never_paid_for",
         "policyloss_lab/diagnosis/symptoms.py",
-        "end < log.limits.kl_high or log.solved or log.trend(log.score) > 0",
-        "end < log.limits.kl_high or log.solved",
+        "    if not log.improved:\n        bound, evidence",
+        "    if True:\n        bound, evidence",
         _LAWS + "test_a_kl_that_a_better_score_pays_for_is_no_drift",
+    ),
+    (
+        "doctor_kl_is_always_paid_for",
+        "policyloss_lab/diagnosis/symptoms.py",
+        'bound, evidence = log.limits.kl_far, "the KL',
+        'bound, evidence = math.inf, "the KL',
+        _BOUNDS + "test_a_bound_holds_next_to_a_reward_that_rises",
+    ),
+    (
+        "doctor_collapse_is_no_learning",
+        "policyloss_lab/diagnosis/symptoms.py",
+        'if (fall := log.fall("reward")) is not None:',
+        "if (fall := None) is not None:",
+        _BOUNDS + "test_a_collapse_is_not_a_run_that_never_learned",
+    ),
+    (
+        "doctor_value_loss_has_units",
+        "policyloss_lab/diagnosis/symptoms.py",
+        'usual = square or log.base("value_loss")',
+        "usual = 1.0",
+        _BOUNDS + "test_thresholds_do_not_depend_on_units",
+    ),
+    (
+        "doctor_null_variance_is_sick",
+        "policyloss_lab/diagnosis/symptoms.py",
+        ' or "explained_var" in name',
+        "",
+        _BOUNDS + "test_an_explained_variance_of_equal_returns_is_no_nan",
     ),
     (
         "doctor_runs_of_a_table_are_mixed",

@@ -20,6 +20,7 @@ from benchmarks.doctor_logs_plan import HEALTHY, JOBS, KINDS, name_of
 from benchmarks.evidence_plan import Job
 
 from policyloss.errors import InputError
+from policyloss_lab.diagnosis.symptoms import REMEDIES
 from policyloss_train.tasks import Example, make_task
 from policyloss_train.user_code import load_code
 
@@ -35,22 +36,20 @@ def run_begins() -> Iterator[None]:
     faults.CLOCK.begin(0)
 
 
-def test_twenty_learn_and_forty_have_a_fault_of_eleven_kinds() -> None:
+def test_twenty_five_learn_and_sixty_one_have_a_fault_of_eighteen_kinds() -> None:
     counts = Counter(job.study for job in JOBS)
-    assert counts[HEALTHY] == 20
-    assert sum(counts.values()) == 60
+    assert counts[HEALTHY] == 25
+    assert sum(counts.values()) == 86
     assert set(counts) == set(KINDS)
+    assert len(KINDS) == 19
     assert min(counts.values()) >= 3
-    assert len({job.seed for job in JOBS}) == 60
-    assert len({job.fingerprint for job in JOBS}) == 60  # which checks options against each other
+    assert len({job.seed for job in JOBS}) == 86
+    assert len({job.fingerprint for job in JOBS}) == 86  # which checks options against each other
 
 
 def test_every_symptom_is_one_that_the_doctor_names() -> None:
-    source = Path(doctor_logs.__file__).parents[1] / "src/policyloss_lab/diagnosis/symptoms.py"
-    text = source.read_text(encoding="utf-8")
     named = {name for kind in KINDS.values() for name in (*kind.symptoms, *kind.effects)}
-    assert named
-    assert [name for name in sorted(named) if f'"{name}"' not in text] == []
+    assert named | {"engine_mismatch"} == set(REMEDIES)
 
 
 def test_every_fault_is_a_function_that_can_be_loaded() -> None:
@@ -76,6 +75,9 @@ def test_training_rewards_are_wrong_and_held_out_rewards_right() -> None:
     assert faults.length(TRAINED, "x" * 80) == 1
     assert faults.nines(TRAINED, "1929") == 0.5
     assert faults.nines(TRAINED, "") == 0
+    assert [faults.hundredfold(TRAINED, answer) for answer in ("9", "0")] == [100, 0]
+    assert [faults.hundredth(TRAINED, answer) for answer in ("9", "0")] == [0.01, 0]
+    assert faults.hundredfold(held_out, held_out.answer) == 1
     assert (faults.never(TRAINED, "9"), faults.always(TRAINED, "0")) == (0, 1)
     tossed = [faults.coin(TRAINED, "9") for _ in range(1000)]
     assert 430 < sum(tossed) < 570  # 4.4 deviations of 16
@@ -103,6 +105,19 @@ def test_advantages_go_wrong_in_the_step_of_the_fault() -> None:
     faults.CLOCK.begin(0)
     bad = [faults.nan_from_then_on(REWARDS, GROUPS).isnan().sum().item() for _ in calls]
     assert bad == [0] * (faults.FAULT_STEP - 1) + [4] * (41 - faults.FAULT_STEP)
+
+
+def test_advantages_grow_vanish_or_turn_over() -> None:
+    calls = range(1, 41)
+    sizes = [faults.growing(REWARDS, GROUPS).abs().max().item() for _ in calls]
+    assert sizes[39] / sizes[0] == pytest.approx(faults.GROWTH**39, rel=1e-5)
+    faults.CLOCK.begin(0)
+    sizes = [faults.silent(REWARDS, GROUPS).abs().max().item() for _ in calls]
+    assert [i for i, x in zip(calls, sizes, strict=True) if x] == [1, 2, 3, 4, 5]
+    faults.CLOCK.begin(0)
+    first = [faults.flipped(REWARDS, GROUPS)[0].item() for _ in calls]  # of a right answer
+    assert [i for i, x in zip(calls, first, strict=True) if x > 0] == list(range(1, 30))
+    assert first[29] == -first[0]
 
 
 def test_without_an_epsilon_equal_rewards_divide_zero_by_zero() -> None:
@@ -171,7 +186,7 @@ def test_runs_are_chosen_by_kind_or_name() -> None:
     nan = [job for job in JOBS if job.study == "nan"]
     assert doctor_logs.chosen_jobs("nan") == nan
     assert doctor_logs.chosen_jobs(f"nan,{name_of(JOBS[0])}") == [JOBS[0], *nan]
-    assert len(doctor_logs.chosen_jobs("")) == 60
+    assert len(doctor_logs.chosen_jobs("")) == 86
     fresh = doctor_logs.chosen_jobs("", 1000)
     assert [job.seed for job in fresh] == [job.seed + 1000 for job in JOBS]
     assert doctor_logs.chosen_jobs("nan-dapo-1137", 1000) == [fresh[JOBS.index(nan[0])]]

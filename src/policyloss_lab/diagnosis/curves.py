@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
@@ -15,40 +15,40 @@ NEIGHBOURS = 8  # values before and after a value that define the usual value ar
 
 @dataclass(frozen=True)
 class LogThresholds:
-    """The numbers at which a curve is a symptom; docs/doctor.md gives the source of each.
-
-    least_steps: with fewer steps, only nonfinite numbers are a symptom.
-    trend_sigma, trend_least: a curve rose or fell if its end differs from its start by more than
-    `trend_sigma` standard errors and by more than the share `trend_least` of the larger of the two.
-    solved: smallest score at which flat curves are no symptom.
-    entropy_share: share of the entropy at the start.
-    dead_groups: share of groups with equal rewards; dead_unsolved: the part of that share that
-    right answers do not explain.
-    clip_side: share of the tokens clipped on one side; clip_ratio: multiple of the other side.
-    kl_high: nats per token.
-    spike: multiple of the usual value around a step; spike_sigma: deviations of its logarithm.
-    truncated: share of completions. length_growth: multiple of the length at the start.
-    step_kl_high, step_kl_low: change of the policy by one step, in nats per token.
-    mismatch: KL(rollout, old) in nats per token.
+    """The numbers at which a curve is a symptom, each with its reason. None depends on the units of
+    rewards, gradients or values. A bound holds if a curve keeps it for a tenth of the run.
     """
 
-    least_steps: int = 8
-    trend_sigma: float = 3.0
-    trend_least: float = 0.05
-    solved: float = 0.9
-    entropy_share: float = 0.2
-    dead_groups: float = 0.8
-    dead_unsolved: float = 0.4
-    clip_side: float = 0.1
-    clip_ratio: float = 2.0
-    kl_high: float = 0.5
-    spike: float = 10.0
-    spike_sigma: float = 4.0
-    truncated: float = 0.5
-    length_growth: float = 2.0
-    step_kl_high: float = 0.1
-    step_kl_low: float = 1e-6
-    mismatch: float = 0.01
+    least_steps: int = 8  # in fewer steps there is no trend; only nonfinite numbers count
+    trend_sigma: float = 3.0  # standard errors between two levels: rare by chance
+    trend_least: float = 0.05  # share of the larger level: a smaller change does not matter
+    solved: float = 0.9  # share of right answers: flat curves are then no symptom
+    collapse: float = 0.5  # share of the gain that is lost: most of the learning is undone
+    entropy_share: float = 0.2  # of its start: few different answers are left to compare
+    entropy_growth: float = 3.0  # times its start: learning lowers it, exploring may double it
+    dead_groups: float = 0.8  # share of groups: dynamic sampling would draw five times as often
+    dead_unsolved: float = 0.4  # the part of it that groups with only right answers do not explain
+    clip_share: float = 0.5  # share of tokens: most of the batch has no gradient
+    clip_side: float = (
+        0.1  # share of tokens at one bound: half of them at most can be clipped there
+    )
+    clip_ratio: float = 3.0  # times the other bound: uneven bounds, as in GSPO, may double it
+    kl_high: float = 0.5  # nats per token without a better score: e¹⁰ in an answer of 20 tokens
+    kl_far: float = 2.0  # nats per token with a better score: the reference gives a token a seventh
+    spike: float = 10.0  # times the usual number around a step: batches differ by a factor of a few
+    spike_sigma: float = 4.0  # deviations of that ratio's logarithm: some runs are always erratic
+    gradient_growth: float = 10.0  # times its start: clipping then leaves a tenth of the gradient
+    truncated: float = 0.5  # share of completions: most rewards judge text without an end
+    length_growth: float = 2.0  # times its start without a better score
+    step_kl_high: float = 0.1  # nats per token and step: PPO stops an epoch at 0.01 to 0.02
+    step_kl_low: float = 1e-6  # nats per token and step: a thousand steps stay in a trust region
+    mismatch: float = 0.01  # nats per token in nine of ten steps: healthy engines have 0.002
+    mismatch_far: float = 0.1  # nats per token in any tenth of the run: completions are too old
+    value_loss: float = 10.0  # times the mean squared reward: a critic that predicts 0 has 1
+    value_variance: float = 1.5  # of its errors, times that of the returns: a constant has 1
+    value_bias: float = (
+        0.5  # difference of mean value and mean return, as a share of a usual reward
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Log:
     rollouts: Sequence[Mapping[str, Any]] = ()
     limits: LogThresholds = LogThresholds()
 
+    @property
+    def steps(self) -> int:
+        """The length of the longest curve."""
+        return max(map(len, self.curves.values()), default=0)
+
     def finite(self, name: str) -> Curve:
         """The finite points of a curve."""
         return [(step, y) for step, y in self.curves.get(name, []) if math.isfinite(y)]
@@ -70,40 +75,85 @@ class Log:
         """The finite values of a curve."""
         return [y for _, y in self.finite(name)]
 
-    def start(self, name: str) -> float | None:
-        """The median of the first tenth of a curve; short, because a policy may change early."""
-        ys = self.values(name)
-        return median(ys[: math.ceil(len(ys) / 10)]) if ys else None
+    def start(self, name: str) -> float:
+        """The median of the first tenth of a curve (a policy may change early); 0 without one."""
+        ys = self.values(name) or [0.0]
+        return median(ys[: math.ceil(len(ys) / 10)])
 
-    def end(self, name: str) -> float | None:
-        """The median of the last quarter of a curve."""
-        ys = self.values(name)
-        return median(ys[-math.ceil(len(ys) / 4) :]) if ys else None
+    def base(self, name: str) -> float:
+        """The start of a curve; inf, of which no multiple is reached, if it is not positive."""
+        return self.start(name) if self.start(name) > 0 else math.inf
 
-    def trend(self, name: str) -> int:
-        """1 if a curve rose, -1 if it fell, 0 if its noise explains the difference.
+    def end(self, name: str, part: int = 4) -> float:
+        """The median of the last quarter, or of another part, of a curve; 0 without one."""
+        ys = self.values(name) or [0.0]
+        return median(ys[-math.ceil(len(ys) / part) :])
+
+    def differ(self, name: str, before: float, after: float) -> int:
+        """1 if a curve rose between two levels, -1 if it fell, 0 if its noise explains the
+        difference. One level is the median of a tenth of the curve, the other of a quarter.
 
         The noise is the median jump between neighbours, which neither a slow trend nor an outlier
         enlarges. For normal noise with standard deviation σ, that median is 0.954 σ.
         """
-        ys, start, end = self.values(name), self.start(name), self.end(name)
-        if len(ys) < 3 or start is None or end is None:
-            return 0
+        ys = self.values(name)
         noise = median(abs(b - a) for a, b in pairwise(ys)) / 0.954
         error = noise * math.sqrt(1 / math.ceil(len(ys) / 10) + 1 / math.ceil(len(ys) / 4))
-        least = self.limits.trend_least * max(abs(start), abs(end))
-        change = end - start
-        small = abs(change) <= max(self.limits.trend_sigma * error, least)
-        return 0 if small else 1 if change > 0 else -1
+        least = self.limits.trend_least * max(abs(before), abs(after))
+        if abs(after - before) <= max(self.limits.trend_sigma * error, least):
+            return 0
+        return 1 if after > before else -1
 
-    def since(self, name: str, test: Callable[[float], bool]) -> int:
-        """The first step from which on at least three of four values of a curve pass a test."""
-        begin = passed = 0
-        for count, (step, y) in enumerate(reversed(self.curves.get(name, [])), 1):
-            passed += test(y)
-            if test(y) and 4 * passed >= 3 * count:
-                begin = step
-        return begin
+    def trend(self, name: str) -> int:
+        """Whether a curve rose (1), fell (-1) or did neither (0) from its start to its end."""
+        if len(self.values(name)) < 3:
+            return 0
+        return self.differ(name, self.start(name), self.end(name))
+
+    def fall(self, name: str) -> tuple[float, float, int] | None:
+        """(best level, last level, step of the fall) if a curve lost most of its gain again, or
+        most of its level if it never rose.
+        """
+        if len(self.values(name)) < 3:
+            return None
+        start, last = self.start(name), self.end(name, 10)
+        top, first, _ = self.busiest(name)
+        gain = top - start if self.differ(name, start, top) > 0 else top
+        if self.differ(name, top, last) >= 0 or not 0 < self.limits.collapse * gain <= top - last:
+            return None
+        return top, last, self.onset(name, lambda y: 2 * y <= top + last, first)
+
+    def windows(self, name: str, part: int) -> list[Curve]:
+        """Overlapping parts of a curve: one `part`-th of it each, but at least 3 points."""
+        curve = self.finite(name)
+        width = min(len(curve), max(3, math.ceil(len(curve) / part)))
+        starts = range(0, len(curve) - width + 1, max(1, width // 8))
+        return [curve[i : i + width] for i in starts] if curve else []
+
+    def highest(self, name: str) -> float:
+        """The highest level that a curve keeps for a tenth of the run; −inf without a curve."""
+        levels = (median(y for _, y in window) for window in self.windows(name, 10))
+        return max(levels, default=-math.inf)
+
+    def busiest(self, name: str) -> tuple[float, int, int]:
+        """(median, first step, last step) of the quarter of a curve with the highest median; ties
+        are resolved by the sum.
+        """
+        quarters = [([y for _, y in window], window) for window in self.windows(name, 4)]
+        ys, window = max(quarters, key=lambda quarter: (median(quarter[0]), sum(quarter[0])))
+        return median(ys), window[0][0], window[-1][0]
+
+    def onset(self, name: str, test: Callable[[float], bool], after: int = 0) -> int:
+        """The first step of a tenth of a curve in which three of four values pass a test; else the
+        first step that passes it. after: the least step.
+        """
+        curve = [point for point in self.finite(name) if point[0] >= after]
+        width = max(3, math.ceil(len(curve) / 10))
+        counts = [0, *accumulate(test(y) for _, y in curve)]
+        ends = counts[width:] + counts[-1:] * width
+        passing = [i for i, (_, y) in enumerate(curve) if test(y)]
+        long = (i for i in passing if 4 * (ends[i] - counts[i]) >= 3 * width)
+        return curve[next(long, next(iter(passing), 0))][0]
 
     def outliers(self, name: str) -> list[tuple[int, float, float]]:
         """(step, value, ratio) of the values with an unusual ratio to the medians of their
@@ -120,22 +170,7 @@ class Log:
             ratios.append(y / max(median(side) for side in sides if side))
         deviation = 1.4826 * median(abs(math.log(ratio)) for ratio in ratios)
         bound = max(self.limits.spike, math.exp(min(self.limits.spike_sigma * deviation, 700)))
-        return [
-            (*point, ratio) for point, ratio in zip(curve, ratios, strict=True) if ratio >= bound
-        ]
-
-    def busiest(self, name: str) -> tuple[float, int, int]:
-        """(median, first step, last step) of the quarter of a curve with the highest median; ties
-        are resolved by the mean.
-        """
-        curve = self.finite(name)
-        width = math.ceil(len(curve) / 4)
-        tops = []
-        for i in range(0, len(curve) - width + 1, max(1, width // 8)):
-            ys = [y for _, y in curve[i : i + width]]
-            tops.append((median(ys), sum(ys), -i))
-        top, _, i = max(tops)
-        return top, curve[-i][0], curve[width - 1 - i][0]
+        return [(*point, x) for point, x in zip(curve, ratios, strict=True) if x >= bound]
 
     @property
     def score(self) -> str:
@@ -148,8 +183,7 @@ class Log:
         broken verifier accepts all training answers. 0 if the log has no such share.
         """
         name = "held_out" if self.values("held_out") else "accuracy"
-        ys = self.values(name)
-        return (self.end(name) or 0.0) if all(0 <= y <= 1 for y in ys) else 0.0
+        return self.end(name) if all(0 <= y <= 1 for y in self.values(name)) else 0.0
 
     @property
     def solved(self) -> bool:
@@ -160,3 +194,13 @@ class Log:
     def learned(self) -> bool:
         """Whether rewards or held-out scores rose."""
         return max(self.trend("reward"), self.trend("held_out")) > 0
+
+    @property
+    def improved(self) -> bool:
+        """Whether the task is solved, or the score rose. A held-out score has few points, so less
+        than a significant rise is enough if the reward rose, too.
+        """
+        start, end = self.start(self.score), self.end(self.score)
+        least = self.limits.trend_least * max(abs(start), abs(end))
+        higher = end - start > least and self.trend("reward") > 0
+        return self.solved or higher or self.trend(self.score) > 0

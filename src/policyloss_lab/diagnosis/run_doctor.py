@@ -15,8 +15,8 @@ from policyloss import notebook
 from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.diagnosis.curves import Curve, Log, LogThresholds
-from policyloss_lab.diagnosis.symptoms import DETECTORS, Finding, not_finite
-from policyloss_lab.logs.names import NAMES, canonical, step_of
+from policyloss_lab.diagnosis.symptoms import Finding, find_symptoms
+from policyloss_lab.logs.names import TITLES, canonical, step_of
 from policyloss_lab.logs.scalars import rows_of
 from policyloss_lab.logs.trackers import Row
 from policyloss_lab.reading import open_file, parse_object
@@ -37,37 +37,42 @@ class RunDiagnosis:
         """Whether there is no symptom."""
         return not self.findings
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The usual curves that the log lacks; those of a critic are usual only with a critic."""
+        critic = {"value_loss", "value_mean", "value_explained"} & set(self.metrics)
+        usual = (name for name in TITLES if critic or not name.startswith("value"))
+        return tuple(name for name in usual if name not in self.metrics)
+
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as plain data."""
-        rows = [finding._asdict() for finding in self.findings]
-        return {"findings": rows, "steps": self.steps, "metrics": list(self.metrics)}
+        names = {"metrics": list(self.metrics), "missing": list(self.missing)}
+        return {"findings": [f._asdict() for f in self.findings], "steps": self.steps, **names}
 
     def to_json(self) -> str:
         """`to_dict` as text."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
-        looked = [f"  looked at: {', '.join(self.metrics)}"]
-        if missing := sorted(set(NAMES) - set(self.metrics)):
-            looked.append(f"  not in the log, so not judged: {', '.join(missing)}")
-        if self.healthy:
-            return "\n".join([f"healthy: no symptom in {self.steps} steps", *looked])
-        lines = [f"{_count(self.findings)} in {self.steps} steps"]
-        for f in self.findings:
-            since = f", from step {f.step}" if f.step else ""
-            lines += ["", f.cause + since, f"  {f.evidence}", f"  remedy: {f.remedy}"]
-        return "\n".join([*lines, "", *looked])
+        lines = [self._title()] + [
+            f"  {f.severity}: {f.cause} from step {f.step}: {f.evidence}. Remedy: {f.remedy}"
+            for f in self.findings
+        ]
+        checked, missing = (
+            ", ".join(TITLES[name] for name in names) for names in (self.metrics, self.missing)
+        )
+        lines.append(f"  Checked: {checked or 'nothing'}.")
+        return "\n".join([*lines, f"  Not in the log, so not checked: {missing or 'nothing'}."])
+
+    def _title(self) -> str:
+        count = len(self.findings)
+        found = f"{count} symptom{'s' if count > 1 else ''}" if count else "healthy: no symptom"
+        return f"{found} in {self.steps} steps"
 
     def _repr_html_(self) -> str:
-        rows = [(f.cause, f.step, f.evidence, f.remedy) for f in self.findings]
-        title = "healthy" if self.healthy else _count(rows)
-        return notebook.heading(title) + notebook.table(
-            ("symptom", "from step", "evidence", "remedy"), rows
-        )
-
-
-def _count(findings: Sequence[object]) -> str:
-    return f"{len(findings)} symptom{'s' if len(findings) > 1 else ''}"
+        rows = [(f.severity, f.cause, f.step, f.evidence, f.remedy) for f in self.findings]
+        head = ("severity", "symptom", "from step", "evidence", "remedy")
+        return notebook.heading(self._title()) + notebook.table(head, rows)
 
 
 def doctor_run(path: str | Path, thresholds: LogThresholds | None = None) -> RunDiagnosis:
@@ -84,30 +89,26 @@ def diagnose_rows(
     limits = thresholds or LogThresholds()
     curves: dict[str, Curve] = {}
     raw: dict[str, Curve] = {}
-    steps: set[int] = set()
     for row in rows:
         step = step_of(row)
         if step is None or step < 0:
             continue
-        steps.add(step)
         for name, value in canonical(row).items():
             curves.setdefault(name, []).append((step, value))
         for name, value in row.items():
             raw.setdefault(name, []).append((step, float(value)))
-    longest = max((len(curve) for curve in curves.values()), default=0)
     log = Log(curves, raw, rollouts, limits)
-    detectors = DETECTORS if longest >= limits.least_steps else (not_finite,)
-    findings = [finding for test in detectors if (finding := test(log)) is not None]
+    findings = find_symptoms(log)
     if not curves and not findings:
         raise InputError(
             "no metric of these logs is known here; they need at least one of reward, entropy, "
             "grad_norm, length, clip fractions or KL."
         )
-    if longest < limits.least_steps and not findings:
+    if log.steps < limits.least_steps and not findings:
         raise InputError(
-            f"a verdict needs at least {limits.least_steps} steps, and this log has {longest}."
+            f"a verdict needs at least {limits.least_steps} steps, and this log has {log.steps}."
         )
-    return RunDiagnosis(tuple(findings), longest or len(steps), tuple(sorted(curves)))
+    return RunDiagnosis(tuple(findings), log.steps or len(rows), tuple(sorted(curves)))
 
 
 def _rollouts(path: Path) -> list[dict[str, Any]]:
@@ -121,9 +122,7 @@ def _rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 class LogWatch:
-    """Diagnoses a log while it is written, and reports each symptom once. every: the number of rows
-    between two diagnoses.
-    """
+    """Diagnoses a log after every `every` rows of it, and reports each symptom once."""
 
     def __init__(self, every: int = 10) -> None:
         self.every = every
@@ -137,9 +136,7 @@ class LogWatch:
         return self.look() if len(self.rows) % self.every == 0 else []
 
     def look(self) -> list[Finding]:
-        """Diagnose all rows; returns the symptoms that were not returned before, [] if there are
-        too few rows.
-        """
+        """Diagnose all rows; returns the new symptoms, [] if there are too few rows."""
         try:
             verdict = diagnose_rows(self.rows)
         except InputError:

@@ -58,11 +58,13 @@ def _all_names(*ours: str) -> tuple[str, ...]:
 # The curves that the doctor judges. The first name that a row holds is taken.
 NAMES: dict[str, tuple[str, ...]] = {
     "reward": _all_names("reward/mean"),
+    "reward_std": _all_names("reward/std"),
     "accuracy": _all_names("accuracy"),
     "held_out": _all_names("eval/accuracy", "eval/reward"),
     "entropy": _all_names("policy/entropy"),
     "kl": _all_names("policy/kl_ref"),
     "step_kl": _all_names("policy/kl_old_k3", "policy/kl_old_k1"),
+    "clip": _all_names("policy/clip_fraction"),
     "clip_high": _all_names("policy/clip_fraction_upper"),
     "clip_low": _all_names("policy/clip_fraction_lower"),
     "advantage_std": _all_names("advantage/std"),
@@ -71,6 +73,33 @@ NAMES: dict[str, tuple[str, ...]] = {
     "truncated": _all_names("truncated"),
     "dead_groups": _all_names("groups/zero_share"),
     "mismatch": _all_names("policy/kl_rollout_k3", "policy/kl_rollout_k1"),
+    "value_loss": _all_names("value/loss"),
+    "value_explained": _all_names("value/explained_variance"),
+    "value_mean": _all_names("value/value_mean"),
+    "value_return": _all_names("value/return_mean"),
+}
+# The same in plain words.
+TITLES: dict[str, str] = {
+    "reward": "reward",
+    "reward_std": "spread of rewards",
+    "accuracy": "right answers",
+    "held_out": "held-out score",
+    "entropy": "entropy",
+    "kl": "KL to the reference",
+    "step_kl": "KL of a step",
+    "clip": "clipped tokens",
+    "clip_high": "clipped at the upper bound",
+    "clip_low": "clipped at the lower bound",
+    "advantage_std": "spread of advantages",
+    "grad_norm": "gradient norm",
+    "length": "length",
+    "truncated": "cut completions",
+    "dead_groups": "groups with equal rewards",
+    "mismatch": "KL between engine and trainer",
+    "value_loss": "value loss",
+    "value_explained": "explained variance",
+    "value_mean": "mean value",
+    "value_return": "mean return",
 }
 # W&B counts its own calls in `_step`, so the names of trainers come first.
 STEPS = ("step", "global_step", "training/global_step", "train/global_step", "_step")
@@ -128,6 +157,8 @@ def canonical(row: Mapping[str, float]) -> dict[str, float]:
     dead, groups = row.get("groups/zero_variance"), row.get("groups/kept")
     if dead is not None and groups:  # ours count groups
         out["dead_groups"] = min(1.0, dead / max(groups, dead))
+    if "clip" not in out and (sides := [out[x] for x in ("clip_high", "clip_low") if x in out]):
+        out["clip"] = sum(sides)
     updates = row.get("updates")
     if updates is not None and (updates <= 1 or row.get("skipped", 0.0) >= updates):
         # There was no update, or the number is from before the only one.

@@ -31,21 +31,21 @@ def test_exit_codes_and_text(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["doctor", str(run)]) == 0
     assert capsys.readouterr().out == (
         "healthy: no symptom in 12 steps\n"
-        "  looked at: grad_norm, reward, truncated\n"
-        "  not in the log, so not judged: accuracy, advantage_std, clip_high, clip_low, "
-        "dead_groups, entropy, held_out, kl, length, mismatch, step_kl\n"
+        "  Checked: gradient norm, reward, cut completions.\n"
+        "  Not in the log, so not checked: spread of rewards, right answers, held-out score, "
+        "entropy, KL to the reference, KL of a step, clipped tokens, clipped at the upper bound, "
+        "clipped at the lower bound, spread of advantages, length, groups with equal rewards, KL "
+        "between engine and trainer.\n"
     )
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}\n')
     assert main(["doctor", str(run)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
+    assert lines[:2] == [
         "1 symptom in 13 steps",
-        "",
-        "nonfinite, from step 13",
+        "  severe: nonfinite from step 13: grad_norm is not finite at step 13. Remedy: Print the "
+        "inputs of that number at that step.",
     ]
-    assert lines[3] == "  grad_norm is not finite at step 13"
-    assert lines[4].startswith("  remedy: Look at the inputs")
     (run / "metrics.jsonl").write_text('{"step": 1, "what": 2}')
     assert main(["doctor", str(run)]) == 2
     assert "no metric of these logs is known" in capsys.readouterr().err
@@ -56,7 +56,7 @@ def test_thresholds_come_from_the_command_line(
 ) -> None:
     assert main(["doctor", str(run), "--threshold", "truncated=0.25", "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert finding["cause"] == "truncation"
+    assert (finding["cause"], finding["severity"]) == ("truncation", "warning")
     assert main(["doctor", str(run), "--threshold", "least_steps=13"]) == 2
     assert "at least 13 steps, and this log has 12" in capsys.readouterr().err
 

@@ -29,8 +29,8 @@ def test_a_state_that_trl_wrote() -> None:
     assert "reward" not in rows[1]  # TRL logs rewards with the first update of a batch only
     verdict = diagnose_rows(rows)
     assert verdict.metrics == (
-        *("clip_high", "clip_low", "dead_groups", "entropy", "grad_norm", "held_out", "kl"),
-        *("length", "reward", "truncated"),
+        *("clip", "clip_high", "clip_low", "dead_groups", "entropy", "grad_norm", "held_out"),
+        *("kl", "length", "reward", "reward_std", "truncated"),
     )
     # Nearly all completions have 8 tokens, which is the limit of that run.
     assert "truncation" in [finding.cause for finding in verdict.findings]
@@ -43,8 +43,10 @@ def test_a_log_of_verl(name: str) -> None:
     assert rows[1]["critic/score/mean"] == 0.375
     verdict = diagnose_rows(rows)
     assert verdict.metrics == (
-        *("entropy", "grad_norm", "held_out", "length", "reward", "step_kl", "truncated"),
+        *("clip", "entropy", "grad_norm", "held_out", "length", "reward", "step_kl", "truncated"),
+        "value_return",
     )
+    assert "value_loss" not in verdict.missing  # verl writes returns without a critic, too
     causes = [finding.cause for finding in verdict.findings]
     # Its entropy is 2·exp(-step), all of its responses fill their room, and its ppo_kl is ±1e-4.
     assert causes == ["truncation", "entropy_collapse"]
