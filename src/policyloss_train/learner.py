@@ -101,23 +101,18 @@ class Learner:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint; of a sharded module, this rank's part."""
         tensors: dict[str, Any] = {}
-        numbers: dict[str, Any] = {
-            "updates": self.updates,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
         for name, module, optimizer in self._trained():
-            moments, numbers[f"{name}_optimizer"] = optimizer_state(module, optimizer)
-            tensors |= {name: self._stored(module), f"{name}_optimizer": moments}
+            tensors[name] = self._stored(module)
+            tensors[f"{name}_optimizer"] = optimizer_state(module, optimizer)
         if self.reference is not None:
             tensors["reference"] = weights(self.reference)
-        return tensors, numbers
+        return tensors, {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Load the result of `state`."""
         for name, module, optimizer in self._trained():
             load_weights(self._stored(module), subtree(tensors, name))
-            moments = subtree(tensors, f"{name}_optimizer")
-            load_optimizer_state(module, optimizer, moments, numbers[f"{name}_optimizer"])
+            load_optimizer_state(module, optimizer, subtree(tensors, f"{name}_optimizer"))
         if self.reference is not None:
             load_weights(weights(self.reference), subtree(tensors, "reference"))
         self.updates = count_from(numbers, "updates")

@@ -215,13 +215,13 @@ def test_masters_are_stored_and_go_on_bit_for_bit() -> None:
     module, optimizer = fresh()
     assert isinstance(optimizer, MasterAdamW)
     stepped(module, optimizer, 0, 3)
-    tensors, numbers = optimizer_state(module, optimizer)
+    tensors = optimizer_state(module, optimizer)
     assert tensors["weight/master"].dtype == torch.float32
     twin, other = fresh()
     with torch.no_grad():
         twin.weight.copy_(module.weight)
     stored = {name: x.clone() for name, x in tensors.items()}
-    load_optimizer_state(twin, other, stored, json.loads(json.dumps(numbers)))
+    load_optimizer_state(twin, other, stored)
     stepped(module, optimizer, 3, 6)
     stepped(twin, other, 3, 6)
     assert torch.equal(other.state[twin.weight]["master"], optimizer.state[module.weight]["master"])

@@ -30,8 +30,8 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False))
 
 
-def make_optimizer(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
@@ -48,11 +48,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps:
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    tensors, numbers = optimizer_state(model, optimizer)
-    return {"model": dict(model.named_parameters()), "optimizer": tensors}, {
-        "optimizer": numbers,
-        "lr": 0.1,
-    }
+    tensors = {"model": dict(model.named_parameters())}
+    return {**tensors, "optimizer": optimizer_state(model, optimizer)}, {"lr": 0.1}
 
 
 def whole(x: Any) -> Tensor:
@@ -70,11 +67,11 @@ def trained(mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
 def resumed(path: Path, mesh: DeviceMesh, group: Any) -> tuple[Whole, Whole]:
     """What a checkpoint holds, read on the ranks of `mesh`; and the weights after training on."""
     model = fully_shard(make_model(), mesh=mesh)
-    optimizer = make_optimizer(model, lr=9.0)
+    optimizer = make_optimizer(model)
     parameters = dict(model.named_parameters())
-    tensors, numbers = load(path, {"model": parameters, "optimizer": parameters}, group=group)
+    tensors, _ = load(path, {"model": parameters, "optimizer": parameters}, group=group)
     model.load_state_dict(subtree(tensors, "model"))
-    load_optimizer_state(model, optimizer, subtree(tensors, "optimizer"), numbers["optimizer"])
+    load_optimizer_state(model, optimizer, subtree(tensors, "optimizer"))
     held = {name: whole(x) for name, x in tensors.items()}
     train(model, optimizer, STEPS, MORE)
     return held, {name: whole(x) for name, x in model.named_parameters()}
