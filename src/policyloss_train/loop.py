@@ -233,7 +233,7 @@ class Training:
             due, size = self._due(config.rollouts_every, first=True), self.run_dir.size("rollouts")
             samples = completions.samples
             rows = self.token_log.rollouts(self.step, samples, learned, due=due, size=size)
-            self.run_dir.rollouts(rows)
+            self.run_dir.append("rollouts", rows)
 
     def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
         """Whether an action is due now. every: steps between two actions; 0 is never. first: also
@@ -317,7 +317,8 @@ class Training:
             rows.sort(key=lambda row: row[0].example)
             first_samples, rewards = [s for s, _ in rows], [score for _, score in rows]
             size = self.run_dir.size("answers")
-            self.run_dir.answers(self.token_log.answers(self.step, first_samples, rewards, size))
+            rows = self.token_log.answers(self.step, first_samples, rewards, size)
+            self.run_dir.append("answers", rows)
 
     def _last_good(self) -> str:
         """A sentence with the last good checkpoint and the command that resumes it."""

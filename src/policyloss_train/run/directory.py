@@ -161,18 +161,14 @@ class RunDir:
             )
         self._lines["metrics"].append([{"step": step, **metrics}])
         self._lines["timing"].append([{"step": step, **timing}])
+        numbers = {name: x for name, x in metrics.items() if not isinstance(x, Mapping)}
+        numbers |= {f"timing/{name}": x for name, x in timing.items()}
         for tracker in self._trackers:
-            tracker.log(step, {**metrics, **{f"timing/{name}": x for name, x in timing.items()}})
+            tracker.log(step, numbers)
 
-    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled completions, each a dict with its "step", and send them to trackers."""
-        self._lines["rollouts"].append(rows)
-        for tracker in self._trackers:
-            tracker.completions(rows)
-
-    def answers(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write answers to held-out prompts, each a dict with its "step"."""
-        self._lines["answers"].append(rows)
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of completions, each with its "step". name: "rollouts" or "answers"."""
+        self._lines[name].append(rows)
 
     def size(self, name: str) -> int:
         """The size of a file of lines, in bytes."""
@@ -212,8 +208,7 @@ class RunDir:
             raise files.write_error(
                 self.path, error, "Earlier checkpoints are untouched."
             ) from error
-        for tracker in self._trackers:
-            tracker.flush()
+        self._board.flush()
 
     def close(self) -> None:
         """Flush everything, end the trackers' runs, and unlock the directory."""
