@@ -27,9 +27,9 @@ from policyloss_train.rollout.protocol import (
     Prompt,
     RolloutError,
     Sampling,
+    Weights,
     check_completions,
 )
-from policyloss_train.rollout.weights import PolicyWeights
 
 END = 1
 SAMPLING = Sampling(4, 1.0, 1.0, 0, (END,), seed=3, draw=5)
@@ -54,12 +54,12 @@ def test_seeds_follow_from_the_run_the_draw_and_the_place() -> None:
 
 def test_completions_of_an_engine_keep_their_order_and_numbers() -> None:
     other = dataclasses.replace(GOOD, ids=[5], logp=torch.tensor([-1.5]), finished=False)
-    pairs = check_completions(
+    checked = check_completions(
         "mine", PROMPTS, SAMPLING, [[GOOD, other], [GOOD]], vocabulary=30, version=2
     )
-    assert [one for one, _ in pairs] == [GOOD, other, GOOD]
-    assert [logp.tolist() for _, logp in pairs] == [[-0.5, -0.25], [-1.5], [-0.5, -0.25]]
-    assert pairs[0][1].dtype == torch.float32
+    assert [one.tokens for one in checked] == [[20, END], [5], [20, END]]
+    assert [one.logp.tolist() for one in checked] == [[-0.5, -0.25], [-1.5], [-0.5, -0.25]]
+    assert checked[0].logp.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_weights_as_tensors_and_as_a_folder(model: str, tmp_path: Path) -> None:
 
     policy = AutoModelForCausalLM.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    weights = PolicyWeights(policy, tokenizer, Ranks(0, 1, torch.device("cpu")))
+    weights = Weights(policy, tokenizer, Ranks(0, 1, torch.device("cpu")))
     for shift in (0.0, 0.5):
         with torch.no_grad():
             policy.model.norm.weight.add_(shift)
@@ -170,7 +170,7 @@ def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
         for name, x in policy.named_parameters():
             if "lora_B" in name:
                 x.fill_(0.05)
-    weights = PolicyWeights(
+    weights = Weights(
         policy, AutoTokenizer.from_pretrained(model), Ranks(0, 1, torch.device("cpu"))
     )
     ids = torch.tensor([[20, 30, 31, 32]])
