@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import repeat
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from policyloss.commands import (
-    LARGEST,
     Count,
     NotNegative,
     Positive,
@@ -380,7 +370,7 @@ def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
 
 # The name of each type in an error.
 _WORDS = {
-    int: "a whole number below 2⁶³",
+    int: "a whole number",
     float: "a finite number",
     bool: "true or false",
     Path: "a path",
@@ -418,17 +408,10 @@ def _as(kind: Any, value: Any, name: str) -> Any:
 
 
 def _fits(kind: type, value: Any) -> bool:
-    if kind is int:
-        return type(value) is int and abs(value) <= LARGEST
-    if kind is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if kind in (int, float):  # `check_numbers` checks their size
+        return type(value) in (int, kind)
     return isinstance(value, (str, Path) if kind is Path else kind) and "\0" not in str(value)
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InputError:
-    shown = (
-        f"{type(value).__name__} of {value.bit_length()} bits"
-        if isinstance(value, int) and abs(value) > LARGEST
-        else repr(value)
-    )
-    return InputError(f"the option {name!r} is {shown[:80]}; it must be {wanted}.")
+    return InputError(f"the option {name!r} is {value!r:.80}; it must be {wanted}.")

@@ -61,18 +61,16 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def lost_a_rank(self, error: BaseException) -> bool:
+    def lost_a_rank(self, error: RuntimeError) -> bool:
         """Whether `error` is of a collective that another rank did not join."""
         text = str(error).lower()
-        return (
-            self._ranks.world > 1
-            and isinstance(error, RuntimeError)
-            and any(words in text for words in _LOST)
-        )
+        return self._ranks.world > 1 and any(words in text for words in _LOST)
 
     def places(self) -> str:
         """The ranks that are behind, then the phase of every rank and its duration."""
-        now, rows = time.time(), self._rows()
+        self._publish()
+        now, world = time.time(), self._ranks.world
+        rows = [json.loads(self._store.get(_key(rank))) for rank in range(world)]
         counts = [row["count"] for row in rows]
         behind = [str(i) for i, n in enumerate(counts) if n == min(counts) < max(counts)]
         each = "; ".join(
@@ -81,18 +79,10 @@ class Watch:
         )
         return (f"waiting for rank {', '.join(behind)}. " if behind else "") + each
 
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
-            self._row() if i == self._ranks.rank else json.loads(self._store.get(_key(i)))
-            for i in range(self._ranks.world)
-        ]
-
-    def _row(self) -> dict[str, Any]:
-        return {"where": self.where, "since": self._since, "count": self._count}
-
     def _publish(self) -> None:
         if self._store is not None:
-            self._store.set(_key(self._ranks.rank), json.dumps(self._row()))
+            row = {"where": self.where, "since": self._since, "count": self._count}
+            self._store.set(_key(self._ranks.rank), json.dumps(row))
 
     def _beat(self) -> None:
         last_said = time.time()

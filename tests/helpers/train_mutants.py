@@ -23,7 +23,7 @@ TRAIN = (
     (
         "a_prompt_is_drawn_twice",
         "policyloss_train/tasks/base.py",
-        "if row[0] not in taken:",
+        "if example.prompt not in taken:",
         "if True:",
         "test_train_tasks.py::test_sort_has_thousands_of_prompts_with_sorted_answers",
     ),

@@ -508,18 +508,6 @@ def test_a_rank_that_cannot_write_stops_all(folder: Path, said: Said) -> None:
         assert said[rank]["latest"] == said[rank]["path"]
 
 
-def test_replicas_and_columns(folder: Path, said: Said) -> None:
-    """Replicated shards are written once, shards of shards have their place,
-    and shards of columns are refused on every rank.
-    """
-    for rank in range(4):
-        assert torch.equal(said[rank]["replicas"], torch.arange(10.0).view(5, 2))
-        assert all(torch.equal(x, torch.arange(10.0).view(5, 2)) for x in said[rank]["twice"])
-        assert "equal shards of the first dimension can be written" in said[rank]["columns"]
-    index = checkpoint.checked_index(folder / "replicas" / "step_000000", sums=True)
-    assert [piece["rows"] for piece in index["tensors"]["table"]["pieces"]] == [3, 2]
-
-
 def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> None:
     path = tmp_path / "step_000003"
     shutil.copytree(folder / "two" / "step_000003", path)

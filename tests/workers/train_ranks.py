@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.run import checkpoint
@@ -133,25 +132,13 @@ def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, A
 
 
 def on_four(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
-    """All ranks: read what two and what one wrote; save; a mesh of replicas."""
+    """All ranks: read what two and what one wrote; save."""
     found: dict[str, Any] = {
         "2 to 4": resumed(folder / "two" / "step_000003", mesh, dist.group.WORLD)
     }
     found["1 to 4"] = resumed(folder / "one" / "step_000003", mesh, dist.group.WORLD)
     model, optimizer = trained(mesh)
     save(folder / "four", 3, *state_of(model, optimizer), keep=1, group=dist.group.WORLD)
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    table = torch.arange(10.0).view(5, 2)
-    spread = distribute_tensor(table, square, [Replicate(), Shard(0)])
-    path = save(folder / "replicas", 0, {"table": spread}, {}, keep=1, group=dist.group.WORLD)
-    found["replicas"] = whole(load(path, {"table": spread})[0]["table"])
-    twice = distribute_tensor(table, square, [Shard(0), Shard(0)])
-    path = save(folder / "twice", 0, {"table": twice}, {}, keep=1, group=dist.group.WORLD)
-    found["twice"] = whole(load(path, {"table": twice})[0]["table"]), load(path)[0]["table"]
-    across = distribute_tensor(table, mesh, [Shard(1)])
-    found["columns"] = failure(
-        lambda: save(folder / "columns", 0, {"table": across}, {}, keep=1, group=dist.group.WORLD)
-    )
     return found
 
 

@@ -153,12 +153,6 @@ class RunDir:
 
         metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`.
         """
-        last = self._lines["metrics"].last
-        if last is not None and step <= last:
-            raise InputError(
-                f"step {step} was logged already (the last one is {last}); truncate({step - 1}) "
-                "first to redo it."
-            )
         self._lines["metrics"].append([{"step": step, **metrics}])
         self._lines["timing"].append([{"step": step, **timing}])
         numbers = {name: x for name, x in metrics.items() if not isinstance(x, Mapping)}

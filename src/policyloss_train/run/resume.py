@@ -139,19 +139,13 @@ MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
 
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
-    """The options and the loss that a run was started with; None for a loss that is code.
-
-    Versions that stored no advantage used the preset's for its exact name, and otherwise GRPO's.
-    """
+    """The options and the loss that a run was started with; None for a loss that is code."""
     contents, file = RunDir.read_config(run), run / "config.json"
     try:
         with damage_named(f"{file} is damaged"):
             if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
                 raise InputError("'config' and 'loss' must be objects.")
             config = TrainConfig.from_dict({**contents["config"], **unstarted(), "out": str(run)})
-            if config.advantage is None:
-                exact = PRESETS.get(config.loss)
-                config = replace(config, advantage=(exact and exact.advantage) or "grpo")
             if config.chat_template is not None:  # not the file that it names, which may be any
                 config = replace(config, chat_template=run / TEMPLATE)
             if contents["loss"] == {"code": config.loss}:

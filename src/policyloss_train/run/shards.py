@@ -1,8 +1,8 @@
 """The rows of a tensor: each rank writes its own rows, the index names the file of each piece, and
 any number of ranks can read the rows.
 
-A DTensor may be sharded in its first dimension, as FSDP2 does, evenly or not, and replicated over
-other dimensions of the mesh (HSDP). A plain tensor has all its rows on one rank.
+A DTensor is sharded in its first dimension over all ranks, as by FSDP2, evenly or not. A plain
+tensor has all its rows on one rank.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from policyloss.errors import InputError
 from policyloss_lab.runs.files import StorageError
 
 
 class Share(NamedTuple):
-    """One rank's rows of a tensor of `shape`. writes: whether this replica writes them."""
+    """One rank's rows of a tensor of `shape`."""
 
     shape: list[int]
     dtype: str
     sharded: bool
     first: int
     rows: int
-    writes: bool
 
 
 class TensorFile(NamedTuple):
@@ -65,25 +63,12 @@ def share_of(x: Tensor) -> Share:
     """The rows of `x` on this rank. Rows are split as by `torch.chunk`: rank i of k has the rows
     from i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
     """
-    first, rows, writes = 0, x.shape[0] if x.dim() else 1, True
-    placements: Any = x.placements if isinstance(x, DTensor) else ()
-    for dim, placement in enumerate(placements):
-        mesh: Any = x.device_mesh  # type: ignore[attr-defined]
-        ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
-        if isinstance(placement, Replicate):
-            writes = writes and rank == 0
-        else:
-            size = math.ceil(rows / ranks)
-            begin = min(rank * size, rows)
-            first, rows = first + begin, min(size, rows - begin)
-    here = tuple(local_part(x).shape)
-    if placements and here != (rows, *x.shape[1:]):
-        raise InputError(
-            f"a tensor of shape {tuple(x.shape)} is laid out as {placements}, with {here} on this "
-            "rank; only equal shards of the first dimension can be written."
-        )
-    dtype = str(x.dtype).removeprefix("torch.")
-    return Share(list(x.shape), dtype, bool(placements), first, rows, writes)
+    first, rows, sharded = 0, x.shape[0] if x.dim() else 1, isinstance(x, DTensor)
+    if isinstance(x, DTensor):
+        size = math.ceil(rows / x.device_mesh.size())
+        first = min(x.device_mesh.get_local_rank() * size, rows)
+        rows = min(size, rows - first)
+    return Share(list(x.shape), str(x.dtype).removeprefix("torch."), sharded, first, rows)
 
 
 def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
@@ -98,7 +83,7 @@ def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
             entry = entries.setdefault(
                 name, {"shape": share.shape, "dtype": share.dtype, "pieces": []}
             )
-            if share.rows and (share.writes if share.sharded else not known):
+            if share.rows and (share.sharded or not known):
                 entry["pieces"].append({"file": file, "first": share.first, "rows": share.rows})
     return entries
 

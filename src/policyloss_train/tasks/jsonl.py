@@ -7,14 +7,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.output import open_regular
-from policyloss_train.tasks.base import Example, Reward, Task, is_text, normalise_spaces
+from policyloss_train.tasks.base import (
+    Example,
+    Reward,
+    Task,
+    is_text,
+    normalise_spaces,
+    number_examples,
+)
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")
@@ -41,12 +47,7 @@ def file_task(path: Path, score: Reward) -> Task:
                 f"{path} leaves no prompt to {name}: it needs different prompts for training and "
                 "for evaluation."
             )
-    return Task(str(path), _placed(train), _placed(held_out), score)
-
-
-def _placed(examples: list[Example]) -> tuple[Example, ...]:
-    """The examples, each with its index as id."""
-    return tuple(replace(example, id=i) for i, example in enumerate(examples))
+    return Task(str(path), number_examples(train), number_examples(held_out), score)
 
 
 def _share(prompts: set[str]) -> set[str]:
@@ -106,7 +107,7 @@ def _row(line: bytes, where: str) -> tuple[str | None, Example]:
         )
     named = ("prompt", "messages", "answer", "split")
     meta = {key: item for key, item in data.items() if key not in named}
-    return split, Example(data["prompt"], data["answer"], 0, meta, messages)
+    return split, Example(data["prompt"], data["answer"], meta=meta, messages=messages)
 
 
 def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, Group
@@ -133,11 +134,7 @@ class Display:
         """The mean time of recent steps times the number of steps left."""
         mean = math.fsum(self._seconds) / len(self._seconds) if self._seconds else math.nan
         seconds = mean * max(self._total - self._done, 0)
-        if not math.isfinite(seconds):
-            return "?"
-        minutes, rest = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        return str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "?"
 
     def _print(self, text: str, *, style: str | None = None, end: str = "\n") -> None:
         # No markup or cursor movement in the text, and no cut of log lines at the width of a
