@@ -400,17 +400,14 @@ def _as(kind: Any, value: Any, name: str) -> Any:
         return tuple(_as(one, x, name) for one, x in zip(kinds, value, strict=True))
     if origin is Literal:
         fits, wanted = isinstance(value, str) and value in inner, "one of " + ", ".join(inner)
+    elif kind in (int, float):  # `check_numbers` checks their size
+        fits, wanted = type(value) in (int, kind), _WORDS[kind]
     else:
-        fits, wanted = _fits(kind, value), _WORDS[kind]
+        accepted = (str, Path) if kind is Path else kind
+        fits, wanted = isinstance(value, accepted) and "\0" not in str(value), _WORDS[kind]
     if not fits:
         raise _wrong(name, value, wanted)
     return Path(value) if kind is Path else value
-
-
-def _fits(kind: type, value: Any) -> bool:
-    if kind in (int, float):  # `check_numbers` checks their size
-        return type(value) in (int, kind)
-    return isinstance(value, (str, Path) if kind is Path else kind) and "\0" not in str(value)
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InputError:

@@ -131,13 +131,6 @@ class Training:
         """Record the phase that begins now."""
         self.watch.at(f"step {self.step + 1}, {where}")
 
-    def leave_out(self, split: str, places: frozenset[int]) -> None:
-        """Skip some prompts of a split."""
-        if split == "train":
-            self.collector.unusable = places
-        else:
-            self.held_out = [example for i, example in enumerate(self.held_out) if i not in places]
-
     def run(self) -> int:
         """Run the remaining steps. An error that ends the run names its last good checkpoint."""
         try:
@@ -180,7 +173,12 @@ class Training:
         self.watch.at("the start")
         if self.config.resume:
             distribute(self.learner)
-            self._restore()
+            # Continue from the last good checkpoint, and drop lines that were logged after it.
+            self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
+            if self.run_dir is not None:
+                self.run_dir.truncate(self.step)
+            self.ranks.barrier()
+            self.display.say(f"resumed {self.config.out} after step {self.step}")
             return
         teach(self.setup, self.config, self.display.warmup)
         distribute(self.learner)
@@ -194,14 +192,6 @@ class Training:
         if self.run_dir is not None:
             self.run_dir.sync()
         store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
-
-    def _restore(self) -> None:
-        """Continue from the last good checkpoint, and drop lines that were logged after it."""
-        self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
-        if self.run_dir is not None:
-            self.run_dir.truncate(self.step)
-        self.ranks.barrier()
-        self.display.say(f"resumed {self.config.out} after step {self.step}")
 
     def _step(self) -> None:
         """Sample, score, learn."""
@@ -254,11 +244,7 @@ class Training:
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
         index = {key: i for i, key in enumerate(keys)}
         places = [index[key] for key in completions.keys]
-        pack = (
-            Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
-            if places
-            else Pack.nothing()
-        )
+        pack = Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
         if completions.greedy is not None:
             # `Pack.nothing` has one sequence.
             greedy = completions.greedy if places else torch.zeros(1)

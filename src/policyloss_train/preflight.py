@@ -190,7 +190,10 @@ def preflight(training: Training) -> None:
             )
         else:
             training.display.warn(f"{text}; they are left out.")
-            training.leave_out(split, frozenset(bad))
+            if split == "train":
+                training.collector.unusable = frozenset(bad)
+            else:
+                training.held_out = [e for i, e in enumerate(examples) if i not in bad]
     problems += _reward_problem(task, config.reward_timeout)
     if ranks.is_first:
         problems += _disk_problem(config.out, training.learner, config.keep)

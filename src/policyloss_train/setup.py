@@ -157,9 +157,11 @@ def distribute(learner: Learner) -> None:
     config, ranks = learner.config, learner.ranks
     if ranks.world == 1:
         return
-    learner.policy = wrap_for_ranks(
-        learner.policy, ranks, config.parallel, _layers(learner.policy.model)
-    )
+    model: Any = learner.policy.model
+    # The blocks of the model's body, which a sharded model gathers one at a time.
+    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
+    layers: list[nn.Module] = max(lists, key=len, default=[])
+    learner.policy = wrap_for_ranks(learner.policy, ranks, config.parallel, layers)
     learner.optimizer = adamw(learner.policy, config.lr, config)
     if config.parallel == "fsdp":
         with torch.no_grad():  # FSDP must run the root module before a part of it, which samples
@@ -167,12 +169,6 @@ def distribute(learner: Learner) -> None:
     if learner.critic is not None:
         learner.critic = wrap_for_ranks(learner.critic, ranks, config.parallel, [])
         learner.critic_optimizer = adamw(learner.critic, config.critic_lr, config)
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    """The blocks of the model's body, which a sharded model gathers one at a time."""
-    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:

@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: s
 
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume_module, "_refuse_nonfinite", lambda tensors, step, ranks: None)
+        patch.setattr(resume_module, "nonfinite_names", lambda weights: [])
         log = RunDir.log
 
         def poisoned(self: RunDir, step: int, metrics: Any, timing: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,11 @@ class BuiltIn(Engine):
         count, width = max(places, default=-1) + 1, sampling.max_new_tokens
         processed = sampling.logp == "processed"
         rule = Rule(sampling.temperature, sampling.top_p, sampling.top_k, processed)
-        with self._ready():
+        # Gather all weights; on a GPU, use a separate stream that does not wait for training.
+        with (
+            nullcontext() if self.concurrent else gathered(self._policy()),
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
+        ):
             completed = complete(
                 self._model,
                 [p.ids for p, _ in rows],
@@ -66,12 +70,3 @@ class BuiltIn(Engine):
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
         self._version = version
-
-    @contextmanager
-    def _ready(self) -> Iterator[None]:
-        """Gather all weights; on a GPU, use a separate stream that does not wait for training."""
-        with (
-            nullcontext() if self.concurrent else gathered(self._policy()),
-            nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
-        ):
-            yield

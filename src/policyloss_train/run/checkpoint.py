@@ -234,7 +234,7 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         for name, entry in entries.items():
             shards.check_pieces(opened, name, entry)
         tensors = {
-            name: shards.read_like(opened, name, entry, shards.nearest_template(templates, name))
+            name: shards.read_like(opened, name, entry, templates)
             for name, entry in entries.items()
         }
     return tensors, index["numbers"]

@@ -53,7 +53,13 @@ def store(
     for name, one in changing.items():
         its_tensors, numbers[name] = one.state()
         tensors |= its_tensors
-    _refuse_nonfinite(tensors, step, ranks)
+    weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
+    names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
+    if names:  # on every rank, so that the last good checkpoint is kept
+        raise NotFiniteError(
+            f"the weights are not finite after step {step} ({listed(names)}), so no checkpoint of "
+            "it is written."
+        )
     save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
 
 
@@ -89,17 +95,6 @@ def explained(path: Path) -> AbstractContextManager[None]:
     """Inside, an error about the contents of a checkpoint names the checkpoint."""
     advice = " Remove it to go on from an older one."
     return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
-
-
-def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:
-    """Raise, on every rank, if weights are not finite, to keep the last good checkpoint."""
-    weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
-    names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
-    if names:
-        raise NotFiniteError(
-            f"the weights are not finite after step {step} ({listed(names)}), so no checkpoint of "
-            "it is written."
-        )
 
 
 def refuse_nonfinite_weights(path: Path) -> None:

@@ -115,18 +115,19 @@ def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str,
         )
 
 
-def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """The tensor of a layout that has this name, or the nearest one above it."""
-    while name and name not in templates:
-        name = name.rpartition("/")[0]
-    return templates.get(name)
-
-
 def read_like(
-    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None
+    files: Mapping[str, TensorFile],
+    name: str,
+    entry: Mapping[str, Any],
+    templates: Mapping[str, Tensor],
 ) -> Tensor:
-    """The rows of this rank, as a DTensor like `like`; else all rows, on the CPU."""
-    shape = entry["shape"]
+    """The rows of this rank, as a DTensor like the template of this name or the nearest name above
+    it; without a template, all rows, on the CPU.
+    """
+    above = name
+    while above and above not in templates:
+        above = above.rpartition("/")[0]
+    shape, like = entry["shape"], templates.get(above)
     if not isinstance(like, DTensor) or list(like.shape) != shape:
         return _read(files, name, entry, 0, shape[0] if shape else 1)
     share = share_of(like)

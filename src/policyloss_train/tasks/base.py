@@ -25,11 +25,6 @@ SUCCESS = 1.0  # the default score of a correct answer
 Reward = Callable[[Example, str], float]
 
 
-def answer_of(example: Example, rng: Random) -> str | None:
-    """The answer; None if the example has none."""
-    return example.answer or None
-
-
 @dataclass(frozen=True)
 class Task:
     """Prompts for training, other prompts for evaluation (no prompt is in both sets), and a
@@ -45,7 +40,7 @@ class Task:
     held_out: Sequence[Example]
     score: Reward
     success: float = SUCCESS
-    demonstration: Callable[[Example, Random], str | None] = answer_of
+    demonstration: Callable[[Example, Random], str | None] = lambda e, rng: e.answer or None
 
 
 def number_examples(examples: Iterable[Example]) -> tuple[Example, ...]:

@@ -116,11 +116,9 @@ def _number(x: object) -> float:
         return math.nan
 
 
-def _exact() -> Reward:
+def _exact(example: Example, completion: str) -> float:
     """1 if the completion is the answer, up to white space; else 0."""
-    return lambda example, completion: float(
-        normalise_spaces(completion) == normalise_spaces(example.answer)
-    )
+    return float(normalise_spaces(completion) == normalise_spaces(example.answer))
 
 
 def _math() -> Reward:
@@ -143,4 +141,4 @@ def _math() -> Reward:
     return reward
 
 
-_BUILT_IN = {"exact": _exact, "math": _math}
+_BUILT_IN = {"exact": lambda: _exact, "math": _math}
