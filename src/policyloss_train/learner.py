@@ -163,10 +163,10 @@ class Learner:
         fresh = config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
         known, group = pack.with_tokens(old_logp=old_logp), self.ranks.statistics
-        judged = judge(config, known, group, by_teacher=self.advantages_by_teacher)
-        pack = pack.with_tokens(advantages=judged.advantages)
-        if judged.returns is not None:
-            pack = pack.with_tokens(returns=judged.returns)
+        advantages, returns = judge(config, known, group, by_teacher=self.advantages_by_teacher)
+        pack = pack.with_tokens(advantages=advantages)
+        if returns is not None:
+            pack = pack.with_tokens(returns=returns)
         return self._updated(pack, shares, old_logp, fresh, train=step >= config.critic_steps)
 
     def _updated(

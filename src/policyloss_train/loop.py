@@ -30,7 +30,6 @@ from policyloss_train.rollout.protocol import RolloutError
 from policyloss_train.rollout.session import make_rollout
 from policyloss_train.run.directory import RunDir, free_directory
 from policyloss_train.run.resume import (
-    Stateful,
     continued,
     last_good,
     loss_data,
@@ -119,7 +118,7 @@ class Training:
         rollout = make_rollout(config, self.setup, warn)
         self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
         # The objects with state, by their names in a checkpoint.
-        self.stateful: dict[str, Stateful] = {"learner": self.learner, "collector": self.collector}
+        self.stateful = {"learner": self.learner, "collector": self.collector}
         self.checkpoints = config.out / "checkpoints"
         # A failing reward must not end an evaluation.
         self.score = tolerant_reward(self.task, config.reward_timeout, warn)

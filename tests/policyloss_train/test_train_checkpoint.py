@@ -26,8 +26,7 @@ from policyloss.errors import InputError, PolicyLossError
 from policyloss_lab.runs.files import StorageError
 from policyloss_train.optimizers import MasterAdamW, load_optimizer_state, optimizer_state
 from policyloss_train.run import checkpoint
-from policyloss_train.run.checkpoint import latest, load, save, subtree
-from policyloss_train.run.checkpoint_folder import discard_after, step_of
+from policyloss_train.run.checkpoint import discard_after, latest, load, save, step_of, subtree
 
 
 def same(a: Tensor, b: Tensor) -> bool:

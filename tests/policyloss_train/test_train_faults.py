@@ -62,7 +62,7 @@ class Poison:
             found = judge(config, pack, *more, **options)
             if self.step in steps:
                 # The first token that is trained on.
-                found.advantages[pack.tokens["mask"].nonzero()[0]] = math.nan
+                found[0][pack.tokens["mask"].nonzero()[0]] = math.nan
             return found
 
         monkeypatch.setattr(learner_module.Learner, "learn", learned)

@@ -117,7 +117,7 @@ def pack() -> Pack:
 
 def judged(reference: str) -> list[float]:
     config = TrainConfig(advantage=reference)
-    return judge(config, pack(), "local").advantages.tolist()
+    return judge(config, pack(), "local")[0].tolist()
 
 
 def test_an_advantage_of_ones_own(code: Path) -> None:

@@ -21,7 +21,6 @@ from policyloss_train.collect import Collector
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.learner import Learner
-from policyloss_train.rollout.built_in import BuiltIn
 from policyloss_train.rollout.protocol import (
     Completion,
     Prompt,
@@ -30,6 +29,7 @@ from policyloss_train.rollout.protocol import (
     Weights,
     check_completions,
 )
+from policyloss_train.rollout.session import BuiltIn
 
 END = 1
 SAMPLING = Sampling(4, 1.0, 1.0, 0, (END,), seed=3, draw=5)

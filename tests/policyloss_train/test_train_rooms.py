@@ -17,7 +17,6 @@ OUTSIDE = {
     "rollout": {
         "adapter",
         "config",
-        "decoding",
         "distributed",
         "drawing",
         "models",
@@ -121,6 +120,7 @@ def test_everything_in_the_trainer_is_used() -> None:
     assert unused(trainer, SOURCES) == [
         *(f"command.{name}_command" for name in ("train", "eval", "sample", "export")),
         "servers.makefile",
+        "servers.readable",
         "servers.readinto",
     ]
 

@@ -28,7 +28,7 @@ from policyloss_lab.runs import files
 from policyloss_lab.runs.files import environment
 from policyloss_lab.runs.lock import Lock, is_held
 from policyloss_lab.runs.records import JsonLines
-from policyloss_train.run.checkpoint_folder import discard_after
+from policyloss_train.run.checkpoint import discard_after
 from policyloss_train.view.track import Service, TensorBoard
 
 # A directory with one of these holds a run. A start that was killed

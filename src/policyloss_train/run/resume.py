@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -25,8 +25,7 @@ from policyloss.spec import SLOTS, LossSpec
 from policyloss_lab.runs.files import TEMPLATE, StorageError, damage_named
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.run.checkpoint import checked_index, flatten, latest, load, save
-from policyloss_train.run.checkpoint_folder import step_of
+from policyloss_train.run.checkpoint import checked_index, flatten, latest, load, save, step_of
 from policyloss_train.run.directory import RunDir
 from policyloss_train.watch import NotFiniteError, listed, nonfinite_names
 
@@ -34,20 +33,12 @@ from policyloss_train.watch import NotFiniteError, listed, nonfinite_names
 _TRAINED = ("policy/", "critic/")
 
 
-class Stateful(Protocol):
-    """An object with state that changes in a run. Its tensor names must be unique in the run."""
+def store(folder: Path, step: int, changing: Mapping[str, Any], ranks: Ranks, *, keep: int) -> None:
+    """Write a checkpoint of all changing state, between two steps.
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tensors, in mappings and sequences, and JSON values."""
-
-    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restore the result of `state`. tensors: the tensors of all objects, by flat names."""
-
-
-def store(
-    folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Ranks, *, keep: int
-) -> None:
-    """Write a checkpoint of all changing state, between two steps."""
+    changing: objects by name. `state()` of each returns its tensors, in mappings and sequences, and
+    JSON values; `load_state(tensors, values)` restores them. Tensor names are unique in the run.
+    """
     tensors: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
     for name, one in changing.items():
@@ -64,7 +55,7 @@ def store(
 
 
 def restore(
-    folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]
+    folder: Path, changing: Mapping[str, Any], ranks: Ranks, layout: Mapping[str, Any]
 ) -> int:
     """Load the last good checkpoint; returns its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)

@@ -8,7 +8,7 @@ tensor has all its rows on one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,25 +28,8 @@ class Share(NamedTuple):
     rows: int
 
 
-class TensorFile(NamedTuple):
-    """An open safetensors file. same: the stored name of each tensor that shares its memory."""
-
-    handle: Any
-    same: Mapping[str, str]
-
-    def shape(self, name: str) -> list[int]:
-        """The shape of a tensor of the file."""
-        return list(self.handle.get_slice(self.same.get(name, name)).get_shape())
-
-    def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Some rows of a tensor of the file."""
-        rows: Tensor = self.handle.get_slice(self.same.get(name, name))[first:end]
-        return rows
-
-    def number(self, name: str) -> Tensor:
-        """A tensor without dimensions, which has no rows."""
-        number: Tensor = self.handle.get_tensor(self.same.get(name, name))
-        return number
+# The open files by name; each returns a tensor by name, as a slice of safetensors.
+Files = Mapping[str, Callable[[str], Any]]
 
 
 def file_of(rank: int) -> str:
@@ -88,13 +71,13 @@ def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
     return entries
 
 
-def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
+def check_pieces(files: Files, name: str, entry: Mapping[str, Any]) -> None:
     """Raise unless the pieces cover all rows of the tensor once, and the files hold them in these
     shapes; called before any memory of the sizes in the index is allocated.
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
-        stored = files[piece["file"]].shape(name)
+        stored = list(files[piece["file"]](name).get_shape())
         wanted = [piece["rows"], *shape[1:]] if shape else []
         if stored != wanted:
             raise StorageError(
@@ -116,7 +99,7 @@ def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str,
 
 
 def read_like(
-    files: Mapping[str, TensorFile],
+    files: Files,
     name: str,
     entry: Mapping[str, Any],
     templates: Mapping[str, Tensor],
@@ -142,21 +125,15 @@ def read_like(
     )
 
 
-def _read(
-    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], first: int, rows: int
-) -> Tensor:
+def _read(files: Files, name: str, entry: Mapping[str, Any], first: int, rows: int) -> Tensor:
     """Rows first to first + rows of a tensor, from the pieces that hold some of them."""
     shape, end = entry["shape"], first + rows
     out = torch.empty([rows, *shape[1:]] if shape else [], dtype=getattr(torch, entry["dtype"]))
     for piece in entry["pieces"]:
         begin, stop = max(first, piece["first"]), min(end, piece["first"] + piece["rows"])
-        if begin >= stop:
-            continue
-        file = files[piece["file"]]
-        if shape:
-            out[begin - first : stop - first] = file.rows(
-                name, begin - piece["first"], stop - piece["first"]
-            )
-        else:
-            out.copy_(file.number(name))
+        if begin < stop:
+            # A tensor without dimensions has no rows: its index is ().
+            here = slice(begin - first, stop - first) if shape else ()
+            there = slice(begin - piece["first"], stop - piece["first"]) if shape else ()
+            out[here] = files[piece["file"]](name)[there]
     return out
