@@ -140,9 +140,7 @@ def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
     if is_reference(loss) and not loss.endswith(".json"):
         spec = load_loss(loss)
         if changes and not spec.is_data:
-            raise InputError(
-                f"--loss {loss} is code; change it there, not by --loss.{changes[0][0]}."
-            )
+            raise InputError(f"--loss {loss} is code: change that, not --loss.{changes[0][0]}.")
         return change_spec(spec, changes)
     return change_spec(as_spec(read_loss(loss)), changes)
 

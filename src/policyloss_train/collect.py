@@ -173,9 +173,8 @@ class Collector:
         for i, its_numbers in enumerate(numbers["queue"]):
             completions = Completions.from_state(subtree(tensors, f"queue/{i}"), its_numbers)
             completions.check(len(self.task.train), vocabulary_size(self.rollout.model))
-            self.queue.append(
-                completions.share(self.ranks.rank, self.ranks.world, self.config.prompts)
-            )
+            prompts = self.config.prompts
+            self.queue.append(completions.share(self.ranks.rank, self.ranks.world, prompts))
 
     def next_step(self, version: int) -> Completions:
         """The completions to train on now, which were sampled `staleness` steps ago.

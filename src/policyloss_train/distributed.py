@@ -90,9 +90,7 @@ def _check_device(kind: str) -> None:
     if name == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(number or 0) >= there:
-            raise InputError(
-                f"--device {kind}: there are {there} CUDA devices here; use --device cpu or auto."
-            )
+            raise InputError(f"--device {kind}: there are {there} CUDA devices; use cpu or auto.")
 
 
 def wrap_for_ranks(

@@ -326,9 +326,7 @@ class Training:
             if pressed:
                 raise KeyboardInterrupt
             pressed.append(number)
-            self.display.say(
-                "finishing this step, then writing a checkpoint; Ctrl-C again stops at once"
-            )
+            self.display.say("finishing this step and a checkpoint; Ctrl-C again stops at once")
 
         in_main_thread = threading.current_thread() is threading.main_thread()
         signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()

@@ -151,9 +151,7 @@ def load_optimizer_state(
         state.setdefault(parameter, {})[key] = copied
     dtypes = {parameter.dtype for parameter in state}
     if len({frozenset(entries) for entries in state.values()}) > len(dtypes):
-        raise InputError(
-            "the checkpoint holds the optimizer's state of some parameters in part only."
-        )
+        raise InputError("the checkpoint holds the optimizer's state of some parameters in part.")
     optimizer.state.clear()
     optimizer.state.update(state)
 

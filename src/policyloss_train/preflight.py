@@ -46,10 +46,7 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
     completions, name = config.prompts * config.group_size, config.rollout
     tokens = completions * config.max_new_tokens
     if tokens >= 2**31:
-        yield (
-            f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be "
-            "below 2**31."
-        )
+        yield f"--prompts × --group-size × --max-new-tokens is {tokens}; it must be below 2**31."
     if config.minibatches > completions:
         yield (
             f"--minibatches {config.minibatches} is more than the {completions} completions of a "
@@ -80,10 +77,7 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
     if config.task.endswith(".jsonl") and config.reward is None:
         yield f"--task {config.task} needs --reward exact, math or module:function."
     if config.extend is not None and not config.resume:
-        yield (
-            f"--extend {config.extend} continues a run, so it needs --resume; a new run takes "
-            "--steps."
-        )
+        yield f"--extend {config.extend} continues a run: add --resume. A new run takes --steps."
     if not config.lora_rank and (config.lora_alpha is not None or config.lora_target):
         yield "--lora-alpha and --lora-target need --lora-rank."
     if config.optimizer == "adamw8bit" and config.parallel == "fsdp":

@@ -52,9 +52,7 @@ def load_code(reference: str, what: str) -> Any:
             f"{type(error).__name__}: {error}."
         ) from error
     if not hasattr(module, attribute):
-        raise InputError(
-            f"{what} {reference!r}: the module {module_name!r} has no function {attribute!r}."
-        )
+        raise InputError(f"{what} {reference!r}: {module_name!r} has no function {attribute!r}.")
     return getattr(module, attribute)
 
 

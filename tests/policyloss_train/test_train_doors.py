@@ -191,7 +191,7 @@ def test_a_run_of_an_older_version_goes_on_with_the_advantages_it_had(run: Path)
 
 def test_a_new_run_cannot_be_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--out", str(tmp_path / "run"), "--extend", "9"]) == 2
-    assert "--extend 9 continues a run, so it needs --resume" in capsys.readouterr().err
+    assert "--extend 9 continues a run: add --resume" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- what counts as right

@@ -101,7 +101,7 @@ def test_code_that_is_not_there(tmp_path: Path, code: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(InputError, match=r"broken\.py' raised ZeroDivisionError"):
         read_spec(f"{tmp_path}/broken.py:f")
-    with pytest.raises(InputError, match=r"is code; change it there, not by --loss\.trust\.eps"):
+    with pytest.raises(InputError, match=r"is code: change that, not --loss\.trust\.eps"):
         read_spec(f"{code}:clipped", [("trust.eps_high", "0.3")])
 
 

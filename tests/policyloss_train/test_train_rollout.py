@@ -92,7 +92,7 @@ def test_invalid_completions_of_an_engine_are_refused(change: dict[str, Any], sa
 
 
 def test_too_few_completions_are_an_error() -> None:
-    with pytest.raises(RolloutError, match=r"asked for \[2, 1\] completions and returned \[2\]"):
+    with pytest.raises(RolloutError, match=r"returned \[2\] completions, not \[2, 1\]"):
         check_completions("mine", PROMPTS, SAMPLING, [[GOOD, GOOD]], vocabulary=30, version=2)
     strange: tuple[Any, ...] = (None, 3, [None, None], [[GOOD, GOOD], [None]], [[GOOD, 1], ["x"]])
     for answer in strange:
@@ -383,8 +383,8 @@ def test_options_of_engines_that_make_no_sense(options: dict[str, Any], says: st
     ("rollout", "says"),
     [
         ("nowhere_at_all:make", "there is no module 'nowhere_at_all'"),
-        ("http://h:1/x", "give addresses as http://host:port"),
-        ("ftp://h:1", "give addresses as http://host:port"),
+        ("http://h:1/x", "give http://host:port"),
+        ("ftp://h:1", "give http://host:port"),
         ("vllm", "--rollout vllm needs the package vllm"),
     ],
 )

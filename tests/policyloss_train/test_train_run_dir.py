@@ -236,7 +236,7 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run: there is no"):
         RunDir.open(tmp_path / "elsewhere")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match="needs the keys policyloss, config and loss"):
+    with pytest.raises(InputError, match="lacks policyloss, config or loss"):
         RunDir.open(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(StorageError, match=r"cannot read .*config\.json"):

@@ -117,7 +117,7 @@ def test_a_request_that_fails_goes_to_the_other_server(
         "500": f'answered {GENERATE} with 500: {{"error": "told to fail: 500"}}',
         "half": f"did not answer {GENERATE}: ",
         "close": f"did not answer {GENERATE}: ",
-        "old weights": "sampled with the weights ['default'], not with ",
+        "old weights": "sampled with the weights ['default'], not ",
         "abort": "ended a completion by 'abort'",
         "time out": f"did not answer {GENERATE} in 0.6 s",
     }

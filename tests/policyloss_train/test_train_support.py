@@ -227,7 +227,7 @@ def test_the_support_that_an_engine_returns_is_checked(kept: Any, says: str | No
 def test_an_engine_returns_a_support_for_all_or_for_none() -> None:
     one = Completion([20, 1], [-0.5, -0.25], True, 2, pair([20, 5, 1], [0, 2, 3]))
     both = [[one, dataclasses.replace(one, support=None)]]
-    with pytest.raises(RolloutError, match="a support for some completions and not for others"):
+    with pytest.raises(RolloutError, match="a support for some completions only"):
         check_completions("mine", [Prompt([7], 2, 0)], SAMPLING, both, 30, 2)
 
 

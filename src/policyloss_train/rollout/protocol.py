@@ -194,9 +194,7 @@ def check_completions(
         numbers = [len(group) for group in completions]
         if numbers != [prompt.number for prompt in prompts]:
             asked = [prompt.number for prompt in prompts]
-            raise RolloutError(
-                f"{engine} was asked for {asked} completions and returned {numbers}."
-            )
+            raise RolloutError(f"{engine} returned {numbers} completions, not {asked}.")
         completed = []
         for one in (one for group in completions for one in group):
             wrong = problem(one, sampling, vocabulary, version)
@@ -208,9 +206,7 @@ def check_completions(
                 support = ids.to("cpu", torch.int32), offsets.to("cpu", torch.int64)
             completed.append(Completed(list(one.ids), logp, support))
         if len({one.support is None for group in completions for one in group}) > 1:
-            raise RolloutError(
-                f"{engine} returned a support for some completions and not for others."
-            )
+            raise RolloutError(f"{engine} returned a support for some completions only.")
     return completed
 
 

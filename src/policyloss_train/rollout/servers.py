@@ -191,9 +191,7 @@ class Server:
 
     def __init__(self, address: str, timeout: float, report: TopLogprobs) -> None:
         if not address.startswith(("http://", "https://")) or address.count("/") > 2:
-            raise InputError(
-                f"--rollout names the server {address!r}; give addresses as http://host:port."
-            )
+            raise InputError(f"--rollout names the server {address!r}; give http://host:port.")
         self.address, self._timeout, self._report = address, timeout, report
 
     def check(self) -> None:
@@ -241,9 +239,7 @@ class Server:
         with damage_named("gave half an answer", raises=partial(ServerError, self)):
             choices = answer["choices"]
             if len(choices) != prompt.number:
-                raise ServerError(
-                    self, f"gave {len(choices)} completions, not the {prompt.number} asked for."
-                )
+                raise ServerError(self, f"gave {len(choices)} completions, not {prompt.number}.")
             completions = [self._completion(choice, name, version, count) for choice in choices]
             for one in completions:
                 wrong = problem(one, sampling, self._report.vocabulary, version)
@@ -254,9 +250,7 @@ class Server:
     def _completion(self, choice: Any, name: str, version: int, count: int) -> Completion:
         spans = [span["version"] for span in choice["weight_versions"]]
         if spans != [name]:
-            raise ServerError(
-                self, f"sampled with the weights {safe_repr(spans)}, not with {name}."
-            )
+            raise ServerError(self, f"sampled with the weights {safe_repr(spans)}, not {name}.")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
             raise ServerError(self, f"ended a completion by {safe_repr(reason)}.")

@@ -132,7 +132,7 @@ def latest(
                 if check is not None:
                     check(path)
             except StorageError as error:
-                warnings.warn(f"{error} Trying the next older one.", UserWarning, stacklevel=2)
+                warnings.warn(f"{error} Trying the next older one.", stacklevel=2)
             else:
                 return path
         return None
@@ -380,9 +380,7 @@ def prune(folder: Path, step: int, keep: int | None) -> None:
             # Rename first, so that a crash never leaves half a checkpoint under its name.
             os.replace(path, _hidden(folder, step_of(path), "gone", free=True))
         except OSError as error:  # the new checkpoint is complete, so the run goes on
-            warnings.warn(
-                f"could not delete the old checkpoint {path}: {error}", UserWarning, stacklevel=3
-            )
+            warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=3)
     _remove_hidden(folder, "gone", "discarded")
 
 

@@ -120,9 +120,7 @@ class RunDir:
             not isinstance(contents, dict)
             or not {"policyloss", "config", "loss"} <= contents.keys()
         ):
-            raise InputError(
-                f"{file} is not that of a run: it needs the keys policyloss, config and loss."
-            )
+            raise InputError(f"{file} is not that of a run: it lacks policyloss, config or loss.")
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
@@ -183,7 +181,6 @@ class RunDir:
             warnings.warn(
                 f"{self.path / 'metrics.jsonl'} ends at step {last}, before step {step} where the "
                 "run continues: lines are lost.",
-                UserWarning,
                 stacklevel=2,
             )
         self._board.resumed_after = step
@@ -199,9 +196,7 @@ class RunDir:
                 lines.sync()
             files.sync(self.path)  # the file names too
         except OSError as error:
-            raise files.write_error(
-                self.path, error, "Earlier checkpoints are untouched."
-            ) from error
+            raise files.write_error(self.path, error, "Checkpoints are untouched.") from error
         self._board.flush()
 
     def close(self) -> None:

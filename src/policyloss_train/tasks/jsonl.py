@@ -30,9 +30,7 @@ def file_task(path: Path, score: Reward) -> Task:
     """The task in the file at `path`. Training prompts are never held out."""
     rows = list(_rows(path))
     if not rows:
-        raise InputError(
-            f'{path} has no examples; write one {{"prompt": …, "answer": …}} per line.'
-        )
+        raise InputError(f'{path} has no examples; write {{"prompt": …, "answer": …}} per line.')
     if not any(split == "held_out" for split, _ in rows):
         prompts = _share({normalise_spaces(example.prompt) for _, example in rows})
         rows = [
@@ -90,9 +88,7 @@ def _row(line: bytes, where: str) -> tuple[str | None, Example]:
                 f"{', '.join(map(repr, data)) or 'none'}."
             )
         if not isinstance(data[key], str):
-            raise InputError(
-                f'{where}: {key!r} is {data[key]!r}; write it as a string, "{key}": "…".'
-            )
+            raise InputError(f'{where}: {key!r} is {data[key]!r}; write a string, "{key}": "…".')
         if not is_text(data[key]):
             raise InputError(
                 f"{where}: {key!r} has half of a surrogate pair, which is no character: "
@@ -102,9 +98,7 @@ def _row(line: bytes, where: str) -> tuple[str | None, Example]:
         raise InputError(f"{where}: the prompt is empty.")
     split = data.get("split")
     if split is not None and split not in SPLITS:
-        raise InputError(
-            f"{where}: 'split' is {split!r}; valid are {' and '.join(map(repr, SPLITS))}."
-        )
+        raise InputError(f"{where}: 'split' is {split!r}; valid are 'train' and 'held_out'.")
     named = ("prompt", "messages", "answer", "split")
     meta = {key: item for key, item in data.items() if key not in named}
     return split, Example(data["prompt"], data["answer"], meta=meta, messages=messages)

@@ -126,9 +126,7 @@ def _math() -> Reward:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise InputError(
-            "the reward 'math' needs the package math-verify: pip install math-verify."
-        ) from error
+        raise InputError("the reward 'math' needs math-verify: pip install math-verify.") from error
 
     def reward(example: Example, completion: str) -> float:
         # Dollars make math-verify read the whole answer, not only the 2 of 2\sqrt{3}.

@@ -86,9 +86,8 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:  # restore an alarm that was set before
-            signal.setitimer(
-                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
-            )
+            rest = max(left - (time.monotonic() - began), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, rest, interval)
     return result
 
 
