@@ -214,9 +214,7 @@ def _trial(device: torch.device) -> dict[str, Any]:
 
 
 def _difference(model: Any, attention: Attention, micro: Mapping[str, Any], alone: Tensor) -> str:
-    """The deviation of a way from the hidden states of each sequence alone, or its error; "" if
-    there is none.
-    """
+    """The deviation of a way from the hidden states `alone`, or its error; "" if there is none."""
     try:
         together = attention.hidden(model.base_model, micro).float()
     except (RuntimeError, ValueError, TypeError, NotImplementedError, InputError) as error:
@@ -241,9 +239,7 @@ def _rounding(model: Any, width: int) -> float:
 
 
 def register() -> None:
-    """Register "varlen" with transformers. A call without sequence offsets, as in sampling, uses
-    transformers' own "sdpa".
-    """
+    """Register "varlen" with transformers. Calls without sequence offsets (sampling) use "sdpa"."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -292,9 +288,7 @@ def _varlen(
     scale: float | None,
     window: int,
 ) -> Tensor:
-    """Causal attention of tokens `[N, heads, D]` by torch's function; its arguments differ between
-    releases.
-    """
+    """Causal attention of tokens `[N, heads, D]` by torch, whose arguments differ by release."""
     options: dict[str, Any] = {}
     groups = query.shape[1] // key.shape[1]
     if "enable_gqa" in _VARLEN_ARGUMENTS:

@@ -32,9 +32,7 @@ class Pack:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], *, train_on_cut: bool = True) -> Pack:
-        """Pack all samples, or `nothing`. train_on_cut: False masks out completions that did not
-        end.
-        """
+        """Pack all samples, or `nothing`. train_on_cut: False masks out unfinished completions."""
         if not samples:
             return cls.nothing()
         prompts, completions = (

@@ -208,9 +208,7 @@ class Collector:
         self.rollout.engine.close()
 
     def collect(self) -> Completions:
-        """Sample and score the completions of one step. Every rank has complete groups; the
-        groups of all ranks are one batch.
-        """
+        """Sample and score the completions of one step. Every rank has complete groups."""
         config = self.config
         kept: list[Sample] = []
         everything: list[Sample] = []
@@ -355,15 +353,11 @@ class Result(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Means over the examples, Σ_i x_i / n, and the results in the order of the examples.
-
-    accuracy: the share of scores that reach the task's `success`.
-    """
+    """Means over the examples. accuracy: the share of scores that reach the task's `success`."""
 
     accuracy: float
     score: float
     mean_length: float
-    results: Sequence[Result]
 
     @classmethod
     def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
@@ -371,7 +365,7 @@ class Evaluation(NamedTuple):
         n = len(results)
         accuracy = sum(r.score >= success for r in results) / n
         score, length = sum(r.score for r in results) / n, sum(r.length for r in results) / n
-        return cls(accuracy, score, length, results)
+        return cls(accuracy, score, length)
 
 
 def score_answers(

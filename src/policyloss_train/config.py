@@ -380,9 +380,7 @@ _hints = cache(get_type_hints)
 
 
 def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values from a file to the types that the dataclass `options` declares: a string to a
-    path, a list to a tuple.
-    """
+    """Convert values from a file to the types of the dataclass `options`, such as str to Path."""
     hints = _hints(options)
     return {name: _as(hints[name], value, name) for name, value in values.items()}
 

@@ -41,9 +41,7 @@ class Ranks:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls(0, 1, torch.device(kind))
-        here = torch.device(kind)
-        if kind == "cuda":
-            here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        here = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
         if here.type == "cuda":
             torch.cuda.set_device(here)
         if not dist.is_initialized():

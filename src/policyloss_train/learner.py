@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.metrics import Metrics
-from policyloss_train.adapter import without_adapter
 from policyloss_train.advantages import judge
 from policyloss_train.attention import Attention
 from policyloss_train.batches import Pack, minibatches
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks, synchronised, unwrap
-from policyloss_train.models import load_weights, weights
+from policyloss_train.models import load_weights, weights, without_adapter
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
 from policyloss_train.run.checkpoint import count_from, subtree

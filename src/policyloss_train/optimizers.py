@@ -165,9 +165,7 @@ def _moment(key: str, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _refuse_other_form(place: str, value: Tensor, parameter: Tensor, scale: Tensor | None) -> None:
-    """Raise for a tensor at `place` that cannot be state of the parameter. scale: of 8-bit
-    codes.
-    """
+    """Raise for a tensor at `place` that is no state of the parameter. scale: of 8-bit codes."""
     if scale is None:
         fits = value.is_floating_point() and value.shape in ((), parameter.shape)
     else:

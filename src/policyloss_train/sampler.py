@@ -159,9 +159,7 @@ def unusable_prompts(
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion: the model's (generation_config may name several) and the
-    tokenizer's.
-    """
+    """The ids that end a completion: those of the model's generation_config and tokenizer."""
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = set(named) if isinstance(named, (list, tuple)) else {named}
     return sorted(end for end in ids | {tokenizer.eos_token_id} if end is not None)

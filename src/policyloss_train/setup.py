@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss_train.adapter import add_adapter, base_trained
 from policyloss_train.attention import Rows, choose
 from policyloss_train.batches import Pack
 from policyloss_train.chat import with_template
@@ -24,6 +23,8 @@ from policyloss_train.distributed import Ranks, wrap_for_ranks
 from policyloss_train.learner import Learner
 from policyloss_train.models import (
     TINY,
+    add_adapter,
+    base_trained,
     checkpoint_gradients,
     compile_blocks,
     load,

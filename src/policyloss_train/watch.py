@@ -20,6 +20,7 @@ from policyloss_lab.diagnosis import doctor
 from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
+from policyloss_train.models import list_names
 from policyloss_train.preflight import WITHOUT_GROUPS
 
 # Parts of error messages of a collective that fails because another rank did not join, or has
@@ -186,7 +187,6 @@ def mismatch_of(pack: Pack) -> str | None:
 
 # The inputs of a loss for each token, in the order of their computation.
 READ = ("rollout_logp", "old_logp", "ref_logp", "old_values", "advantages", "returns")
-SHOWN = 4  # number of tokens or weights in a message
 
 
 class NotFiniteError(PolicyLossError):
@@ -219,7 +219,7 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tenso
             first = int(parts["completion"][i].long().argmax()) if bad.any() else 0
             places += [(i, place - first) for place in bad.nonzero().flatten().tolist()]
         if places:
-            return f"{name} is not finite at " + listed(
+            return f"{name} is not finite at " + list_names(
                 [f"token {token} of completion {i}" for i, token in places]
             )
     return ""
@@ -230,10 +230,4 @@ def nonfinite_gradient(module: nn.Module) -> str:
     bad = nonfinite_names(
         {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     )
-    return f"the gradient of {listed(bad)} is not finite" if bad else ""
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few names, and the number of others."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return f"the gradient of {list_names(bad)} is not finite" if bad else ""

@@ -25,15 +25,18 @@ from train_loop_ranks import lines, resume, train
 import policyloss as pl
 from policyloss.cli import main
 from policyloss.errors import InputError
-from policyloss_train.adapter import add_adapter, base_trained, merged_weights, without_adapter
 from policyloss_train.attention import Rows
 from policyloss_train.config import TrainConfig
 from policyloss_train.learner import Learner
 from policyloss_train.models import (
     _compiled,
+    add_adapter,
+    base_trained,
     checkpoint_gradients,
     compile_blocks,
+    merged_weights,
     tiny_tokenizer,
+    without_adapter,
 )
 from policyloss_train.optimizers import MasterAdamW, adamw, load_optimizer_state, optimizer_state
 from policyloss_train.policy import Critic, Policy, Routing

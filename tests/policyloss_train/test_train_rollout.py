@@ -162,7 +162,7 @@ def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
     """An engine gets a model without adapters that says the same, in memory and as a folder."""
     from transformers import AutoTokenizer
 
-    from policyloss_train.adapter import add_adapter
+    from policyloss_train.models import add_adapter
 
     plain, policy = loaded(model), loaded(model)
     add_adapter(policy, TrainConfig(lora_rank=2))

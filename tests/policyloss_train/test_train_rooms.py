@@ -15,7 +15,6 @@ SOURCES = {path: path.read_text() for path in sorted(TRAIN.parent.rglob("*.py"))
 OUTSIDE = {
     "tasks": {"user_code"},
     "rollout": {
-        "adapter",
         "config",
         "distributed",
         "drawing",
@@ -25,7 +24,7 @@ OUTSIDE = {
         "setup",
         "user_code",
     },
-    "run": {"config", "distributed", "view.track", "watch"},
+    "run": {"config", "distributed", "models", "view.track", "watch"},
     "view": {
         "batches",
         "config",

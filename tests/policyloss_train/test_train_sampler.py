@@ -587,11 +587,11 @@ def test_evaluation_by_hand() -> None:
     ]
     results = evaluate(model, letters(), examples, likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
     got = Evaluation.of(results)
-    assert [r.example for r in got.results] == [8, 3, 5]
-    assert [r.text for r in got.results] == says
-    assert [r.score for r in got.results] == [1.0, 0.5, 0.0]
+    assert [r.example for r in results] == [8, 3, 5]
+    assert [r.text for r in results] == says
+    assert [r.score for r in results] == [1.0, 0.5, 0.0]
     assert (got.accuracy, got.score) == (1 / 3, 0.5)  # one of three; (1 + 0.5 + 0) / 3
-    assert got.mean_length == sum(r.length for r in got.results) / 3
+    assert got.mean_length == sum(r.length for r in results) / 3
     assert Evaluation.of(results, success=0.5).accuracy == 2 / 3
     with pytest.raises(InputError, match="example 77 "):
         evaluate(
@@ -606,4 +606,4 @@ def test_means_of_an_evaluation() -> None:
         Result(2, "c", 1.0, 9),
     ]
     # 2 of 3; (1 + 0.25 + 1) / 3; (2 + 4 + 9) / 3
-    assert Evaluation.of(rows) == (2 / 3, 0.75, 5.0, rows)
+    assert Evaluation.of(rows) == (2 / 3, 0.75, 5.0)

@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from policyloss.errors import PolicyLossError, safe_repr
 from policyloss_lab.runs.files import damage_named
-from policyloss_train.adapter import merged_weights, saving_all_weights
 from policyloss_train.distributed import Ranks
 from policyloss_train.drawing import Pair, problem_of
-from policyloss_train.models import without_bars
+from policyloss_train.models import merged_weights, saving_all_weights, without_bars
 from policyloss_train.run.shards import local_part
 from policyloss_train.sampler import Completed
 
@@ -110,16 +109,12 @@ class Weights:
         self.model, self._tokenizer, self._ranks = model, tokenizer, ranks
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Complete tensors by their names in the model, one at a time: no rank holds all of a
-        sharded model.
-        """
+        """Complete tensors by name, one at a time: no rank holds all of a sharded model."""
         for name, x in merged_weights(self.model).items():
             yield name, (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer as a Hugging Face folder, under a temporary name first. The
-        first rank writes.
-        """
+        """Write a Hugging Face folder, under a temporary name first. The first rank writes."""
         first = self._ranks.is_first
         tensors = {name: x.cpu() for name, x in self.tensors() if first}
         if first:

@@ -62,14 +62,12 @@ def save(
 
     state: tensors, in nested mappings and sequences; `load` returns them flat, `{"model": {"w":
         x}}` as `"model/w"`. Tensors that share memory (tied weights) are written once.
-    numbers: JSON values; the numbers of the first rank are kept.
+    numbers: JSON values; those of the first rank are kept.
     keep: the number of newest checkpoints to keep, this one included; None keeps all. Nothing is
-        deleted before the new checkpoint is complete. If it cannot be written (a full disk), older
-        checkpoints stay untouched.
-    group: the ranks that write together; each calls this function, and if one fails, all raise.
-        None: this process alone. Each rank writes its rows of a DTensor. The lowest rank that has a
-        plain tensor of a name writes it: the tensor must have the same values on all ranks, or a
-        different name on each rank.
+        deleted before the new checkpoint is complete.
+    group: the ranks that each call this function; if one fails, all raise. None: this process
+        alone. Each rank writes its rows of a DTensor. The lowest rank that has a plain tensor
+        writes it.
     """
     tensors = flatten(state)
     shares = {name: shards.share_of(x) for name, x in tensors.items()}
@@ -100,14 +98,12 @@ def load(
     path: Path, layout: State | None = None, *, group: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, by flat names, and the numbers of a checkpoint that any number of ranks wrote.
-
-    Only sizes are checked: take the path from `latest`, or call `checked_index` first; both check
-    every byte.
+    Only sizes are checked: `latest` and `checked_index` check every byte.
 
     layout: DTensors, named as in the saved state. A tensor with the same shape, and the same name
         or a name under it (an optimizer's moments are `parameter/exp_avg`), becomes a DTensor of
         the same layout and device; each rank reads its rows. All others are read in full, on the
-        CPU: without a layout, one process reads the checkpoint of many.
+        CPU.
     group: ranks that each call this; if one cannot read its part, all raise.
     """
     contents: list[tuple[dict[str, Tensor], dict[str, Any]]] = []  # not to be sent to other ranks

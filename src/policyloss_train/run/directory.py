@@ -38,14 +38,11 @@ _OF_A_RUN = (*(name for name in files.FILES if name not in _OF_A_START), *files.
 
 
 class RunDir:
-    """An open run directory, locked by this process until `close`; a context manager. path, config,
-    spec: as in `create`.
-    """
+    """An open run directory, locked by this process until `close`; a context manager."""
 
     def __init__(self, path: Path, lock: Lock, contents: Mapping[str, Any]) -> None:
         self.path, self._lock = path, lock
         self.config: dict[str, Any] = contents["config"]
-        self.spec: dict[str, Any] = contents["loss"]
         names = ("metrics", "timing", "rollouts", "answers")
         self._lines = {name: JsonLines(path / f"{name}.jsonl") for name in names}
         self._board = TensorBoard(path / "tensorboard")
@@ -187,9 +184,7 @@ class RunDir:
 
     def sync(self) -> None:
         """Sync every line to the disk before a checkpoint, so that a crash of the machine cannot
-        lose lines before it.
-
-        kill -9 loses nothing even without a sync: the system has the lines once `log` returns.
+        lose lines before it. kill -9 loses nothing even without a sync.
         """
         try:
             for lines in self._lines.values():

@@ -25,9 +25,10 @@ from policyloss.spec import SLOTS, LossSpec
 from policyloss_lab.runs.files import TEMPLATE, StorageError, damage_named
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
+from policyloss_train.models import list_names
 from policyloss_train.run.checkpoint import checked_index, flatten, latest, load, save, step_of
 from policyloss_train.run.directory import RunDir
-from policyloss_train.watch import NotFiniteError, listed, nonfinite_names
+from policyloss_train.watch import NotFiniteError, nonfinite_names
 
 # The trained weights: a checkpoint where they are not finite is useless.
 _TRAINED = ("policy/", "critic/")
@@ -48,8 +49,8 @@ def store(folder: Path, step: int, changing: Mapping[str, Any], ranks: Ranks, *,
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:  # on every rank, so that the last good checkpoint is kept
         raise NotFiniteError(
-            f"the weights are not finite after step {step} ({listed(names)}), so no checkpoint of "
-            "it is written."
+            f"the weights are not finite after step {step} ({list_names(names)}), so it gets no "
+            "checkpoint."
         )
     save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
 

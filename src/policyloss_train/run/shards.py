@@ -55,9 +55,7 @@ def share_of(x: Tensor) -> Share:
 
 
 def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
-    """By tensor: its shape, its dtype, and its pieces, `{"file", "first", "rows"}` each. plans: the
-    shares of each rank.
-    """
+    """The shape, dtype and pieces of each tensor, from the shares of each rank."""
     entries: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         file = file_of(rank)

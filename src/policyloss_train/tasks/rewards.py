@@ -82,9 +82,7 @@ def _exit_raised() -> Iterator[None]:
 
 
 def score_completion(task: Task, example: Example, completion: str, seconds: float) -> float:
-    """The task's score of a completion; raises a `RewardError` if it fails or takes longer than
-    `seconds` (0: no limit).
-    """
+    """The task's score; a `RewardError` if it fails or takes over `seconds` (0: no limit)."""
     try:
         return float(call_within(seconds, task.score, example, completion))
     except TimeIsUp:

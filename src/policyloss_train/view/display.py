@@ -76,10 +76,8 @@ class Display:
         loop. It prints one line, or about four.
         """
 
-        def progress(done: int, loss: float | None = None) -> None:
-            text = f"warm-up {done:>{len(str(total))}}/{total}" + (
-                "" if loss is None else f"  loss {loss:.3f}"
-            )
+        def progress(done: int, loss: float) -> None:
+            text = f"warm-up {done:>{len(str(total))}}/{total}  loss {loss:.3f}"
             if self._console.is_terminal:
                 self._print(text.ljust(60), end="\n" if done >= total else "\r")
             elif done >= total or done % math.ceil(total / 4) == 0:
