@@ -147,7 +147,7 @@ def training_walk() -> Walk:
     """One step of the reference trainer."""
     from policyloss_train import collect, learner, loop, policy
     from policyloss_train.config import TrainConfig
-    from policyloss_train.rollout.built_in import BuiltIn
+    from policyloss_train.rollout.session import BuiltIn
     from policyloss_train.tasks.rewards import score_completion
 
     sizes: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -13,39 +13,32 @@ from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
 from policyloss_train.user_code import is_reference, load_code
 
+Judged = tuple[Tensor, Tensor | None]  # advantages and returns, `[N]` each
 WITH_LENGTHS = ("opo", "reinforce_pp_baseline")
 
 
-class Judged(NamedTuple):
-    """advantages: `[N]`. returns: `[N]`, the targets of the critic; None without a critic."""
-
-    advantages: Tensor
-    returns: Tensor | None = None
-
-
 def judge(config: TrainConfig, pack: Pack, group: Any, *, by_teacher: bool = False) -> Judged:
-    """The advantages of a pack, from its rewards and, if `by_teacher`, from a teacher. group: as in
-    `of_rewards`.
+    """The advantages of a pack, from its rewards and, if `by_teacher`, from a teacher; and the
+    targets of the critic, None without a critic. group: as in `_of_rewards`.
     """
-    judged = of_rewards(config, pack, group)
-    share, tokens = config.reward_share, pack.tokens
-    if share != 1:
-        judged = judged._replace(advantages=share * judged.advantages)
+    (advantages, returns), tokens = _of_rewards(config, pack, group), pack.tokens
+    if config.reward_share != 1:
+        advantages = config.reward_share * advantages
     if not by_teacher:
-        return judged
+        return advantages, returns
     of_teacher = iw_opd if config.estimator == "iw_opd" else opd
     advantages = of_teacher(
         tokens["teacher_logp"],
         tokens["old_logp"],
         mask=tokens["mask"],
         coef=config.teacher_coef,
-        base=judged.advantages.unsqueeze(0),
+        base=advantages.unsqueeze(0),
         cu_seqlens=pack.cu_seqlens,
     )
-    return judged._replace(advantages=advantages)
+    return advantages, returns
 
 
-def of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
+def _of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
     """The advantages of the rewards of a pack.
 
     "gae" reads the token tensor `old_values`, the critic's values; "remax" reads the sequence
@@ -57,18 +50,19 @@ def of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
     if name == "gae":
         values = pack.tokens["old_values"]
         estimate = gae(rewards, values, mask, config.gamma, config.lam, cu_seqlens=bounds)
-        return Judged(whiten(estimate.advantages, mask, group=group), estimate.returns)
+        return whiten(estimate.advantages, mask, group=group), estimate.returns
     if name == "reinforce_pp":
-        return Judged(reinforce_pp(rewards, mask, config.gamma, cu_seqlens=bounds, group=group))
+        return reinforce_pp(rewards, mask, config.gamma, cu_seqlens=bounds, group=group), None
     if is_reference(name):
-        return Judged(_by_user(name, pack, group))
+        return _by_user(name, pack, group), None
     if name == "remax":
-        return Judged(_over_tokens(estimator(name)(rewards, pack.sequences["greedy"]), pack))
+        advantages = estimator(name)(rewards, pack.sequences["greedy"])
+        return _over_tokens(advantages, pack), None
     more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
     if name == "passk_combinatorial":
         more["k"] = config.passk
     advantages = estimator(name)(rewards, pack.sequences["group_ids"], **more, group=group)
-    return Judged(_over_tokens(advantages, pack))
+    return _over_tokens(advantages, pack), None
 
 
 def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:

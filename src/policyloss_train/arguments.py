@@ -24,7 +24,6 @@ from policyloss_train.run.resume import (
     MAY_BE_CODE,
     OF_A_START,
     made_from,
-    refuse_changes,
     refuse_unnamed_code,
     stored_options,
 )
@@ -82,7 +81,6 @@ def _resumed(named: dict[str, Any], changes: Changes) -> Start:
     config = replace(stored, **named)
     refuse_unnamed_code(config, frozenset(named), MAY_BE_CODE)
     spec = _spec(config, named, changes, stored_spec)
-    refuse_changes(stored, config, stored_spec, spec)
     return Start(config, spec, frozenset(named))
 
 
@@ -142,9 +140,7 @@ def read_spec(loss: str, changes: Sequence[tuple[str, str]] = ()) -> LossSpec:
     if is_reference(loss) and not loss.endswith(".json"):
         spec = load_loss(loss)
         if changes and not spec.is_data:
-            raise InputError(
-                f"--loss {loss} is code; change it there, not by --loss.{changes[0][0]}."
-            )
+            raise InputError(f"--loss {loss} is code: change that, not --loss.{changes[0][0]}.")
         return change_spec(spec, changes)
     return change_spec(as_spec(read_loss(loss)), changes)
 
@@ -185,21 +181,15 @@ def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[
 def _change(data: dict[str, Any], path: str, text: str) -> None:
     """Set one entry of a spec's dictionary: a number, true, false or null, else a string."""
     *slots, name = path.split(".")
-    place: Any = data
     for slot in slots:
-        if not isinstance(place, dict) or slot not in place:
-            valid = sorted(place) if isinstance(place, dict) else []
+        if not isinstance(data.get(slot), dict):
+            valid = ", ".join(sorted(key for key, x in data.items() if isinstance(x, dict)))
             raise InputError(
-                f"--loss.{path}: the loss has no part {slot!r} here; valid are "
-                f"{', '.join(valid) or 'none'}."
+                f"--loss.{path}: the loss has no part {slot!r} with options here; valid are "
+                f"{valid or 'none'}."
             )
-        place = place[slot]
-    if not isinstance(place, dict):
-        raise InputError(
-            f"--loss.{path}: this loss has nothing at {'.'.join(slots)!r} whose options could be "
-            "set."
-        )
+        data = data[slot]
     try:
-        place[name] = json.loads(text)
+        data[name] = json.loads(text)
     except ValueError:
-        place[name] = text
+        data[name] = text

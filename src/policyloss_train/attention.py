@@ -8,6 +8,10 @@ pairs of tokens within one sequence.
   mask: the padding comes last, so no token of a causal model attends to it.
 - "alone": one sequence per call, which is slow but correct for any model.
 
+Each way is a class with the name of the way. `cut` returns the indices of the sequences of each
+forward, at most about `budget` tokens or one sequence. `hidden` returns the last hidden states
+`[N, H]` of a micro-batch with `ids` `[N]`, `lengths`, ….
+
 Legend: N concatenated tokens of a micro-batch, S sequences, hidden states of width H.
 """
 
@@ -15,9 +19,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,22 +42,6 @@ _VARLEN = "policyloss_varlen"  # our name in the registry of transformers
 _FLASH = "flash_attention_2"  # the name that transformers uses
 # Arguments that change the result of attention and that `varlen_attn` does not support.
 _UNKNOWN_TO_VARLEN = ("softcap", "s_aux", "position_bias")
-
-
-class Attention(Protocol):
-    """A way to run sequences through the body."""
-
-    @property
-    def name(self) -> str:
-        """The value of `--attention`."""
-
-    def cut(self, lengths: Sequence[int], budget: int) -> list[list[int]]:
-        """The indices of the sequences of each forward, at most about `budget` tokens or one
-        sequence. lengths: the number of tokens of each sequence.
-        """
-
-    def hidden(self, body: Callable[..., Any], micro: Mapping[str, Any]) -> Tensor:
-        """The last hidden states `[N, H]` of a micro-batch: its `ids` `[N]`, its `lengths`, …."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +137,9 @@ class Packed:
         return cast("Tensor", out.last_hidden_state[0])
 
 
+Attention = Rows | Alone | Packed
+
+
 @torch.no_grad()
 def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
     """The first way that reproduces the model's numbers, and a sentence about it.
@@ -157,11 +148,12 @@ def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
     and is compared with running them one at a time. Sets the model's attention function; after a
     way that fails, the previous function is restored.
     """
-    before, trial = model.config._attn_implementation, _Trial.of(model)
+    before, micro = model.config._attn_implementation, _trial(model.device)
+    alone = Alone().hidden(model.base_model, micro).float()
     reasons: list[str] = []
     for attention in _candidates(wanted, model.device):
         reason = _unavailable(attention.name, model) or _set(model, attention.name)
-        reason = reason or trial.difference(model, attention)
+        reason = reason or _difference(model, attention, micro, alone)
         if not reason:
             why = f" ({'; '.join(reasons)})" if reasons else ""
             return attention, f"attention: {attention.name}{why}"
@@ -173,13 +165,12 @@ def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
     )
 
 
-def _candidates(wanted: str, device: torch.device) -> Iterator[Attention]:
+def _candidates(wanted: str, device: torch.device) -> list[Attention]:
     """The ways to try, the fastest first. On a CPU, "auto" tries only "rows"."""
-    packed = (Packed("varlen"), Packed("flash"))
+    ways = [Packed("varlen"), Packed("flash"), Rows(), Alone()]
     if wanted == "auto":
-        yield from (*(packed if device.type == "cuda" else ()), Rows())
-    else:
-        yield from (x for x in (*packed, Rows(), Alone()) if x.name == wanted)
+        return ways[:3] if device.type == "cuda" else [Rows()]
+    return [way for way in ways if way.name == wanted]
 
 
 def _unavailable(name: str, model: Any) -> str:
@@ -213,32 +204,25 @@ def _set(model: Any, name: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """Two short sequences, and the model's output for each alone with its own attention."""
+def _trial(device: torch.device) -> dict[str, Any]:
+    """A micro-batch of two short sequences."""
+    lengths = [5, 3]
+    ids = torch.arange(sum(lengths), device=device) % 4
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    return {"ids": ids, "lengths": lengths, "cu_seqlens": starts, "position_ids": positions}
 
-    micro: dict[str, Any]
-    alone: Tensor
 
-    @classmethod
-    def of(cls, model: Any) -> _Trial:
-        lengths = [5, 3]
-        ids = torch.arange(sum(lengths), device=model.device) % 4
-        starts = torch.tensor([0, *lengths], device=model.device).cumsum(0)
-        positions = torch.cat([torch.arange(n, device=model.device) for n in lengths])
-        micro = {"ids": ids, "lengths": lengths, "cu_seqlens": starts, "position_ids": positions}
-        return cls(micro, Alone().hidden(model.base_model, micro).float())
-
-    def difference(self, model: Any, attention: Attention) -> str:
-        """The deviation, or the error, of running both sequences together; "" if there is none."""
-        try:
-            together = attention.hidden(model.base_model, self.micro).float()
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, InputError) as error:
-            return str(error).partition("\n")[0]
-        gap, size = (together - self.alone).abs().max(), self.alone.abs().max()
-        if gap <= _rounding(model, width=together.shape[-1]) * size:
-            return ""
-        return f"its hidden states are {gap:.3g} off those of one sequence alone (up to {size:.3g})"
+def _difference(model: Any, attention: Attention, micro: Mapping[str, Any], alone: Tensor) -> str:
+    """The deviation of a way from the hidden states `alone`, or its error; "" if there is none."""
+    try:
+        together = attention.hidden(model.base_model, micro).float()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, InputError) as error:
+        return str(error).partition("\n")[0]
+    gap, size = (together - alone).abs().max(), alone.abs().max()
+    if gap <= _rounding(model, width=together.shape[-1]) * size:
+        return ""
+    return f"its hidden states are {gap:.3g} off those of one sequence alone (up to {size:.3g})"
 
 
 def _rounding(model: Any, width: int) -> float:
@@ -255,9 +239,7 @@ def _rounding(model: Any, width: int) -> float:
 
 
 def register() -> None:
-    """Register "varlen" with transformers. A call without sequence offsets, as in sampling, uses
-    transformers' own "sdpa".
-    """
+    """Register "varlen" with transformers. Calls without sequence offsets (sampling) use "sdpa"."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -306,9 +288,7 @@ def _varlen(
     scale: float | None,
     window: int,
 ) -> Tensor:
-    """Causal attention of tokens `[N, heads, D]` by torch's function; its arguments differ between
-    releases.
-    """
+    """Causal attention of tokens `[N, heads, D]` by torch, whose arguments differ by release."""
     options: dict[str, Any] = {}
     groups = query.shape[1] // key.shape[1]
     if "enable_gqa" in _VARLEN_ARGUMENTS:

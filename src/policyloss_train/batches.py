@@ -32,7 +32,9 @@ class Pack:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], *, train_on_cut: bool = True) -> Pack:
-        """Pack all samples. train_on_cut: False masks out completions that did not end."""
+        """Pack all samples, or `nothing`. train_on_cut: False masks out unfinished completions."""
+        if not samples:
+            return cls.nothing()
         prompts, completions = (
             torch.tensor([getattr(sample, name).shape[0] for sample in samples])
             for name in ("prompt_ids", "completion_ids")

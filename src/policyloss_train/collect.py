@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.errors import InputError, PolicyLossError
+from policyloss.errors import PolicyLossError
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.drawing import problem_of
@@ -111,7 +111,8 @@ class Completions:
                 raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")
         for s in self.samples:
             counts = (s.example, s.group, s.version)
-            if {*map(type, counts)} != {int} or not 0 <= s.example < examples or s.group < 0:
+            whole = {*map(type, counts)} == {int} and 0 <= s.group < 2**63
+            if not whole or not 0 <= s.example < examples:
                 raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
             if (type(s.reward), type(s.text), type(s.finished)) != (float, str, bool):
                 raise TypeError(
@@ -172,9 +173,8 @@ class Collector:
         for i, its_numbers in enumerate(numbers["queue"]):
             completions = Completions.from_state(subtree(tensors, f"queue/{i}"), its_numbers)
             completions.check(len(self.task.train), vocabulary_size(self.rollout.model))
-            self.queue.append(
-                completions.share(self.ranks.rank, self.ranks.world, self.config.prompts)
-            )
+            prompts = self.config.prompts
+            self.queue.append(completions.share(self.ranks.rank, self.ranks.world, prompts))
 
     def next_step(self, version: int) -> Completions:
         """The completions to train on now, which were sampled `staleness` steps ago.
@@ -208,9 +208,7 @@ class Collector:
         self.rollout.engine.close()
 
     def collect(self) -> Completions:
-        """Sample and score the completions of one step. Every rank has complete groups; the
-        groups of all ranks are one batch.
-        """
+        """Sample and score the completions of one step. Every rank has complete groups."""
         config = self.config
         kept: list[Sample] = []
         everything: list[Sample] = []
@@ -355,15 +353,11 @@ class Result(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Means over the examples, Σ_i x_i / n, and the results in the order of the examples.
-
-    accuracy: the share of scores that reach the task's `success`.
-    """
+    """Means over the examples. accuracy: the share of scores that reach the task's `success`."""
 
     accuracy: float
     score: float
     mean_length: float
-    results: Sequence[Result]
 
     @classmethod
     def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
@@ -371,7 +365,7 @@ class Evaluation(NamedTuple):
         n = len(results)
         accuracy = sum(r.score >= success for r in results) / n
         score, length = sum(r.score for r in results) / n, sum(r.length for r in results) / n
-        return cls(accuracy, score, length, results)
+        return cls(accuracy, score, length)
 
 
 def score_answers(

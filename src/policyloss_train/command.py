@@ -17,7 +17,6 @@ from policyloss.commands import read_options
 from policyloss.errors import InputError
 from policyloss.output import temporary_prefix
 from policyloss_lab.runs.files import make_folder, refuse_name, sync, write_error
-from policyloss_train.adapter import has_adapter, merged_weights, saving_all_weights
 from policyloss_train.arguments import read_arguments
 from policyloss_train.chat import with_template
 from policyloss_train.collect import Evaluation, Result, score_answers
@@ -25,7 +24,7 @@ from policyloss_train.commands import Eval, Export, FromRun, Sample
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.loop import train
-from policyloss_train.models import without_bars
+from policyloss_train.models import has_adapter, merged_weights, saving_all_weights, without_bars
 from policyloss_train.run.resume import (
     explained,
     refuse_unnamed_code,
@@ -67,7 +66,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     score = tolerant_reward(task, options.reward_timeout, _warn)
     answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
     evaluation = Evaluation.of(answers, task.success)
-    results = list(zip(examples, evaluation.results, strict=True))
+    results = list(zip(examples, answers, strict=True))
     if options.json:
         rows = [
             {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import repeat
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from policyloss.commands import (
-    LARGEST,
     Count,
     NotNegative,
     Positive,
@@ -380,7 +370,7 @@ def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
 
 # The name of each type in an error.
 _WORDS = {
-    int: "a whole number below 2⁶³",
+    int: "a whole number",
     float: "a finite number",
     bool: "true or false",
     Path: "a path",
@@ -390,9 +380,7 @@ _hints = cache(get_type_hints)
 
 
 def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values from a file to the types that the dataclass `options` declares: a string to a
-    path, a list to a tuple.
-    """
+    """Convert values from a file to the types of the dataclass `options`, such as str to Path."""
     hints = _hints(options)
     return {name: _as(hints[name], value, name) for name, value in values.items()}
 
@@ -410,25 +398,15 @@ def _as(kind: Any, value: Any, name: str) -> Any:
         return tuple(_as(one, x, name) for one, x in zip(kinds, value, strict=True))
     if origin is Literal:
         fits, wanted = isinstance(value, str) and value in inner, "one of " + ", ".join(inner)
+    elif kind in (int, float):  # `check_numbers` checks their size
+        fits, wanted = type(value) in (int, kind), _WORDS[kind]
     else:
-        fits, wanted = _fits(kind, value), _WORDS[kind]
+        accepted = (str, Path) if kind is Path else kind
+        fits, wanted = isinstance(value, accepted) and "\0" not in str(value), _WORDS[kind]
     if not fits:
         raise _wrong(name, value, wanted)
     return Path(value) if kind is Path else value
 
 
-def _fits(kind: type, value: Any) -> bool:
-    if kind is int:
-        return type(value) is int and abs(value) <= LARGEST
-    if kind is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return isinstance(value, (str, Path) if kind is Path else kind) and "\0" not in str(value)
-
-
 def _wrong(name: str, value: Any, wanted: str) -> InputError:
-    shown = (
-        f"{type(value).__name__} of {value.bit_length()} bits"
-        if isinstance(value, int) and abs(value) > LARGEST
-        else repr(value)
-    )
-    return InputError(f"the option {name!r} is {shown[:80]}; it must be {wanted}.")
+    return InputError(f"the option {name!r} is {value!r:.80}; it must be {wanted}.")

@@ -41,9 +41,7 @@ class Ranks:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls(0, 1, torch.device(kind))
-        here = torch.device(kind)
-        if kind == "cuda":
-            here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        here = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
         if here.type == "cuda":
             torch.cuda.set_device(here)
         if not dist.is_initialized():
@@ -90,9 +88,7 @@ def _check_device(kind: str) -> None:
     if name == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(number or 0) >= there:
-            raise InputError(
-                f"--device {kind}: there are {there} CUDA devices here; use --device cpu or auto."
-            )
+            raise InputError(f"--device {kind}: there are {there} CUDA devices; use cpu or auto.")
 
 
 def wrap_for_ranks(

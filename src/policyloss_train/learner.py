@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.metrics import Metrics
-from policyloss_train.adapter import without_adapter
 from policyloss_train.advantages import judge
 from policyloss_train.attention import Attention
 from policyloss_train.batches import Pack, minibatches
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks, synchronised, unwrap
-from policyloss_train.models import load_weights, weights
+from policyloss_train.models import load_weights, weights, without_adapter
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
 from policyloss_train.run.checkpoint import count_from, subtree
@@ -101,23 +100,18 @@ class Learner:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint; of a sharded module, this rank's part."""
         tensors: dict[str, Any] = {}
-        numbers: dict[str, Any] = {
-            "updates": self.updates,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
         for name, module, optimizer in self._trained():
-            moments, numbers[f"{name}_optimizer"] = optimizer_state(module, optimizer)
-            tensors |= {name: self._stored(module), f"{name}_optimizer": moments}
+            tensors[name] = self._stored(module)
+            tensors[f"{name}_optimizer"] = optimizer_state(module, optimizer)
         if self.reference is not None:
             tensors["reference"] = weights(self.reference)
-        return tensors, numbers
+        return tensors, {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Load the result of `state`."""
         for name, module, optimizer in self._trained():
             load_weights(self._stored(module), subtree(tensors, name))
-            moments = subtree(tensors, f"{name}_optimizer")
-            load_optimizer_state(module, optimizer, moments, numbers[f"{name}_optimizer"])
+            load_optimizer_state(module, optimizer, subtree(tensors, f"{name}_optimizer"))
         if self.reference is not None:
             load_weights(weights(self.reference), subtree(tensors, "reference"))
         self.updates = count_from(numbers, "updates")
@@ -168,10 +162,10 @@ class Learner:
         fresh = config.old_logp == "recompute" and not early and self.spec.divergence is None
         old_logp = self._old_logp(pack, shares[0] if fresh else ())
         known, group = pack.with_tokens(old_logp=old_logp), self.ranks.statistics
-        judged = judge(config, known, group, by_teacher=self.advantages_by_teacher)
-        pack = pack.with_tokens(advantages=judged.advantages)
-        if judged.returns is not None:
-            pack = pack.with_tokens(returns=judged.returns)
+        advantages, returns = judge(config, known, group, by_teacher=self.advantages_by_teacher)
+        pack = pack.with_tokens(advantages=advantages)
+        if returns is not None:
+            pack = pack.with_tokens(returns=returns)
         return self._updated(pack, shares, old_logp, fresh, train=step >= config.critic_steps)
 
     def _updated(

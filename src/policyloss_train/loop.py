@@ -30,7 +30,6 @@ from policyloss_train.rollout.protocol import RolloutError
 from policyloss_train.rollout.session import make_rollout
 from policyloss_train.run.directory import RunDir, free_directory
 from policyloss_train.run.resume import (
-    Stateful,
     continued,
     last_good,
     loss_data,
@@ -119,7 +118,7 @@ class Training:
         rollout = make_rollout(config, self.setup, warn)
         self.collector = Collector(config, self.task, rollout, ranks, warn=warn, at=self.at)
         # The objects with state, by their names in a checkpoint.
-        self.stateful: dict[str, Stateful] = {"learner": self.learner, "collector": self.collector}
+        self.stateful = {"learner": self.learner, "collector": self.collector}
         self.checkpoints = config.out / "checkpoints"
         # A failing reward must not end an evaluation.
         self.score = tolerant_reward(self.task, config.reward_timeout, warn)
@@ -130,13 +129,6 @@ class Training:
     def at(self, where: str) -> None:
         """Record the phase that begins now."""
         self.watch.at(f"step {self.step + 1}, {where}")
-
-    def leave_out(self, split: str, places: frozenset[int]) -> None:
-        """Skip some prompts of a split."""
-        if split == "train":
-            self.collector.unusable = places
-        else:
-            self.held_out = [example for i, example in enumerate(self.held_out) if i not in places]
 
     def run(self) -> int:
         """Run the remaining steps. An error that ends the run names its last good checkpoint."""
@@ -180,7 +172,12 @@ class Training:
         self.watch.at("the start")
         if self.config.resume:
             distribute(self.learner)
-            self._restore()
+            # Continue from the last good checkpoint, and drop lines that were logged after it.
+            self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
+            if self.run_dir is not None:
+                self.run_dir.truncate(self.step)
+            self.ranks.barrier()
+            self.display.say(f"resumed {self.config.out} after step {self.step}")
             return
         teach(self.setup, self.config, self.display.warmup)
         distribute(self.learner)
@@ -194,14 +191,6 @@ class Training:
         if self.run_dir is not None:
             self.run_dir.sync()
         store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
-
-    def _restore(self) -> None:
-        """Continue from the last good checkpoint, and drop lines that were logged after it."""
-        self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
-        if self.run_dir is not None:
-            self.run_dir.truncate(self.step)
-        self.ranks.barrier()
-        self.display.say(f"resumed {self.config.out} after step {self.step}")
 
     def _step(self) -> None:
         """Sample, score, learn."""
@@ -233,7 +222,7 @@ class Training:
             due, size = self._due(config.rollouts_every, first=True), self.run_dir.size("rollouts")
             samples = completions.samples
             rows = self.token_log.rollouts(self.step, samples, learned, due=due, size=size)
-            self.run_dir.rollouts(rows)
+            self.run_dir.append("rollouts", rows)
 
     def _due(self, every: int, *, first: bool = False, last: bool = False) -> bool:
         """Whether an action is due now. every: steps between two actions; 0 is never. first: also
@@ -254,11 +243,7 @@ class Training:
         keys = sorted(key for keys in self.ranks.gather(completions.keys) for key in keys)
         index = {key: i for i, key in enumerate(keys)}
         places = [index[key] for key in completions.keys]
-        pack = (
-            Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
-            if places
-            else Pack.nothing()
-        )
+        pack = Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
         if completions.greedy is not None:
             # `Pack.nothing` has one sequence.
             greedy = completions.greedy if places else torch.zeros(1)
@@ -317,7 +302,8 @@ class Training:
             rows.sort(key=lambda row: row[0].example)
             first_samples, rewards = [s for s, _ in rows], [score for _, score in rows]
             size = self.run_dir.size("answers")
-            self.run_dir.answers(self.token_log.answers(self.step, first_samples, rewards, size))
+            rows = self.token_log.answers(self.step, first_samples, rewards, size)
+            self.run_dir.append("answers", rows)
 
     def _last_good(self) -> str:
         """A sentence with the last good checkpoint and the command that resumes it."""
@@ -340,9 +326,7 @@ class Training:
             if pressed:
                 raise KeyboardInterrupt
             pressed.append(number)
-            self.display.say(
-                "finishing this step, then writing a checkpoint; Ctrl-C again stops at once"
-            )
+            self.display.say("finishing this step and a checkpoint; Ctrl-C again stops at once")
 
         in_main_thread = threading.current_thread() is threading.main_thread()
         signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()

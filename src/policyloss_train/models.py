@@ -1,5 +1,6 @@
 """Models: a new tiny model, or any causal language model of Hugging Face; their weights and heads,
-and the compilation and checkpointing of their blocks.
+the compilation and checkpointing of their blocks, and low-rank adapters (LoRA) by peft: only the
+adapters are trained, and the model without them is the reference.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +23,8 @@ from policyloss_train.tasks.base import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from policyloss_train.config import TrainConfig
 
 # transformers imports torchao if it is installed. torchao warns of kernels that it cannot load and
 # that are not needed here, and torch warns of torchao's code.
@@ -88,9 +91,7 @@ def observe_head(model: PreTrainedModel) -> Transformation:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module for a checkpoint; tied weights occur once, under one
-    name.
-    """
+    """The parameters and buffers of a module for a checkpoint; tied weights occur once."""
     kept = module.state_dict().keys()
     return {
         name: x for name, x in (*module.named_parameters(), *module.named_buffers()) if name in kept
@@ -102,9 +103,7 @@ def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
     """Copy stored tensors into `targets`, the tensors that `weights` returns for a module."""
     for name, x in targets.items():
         if name not in tensors or tensors[name].shape != x.shape:
-            stored = (
-                f"shape {tuple(tensors[name].shape)}" if name in tensors else "nothing of that name"
-            )
+            stored = tuple(tensors[name].shape) if name in tensors else "nothing"
             raise InputError(
                 f"the checkpoint has {stored} for {name}, which is {tuple(x.shape)} here; the "
                 "model must be the same."
@@ -160,12 +159,7 @@ def _stored(
     # Another package reads files of any origin: any error means that they cannot be used.
     except Exception as error:
         named = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        hint = (
-            " Nothing is downloaded because a run directory names it; name it yourself, by "
-            "--model, to allow that."
-            if offline
-            else ""
-        )
+        hint = " Only a run directory names it: to download it, use --model." if offline else ""
         raise InputError(
             f"cannot load the model {model!r}: {named}{error} It must be a folder or hub name with "
             f"config.json, tokenizer files and weights as safetensors.{hint}"
@@ -176,26 +170,26 @@ def _stored(
 
 def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:
     """Refuse a model with missing weights, because random weights would replace them."""
-    missing, extra = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
     other = sorted(str(row[0]) for row in loading["mismatched_keys"])
-    for names, what in (
-        (missing, "are missing"),
+    for names, problem in (
+        (sorted(loading["missing_keys"]), "are missing"),
         (other, "have another shape than its config.json says"),
     ):
         if names:
             raise InputError(
-                f"{len(names)} weights of the model {model!r} {what}: {_listed(names)}. Use files "
-                "that are complete."
+                f"{len(names)} weights of the model {model!r} {problem}: {list_names(names)}. Use "
+                "files that are complete."
             )
-    if extra:
+    if extra := sorted(loading["unexpected_keys"]):
         warn(
             f"the files of the model {model!r} hold {len(extra)} weights that it has no place for: "
-            f"{_listed(extra)}."
+            f"{list_names(extra)}."
         )
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+def list_names(names: Sequence[str]) -> str:
+    """The first four names, and the number of others."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _complete(tokenizer: Any, model: str) -> None:
@@ -301,3 +295,89 @@ def _compiled(block: Any) -> Any:
         return (plain if samples else compiled)(self, *args, **kwargs)
 
     return type(block.__name__, (block,), {"forward": forward, "__module__": block.__module__})
+
+
+def add_adapter(model: Any, config: TrainConfig) -> None:
+    """Freeze the model and add adapters of rank `lora_rank` to its linear layers. An untrained
+    adapter does not change the output. Its initial weights follow from the seed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise InputError("--lora-rank needs the package peft: pip install peft.") from error
+    options = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha or 2 * config.lora_rank,
+        target_modules=list(config.lora_target) or "all-linear",
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        try:
+            model.add_adapter(options)
+        except ValueError as error:
+            raise InputError(f"--lora-target {' '.join(config.lora_target)}: {error}") from error
+    model.eval()
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Disable the adapters of the model, if it has any."""
+    if not has_adapter(model):
+        yield
+        return
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+@contextmanager
+def saving_all_weights(model: Any) -> Iterator[None]:
+    """Inside, transformers saves the complete model, not only its adapters."""
+    adapted = has_adapter(model)
+    model._hf_peft_config_loaded = False
+    try:
+        yield
+    finally:
+        model._hf_peft_config_loaded = adapted
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether `add_adapter` was called."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextmanager
+def base_trained(model: Any) -> Iterator[None]:
+    """Inside, the base model is trained and its adapters are disabled."""
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    with without_adapter(model):
+        if has_adapter(model):
+            for name, p in model.named_parameters():
+                p.requires_grad_(not _is_of_adapter(name))
+        try:
+            yield
+        finally:
+            for name, p in model.named_parameters():
+                p.requires_grad_(trained[name])
+
+
+@torch.no_grad()
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """State dict with the adapters merged, under the names of the base model."""
+    merged: dict[str, Tensor] = {}
+    for name, x in model.state_dict().items():
+        if _is_of_adapter(name):
+            continue
+        layer, inside, rest = name.partition(".base_layer.")
+        if inside and rest == "weight":
+            x = x + model.get_submodule(layer).get_delta_weight("default").to(x.dtype)
+        merged[f"{layer}.{rest}" if inside else name] = x
+    return merged
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name

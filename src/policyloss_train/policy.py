@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import policyloss as pl
-from policyloss_train.adapter import merged_weights
 from policyloss_train.attention import Attention
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.models import observe_head
+from policyloss_train.models import merged_weights, observe_head
 
 Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 

@@ -46,15 +46,10 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
     completions, name = config.prompts * config.group_size, config.rollout
     tokens = completions * config.max_new_tokens
     if tokens >= 2**31:
-        yield (
-            f"--prompts × --group-size × --max-new-tokens is {tokens} tokens in a step; it must be "
-            "below 2**31."
-        )
+        yield f"--prompts × --group-size × --max-new-tokens is {tokens}; it must be below 2**31."
     if config.minibatches > completions:
-        yield (
-            f"--minibatches {config.minibatches} is more than the {completions} completions of a "
-            "step (--prompts × --group-size)."
-        )
+        most = f"{completions}, --prompts × --group-size"
+        yield f"--minibatches {config.minibatches} must be at most {most}."
     if name not in ENGINES and "://" not in name and not is_reference(name):
         valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
         yield f"--rollout must be one of {valid}; got {name!r}."
@@ -80,10 +75,7 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
     if config.task.endswith(".jsonl") and config.reward is None:
         yield f"--task {config.task} needs --reward exact, math or module:function."
     if config.extend is not None and not config.resume:
-        yield (
-            f"--extend {config.extend} continues a run, so it needs --resume; a new run takes "
-            "--steps."
-        )
+        yield f"--extend {config.extend} continues a run: add --resume. A new run takes --steps."
     if not config.lora_rank and (config.lora_alpha is not None or config.lora_target):
         yield "--lora-alpha and --lora-target need --lora-rank."
     if config.optimizer == "adamw8bit" and config.parallel == "fsdp":
@@ -190,7 +182,10 @@ def preflight(training: Training) -> None:
             )
         else:
             training.display.warn(f"{text}; they are left out.")
-            training.leave_out(split, frozenset(bad))
+            if split == "train":
+                training.collector.unusable = frozenset(bad)
+            else:
+                training.held_out = [e for i, e in enumerate(examples) if i not in bad]
     problems += _reward_problem(task, config.reward_timeout)
     if ranks.is_first:
         problems += _disk_problem(config.out, training.learner, config.keep)

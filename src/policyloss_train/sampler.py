@@ -67,9 +67,8 @@ def uniforms(seed: int, step: int, rows: int, width: int) -> Tensor:
     so that each rank can take its rows.
     """
     # torch's CPU generator keeps 32 bits of its seed; PCG64 mixes all bits of seed and step.
-    return torch.from_numpy(
-        np.random.Generator(np.random.PCG64([seed, step])).random((rows, width))
-    )
+    generator = np.random.Generator(np.random.PCG64([seed, step]))
+    return torch.from_numpy(generator.random((rows, width)))
 
 
 def sample(
@@ -137,9 +136,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
         ids = tokenizer(distinct, return_attention_mask=False)["input_ids"]
     except (TypeError, UnicodeEncodeError) as error:  # tokenizers reject half a surrogate pair
         bad = next((text for text in distinct if not is_text(text)), distinct[0])
-        raise InputError(
-            f"the tokenizer cannot read the prompt {bad!r} ({type(error).__name__})."
-        ) from error
+        raise InputError(f"the tokenizer cannot read {bad!r} ({type(error).__name__}).") from error
     encoded = dict(zip(distinct, ids, strict=True))
     return [encoded[text] for text in texts]
 
@@ -162,9 +159,7 @@ def unusable_prompts(
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion: the model's (generation_config may name several) and the
-    tokenizer's.
-    """
+    """The ids that end a completion: those of the model's generation_config and tokenizer."""
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = set(named) if isinstance(named, (list, tuple)) else {named}
     return sorted(end for end in ids | {tokenizer.eos_token_id} if end is not None)

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.errors import InputError
-from policyloss.hf.output_head import Transformation
-from policyloss_train.adapter import add_adapter, base_trained
-from policyloss_train.attention import choose
+from policyloss_train.attention import Rows, choose
 from policyloss_train.batches import Pack
 from policyloss_train.chat import with_template
 from policyloss_train.config import TrainConfig
@@ -25,11 +23,12 @@ from policyloss_train.distributed import Ranks, wrap_for_ranks
 from policyloss_train.learner import Learner
 from policyloss_train.models import (
     TINY,
+    add_adapter,
+    base_trained,
     checkpoint_gradients,
     compile_blocks,
     load,
     load_weights,
-    observe_head,
     vocabulary_size,
     weights,
 )
@@ -38,6 +37,7 @@ from policyloss_train.policy import Critic, Policy, Routing
 from policyloss_train.run.checkpoint import subtree
 from policyloss_train.run.directory import RunDir
 from policyloss_train.run.resume import explained, stored_weights
+from policyloss_train.sampler import Sample
 from policyloss_train.tasks import Task, make_task
 
 if TYPE_CHECKING:
@@ -158,9 +158,11 @@ def distribute(learner: Learner) -> None:
     config, ranks = learner.config, learner.ranks
     if ranks.world == 1:
         return
-    learner.policy = wrap_for_ranks(
-        learner.policy, ranks, config.parallel, _layers(learner.policy.model)
-    )
+    model: Any = learner.policy.model
+    # The blocks of the model's body, which a sharded model gathers one at a time.
+    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
+    layers: list[nn.Module] = max(lists, key=len, default=[])
+    learner.policy = wrap_for_ranks(learner.policy, ranks, config.parallel, layers)
     learner.optimizer = adamw(learner.policy, config.lr, config)
     if config.parallel == "fsdp":
         with torch.no_grad():  # FSDP must run the root module before a part of it, which samples
@@ -168,12 +170,6 @@ def distribute(learner: Learner) -> None:
     if learner.critic is not None:
         learner.critic = wrap_for_ranks(learner.critic, ranks, config.parallel, [])
         learner.critic_optimizer = adamw(learner.critic, config.critic_lr, config)
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    """The blocks of the model's body, which a sharded model gathers one at a time."""
-    lists = [list(m) for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
@@ -215,7 +211,7 @@ def warm_up(
             f"the task {task.name} has no answers to warm up on; train without warm-up "
             "(--warmup-steps 0)."
         )
-    transformation = observe_head(model)
+    policy = Policy(model, Rows())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(steps):
         chosen = rng.sample(rows, min(BATCH, len(rows)))
@@ -223,7 +219,8 @@ def warm_up(
         for group in optimizer.param_groups:
             # The first steps of AdamW are large for any gradient.
             group["lr"] = LR * min(1.0, (step + 1) / 10)
-        loss = _loss(model, transformation, *_tensors(tokenizer, texts, model.device))
+        micro = _pack(tokenizer, texts).to(model.device).micro_batch()
+        loss = policy(micro, partial(_loss, micro["targets"], micro["mask"]))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -233,34 +230,22 @@ def warm_up(
     optimizer.zero_grad()
 
 
-def _tensors(
-    tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, str]], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and targets int64 `[B, T]`, and a mask: True where the target is part of a completion or
-    its end token. Padding is on the right, where a causal model needs no attention mask.
-    """
+def _pack(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, str]]) -> Pack:
+    """Prompts and their completions, each with the end token."""
     prompts = tokenizer([prompt for prompt, _ in texts])["input_ids"]
     answers = tokenizer([answer for _, answer in texts], add_special_tokens=False)["input_ids"]
-    rows = [
-        [*prompt, *answer, tokenizer.eos_token_id]
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    width = max(map(len, rows))
-    ids = torch.tensor(
-        [[*row, *[tokenizer.pad_token_id] * (width - len(row))] for row in rows], device=device
+    ended = [torch.tensor([*answer, tokenizer.eos_token_id]) for answer in answers]
+    return Pack.of(
+        [
+            Sample(0, 0, torch.tensor(prompt), ids, torch.zeros(len(ids)), True, "")
+            for prompt, ids in zip(prompts, ended, strict=True)
+        ]
     )
-    places = torch.arange(width - 1, device=device)
-    starts = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-    ends = torch.tensor([[len(row) - 1] for row in rows], device=device)
-    return ids[:, :-1], ids[:, 1:], (places >= starts) & (places < ends)
 
 
 def _loss(
-    model: PreTrainedModel, form: Transformation, ids: Tensor, targets: Tensor, mask: Tensor
+    targets: Tensor, mask: Tensor, hidden: Tensor, weight: Tensor, bias: Any, softcap: Any
 ) -> Tensor:
     """−mean log p(target) over the targets where `mask` is True; a scalar."""
-    head = model.get_output_embeddings()
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[mask] * form.scale
-    bias = getattr(head, "bias", None)
-    logp = pl.linear_logprobs(hidden, head.weight, targets[mask], bias, softcap=form.cap).logp
+    logp = pl.linear_logprobs(hidden[mask], weight, targets[mask], bias, softcap=softcap).logp
     return -logp.mean()

@@ -32,7 +32,8 @@ def load_code(reference: str, what: str) -> Any:
             f"{what} {reference!r} is not of the form module:function or path/to/file.py:function."
         )
     try:
-        module = _file(module_name) if is_file else _module(module_name)
+        path = Path(module_name).expanduser()
+        module = _execute(path.resolve(strict=True)) if is_file else _module(module_name)
     except FileNotFoundError as error:
         raise InputError(f"{what} {reference!r}: there is no file {error.filename}.") from error
     except ModuleNotFoundError as error:
@@ -51,9 +52,7 @@ def load_code(reference: str, what: str) -> Any:
             f"{type(error).__name__}: {error}."
         ) from error
     if not hasattr(module, attribute):
-        raise InputError(
-            f"{what} {reference!r}: the module {module_name!r} has no function {attribute!r}."
-        )
+        raise InputError(f"{what} {reference!r}: {module_name!r} has no function {attribute!r}.")
     return getattr(module, attribute)
 
 
@@ -94,16 +93,10 @@ def _module(name: str) -> ModuleType:
             sys.path.remove(here)
 
 
-def _file(path: str) -> ModuleType:
-    return _executed(str(Path(path).expanduser().resolve(strict=True)))
-
-
 @functools.cache
-def _executed(path: str) -> ModuleType:
+def _execute(path: Path) -> ModuleType:
     """Execute a file as a module, once: two options may name functions of one file."""
-    spec = importlib.util.spec_from_file_location(path, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path] = importlib.util.module_from_spec(spec)
+    spec: Any = importlib.util.spec_from_file_location(str(path), path)
+    module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -20,6 +20,7 @@ from policyloss_lab.diagnosis import doctor
 from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
+from policyloss_train.models import list_names
 from policyloss_train.preflight import WITHOUT_GROUPS
 
 # Parts of error messages of a collective that fails because another rank did not join, or has
@@ -61,18 +62,16 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def lost_a_rank(self, error: BaseException) -> bool:
+    def lost_a_rank(self, error: RuntimeError) -> bool:
         """Whether `error` is of a collective that another rank did not join."""
         text = str(error).lower()
-        return (
-            self._ranks.world > 1
-            and isinstance(error, RuntimeError)
-            and any(words in text for words in _LOST)
-        )
+        return self._ranks.world > 1 and any(words in text for words in _LOST)
 
     def places(self) -> str:
         """The ranks that are behind, then the phase of every rank and its duration."""
-        now, rows = time.time(), self._rows()
+        self._publish()
+        now, world = time.time(), self._ranks.world
+        rows = [json.loads(self._store.get(_key(rank))) for rank in range(world)]
         counts = [row["count"] for row in rows]
         behind = [str(i) for i, n in enumerate(counts) if n == min(counts) < max(counts)]
         each = "; ".join(
@@ -81,18 +80,10 @@ class Watch:
         )
         return (f"waiting for rank {', '.join(behind)}. " if behind else "") + each
 
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
-            self._row() if i == self._ranks.rank else json.loads(self._store.get(_key(i)))
-            for i in range(self._ranks.world)
-        ]
-
-    def _row(self) -> dict[str, Any]:
-        return {"where": self.where, "since": self._since, "count": self._count}
-
     def _publish(self) -> None:
         if self._store is not None:
-            self._store.set(_key(self._ranks.rank), json.dumps(self._row()))
+            row = {"where": self.where, "since": self._since, "count": self._count}
+            self._store.set(_key(self._ranks.rank), json.dumps(row))
 
     def _beat(self) -> None:
         last_said = time.time()
@@ -196,7 +187,6 @@ def mismatch_of(pack: Pack) -> str | None:
 
 # The inputs of a loss for each token, in the order of their computation.
 READ = ("rollout_logp", "old_logp", "ref_logp", "old_values", "advantages", "returns")
-SHOWN = 4  # number of tokens or weights in a message
 
 
 class NotFiniteError(PolicyLossError):
@@ -229,7 +219,7 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tenso
             first = int(parts["completion"][i].long().argmax()) if bad.any() else 0
             places += [(i, place - first) for place in bad.nonzero().flatten().tolist()]
         if places:
-            return f"{name} is not finite at " + listed(
+            return f"{name} is not finite at " + list_names(
                 [f"token {token} of completion {i}" for i, token in places]
             )
     return ""
@@ -240,10 +230,4 @@ def nonfinite_gradient(module: nn.Module) -> str:
     bad = nonfinite_names(
         {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     )
-    return f"the gradient of {listed(bad)} is not finite" if bad else ""
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few names, and the number of others."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return f"the gradient of {list_names(bad)} is not finite" if bad else ""

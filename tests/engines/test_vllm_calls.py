@@ -25,9 +25,8 @@ import policyloss as pl
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import load
-from policyloss_train.rollout.protocol import Prompt, Sampling
+from policyloss_train.rollout.protocol import Prompt, Sampling, Weights
 from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
-from policyloss_train.rollout.weights import PolicyWeights
 from policyloss_train.tasks import make_task
 
 # Warnings of another package are no errors here.
@@ -37,25 +36,25 @@ CUT = Sampling(8, 1.0, 0.9, 0, (1,), seed=3, draw=0, support=True)
 PROMPTS = [Prompt([20 + i, 30, 40 + i], number=1, place=i) for i in range(20)]
 
 
-def policy() -> PolicyWeights:
+def policy() -> Weights:
     task = make_task("sort", reward=None, seed=0)
     model, tokenizer = load("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
-    return PolicyWeights(model, tokenizer, Ranks(0, 1, torch.device("cpu")))
+    return Weights(model, tokenizer, Ranks(0, 1, torch.device("cpu")))
 
 
-def learn(weights: PolicyWeights) -> None:
+def learn(weights: Weights) -> None:
     """Other weights than before, everywhere."""
     with torch.no_grad():
         for x in weights.model.parameters():
             x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel())) * 0.05)
 
 
-def engine_of(weights: PolicyWeights) -> VLLM:
+def engine_of(weights: Weights) -> VLLM:
     config = TrainConfig(rollout="vllm", dtype="float32", top_p=0.9)
     return VLLM(config, weights, 8, TopLogprobs.of(config, weights.model.config.vocab_size), print)
 
 
-def go_through(engine: VLLM, weights: PolicyWeights) -> None:
+def go_through(engine: VLLM, weights: Weights) -> None:
     """Everything that a run asks of an engine, in its order."""
     engine.update_weights(weights, 0)
     engine.generate(PROMPTS, GREEDY)
@@ -121,7 +120,7 @@ def test_a_call_that_does_not_fit_is_named() -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[tuple[VLLM, PolicyWeights]]:
+def real() -> Iterator[tuple[VLLM, Weights]]:
     weights = policy()
     before = dict(os.environ)
     engine = engine_of(weights)
@@ -131,7 +130,7 @@ def real() -> Iterator[tuple[VLLM, PolicyWeights]]:
     os.environ.update(before)
 
 
-def by_transformers(weights: PolicyWeights) -> list[list[int]]:
+def by_transformers(weights: Weights) -> list[list[int]]:
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt.ids])
@@ -141,7 +140,7 @@ def by_transformers(weights: PolicyWeights) -> list[list[int]]:
 
 
 def test_a_real_engine_sleeps_until_it_has_weights_and_answers_by_them(
-    real: tuple[VLLM, PolicyWeights],
+    real: tuple[VLLM, Weights],
 ) -> None:
     """The CPU build frees no memory, but it pauses, and wakes when both tags are named."""
     engine, weights = real
@@ -164,7 +163,7 @@ def test_a_real_engine_sleeps_until_it_has_weights_and_answers_by_them(
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 1.0, "top_k": 7}, {"temperature": 0.7}])
 def test_by_the_tokens_that_were_kept_the_ratio_of_an_unchanged_policy_is_one(
-    cut: dict[str, Any], real: tuple[VLLM, PolicyWeights]
+    cut: dict[str, Any], real: tuple[VLLM, Weights]
 ) -> None:
     """Over all tokens, log-probabilities are 0.1 lower on average: about -log 0.9, or more where
     top-k leaves 7 of 100 tokens of a model that knows nothing.

@@ -23,7 +23,7 @@ TRAIN = (
     (
         "a_prompt_is_drawn_twice",
         "policyloss_train/tasks/base.py",
-        "if row[0] not in taken:",
+        "if example.prompt not in taken:",
         "if True:",
         "test_train_tasks.py::test_sort_has_thousands_of_prompts_with_sorted_answers",
     ),
@@ -43,7 +43,7 @@ TRAIN = (
     ),
     (
         "old_not_brought_back",
-        "policyloss_train/run/checkpoint_folder.py",
+        "policyloss_train/run/checkpoint.py",
         "os.replace(path, published_path(folder, step_of(path)))",
         "pass",
         _DISK + "test_one_that_stepped_aside_is_brought_back_before_anything_is_deleted",
@@ -71,8 +71,8 @@ TRAIN = (
     ),
     (
         "no_fsync_of_the_parent",
-        "policyloss_train/run/checkpoint_folder.py",
-        "    sync(path.parent)\n",
+        "policyloss_train/run/checkpoint.py",
+        "    files.sync(path.parent)\n",
         "    pass\n",
         _DISK + "test_a_checkpoint_that_is_written_outlives_a_crash",
     ),

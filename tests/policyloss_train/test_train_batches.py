@@ -81,7 +81,7 @@ def advantages(name: str, **options: object) -> torch.Tensor:
     config = TrainConfig(advantage=name, **options)  # type: ignore[arg-type]
     pack = Pack.of(SAMPLES).with_tokens(old_values=torch.full((12,), 0.5))
     pack.sequences["greedy"] = torch.tensor([0.5, 0.5, 1.0, 1.0])
-    return judge(config, pack, "local").advantages
+    return judge(config, pack, "local")[0]
 
 
 def test_advantages_by_hand() -> None:

@@ -16,8 +16,8 @@ from policyloss.errors import InputError
 from policyloss_train.chat import rendered, with_template
 from policyloss_train.models import tiny_tokenizer
 from policyloss_train.sampler import Sample, cut_at_stop
-from policyloss_train.tasks import make_task
-from policyloss_train.tasks.base import Task, number_examples
+from policyloss_train.tasks import Example, make_task
+from policyloss_train.tasks.base import Task
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -128,7 +128,7 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     tok.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match=r"the chat template fails on .*roles must alternate"):
         rendered(tok, chat("a"))
-    plain = Task("t", number_examples([("a", "b", {})]), (), lambda e, c: 0.0)
+    plain = Task("t", (Example("a", "b"),), (), lambda e, c: 0.0)
     with pytest.raises(InputError, match=r"cannot read --chat-template .*nowhere"):
         with_template(plain, tok, None, tmp_path / "nowhere")
 

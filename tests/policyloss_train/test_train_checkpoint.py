@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss_lab.runs.files import StorageError
-from policyloss_train.optimizers import load_optimizer_state, optimizer_state
+from policyloss_train.optimizers import MasterAdamW, load_optimizer_state, optimizer_state
 from policyloss_train.run import checkpoint
-from policyloss_train.run.checkpoint import latest, load, save, subtree
-from policyloss_train.run.checkpoint_folder import discard_after, step_of
+from policyloss_train.run.checkpoint import discard_after, latest, load, save, step_of, subtree
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -369,92 +368,61 @@ def test_an_older_one_does_not_delete_itself(tmp_path: Path) -> None:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.95)),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adamw amsgrad, lr as a tensor": lambda p: torch.optim.AdamW(
-        p, lr=torch.tensor(0.1), amsgrad=True, foreach=False
-    ),
-    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "masters": lambda p: MasterAdamW(p, lr=0.1, weight_decay=0.1, betas=(0.8, 0.95)),
 }
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    first, second = model.get_submodule("0"), model.get_submodule("2")
-    return [{"params": list(first.parameters()), "lr": 0.05}, {"params": list(second.parameters())}]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     model = train_ranks.make_model()
-    optimizer = OPTIMIZERS[name](two_groups(model))
+    optimizer = OPTIMIZERS[name](model.parameters())
     train_ranks.train(model, optimizer, 0, 3)
-    for group in optimizer.param_groups:
-        group["lr"] *= 0.37  # a schedule's doing
-    tensors, numbers = optimizer_state(model, optimizer)
-    path = save(
-        tmp_path,
-        3,
-        {"model": model.state_dict(), "optimizer": tensors},
-        {"optimizer": numbers},
-        keep=1,
-    )
+    state = {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
+    path = save(tmp_path, 3, state, {}, keep=1)
 
     torch.manual_seed(5)
     again = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False))
-    groups = two_groups(again)
-    groups[0]["params"].reverse()
-    other = OPTIMIZERS[name](groups)
-    tensors, numbers = load(path)
+    other = OPTIMIZERS[name](reversed(list(again.parameters())))
+    tensors, _ = load(path)
     again.load_state_dict(subtree(tensors, "model"))
-    load_optimizer_state(again, other, subtree(tensors, "optimizer"), numbers["optimizer"])
+    load_optimizer_state(again, other, subtree(tensors, "optimizer"))
     train_ranks.train(model, optimizer, 3, 2)
     train_ranks.train(again, other, 3, 2)
     for key, x in model.state_dict().items():
         assert same(x, again.state_dict()[key]), key
     for parameter, twin in zip(model.parameters(), again.parameters(), strict=True):
         assert optimizer.state[parameter].keys() == other.state[twin].keys()
-    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
 
-def test_state_keeps_its_dtype_and_how_a_step_is_computed_its_setting() -> None:
+def test_state_keeps_its_dtype() -> None:
     model = nn.Linear(2, 2, bias=False).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     moment = torch.tensor([[1 / 3, 0.1], [0.2, 0.3]])
     optimizer.state[model.weight] = {
         "step": torch.tensor(4.0),
         "exp_avg": moment,
         "exp_avg_sq": moment**2,
     }
-    other = torch.optim.AdamW(model.parameters(), lr=0.2, foreach=True, betas=(0.5, 0.5))
-    tensors, numbers = optimizer_state(model, optimizer)
-    load_optimizer_state(model, other, tensors, numbers)
+    other = torch.optim.AdamW(model.parameters(), lr=0.2)
+    load_optimizer_state(model, other, optimizer_state(model, optimizer))
     assert same(other.state[model.weight]["exp_avg"], moment)
     assert other.state[model.weight]["exp_avg"].data_ptr() != moment.data_ptr()
-    group = other.param_groups[0]
-    assert (group["foreach"], group["lr"], group["betas"]) == (True, 0.1, (0.9, 0.999))
-    assert "foreach" not in numbers["groups"][0]["options"]
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
-    model, other = train_ranks.make_model(), nn.Sequential(nn.Linear(3, 4))
+    model = train_ranks.make_model()
     optimizer = train_ranks.make_optimizer(model)
     train_ranks.train(model, optimizer, 0, 1)
-    tensors, numbers = optimizer_state(model, optimizer)
-    with pytest.raises(InputError, match="holds the state of AdamW, but the optimizer is SGD"):
-        load_optimizer_state(model, torch.optim.SGD(model.parameters()), tensors, numbers)
-    with pytest.raises(InputError, match="had 1 groups of parameters, but this one has 2"):
-        load_optimizer_state(model, torch.optim.AdamW(two_groups(model)), tensors, numbers)
-    with pytest.raises(
-        InputError, match=r"\['2.weight'\] are only in the checkpoint, \[\] only here"
-    ):
-        load_optimizer_state(other, train_ranks.make_optimizer(other), tensors, numbers)
-    with pytest.raises(
-        InputError, match=r"0.bias/exp_avg in the checkpoint is \(4,\), but the parameter is \(5,\)"
-    ):
-        load_optimizer_state(
-            model, optimizer, {**tensors, "0.bias/exp_avg": torch.zeros(4)}, numbers
-        )
+    tensors = optimizer_state(model, optimizer)
+    part = {name: x for name, x in tensors.items() if name != "0.bias/exp_avg"}
+    with pytest.raises(InputError, match="of some parameters in part"):
+        load_optimizer_state(model, optimizer, part)
+    for wrong, shown in ((torch.zeros(4), r"float32 \(4,\)"), (torch.ones(5).int(), "int32")):
+        found = rf"0.bias/exp_avg in the checkpoint is torch.{shown}.*parameter is .* \(5,\)"
+        with pytest.raises(InputError, match=found):
+            load_optimizer_state(model, optimizer, {**tensors, "0.bias/exp_avg": wrong})
     with pytest.raises(KeyError, match=r"9.bias"):  # `restore` names the checkpoint
-        load_optimizer_state(model, optimizer, {"9.bias/exp_avg": torch.zeros(4)}, numbers)
+        load_optimizer_state(model, optimizer, {"9.bias/exp_avg": torch.zeros(4)})
 
 
 # -------------------------------------------------------------------------------------------- ranks
@@ -537,18 +505,6 @@ def test_a_rank_that_cannot_write_stops_all(folder: Path, said: Said) -> None:
         )
         assert said[rank]["folder"] == ["step_000003"]
         assert said[rank]["latest"] == said[rank]["path"]
-
-
-def test_replicas_and_columns(folder: Path, said: Said) -> None:
-    """Replicated shards are written once, shards of shards have their place,
-    and shards of columns are refused on every rank.
-    """
-    for rank in range(4):
-        assert torch.equal(said[rank]["replicas"], torch.arange(10.0).view(5, 2))
-        assert all(torch.equal(x, torch.arange(10.0).view(5, 2)) for x in said[rank]["twice"])
-        assert "equal shards of the first dimension can be written" in said[rank]["columns"]
-    index = checkpoint.checked_index(folder / "replicas" / "step_000000", sums=True)
-    assert [piece["rows"] for piece in index["tensors"]["table"]["pieces"]] == [3, 2]
 
 
 def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_spec_from_a_file(tmp_path: Path) -> None:
         (["--loss", "gsop"], ["gsop", "gspo"]),
         (["--loss.trust.epshigh", "1"], ["epshigh", "eps_high"]),
         (["--loss.foo.x", "1"], ["foo", "trust"]),
-        (["--loss.kl.coef", "1"], ["kl", "nothing"]),
+        (["--loss.kl.coef", "1"], ["no part 'kl'", "trust"]),
         (["--loss.trust.eps-high"], ["needs a value"]),
         (["--loss", "tis", "--old-logp", "rollout"], ["tis", "--old-logp recompute"]),
         (["--group-size", "1"], ["--group-size 1", "'grpo'", "gae"]),

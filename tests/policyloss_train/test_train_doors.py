@@ -175,23 +175,9 @@ def test_a_file_of_options_goes_on_with_its_run(
     assert "--resume goes on" in capsys.readouterr().err
 
 
-def test_a_run_of_an_older_version_goes_on_with_the_advantages_it_had(run: Path) -> None:
-    """It stored none: those of a preset by its exact name, and else GRPO's."""
-    contents = json.loads((run / "config.json").read_text())
-    for name in ("config", "like"):
-        del contents["config"][name]
-    contents["config"]["advantage"] = None
-    (run / "config.json").write_text(json.dumps(contents))
-    for loss, advantage in {"ppo": "gae", "PPO": "grpo", "tis": "grpo", "x.json": "grpo"}.items():
-        assert stored_options(rewritten(run, loss=loss))[0].advantage == advantage
-    rewritten(run, loss="dapo")
-    assert resume(run, extend=3) == 0
-    assert RunDir.read_config(run)["config"]["advantage"] == "grpo"
-
-
 def test_a_new_run_cannot_be_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--out", str(tmp_path / "run"), "--extend", "9"]) == 2
-    assert "--extend 9 continues a run, so it needs --resume" in capsys.readouterr().err
+    assert "--extend 9 continues a run: add --resume" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- what counts as right
@@ -295,7 +281,7 @@ def test_a_model_that_only_the_run_names_is_not_fetched(
     assert main([*command, str(run)]) == 2
     said = capsys.readouterr().err
     assert "cannot load the model 'somebody/some-model'" in said
-    assert "name it yourself, by --model" in said
+    assert "to download it, use --model" in said
 
 
 def test_code_of_a_model_needs_a_word_of_the_user(

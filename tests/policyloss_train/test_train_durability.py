@@ -181,7 +181,7 @@ def test_the_lines_of_a_run_are_safe_before_its_checkpoint(disk: Disk, tmp_path:
     run = RunDir.create(disk.root / "run", {"lr": 1.0}, {})
     for step in (1, 2):
         run.log(step, {"x": step}, {"s": 1.0})
-        run.rollouts([{"step": step}])
+        run.append("rollouts", [{"step": step}])
         run.sync()
         after = disk.after_a_crash(tmp_path / f"lines {step}") / "run"
         assert RunDir.read_config(after)["config"] == {"lr": 1.0}

@@ -62,7 +62,7 @@ class Poison:
             found = judge(config, pack, *more, **options)
             if self.step in steps:
                 # The first token that is trained on.
-                found.advantages[pack.tokens["mask"].nonzero()[0]] = math.nan
+                found[0][pack.tokens["mask"].nonzero()[0]] = math.nan
             return found
 
         monkeypatch.setattr(learner_module.Learner, "learn", learned)
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path: Path, model: s
 
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume_module, "_refuse_nonfinite", lambda tensors, step, ranks: None)
+        patch.setattr(resume_module, "nonfinite_names", lambda weights: [])
         log = RunDir.log
 
         def poisoned(self: RunDir, step: int, metrics: Any, timing: Any) -> None:

@@ -221,7 +221,7 @@ def test_tiny_follows_from_its_seed_and_leaves_the_generator_alone() -> None:
 
 
 def test_the_tiny_tokenizer_gives_every_character_back() -> None:
-    extra = Task("t", number_examples([("é→ ∑", "Ω", {})]), (), make_reward("exact"))
+    extra = Task("t", (Example("é→ ∑", "Ω"),), (), make_reward("exact"))
     tokenizer = tiny_tokenizer(extra)
     text = "  sort 52731=\n\tx  y é→∑Ω ' , . !"
     ids = tokenizer(text)["input_ids"]
@@ -269,7 +269,7 @@ def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
     """One example, so the first loss is −mean log p over its answer and end,
     by the model's own logits in float64.
     """
-    task = Task("t", number_examples([("a b=", "xyz", {})]), (), make_reward("exact"))
+    task = Task("t", (Example("a b=", "xyz"),), (), make_reward("exact"))
     model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
 
 def test_rows_of_other_lengths_do_not_change_a_rows_loss() -> None:
     """Over two examples of 2 and 6 tokens (with their ends), the loss is the mean over 8 tokens."""
-    rows = [("a=", "x", {}), ("bcdefgh=", "vwxyz", {})]
+    rows = [Example("a=", "x"), Example("bcdefgh=", "vwxyz")]
     losses: dict[str, float] = {}
     for name, chosen in {"both": rows, "short": rows[:1], "long": rows[1:]}.items():
         task = Task("t", number_examples(chosen), (), make_reward("exact"))

@@ -101,7 +101,7 @@ def test_code_that_is_not_there(tmp_path: Path, code: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(InputError, match=r"broken\.py' raised ZeroDivisionError"):
         read_spec(f"{tmp_path}/broken.py:f")
-    with pytest.raises(InputError, match=r"is code; change it there, not by --loss\.trust\.eps"):
+    with pytest.raises(InputError, match=r"is code: change that, not --loss\.trust\.eps"):
         read_spec(f"{code}:clipped", [("trust.eps_high", "0.3")])
 
 
@@ -117,7 +117,7 @@ def pack() -> Pack:
 
 def judged(reference: str) -> list[float]:
     config = TrainConfig(advantage=reference)
-    return judge(config, pack(), "local").advantages.tolist()
+    return judge(config, pack(), "local")[0].tolist()
 
 
 def test_an_advantage_of_ones_own(code: Path) -> None:

@@ -21,15 +21,15 @@ from policyloss_train.collect import Collector
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.learner import Learner
-from policyloss_train.rollout.built_in import BuiltIn
 from policyloss_train.rollout.protocol import (
     Completion,
     Prompt,
     RolloutError,
     Sampling,
+    Weights,
     check_completions,
 )
-from policyloss_train.rollout.weights import PolicyWeights
+from policyloss_train.rollout.session import BuiltIn
 
 END = 1
 SAMPLING = Sampling(4, 1.0, 1.0, 0, (END,), seed=3, draw=5)
@@ -54,12 +54,12 @@ def test_seeds_follow_from_the_run_the_draw_and_the_place() -> None:
 
 def test_completions_of_an_engine_keep_their_order_and_numbers() -> None:
     other = dataclasses.replace(GOOD, ids=[5], logp=torch.tensor([-1.5]), finished=False)
-    pairs = check_completions(
+    checked = check_completions(
         "mine", PROMPTS, SAMPLING, [[GOOD, other], [GOOD]], vocabulary=30, version=2
     )
-    assert [one for one, _ in pairs] == [GOOD, other, GOOD]
-    assert [logp.tolist() for _, logp in pairs] == [[-0.5, -0.25], [-1.5], [-0.5, -0.25]]
-    assert pairs[0][1].dtype == torch.float32
+    assert [one.tokens for one in checked] == [[20, END], [5], [20, END]]
+    assert [one.logp.tolist() for one in checked] == [[-0.5, -0.25], [-1.5], [-0.5, -0.25]]
+    assert checked[0].logp.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_invalid_completions_of_an_engine_are_refused(change: dict[str, Any], sa
 
 
 def test_too_few_completions_are_an_error() -> None:
-    with pytest.raises(RolloutError, match=r"asked for \[2, 1\] completions and returned \[2\]"):
+    with pytest.raises(RolloutError, match=r"returned \[2\] completions, not \[2, 1\]"):
         check_completions("mine", PROMPTS, SAMPLING, [[GOOD, GOOD]], vocabulary=30, version=2)
     strange: tuple[Any, ...] = (None, 3, [None, None], [[GOOD, GOOD], [None]], [[GOOD, 1], ["x"]])
     for answer in strange:
@@ -115,7 +115,7 @@ def test_weights_as_tensors_and_as_a_folder(model: str, tmp_path: Path) -> None:
 
     policy = AutoModelForCausalLM.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    weights = PolicyWeights(policy, tokenizer, Ranks(0, 1, torch.device("cpu")))
+    weights = Weights(policy, tokenizer, Ranks(0, 1, torch.device("cpu")))
     for shift in (0.0, 0.5):
         with torch.no_grad():
             policy.model.norm.weight.add_(shift)
@@ -162,7 +162,7 @@ def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
     """An engine gets a model without adapters that says the same, in memory and as a folder."""
     from transformers import AutoTokenizer
 
-    from policyloss_train.adapter import add_adapter
+    from policyloss_train.models import add_adapter
 
     plain, policy = loaded(model), loaded(model)
     add_adapter(policy, TrainConfig(lora_rank=2))
@@ -170,7 +170,7 @@ def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
         for name, x in policy.named_parameters():
             if "lora_B" in name:
                 x.fill_(0.05)
-    weights = PolicyWeights(
+    weights = Weights(
         policy, AutoTokenizer.from_pretrained(model), Ranks(0, 1, torch.device("cpu"))
     )
     ids = torch.tensor([[20, 30, 31, 32]])
@@ -383,8 +383,8 @@ def test_options_of_engines_that_make_no_sense(options: dict[str, Any], says: st
     ("rollout", "says"),
     [
         ("nowhere_at_all:make", "there is no module 'nowhere_at_all'"),
-        ("http://h:1/x", "give addresses as http://host:port"),
-        ("ftp://h:1", "give addresses as http://host:port"),
+        ("http://h:1/x", "give http://host:port"),
+        ("ftp://h:1", "give http://host:port"),
         ("vllm", "--rollout vllm needs the package vllm"),
     ],
 )

@@ -15,9 +15,7 @@ SOURCES = {path: path.read_text() for path in sorted(TRAIN.parent.rglob("*.py"))
 OUTSIDE = {
     "tasks": {"user_code"},
     "rollout": {
-        "adapter",
         "config",
-        "decoding",
         "distributed",
         "drawing",
         "models",
@@ -26,7 +24,7 @@ OUTSIDE = {
         "setup",
         "user_code",
     },
-    "run": {"config", "distributed", "view.track", "watch"},
+    "run": {"config", "distributed", "models", "view.track", "watch"},
     "view": {
         "batches",
         "config",
@@ -121,6 +119,7 @@ def test_everything_in_the_trainer_is_used() -> None:
     assert unused(trainer, SOURCES) == [
         *(f"command.{name}_command" for name in ("train", "eval", "sample", "export")),
         "servers.makefile",
+        "servers.readable",
         "servers.readinto",
     ]
 

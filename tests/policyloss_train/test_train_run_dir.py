@@ -165,14 +165,11 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_steps_never_go_back(run: RunDir) -> None:
-    run.rollouts([{"step": 2, "prompt": "a"}, {"prompt": "b", "step": 2}])
+    run.append("rollouts", [{"step": 2, "prompt": "a"}, {"prompt": "b", "step": 2}])
     with pytest.raises(InputError, match=r"step 1 after step 3 in .*rollouts"):
-        run.rollouts([{"step": 3}, {"step": 1}])
+        run.append("rollouts", [{"step": 3}, {"step": 1}])
     with pytest.raises(InputError, match="needs a step, an integer ≥ 0, got None"):
-        run.rollouts([{"prompt": "a"}])
-    run.log(5, {}, {})
-    with pytest.raises(InputError, match=r"step 5 was logged already.*truncate\(4\)"):
-        run.log(5, {}, {})
+        run.append("rollouts", [{"prompt": "a"}])
     assert [row["prompt"] for row in rows_of(run.path / "rollouts.jsonl")] == ["a", "b"]
 
 
@@ -196,7 +193,7 @@ def test_a_resumed_run_has_the_bytes_of_one_that_was_not(tmp_path: Path) -> None
     def log(run: RunDir, steps: range) -> None:
         for step in steps:
             run.log(step, {"reward/mean": 0.1 * step, "grad_norm": math.nan}, {"step_s": 1.0})
-            run.rollouts([{"step": step, "completion": "\u2028é\ud800"}])
+            run.append("rollouts", [{"step": step, "completion": "\u2028é\ud800"}])
 
     with RunDir.create(tmp_path / "whole", CONFIG, SPEC) as whole:
         log(whole, range(6))
@@ -238,7 +235,7 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run: there is no"):
         RunDir.open(tmp_path / "elsewhere")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InputError, match="needs the keys policyloss, config and loss"):
+    with pytest.raises(InputError, match="lacks policyloss, config or loss"):
         RunDir.open(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(StorageError, match=r"cannot read .*config\.json"):
@@ -324,7 +321,7 @@ def test_a_lock_of_another_host_is_refused_until_it_is_deleted(tmp_path: Path) -
 def events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"histograms": 0})
+    found = EventAccumulator(str(folder))
     found.Reload()
     return found
 
@@ -346,15 +343,7 @@ def test_tensorboard_shows_a_resumed_run_once(tmp_path: Path) -> None:
         (3, 30.0),
     ]
     assert found.Scalars("timing/step_s")[0].value == 2.0
-    shown = found.Histograms("ratio")[0].histogram_value
-    # Three values at 0.75 and one at 1.5: sum 3.75, squares 3·0.5625 + 2.25 = 3.9375
-    assert (shown.min, shown.max, shown.num, shown.sum, shown.sum_squares) == (
-        0.5,
-        2.0,
-        4,
-        3.75,
-        3.9375,
-    )
+    assert "ratio" not in found.Tags()["scalars"]
 
 
 def stand_in(calls: list[Any], fails: bool = False) -> Any:
@@ -393,25 +382,6 @@ def test_a_service_gets_numbers_and_continues_a_resumed_run(
     assert finished == ("finish",)
 
 
-def test_a_service_gets_completions_without_their_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    module = stand_in(calls)
-    module.Table = lambda columns, data: (columns, data)
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    with RunDir.create(tmp_path / "run", CONFIG, SPEC) as run:
-        run.track("trackio")
-        row = {"step": 3, "prompt": "a", "completion": "b", "ids": [5, 6], "logp": [-1.0, -2.0]}
-        run.rollouts([{**row, "reward": 1.0}, row])
-        run.rollouts([])
-    _, logged, _ = calls
-    columns, data = logged[2]["completions"]
-    assert logged[:2] == ("log", 3)
-    assert columns == ["step", "prompt", "completion", "reward", "length"]
-    assert data == [[3, "a", "b", 1.0, 2], [3, "a", "b", None, 2]]
-
-
 TRACKED = """
 import os, sys
 from pathlib import Path
@@ -422,18 +392,12 @@ with RunDir.create(out / "run", {"loss": "ppo"}, {}) as run:
     run.track(name)
     for step in (1, 2):
         run.log(step, {"reward/mean": step / 4}, {"step_s": 1.0})
-        run.rollouts([
-            {"step": step, "group": 0, "prompt": "1+1=", "completion": f"{k}", "answer": "2",
-             "reward": float(k == 2), "advantage": k - 1.5, "finished": True, "ids": [7] * k,
-             "tokens": ["x"] * k, "logp": [-1.0] * k}
-            for k in (1, step + 1)
-        ])
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_real_service_gets_the_completions_as_a_table(name: str, tmp_path: Path) -> None:
+def test_a_real_service_gets_the_numbers(name: str, tmp_path: Path) -> None:
     """What the package itself wrote, offline, is read back by the report."""
     pytest.importorskip(name)
     done = subprocess.run(
@@ -447,20 +411,10 @@ def test_a_real_service_gets_the_completions_as_a_table(name: str, tmp_path: Pat
     if name == "wandb":
         stored = tmp_path / "run/wandb"
         (stored,) = stored.glob("offline-run-*")
-        tables = [json.loads(file.read_text()) for file in stored.rglob("*.table.json")]
-        columns = ["step", "group", "prompt", "completion", "answer", "reward", "advantage"]
-        assert [table["columns"] for table in tables] == [[*columns, "finished", "length"]] * 2
     else:
         (stored,) = tmp_path.glob("*.db")
     (found,) = collect([stored])["runs"]
     assert found["metrics"]["reward/mean"] == {"step": [1, 2], "value": [0.25, 0.5]}
-    columns = ["step", "prompt", "completion", "answer", "reward", "advantage", "finished"]
-    assert [[row[column] for column in columns] for row in found["rollouts"]] == [
-        [1, "1+1=", "1", "2", 0.0, -0.5, True],
-        [1, "1+1=", "2", "2", 1.0, 0.5, True],
-        [2, "1+1=", "1", "2", 0.0, -0.5, True],
-        [2, "1+1=", "3", "2", 0.0, 1.5, True],
-    ]
 
 
 def test_a_service_that_fails_does_not_end_the_run(
@@ -469,7 +423,7 @@ def test_a_service_that_fails_does_not_end_the_run(
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", stand_in(calls, fails=True))
     tracker = Service("wandb", tmp_path, CONFIG)
-    with pytest.warns(UserWarning, match=r"wandb failed \(no network\); the run goes on"):
+    with pytest.warns(UserWarning, match=r"wandb failed \(no network\); the run continues"):
         tracker.log(0, {"x": 1.0})
     tracker.log(1, {"x": 1.0})
     tracker.close()
@@ -480,8 +434,6 @@ def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(PolicyLossError, match="pip install trackio"):
         service_module("trackio")
-    with pytest.raises(PolicyLossError, match="unknown tracker 'wandbb'; did you mean 'wandb'"):
-        service_module("wandbb")
 
 
 # ------------------------------------------------------------------------------------------ display
@@ -521,19 +473,21 @@ def test_plain_lines() -> None:
     assert lines[:5] == [
         "step  0/40  held-out 0.500  tokens/s 1,235  ETA ?",
         f"step  1/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 1:05:00",
-        f"step  2/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 34:50",
+        f"step  2/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 0:34:50",
         (
             "a [bold]line[/bold] of the log that is much longer than the sixty columns of this "
             "console"
         ),
         (
             f"step  3/40  {both}held-out 0.875  KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA "
-            "24:40"
+            "0:24:40"
         ),
     ]
     assert [line.split()[1] for line in lines[5:]] == [f"{step}/40" for step in range(4, 41, 2)]
-    assert lines[14] == f"step 22/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 3:00"
-    assert lines[-1].endswith("ETA 0:00")
+    assert (
+        lines[14] == f"step 22/40  {both}KL old 0.0012  grad norm 1.23  tokens/s 1,235  ETA 0:03:00"
+    )
+    assert lines[-1].endswith("ETA 0:00:00")
 
 
 def test_the_live_table() -> None:
@@ -560,7 +514,7 @@ def test_the_live_table() -> None:
         "ETA",
     ]
     assert [row[0] for row in rows[1:]] == [f"{step}/40" for step in range(33, 41)]
-    assert rows[-1] == ["40/40", "0.500", "0.250", "0.875", "0.0012", "1.23", "1,235", "0:00"]
+    assert rows[-1] == ["40/40", "0.500", "0.250", "0.875", "0.0012", "1.23", "1,235", "0:00:00"]
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:

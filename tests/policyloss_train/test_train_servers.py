@@ -18,10 +18,9 @@ from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.rollout import servers as servers_module
-from policyloss_train.rollout.protocol import Prompt, RolloutError, Sampling
+from policyloss_train.rollout.protocol import Prompt, RolloutError, Sampling, Weights
 from policyloss_train.rollout.servers import Servers
 from policyloss_train.rollout.vllm_engine import TopLogprobs
-from policyloss_train.rollout.weights import PolicyWeights
 
 GENERATE = "/inference/v1/generate"
 SAMPLING = Sampling(6, 1.0, 1.0, 0, (1,), seed=3, draw=5)
@@ -31,14 +30,14 @@ NO_REPORT = TopLogprobs(0, 100)
 
 
 @pytest.fixture(scope="module")
-def weights(model: str) -> PolicyWeights:
+def weights(model: str) -> Weights:
     """Other weights than those that the servers are started with."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         policy.model.embed_tokens.weight.mul_(0.7)
-    return PolicyWeights(policy, AutoTokenizer.from_pretrained(model), ONE)
+    return Weights(policy, AutoTokenizer.from_pretrained(model), ONE)
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ class Engine:
     def __init__(
         self,
         servers: list[FakeServer],
-        weights: PolicyWeights,
+        weights: Weights,
         folder: Path,
         timeout: float = 0.6,
         report: TopLogprobs = NO_REPORT,
@@ -72,7 +71,7 @@ class Engine:
         return [(c.ids, list(c.logp), c.finished) for group in groups for c in group]
 
 
-def gap(weights: PolicyWeights, sampled: list[Any]) -> float:
+def gap(weights: Weights, sampled: list[Any]) -> float:
     """The largest |log-prob of the server − log-prob of the policy|."""
     gaps = [0.0]
     for i, (ids, logp, _) in enumerate(sampled):
@@ -85,7 +84,7 @@ def gap(weights: PolicyWeights, sampled: list[Any]) -> float:
 
 
 def test_prompts_are_dealt_among_servers_that_have_the_weights(
-    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     engine = Engine(pair, weights, tmp_path)
     sampled = engine.sampled()
@@ -104,7 +103,7 @@ def test_prompts_are_dealt_among_servers_that_have_the_weights(
 
 @pytest.mark.parametrize("fault", ["500", "half", "close", "old weights", "abort", "time out"])
 def test_a_request_that_fails_goes_to_the_other_server(
-    fault: str, pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    fault: str, pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     # A busy machine may need a second for an answer that is no fault.
     engine = Engine(pair, weights, tmp_path, timeout=0.6 if fault == "time out" else 30.0)
@@ -118,7 +117,7 @@ def test_a_request_that_fails_goes_to_the_other_server(
         "500": f'answered {GENERATE} with 500: {{"error": "told to fail: 500"}}',
         "half": f"did not answer {GENERATE}: ",
         "close": f"did not answer {GENERATE}: ",
-        "old weights": "sampled with the weights ['default'], not with ",
+        "old weights": "sampled with the weights ['default'], not ",
         "abort": "ended a completion by 'abort'",
         "time out": f"did not answer {GENERATE} in 0.6 s",
     }
@@ -126,7 +125,7 @@ def test_a_request_that_fails_goes_to_the_other_server(
 
 
 def test_a_dead_server_is_named_and_the_others_do_its_work(
-    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     engine = Engine(pair, weights, tmp_path)
     expected = engine.sampled()
@@ -140,7 +139,7 @@ def test_a_dead_server_is_named_and_the_others_do_its_work(
 
 
 def test_a_server_that_was_restarted_gets_the_weights_again(
-    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     """It has those of its start, and says so by their version. Once between two steps, and once in
     the middle of one.
@@ -167,7 +166,7 @@ def test_a_server_that_was_restarted_gets_the_weights_again(
 
 
 def test_when_nobody_answers_the_error_names_all(
-    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     engine = Engine(pair, weights, tmp_path)
     pair[0].stop()
@@ -184,7 +183,7 @@ def test_when_nobody_answers_the_error_names_all(
 
 
 def test_it_waits_for_a_server_that_comes_back(
-    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     engine = Engine(pair[:1], weights, tmp_path, timeout=20)
     expected = engine.sampled()
@@ -196,7 +195,7 @@ def test_it_waits_for_a_server_that_comes_back(
 
 
 def test_progress_is_not_lost_when_every_answer_comes_late(
-    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     """Each round answers something, so that many failures are not one long silence."""
     engine = Engine(pair, weights, tmp_path)
@@ -219,7 +218,7 @@ def test_a_refused_request_is_not_repeated(
     path: str,
     says: str,
     pair: list[FakeServer],
-    weights: PolicyWeights,
+    weights: Weights,
     tmp_path: Path,
 ) -> None:
     engine = Engine(pair, weights, tmp_path)
@@ -247,7 +246,7 @@ def test_a_server_must_report_all_that_it_kept(model: str, tmp_path: Path) -> No
 
 
 def test_a_token_without_enough_log_probabilities_is_requested_again(
-    pair: list[FakeServer], weights: PolicyWeights, tmp_path: Path
+    pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
     engine = Engine(pair, weights, tmp_path, report=TopLogprobs(15, 100))
     cut = dataclasses.replace(SAMPLING, top_k=5, support=True)

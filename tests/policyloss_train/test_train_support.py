@@ -71,12 +71,13 @@ def test_processed_log_probabilities_by_hand() -> None:
         ({"top_p": 0.5, "top_k": 2}, [1], [1.0, 1.0]),
     ):
         processed, raw = (draw(logits, u, Rule(1.0, **cut, processed=x)) for x in (True, False))
-        assert torch.equal(processed.token, raw.token)  # what is drawn does not depend on it
-        assert processed.kept is not None
-        assert processed.kept[0].nonzero()[:, 0].tolist() == kept
-        torch.testing.assert_close(processed.logp.exp(), torch.tensor(shares))
-        every = torch.tensor([0.1, 0.4, 0.2, 0.3])[raw.token]
-        torch.testing.assert_close(raw.logp.exp(), every)
+        (token, logp, rows), (raw_token, raw_logp, _) = processed, raw
+        assert torch.equal(token, raw_token)  # the token does not depend on `processed`
+        assert rows is not None
+        assert rows[0].nonzero()[:, 0].tolist() == kept
+        torch.testing.assert_close(logp.exp(), torch.tensor(shares))
+        every = torch.tensor([0.1, 0.4, 0.2, 0.3])[token]
+        torch.testing.assert_close(raw_logp.exp(), every)
 
 
 @pytest.mark.parametrize("batch_tokens", [30, 10_000], ids=["many batches", "one batch"])
@@ -215,7 +216,9 @@ def test_the_support_that_an_engine_returns_is_checked(kept: Any, says: str | No
     one = Completion([20, 1], [-0.5, -0.25], True, 2, kept)
     call = ("mine", [Prompt([7], 1, 0)], SAMPLING, [[one]], 30, 2)
     if says is None:
-        assert check_completions(*call)[0][0] is one
+        (checked,) = check_completions(*call)
+        assert checked.support is not None
+        assert all(map(torch.equal, checked.support, kept))
         return
     with pytest.raises(RolloutError, match=f"mine returned a completion {says}"):
         check_completions(*call)
@@ -224,7 +227,7 @@ def test_the_support_that_an_engine_returns_is_checked(kept: Any, says: str | No
 def test_an_engine_returns_a_support_for_all_or_for_none() -> None:
     one = Completion([20, 1], [-0.5, -0.25], True, 2, pair([20, 5, 1], [0, 2, 3]))
     both = [[one, dataclasses.replace(one, support=None)]]
-    with pytest.raises(RolloutError, match="a support for some completions and not for others"):
+    with pytest.raises(RolloutError, match="a support for some completions only"):
         check_completions("mine", [Prompt([7], 2, 0)], SAMPLING, both, 30, 2)
 
 

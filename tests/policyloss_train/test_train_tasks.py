@@ -179,7 +179,7 @@ BAD_LINES = [
         r"line 2: the key 'answer' is missing; there are: 'prompt', 'question'",
     ),
     ("{}", r"line 2: the key 'prompt' is missing; there are: none"),
-    ('{"prompt": "x", "answer": 42}', r"line 2: 'answer' is 42; write it as a string"),
+    ('{"prompt": "x", "answer": 42}', r"line 2: 'answer' is 42; write a string"),
     ('{"prompt": " ", "answer": "a"}', r"line 2: the prompt is empty"),
     (
         '{"prompt": "x", "answer": "a", "split": "test"}',
@@ -270,7 +270,7 @@ def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = list(sys.path)
     assert make_reward("own_rewards:length")(Example("p", "abcd", 0), "ab") == 0.5
     assert sys.path == before
-    with pytest.raises(InputError, match=r"the module 'own_rewards' has no function 'width'"):
+    with pytest.raises(InputError, match=r"'own_rewards' has no function 'width'"):
         make_reward("own_rewards:width")
     with pytest.raises(
         InputError, match=r"the reward 'own_rewards:number' is .*, which is no function"

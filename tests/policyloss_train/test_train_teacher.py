@@ -59,7 +59,7 @@ def test_advantages_by_hand(options: dict[str, Any], expected: list[float]) -> N
     spec = pl.preset(options.get("loss", "dapo"))
     config = TrainConfig(teacher=Path("t"), **options).with_loss(spec)
     judged = judge(config, a_pack(), "local", by_teacher=True)
-    torch.testing.assert_close(judged.advantages, torch.tensor(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(judged[0], torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def test_rewards_count_if_enabled() -> None:
@@ -68,7 +68,7 @@ def test_rewards_count_if_enabled() -> None:
     assert TrainConfig(teacher=Path("t"), reward_coef=0.5).reward_share == 0.5
     config = TrainConfig(teacher=Path("t"), loss="gkd")
     judged = judge(config, a_pack(), "local")
-    assert not judged.advantages.any()
+    assert not judged[0].any()
 
 
 @pytest.mark.parametrize("loss", ["gkd", "opd_kl", "opd", "iw_opd", "kdrl"])

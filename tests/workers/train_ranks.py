@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.run import checkpoint
@@ -30,8 +29,8 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7, bias=False))
 
 
-def make_optimizer(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> None:
@@ -48,11 +47,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps:
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    tensors, numbers = optimizer_state(model, optimizer)
-    return {"model": dict(model.named_parameters()), "optimizer": tensors}, {
-        "optimizer": numbers,
-        "lr": 0.1,
-    }
+    tensors = {"model": dict(model.named_parameters())}
+    return {**tensors, "optimizer": optimizer_state(model, optimizer)}, {"lr": 0.1}
 
 
 def whole(x: Any) -> Tensor:
@@ -70,11 +66,11 @@ def trained(mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
 def resumed(path: Path, mesh: DeviceMesh, group: Any) -> tuple[Whole, Whole]:
     """What a checkpoint holds, read on the ranks of `mesh`; and the weights after training on."""
     model = fully_shard(make_model(), mesh=mesh)
-    optimizer = make_optimizer(model, lr=9.0)
+    optimizer = make_optimizer(model)
     parameters = dict(model.named_parameters())
-    tensors, numbers = load(path, {"model": parameters, "optimizer": parameters}, group=group)
+    tensors, _ = load(path, {"model": parameters, "optimizer": parameters}, group=group)
     model.load_state_dict(subtree(tensors, "model"))
-    load_optimizer_state(model, optimizer, subtree(tensors, "optimizer"), numbers["optimizer"])
+    load_optimizer_state(model, optimizer, subtree(tensors, "optimizer"))
     held = {name: whole(x) for name, x in tensors.items()}
     train(model, optimizer, STEPS, MORE)
     return held, {name: whole(x) for name, x in model.named_parameters()}
@@ -136,25 +132,13 @@ def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, A
 
 
 def on_four(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
-    """All ranks: read what two and what one wrote; save; a mesh of replicas."""
+    """All ranks: read what two and what one wrote; save."""
     found: dict[str, Any] = {
         "2 to 4": resumed(folder / "two" / "step_000003", mesh, dist.group.WORLD)
     }
     found["1 to 4"] = resumed(folder / "one" / "step_000003", mesh, dist.group.WORLD)
     model, optimizer = trained(mesh)
     save(folder / "four", 3, *state_of(model, optimizer), keep=1, group=dist.group.WORLD)
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    table = torch.arange(10.0).view(5, 2)
-    spread = distribute_tensor(table, square, [Replicate(), Shard(0)])
-    path = save(folder / "replicas", 0, {"table": spread}, {}, keep=1, group=dist.group.WORLD)
-    found["replicas"] = whole(load(path, {"table": spread})[0]["table"])
-    twice = distribute_tensor(table, square, [Shard(0), Shard(0)])
-    path = save(folder / "twice", 0, {"table": twice}, {}, keep=1, group=dist.group.WORLD)
-    found["twice"] = whole(load(path, {"table": twice})[0]["table"]), load(path)[0]["table"]
-    across = distribute_tensor(table, mesh, [Shard(1)])
-    found["columns"] = failure(
-        lambda: save(folder / "columns", 0, {"table": across}, {}, keep=1, group=dist.group.WORLD)
-    )
     return found
 
 

@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from policyloss.errors import PolicyLossError, safe_repr
 from policyloss_lab.runs.files import damage_named
-from policyloss_train.adapter import merged_weights, saving_all_weights
 from policyloss_train.distributed import Ranks
 from policyloss_train.drawing import Pair, problem_of
-from policyloss_train.models import without_bars
+from policyloss_train.models import merged_weights, saving_all_weights, without_bars
 from policyloss_train.run.shards import local_part
 from policyloss_train.sampler import Completed
 
@@ -110,16 +109,12 @@ class Weights:
         self.model, self._tokenizer, self._ranks = model, tokenizer, ranks
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Complete tensors by their names in the model, one at a time: no rank holds all of a
-        sharded model.
-        """
+        """Complete tensors by name, one at a time: no rank holds all of a sharded model."""
         for name, x in merged_weights(self.model).items():
             yield name, (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer as a Hugging Face folder, under a temporary name first. The
-        first rank writes.
-        """
+        """Write a Hugging Face folder, under a temporary name first. The first rank writes."""
         first = self._ranks.is_first
         tensors = {name: x.cpu() for name, x in self.tensors() if first}
         if first:
@@ -194,9 +189,7 @@ def check_completions(
         numbers = [len(group) for group in completions]
         if numbers != [prompt.number for prompt in prompts]:
             asked = [prompt.number for prompt in prompts]
-            raise RolloutError(
-                f"{engine} was asked for {asked} completions and returned {numbers}."
-            )
+            raise RolloutError(f"{engine} returned {numbers} completions, not {asked}.")
         completed = []
         for one in (one for group in completions for one in group):
             wrong = problem(one, sampling, vocabulary, version)
@@ -208,9 +201,7 @@ def check_completions(
                 support = ids.to("cpu", torch.int32), offsets.to("cpu", torch.int64)
             completed.append(Completed(list(one.ids), logp, support))
         if len({one.support is None for group in completions for one in group}) > 1:
-            raise RolloutError(
-                f"{engine} returned a support for some completions and not for others."
-            )
+            raise RolloutError(f"{engine} returned a support for some completions only.")
     return completed
 
 

@@ -64,7 +64,7 @@ class Servers(Engine):
         # Unique to this start of this run, so that no other weights have this name.
         self._run = ranks.gather(uuid4().hex[:12])[0]
         self._folder = config.out.resolve() / "rollout_weights"
-        self._version: int | None = None
+        self._version = -1
         self._failing: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE * len(addresses), "policyloss-servers")
         self._persist(lambda: len(self._good(Server.check)), len(addresses))
@@ -72,17 +72,22 @@ class Servers(Engine):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """The completions of each prompt; every round sends the unfinished prompts to the next
-        server.
-        """
+        """The completions of each prompt. A failed prompt goes to the next server."""
         answers: dict[int, list[Completion]] = {}
         turns = iter(range(1 << 62))
+
+        def complete(job: tuple[int, Server]) -> tuple[int, list[Completion]]:
+            i, server = job
+            completions = server.generate(prompts[i], sampling, self._name, self._version)
+            if self._failing.pop(server.address, None):
+                self._warn(f"the server {server.address} answers again")
+            return i, completions
 
         def ask() -> int:
             servers, turn = self._good(self._prepare), next(turns)
             missing = [i for i in range(len(prompts)) if i not in answers]
             jobs = [(i, servers[(i + turn) % len(servers)]) for i in missing if servers]
-            answers.update(self._each(jobs, lambda job: self._completions(job, prompts, sampling)))
+            answers.update(self._each(jobs, complete))
             return len(answers)
 
         self._persist(ask, len(prompts))
@@ -96,7 +101,7 @@ class Servers(Engine):
         weights.save(self._folder / str(version))
         if self._ranks.is_first:
             self._persist(lambda: len(self._good(self._prepare)), 1)
-            if before not in (None, version):
+            if before not in (-1, version):
                 shutil.rmtree(self._folder / str(before), ignore_errors=True)
         self._ranks.barrier()
 
@@ -114,16 +119,6 @@ class Servers(Engine):
     def _prepare(self, server: Server) -> None:
         if server.version() != self._name:
             server.load(self._folder / str(self._version), self._name)
-
-    def _completions(
-        self, job: tuple[int, Server], prompts: Sequence[Prompt], sampling: Sampling
-    ) -> tuple[int, list[Completion]]:
-        i, server = job
-        assert self._version is not None
-        completions = server.generate(prompts[i], sampling, self._name, self._version)
-        if self._failing.pop(server.address, None):
-            self._warn(f"the server {server.address} answers again")
-        return i, completions
 
     def _good(self, prepare: Callable[[Server], None]) -> list[Server]:
         """The servers on which `prepare` succeeds."""
@@ -191,9 +186,7 @@ class Server:
 
     def __init__(self, address: str, timeout: float, report: TopLogprobs) -> None:
         if not address.startswith(("http://", "https://")) or address.count("/") > 2:
-            raise InputError(
-                f"--rollout names the server {address!r}; give addresses as http://host:port."
-            )
+            raise InputError(f"--rollout names the server {address!r}; give http://host:port.")
         self.address, self._timeout, self._report = address, timeout, report
 
     def check(self) -> None:
@@ -241,9 +234,7 @@ class Server:
         with damage_named("gave half an answer", raises=partial(ServerError, self)):
             choices = answer["choices"]
             if len(choices) != prompt.number:
-                raise ServerError(
-                    self, f"gave {len(choices)} completions, not the {prompt.number} asked for."
-                )
+                raise ServerError(self, f"gave {len(choices)} completions, not {prompt.number}.")
             completions = [self._completion(choice, name, version, count) for choice in choices]
             for one in completions:
                 wrong = problem(one, sampling, self._report.vocabulary, version)
@@ -254,9 +245,7 @@ class Server:
     def _completion(self, choice: Any, name: str, version: int, count: int) -> Completion:
         spans = [span["version"] for span in choice["weight_versions"]]
         if spans != [name]:
-            raise ServerError(
-                self, f"sampled with the weights {safe_repr(spans)}, not with {name}."
-            )
+            raise ServerError(self, f"sampled with the weights {safe_repr(spans)}, not {name}.")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
             raise ServerError(self, f"ended a completion by {safe_repr(reason)}.")
@@ -275,9 +264,7 @@ class Server:
     def _call(
         self, path: str, body: Any = None, timeout: float | None = None, numbers: int = 0
     ) -> Any:
-        """The server's JSON answer to a GET, or to a POST of `body`. numbers: the number of
-        log-probabilities requested.
-        """
+        """The server's JSON answer. body: of a POST. numbers: of requested log-probabilities."""
         headers = {"Content-Type": "application/json"}
         if "VLLM_API_KEY" in os.environ:
             headers["Authorization"] = f"Bearer {os.environ['VLLM_API_KEY']}"
@@ -304,9 +291,7 @@ class Server:
     def _answer(
         self, path: str, data: bytes | None, headers: dict[str, str], seconds: float, numbers: int
     ) -> tuple[int, bytes]:
-        """Status and body. Uses no proxy and follows no redirection: either would send the key to
-        another host.
-        """
+        """Status and body. A proxy or a redirection would send the key to another host."""
         deadline = time.monotonic() + seconds
         address = urlsplit(self.address)
         https = address.scheme == "https"

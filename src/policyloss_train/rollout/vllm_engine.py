@@ -1,6 +1,4 @@
-"""vLLM in this process: the policy's weights are passed in memory, and every completion reports
-the version of its weights.
-"""
+"""vLLM in this process. The policy's weights are passed in memory."""
 
 from __future__ import annotations
 

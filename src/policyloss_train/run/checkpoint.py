@@ -5,13 +5,22 @@
     rank00000.safetensors    the rows of the first rank; one file for each rank that has rows
 
 The format does not depend on the number of ranks: any number of ranks can read any checkpoint.
-A checkpoint is written to a hidden folder (`checkpoint_folder`), synced to the disk, then renamed.
-No file is ever unpickled.
+A checkpoint is written to a hidden folder, synced to the disk, then renamed. No file is ever
+unpickled. The names of the folders:
+
+    step_000010              a complete checkpoint
+    .step_000010.tmp         being written
+    .step_000010.old         being replaced by a new checkpoint of the same step
+    .step_000010.gone        being deleted
+    .step_000010.discarded   later than the step that a run was resumed from
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -24,15 +33,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from policyloss.errors import InputError
 from policyloss_lab.runs import files
 from policyloss_lab.runs.files import StorageError
 from policyloss_train.distributed import on_every_rank, on_first_rank, rank_in
-from policyloss_train.run import checkpoint_folder as folders
 from policyloss_train.run import shards
 
 INDEX = "checkpoint.json"
 INDEX_BYTES = 1 << 30  # the index names every piece of every tensor, and holds queued completions
 FORMAT = 2
+_NAME = re.compile(r"(\.?)step_(\d{1,18})(?:\.(tmp|old|gone|discarded))?")
 _BODY = b', "checkpoint": '  # separates the index from its checksum
 
 State = Mapping[str, Any]  # tensors, and mappings or sequences of them
@@ -52,26 +62,24 @@ def save(
 
     state: tensors, in nested mappings and sequences; `load` returns them flat, `{"model": {"w":
         x}}` as `"model/w"`. Tensors that share memory (tied weights) are written once.
-    numbers: JSON values; the numbers of the first rank are kept.
+    numbers: JSON values; those of the first rank are kept.
     keep: the number of newest checkpoints to keep, this one included; None keeps all. Nothing is
-        deleted before the new checkpoint is complete. If it cannot be written (a full disk), older
-        checkpoints stay untouched.
-    group: the ranks that write together; each calls this function, and if one fails, all raise.
-        None: this process alone. Each rank writes its rows of a DTensor. The lowest rank that has a
-        plain tensor of a name writes it: the tensor must have the same values on all ranks, or a
-        different name on each rank.
+        deleted before the new checkpoint is complete.
+    group: the ranks that each call this function; if one fails, all raise. None: this process
+        alone. Each rank writes its rows of a DTensor. The lowest rank that has a plain tensor
+        writes it.
     """
     tensors = flatten(state)
     shares = {name: shards.share_of(x) for name, x in tensors.items()}
     entries = shards.locate_pieces(on_every_rank(lambda: shares, group))
-    path, file = folders.published_path(folder, step), shards.file_of(rank_in(group))
+    path, file = published_path(folder, step), shards.file_of(rank_in(group))
     to_write = {
         name: shards.local_part(tensors[name])
         for name, entry in entries.items()
         if any(piece["file"] == file for piece in entry["pieces"])
     }
     try:
-        temporary = on_first_rank(partial(_writing, path, folders.begin, folder, step), group)
+        temporary = on_first_rank(partial(_writing, path, begin, folder, step), group)
         written = on_every_rank(
             partial(_writing, path, write_tensors, temporary / file, to_write), group
         )
@@ -80,9 +88,9 @@ def save(
         on_first_rank(partial(_writing, path, _finish, temporary, step, contents), group)
     except BaseException:
         if rank_in(group) == 0:
-            folders.undo(folder, step)
+            undo(folder, step)
         raise
-    on_first_rank(lambda: folders.prune(folder, step, keep, _readable), group)
+    on_first_rank(lambda: prune(folder, step, keep), group)
     return path
 
 
@@ -90,14 +98,12 @@ def load(
     path: Path, layout: State | None = None, *, group: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, by flat names, and the numbers of a checkpoint that any number of ranks wrote.
-
-    Only sizes are checked: take the path from `latest`, or call `checked_index` first; both check
-    every byte.
+    Only sizes are checked: `latest` and `checked_index` check every byte.
 
     layout: DTensors, named as in the saved state. A tensor with the same shape, and the same name
         or a name under it (an optimizer's moments are `parameter/exp_avg`), becomes a DTensor of
         the same layout and device; each rank reads its rows. All others are read in full, on the
-        CPU: without a layout, one process reads the checkpoint of many.
+        CPU.
     group: ranks that each call this; if one cannot read its part, all raise.
     """
     contents: list[tuple[dict[str, Tensor], dict[str, Any]]] = []  # not to be sent to other ranks
@@ -116,13 +122,13 @@ def latest(
     """
 
     def search() -> Path | None:
-        for path in folders.newest_first(folder):
+        for path in newest_first(folder):
             try:
                 checked_index(path, sums=True)
                 if check is not None:
                     check(path)
             except StorageError as error:
-                warnings.warn(f"{error} Trying the next older one.", UserWarning, stacklevel=2)
+                warnings.warn(f"{error} Trying the next older one.", stacklevel=2)
             else:
                 return path
         return None
@@ -216,7 +222,7 @@ def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
         b'{"sha256": "%s"%s%s}' % (hashlib.sha256(body).hexdigest().encode(), _BODY, body),
     )
     files.sync(temporary)
-    folders.publish(temporary)
+    publish(temporary)
 
 
 def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -224,17 +230,17 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
     unreadable = (safetensors.SafetensorError, OSError)
     damage = files.damage_named(f"checkpoint {path} is damaged", " Use an older one.", *unreadable)
     with damage, ExitStack() as stack:
-        opened = {
-            name: shards.TensorFile(
-                stack.enter_context(safe_open(path / name, framework="pt")), file["same"]
-            )
-            for name, file in index["files"].items()
-        }
+
+        def open_file(name: str, same: Mapping[str, str]) -> Callable[[str], Any]:
+            handle = stack.enter_context(safe_open(path / name, framework="pt"))
+            return lambda tensor: handle.get_slice(same.get(tensor, tensor))
+
+        opened = {name: open_file(name, file["same"]) for name, file in index["files"].items()}
         entries = index["tensors"]
         for name, entry in entries.items():
             shards.check_pieces(opened, name, entry)
         tensors = {
-            name: shards.read_like(opened, name, entry, shards.nearest_template(templates, name))
+            name: shards.read_like(opened, name, entry, templates)
             for name, entry in entries.items()
         }
     return tensors, index["numbers"]
@@ -287,3 +293,110 @@ def _readable(path: Path) -> bool:
     except StorageError:
         return False
     return True
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise InputError(f"{path} is not a checkpoint: their names are like step_000010.")
+    return int(match[2])
+
+
+def published_path(folder: Path, step: int) -> Path:
+    """The path of a step's complete checkpoint."""
+    return folder / f"step_{step:06d}"
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make an empty temporary folder for a checkpoint, and remove leftovers of interrupted ones."""
+    temporary = _hidden(folder, step, "tmp")
+    files.make_folder(folder)
+    _tidy(folder)
+    temporary.mkdir()
+    return temporary
+
+
+def undo(folder: Path, step: int) -> None:
+    """Remove all files written since `begin`."""
+    shutil.rmtree(_hidden(folder, step, "tmp"), ignore_errors=True)
+
+
+def publish(temporary: Path) -> Path:
+    """Rename a complete checkpoint to its final name; on failure, restore the step's older one."""
+    folder, step = temporary.parent, step_of(temporary)
+    path, old = published_path(folder, step), _hidden(folder, step, "old")
+    replaces = path.exists()
+    if replaces:
+        os.replace(path, old)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        if replaces:
+            os.replace(old, path)
+        raise
+    files.sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, including any set aside and not yet replaced."""
+    by_step: dict[int, Path] = {}
+    # ".step…" sorts before "step…", which replaces it here.
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _NAME.fullmatch(path.name)
+        if (
+            match
+            and path.is_dir()
+            and (not match[1] if match[3] is None else match[1] and match[3] == "old")
+        ):
+            by_step[int(match[2])] = path
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
+
+
+def discard_after(folder: Path, step: int) -> None:
+    """Set aside the checkpoints after `step`; the next `prune` deletes them."""
+    for path in newest_first(folder):
+        if step_of(path) > step:
+            os.replace(path, _hidden(folder, step_of(path), "discarded", free=True))
+            files.sync(folder)
+
+
+def prune(folder: Path, step: int, keep: int | None) -> None:
+    """Delete discarded checkpoints, and all before `step` but the newest `keep` readable ones."""
+    kept = 1
+    for path in newest_first(folder):
+        if keep is None or step_of(path) >= step:
+            continue
+        if kept < keep and _readable(path):
+            kept += 1
+            continue
+        try:
+            # Rename first, so that a crash never leaves half a checkpoint under its name.
+            os.replace(path, _hidden(folder, step_of(path), "gone", free=True))
+        except OSError as error:  # the new checkpoint is complete, so the run goes on
+            warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=3)
+    _remove_hidden(folder, "gone", "discarded")
+
+
+def _tidy(folder: Path) -> None:
+    """Clean up after a crash: bring back checkpoints set aside, delete temporary"""
+    for path in newest_first(folder):
+        if path.name.endswith(".old"):
+            os.replace(path, published_path(folder, step_of(path)))
+    _remove_hidden(folder, "tmp", "old", "gone")
+
+
+def _remove_hidden(folder: Path, *kinds: str) -> None:
+    for path in list(folder.iterdir()):
+        match = _NAME.fullmatch(path.name)
+        if match and match[1] and match[3] in kinds:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _hidden(folder: Path, step: int, kind: str, *, free: bool = False) -> Path:
+    path = folder / f".step_{step:06d}.{kind}"
+    if free:
+        shutil.rmtree(path, ignore_errors=True)
+    return path

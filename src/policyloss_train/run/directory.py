@@ -28,7 +28,7 @@ from policyloss_lab.runs import files
 from policyloss_lab.runs.files import environment
 from policyloss_lab.runs.lock import Lock, is_held
 from policyloss_lab.runs.records import JsonLines
-from policyloss_train.run.checkpoint_folder import discard_after
+from policyloss_train.run.checkpoint import discard_after
 from policyloss_train.view.track import Service, TensorBoard
 
 # A directory with one of these holds a run. A start that was killed
@@ -38,14 +38,11 @@ _OF_A_RUN = (*(name for name in files.FILES if name not in _OF_A_START), *files.
 
 
 class RunDir:
-    """An open run directory, locked by this process until `close`; a context manager. path, config,
-    spec: as in `create`.
-    """
+    """An open run directory, locked by this process until `close`; a context manager."""
 
     def __init__(self, path: Path, lock: Lock, contents: Mapping[str, Any]) -> None:
         self.path, self._lock = path, lock
         self.config: dict[str, Any] = contents["config"]
-        self.spec: dict[str, Any] = contents["loss"]
         names = ("metrics", "timing", "rollouts", "answers")
         self._lines = {name: JsonLines(path / f"{name}.jsonl") for name in names}
         self._board = TensorBoard(path / "tensorboard")
@@ -120,9 +117,7 @@ class RunDir:
             not isinstance(contents, dict)
             or not {"policyloss", "config", "loss"} <= contents.keys()
         ):
-            raise InputError(
-                f"{file} is not that of a run: it needs the keys policyloss, config and loss."
-            )
+            raise InputError(f"{file} is not that of a run: it lacks policyloss, config or loss.")
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
@@ -153,26 +148,16 @@ class RunDir:
 
         metrics: numbers by name, and histograms as `{"edges": […], "counts": […]}`.
         """
-        last = self._lines["metrics"].last
-        if last is not None and step <= last:
-            raise InputError(
-                f"step {step} was logged already (the last one is {last}); truncate({step - 1}) "
-                "first to redo it."
-            )
         self._lines["metrics"].append([{"step": step, **metrics}])
         self._lines["timing"].append([{"step": step, **timing}])
+        numbers = {name: x for name, x in metrics.items() if not isinstance(x, Mapping)}
+        numbers |= {f"timing/{name}": x for name, x in timing.items()}
         for tracker in self._trackers:
-            tracker.log(step, {**metrics, **{f"timing/{name}": x for name, x in timing.items()}})
+            tracker.log(step, numbers)
 
-    def rollouts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled completions, each a dict with its "step", and send them to trackers."""
-        self._lines["rollouts"].append(rows)
-        for tracker in self._trackers:
-            tracker.completions(rows)
-
-    def answers(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write answers to held-out prompts, each a dict with its "step"."""
-        self._lines["answers"].append(rows)
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of completions, each with its "step". name: "rollouts" or "answers"."""
+        self._lines[name].append(rows)
 
     def size(self, name: str) -> int:
         """The size of a file of lines, in bytes."""
@@ -193,27 +178,21 @@ class RunDir:
             warnings.warn(
                 f"{self.path / 'metrics.jsonl'} ends at step {last}, before step {step} where the "
                 "run continues: lines are lost.",
-                UserWarning,
                 stacklevel=2,
             )
         self._board.resumed_after = step
 
     def sync(self) -> None:
         """Sync every line to the disk before a checkpoint, so that a crash of the machine cannot
-        lose lines before it.
-
-        kill -9 loses nothing even without a sync: the system has the lines once `log` returns.
+        lose lines before it. kill -9 loses nothing even without a sync.
         """
         try:
             for lines in self._lines.values():
                 lines.sync()
             files.sync(self.path)  # the file names too
         except OSError as error:
-            raise files.write_error(
-                self.path, error, "Earlier checkpoints are untouched."
-            ) from error
-        for tracker in self._trackers:
-            tracker.flush()
+            raise files.write_error(self.path, error, "Checkpoints are untouched.") from error
+        self._board.flush()
 
     def close(self) -> None:
         """Flush everything, end the trackers' runs, and unlock the directory."""

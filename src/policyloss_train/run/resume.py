@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -25,40 +25,38 @@ from policyloss.spec import SLOTS, LossSpec
 from policyloss_lab.runs.files import TEMPLATE, StorageError, damage_named
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.run.checkpoint import checked_index, flatten, latest, load, save
-from policyloss_train.run.checkpoint_folder import step_of
+from policyloss_train.models import list_names
+from policyloss_train.run.checkpoint import checked_index, flatten, latest, load, save, step_of
 from policyloss_train.run.directory import RunDir
-from policyloss_train.watch import NotFiniteError, listed, nonfinite_names
+from policyloss_train.watch import NotFiniteError, nonfinite_names
 
 # The trained weights: a checkpoint where they are not finite is useless.
 _TRAINED = ("policy/", "critic/")
 
 
-class Stateful(Protocol):
-    """An object with state that changes in a run. Its tensor names must be unique in the run."""
+def store(folder: Path, step: int, changing: Mapping[str, Any], ranks: Ranks, *, keep: int) -> None:
+    """Write a checkpoint of all changing state, between two steps.
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tensors, in mappings and sequences, and JSON values."""
-
-    def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Restore the result of `state`. tensors: the tensors of all objects, by flat names."""
-
-
-def store(
-    folder: Path, step: int, changing: Mapping[str, Stateful], ranks: Ranks, *, keep: int
-) -> None:
-    """Write a checkpoint of all changing state, between two steps."""
+    changing: objects by name. `state()` of each returns its tensors, in mappings and sequences, and
+    JSON values; `load_state(tensors, values)` restores them. Tensor names are unique in the run.
+    """
     tensors: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
     for name, one in changing.items():
         its_tensors, numbers[name] = one.state()
         tensors |= its_tensors
-    _refuse_nonfinite(tensors, step, ranks)
+    weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
+    names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
+    if names:  # on every rank, so that the last good checkpoint is kept
+        raise NotFiniteError(
+            f"the weights are not finite after step {step} ({list_names(names)}), so it gets no "
+            "checkpoint."
+        )
     save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
 
 
 def restore(
-    folder: Path, changing: Mapping[str, Stateful], ranks: Ranks, layout: Mapping[str, Any]
+    folder: Path, changing: Mapping[str, Any], ranks: Ranks, layout: Mapping[str, Any]
 ) -> int:
     """Load the last good checkpoint; returns its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
@@ -89,17 +87,6 @@ def explained(path: Path) -> AbstractContextManager[None]:
     """Inside, an error about the contents of a checkpoint names the checkpoint."""
     advice = " Remove it to go on from an older one."
     return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
-
-
-def _refuse_nonfinite(tensors: Mapping[str, Any], step: int, ranks: Ranks) -> None:
-    """Raise, on every rank, if weights are not finite, to keep the last good checkpoint."""
-    weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
-    names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
-    if names:
-        raise NotFiniteError(
-            f"the weights are not finite after step {step} ({listed(names)}), so no checkpoint of "
-            "it is written."
-        )
 
 
 def refuse_nonfinite_weights(path: Path) -> None:
@@ -139,19 +126,13 @@ MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
 
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
-    """The options and the loss that a run was started with; None for a loss that is code.
-
-    Versions that stored no advantage used the preset's for its exact name, and otherwise GRPO's.
-    """
+    """The options and the loss that a run was started with; None for a loss that is code."""
     contents, file = RunDir.read_config(run), run / "config.json"
     try:
         with damage_named(f"{file} is damaged"):
             if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
                 raise InputError("'config' and 'loss' must be objects.")
             config = TrainConfig.from_dict({**contents["config"], **unstarted(), "out": str(run)})
-            if config.advantage is None:
-                exact = PRESETS.get(config.loss)
-                config = replace(config, advantage=(exact and exact.advantage) or "grpo")
             if config.chat_template is not None:  # not the file that it names, which may be any
                 config = replace(config, chat_template=run / TEMPLATE)
             if contents["loss"] == {"code": config.loss}:

@@ -1,54 +1,35 @@
 """The rows of a tensor: each rank writes its own rows, the index names the file of each piece, and
 any number of ranks can read the rows.
 
-A DTensor may be sharded in its first dimension, as FSDP2 does, evenly or not, and replicated over
-other dimensions of the mesh (HSDP). A plain tensor has all its rows on one rank.
+A DTensor is sharded in its first dimension over all ranks, as by FSDP2, evenly or not. A plain
+tensor has all its rows on one rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from policyloss.errors import InputError
 from policyloss_lab.runs.files import StorageError
 
 
 class Share(NamedTuple):
-    """One rank's rows of a tensor of `shape`. writes: whether this replica writes them."""
+    """One rank's rows of a tensor of `shape`."""
 
     shape: list[int]
     dtype: str
     sharded: bool
     first: int
     rows: int
-    writes: bool
 
 
-class TensorFile(NamedTuple):
-    """An open safetensors file. same: the stored name of each tensor that shares its memory."""
-
-    handle: Any
-    same: Mapping[str, str]
-
-    def shape(self, name: str) -> list[int]:
-        """The shape of a tensor of the file."""
-        return list(self.handle.get_slice(self.same.get(name, name)).get_shape())
-
-    def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Some rows of a tensor of the file."""
-        rows: Tensor = self.handle.get_slice(self.same.get(name, name))[first:end]
-        return rows
-
-    def number(self, name: str) -> Tensor:
-        """A tensor without dimensions, which has no rows."""
-        number: Tensor = self.handle.get_tensor(self.same.get(name, name))
-        return number
+# The open files by name; each returns a tensor by name, as a slice of safetensors.
+Files = Mapping[str, Callable[[str], Any]]
 
 
 def file_of(rank: int) -> str:
@@ -65,31 +46,16 @@ def share_of(x: Tensor) -> Share:
     """The rows of `x` on this rank. Rows are split as by `torch.chunk`: rank i of k has the rows
     from i·⌈n/k⌉ to (i+1)·⌈n/k⌉.
     """
-    first, rows, writes = 0, x.shape[0] if x.dim() else 1, True
-    placements: Any = x.placements if isinstance(x, DTensor) else ()
-    for dim, placement in enumerate(placements):
-        mesh: Any = x.device_mesh  # type: ignore[attr-defined]
-        ranks, rank = mesh.size(dim), mesh.get_local_rank(dim)
-        if isinstance(placement, Replicate):
-            writes = writes and rank == 0
-        else:
-            size = math.ceil(rows / ranks)
-            begin = min(rank * size, rows)
-            first, rows = first + begin, min(size, rows - begin)
-    here = tuple(local_part(x).shape)
-    if placements and here != (rows, *x.shape[1:]):
-        raise InputError(
-            f"a tensor of shape {tuple(x.shape)} is laid out as {placements}, with {here} on this "
-            "rank; only equal shards of the first dimension can be written."
-        )
-    dtype = str(x.dtype).removeprefix("torch.")
-    return Share(list(x.shape), dtype, bool(placements), first, rows, writes)
+    first, rows, sharded = 0, x.shape[0] if x.dim() else 1, isinstance(x, DTensor)
+    if isinstance(x, DTensor):
+        size = math.ceil(rows / x.device_mesh.size())
+        first = min(x.device_mesh.get_local_rank() * size, rows)
+        rows = min(size, rows - first)
+    return Share(list(x.shape), str(x.dtype).removeprefix("torch."), sharded, first, rows)
 
 
 def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
-    """By tensor: its shape, its dtype, and its pieces, `{"file", "first", "rows"}` each. plans: the
-    shares of each rank.
-    """
+    """The shape, dtype and pieces of each tensor, from the shares of each rank."""
     entries: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         file = file_of(rank)
@@ -98,18 +64,18 @@ def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
             entry = entries.setdefault(
                 name, {"shape": share.shape, "dtype": share.dtype, "pieces": []}
             )
-            if share.rows and (share.writes if share.sharded else not known):
+            if share.rows and (share.sharded or not known):
                 entry["pieces"].append({"file": file, "first": share.first, "rows": share.rows})
     return entries
 
 
-def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any]) -> None:
+def check_pieces(files: Files, name: str, entry: Mapping[str, Any]) -> None:
     """Raise unless the pieces cover all rows of the tensor once, and the files hold them in these
     shapes; called before any memory of the sizes in the index is allocated.
     """
     shape, next_row = entry["shape"], 0
     for piece in sorted(entry["pieces"], key=lambda piece: piece["first"]):
-        stored = files[piece["file"]].shape(name)
+        stored = list(files[piece["file"]](name).get_shape())
         wanted = [piece["rows"], *shape[1:]] if shape else []
         if stored != wanted:
             raise StorageError(
@@ -130,18 +96,19 @@ def check_pieces(files: Mapping[str, TensorFile], name: str, entry: Mapping[str,
         )
 
 
-def nearest_template(templates: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """The tensor of a layout that has this name, or the nearest one above it."""
-    while name and name not in templates:
-        name = name.rpartition("/")[0]
-    return templates.get(name)
-
-
 def read_like(
-    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], like: Tensor | None
+    files: Files,
+    name: str,
+    entry: Mapping[str, Any],
+    templates: Mapping[str, Tensor],
 ) -> Tensor:
-    """The rows of this rank, as a DTensor like `like`; else all rows, on the CPU."""
-    shape = entry["shape"]
+    """The rows of this rank, as a DTensor like the template of this name or the nearest name above
+    it; without a template, all rows, on the CPU.
+    """
+    above = name
+    while above and above not in templates:
+        above = above.rpartition("/")[0]
+    shape, like = entry["shape"], templates.get(above)
     if not isinstance(like, DTensor) or list(like.shape) != shape:
         return _read(files, name, entry, 0, shape[0] if shape else 1)
     share = share_of(like)
@@ -156,21 +123,15 @@ def read_like(
     )
 
 
-def _read(
-    files: Mapping[str, TensorFile], name: str, entry: Mapping[str, Any], first: int, rows: int
-) -> Tensor:
+def _read(files: Files, name: str, entry: Mapping[str, Any], first: int, rows: int) -> Tensor:
     """Rows first to first + rows of a tensor, from the pieces that hold some of them."""
     shape, end = entry["shape"], first + rows
     out = torch.empty([rows, *shape[1:]] if shape else [], dtype=getattr(torch, entry["dtype"]))
     for piece in entry["pieces"]:
         begin, stop = max(first, piece["first"]), min(end, piece["first"] + piece["rows"])
-        if begin >= stop:
-            continue
-        file = files[piece["file"]]
-        if shape:
-            out[begin - first : stop - first] = file.rows(
-                name, begin - piece["first"], stop - piece["first"]
-            )
-        else:
-            out.copy_(file.number(name))
+        if begin < stop:
+            # A tensor without dimensions has no rows: its index is ().
+            here = slice(begin - first, stop - first) if shape else ()
+            there = slice(begin - piece["first"], stop - piece["first"]) if shape else ()
+            out[here] = files[piece["file"]](name)[there]
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -16,19 +16,13 @@ class Example:
 
     prompt: str
     answer: str
-    id: int
+    id: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, str], ...] = ()
 
 
 SUCCESS = 1.0  # the default score of a correct answer
 Reward = Callable[[Example, str], float]
-Row = tuple[str, str, Mapping[str, Any]]  # the prompt, answer and meta of an example
-
-
-def answer_of(example: Example, rng: Random) -> str | None:
-    """The answer; None if the example has none."""
-    return example.answer or None
 
 
 @dataclass(frozen=True)
@@ -46,21 +40,23 @@ class Task:
     held_out: Sequence[Example]
     score: Reward
     success: float = SUCCESS
-    demonstration: Callable[[Example, Random], str | None] = answer_of
+    demonstration: Callable[[Example, Random], str | None] = lambda e, rng: e.answer or None
 
 
-def number_examples(rows: Iterable[Row]) -> tuple[Example, ...]:
-    """The examples of rows, each with its index as id."""
-    return tuple(Example(prompt, answer, i, meta) for i, (prompt, answer, meta) in enumerate(rows))
+def number_examples(examples: Iterable[Example]) -> tuple[Example, ...]:
+    """The examples, each with its index as id."""
+    return tuple(replace(example, id=i) for i, example in enumerate(examples))
 
 
-def drop_duplicates(rows: Iterable[Row], others: Sequence[Row] = ()) -> Iterator[Row]:
-    """The rows, except rows that repeat the prompt of an earlier row or of `others`."""
-    taken = {prompt for prompt, _, _ in others}
-    for row in rows:
-        if row[0] not in taken:
-            taken.add(row[0])
-            yield row
+def drop_duplicates(
+    examples: Iterable[Example], others: Sequence[Example] = ()
+) -> Iterator[Example]:
+    """The examples, except those that repeat the prompt of an earlier one or of `others`."""
+    taken = {example.prompt for example in others}
+    for example in examples:
+        if example.prompt not in taken:
+            taken.add(example.prompt)
+            yield example
 
 
 def is_text(text: str) -> bool:

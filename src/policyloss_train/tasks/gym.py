@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from policyloss.errors import InputError, unknown_name
-from policyloss_train.tasks.base import Reward, Row, Task, drop_duplicates, number_examples
+from policyloss_train.tasks.base import Example, Reward, Task, drop_duplicates, number_examples
 from policyloss_train.tasks.rewards import checked_reward
 
 TRAIN, HELD_OUT = 1024, 128
@@ -20,11 +20,11 @@ def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
     """The data set `dataset`; the held-out prompts do not depend on the seed."""
     create = _creator(dataset)
     source = create(seed=0, size=HELD_OUT)
-    held_out = list(drop_duplicates(_rows(source)))
+    held_out = list(drop_duplicates(_examples(source)))
     # More items than needed, to make up for repeated prompts
     # if the data set has enough different ones.
     drawn = create(seed=(seed + 1) * SEED_STRIDE, size=2 * TRAIN)
-    train = list(islice(drop_duplicates(_rows(drawn), held_out), TRAIN))
+    train = list(islice(drop_duplicates(_examples(drawn), held_out), TRAIN))
     if not train:
         raise InputError(
             f"{name} has no more than {len(held_out)} different prompts: nothing is left to "
@@ -63,8 +63,8 @@ def _creator(dataset: str) -> Any:
     return create
 
 
-def _rows(source: Any) -> Iterator[Row]:
-    """The rows of a data set; an item that is scored without an answer gets the answer ""."""
+def _examples(source: Any) -> Iterator[Example]:
+    """The examples of a data set; an item that is scored without an answer gets the answer ""."""
     for entry in source:
-        answer = entry["answer"]
-        yield entry["question"], "" if answer is None else str(answer), {"entry": entry}
+        answer = "" if entry["answer"] is None else str(entry["answer"])
+        yield Example(entry["question"], answer, meta={"entry": entry})

@@ -7,14 +7,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
 from policyloss.output import open_regular
-from policyloss_train.tasks.base import Example, Reward, Task, is_text, normalise_spaces
+from policyloss_train.tasks.base import (
+    Example,
+    Reward,
+    Task,
+    is_text,
+    normalise_spaces,
+    number_examples,
+)
 
 HELD_OUT_SHARE = 0.1  # of the different prompts of a file without a split
 SPLITS = ("train", "held_out")
@@ -24,9 +30,7 @@ def file_task(path: Path, score: Reward) -> Task:
     """The task in the file at `path`. Training prompts are never held out."""
     rows = list(_rows(path))
     if not rows:
-        raise InputError(
-            f'{path} has no examples; write one {{"prompt": …, "answer": …}} per line.'
-        )
+        raise InputError(f'{path} has no examples; write {{"prompt": …, "answer": …}} per line.')
     if not any(split == "held_out" for split, _ in rows):
         prompts = _share({normalise_spaces(example.prompt) for _, example in rows})
         rows = [
@@ -41,12 +45,7 @@ def file_task(path: Path, score: Reward) -> Task:
                 f"{path} leaves no prompt to {name}: it needs different prompts for training and "
                 "for evaluation."
             )
-    return Task(str(path), _placed(train), _placed(held_out), score)
-
-
-def _placed(examples: list[Example]) -> tuple[Example, ...]:
-    """The examples, each with its index as id."""
-    return tuple(replace(example, id=i) for i, example in enumerate(examples))
+    return Task(str(path), number_examples(train), number_examples(held_out), score)
 
 
 def _share(prompts: set[str]) -> set[str]:
@@ -89,9 +88,7 @@ def _row(line: bytes, where: str) -> tuple[str | None, Example]:
                 f"{', '.join(map(repr, data)) or 'none'}."
             )
         if not isinstance(data[key], str):
-            raise InputError(
-                f'{where}: {key!r} is {data[key]!r}; write it as a string, "{key}": "…".'
-            )
+            raise InputError(f'{where}: {key!r} is {data[key]!r}; write a string, "{key}": "…".')
         if not is_text(data[key]):
             raise InputError(
                 f"{where}: {key!r} has half of a surrogate pair, which is no character: "
@@ -101,12 +98,10 @@ def _row(line: bytes, where: str) -> tuple[str | None, Example]:
         raise InputError(f"{where}: the prompt is empty.")
     split = data.get("split")
     if split is not None and split not in SPLITS:
-        raise InputError(
-            f"{where}: 'split' is {split!r}; valid are {' and '.join(map(repr, SPLITS))}."
-        )
+        raise InputError(f"{where}: 'split' is {split!r}; valid are 'train' and 'held_out'.")
     named = ("prompt", "messages", "answer", "split")
     meta = {key: item for key, item in data.items() if key not in named}
-    return split, Example(data["prompt"], data["answer"], 0, meta, messages)
+    return split, Example(data["prompt"], data["answer"], meta=meta, messages=messages)
 
 
 def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:

@@ -82,9 +82,7 @@ def _exit_raised() -> Iterator[None]:
 
 
 def score_completion(task: Task, example: Example, completion: str, seconds: float) -> float:
-    """The task's score of a completion; raises a `RewardError` if it fails or takes longer than
-    `seconds` (0: no limit).
-    """
+    """The task's score; a `RewardError` if it fails or takes over `seconds` (0: no limit)."""
     try:
         return float(call_within(seconds, task.score, example, completion))
     except TimeIsUp:
@@ -116,11 +114,9 @@ def _number(x: object) -> float:
         return math.nan
 
 
-def _exact() -> Reward:
+def _exact(example: Example, completion: str) -> float:
     """1 if the completion is the answer, up to white space; else 0."""
-    return lambda example, completion: float(
-        normalise_spaces(completion) == normalise_spaces(example.answer)
-    )
+    return float(normalise_spaces(completion) == normalise_spaces(example.answer))
 
 
 def _math() -> Reward:
@@ -128,9 +124,7 @@ def _math() -> Reward:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise InputError(
-            "the reward 'math' needs the package math-verify: pip install math-verify."
-        ) from error
+        raise InputError("the reward 'math' needs math-verify: pip install math-verify.") from error
 
     def reward(example: Example, completion: str) -> float:
         # Dollars make math-verify read the whole answer, not only the 2 of 2\sqrt{3}.
@@ -143,4 +137,4 @@ def _math() -> Reward:
     return reward
 
 
-_BUILT_IN = {"exact": _exact, "math": _math}
+_BUILT_IN = {"exact": lambda: _exact, "math": _math}

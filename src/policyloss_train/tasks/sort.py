@@ -14,7 +14,7 @@ from functools import cache
 from itertools import islice
 from random import Random
 
-from policyloss_train.tasks.base import Example, Reward, Row, Task, drop_duplicates, number_examples
+from policyloss_train.tasks.base import Example, Reward, Task, drop_duplicates, number_examples
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 4, 6  # 186 480 different prompts
@@ -33,8 +33,8 @@ def sort_task(seed: int, score: Reward) -> Task:
 @cache
 def _examples(seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """The training and held-out examples; cached, because a run makes its task twice."""
-    held_out = list(islice(drop_duplicates(_drawn(Random("held out"))), HELD_OUT))
-    train = islice(drop_duplicates(_drawn(Random(f"train {seed}")), held_out), TRAIN)
+    held_out = list(islice(drop_duplicates(_draw(Random("held out"))), HELD_OUT))
+    train = islice(drop_duplicates(_draw(Random(f"train {seed}")), held_out), TRAIN)
     return number_examples(train), number_examples(held_out)
 
 
@@ -46,7 +46,7 @@ def _demonstration(example: Example, rng: Random) -> str:
     return "".join([*sorted(others), last])
 
 
-def _drawn(rng: Random) -> Iterator[Row]:
+def _draw(rng: Random) -> Iterator[Example]:
     while True:
         digits = "".join(rng.sample(DIGITS, rng.randint(SHORTEST, LONGEST)))
-        yield f"sort {digits}=", "".join(sorted(digits)), {"digits": digits}
+        yield Example(f"sort {digits}=", "".join(sorted(digits)), meta={"digits": digits})

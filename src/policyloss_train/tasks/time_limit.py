@@ -20,9 +20,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-AGAIN_S = (
-    1.0  # a function that swallows the interruption is interrupted again after so many seconds
-)
+AGAIN_S = 1.0  # a function that swallows the interruption is interrupted again after this time
 HARD = 3.0  # the process ends after this many limits, and at least `HARD_S` seconds later
 HARD_S = 20.0
 REARM_S = 1.0  # within `many_calls`, the process may end this much earlier
@@ -86,9 +84,8 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:  # restore an alarm that was set before
-            signal.setitimer(
-                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
-            )
+            rest = max(left - (time.monotonic() - began), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, rest, interval)
     return result
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, Group
@@ -75,10 +76,8 @@ class Display:
         loop. It prints one line, or about four.
         """
 
-        def progress(done: int, loss: float | None = None) -> None:
-            text = f"warm-up {done:>{len(str(total))}}/{total}" + (
-                "" if loss is None else f"  loss {loss:.3f}"
-            )
+        def progress(done: int, loss: float) -> None:
+            text = f"warm-up {done:>{len(str(total))}}/{total}  loss {loss:.3f}"
             if self._console.is_terminal:
                 self._print(text.ljust(60), end="\n" if done >= total else "\r")
             elif done >= total or done % math.ceil(total / 4) == 0:
@@ -133,11 +132,7 @@ class Display:
         """The mean time of recent steps times the number of steps left."""
         mean = math.fsum(self._seconds) / len(self._seconds) if self._seconds else math.nan
         seconds = mean * max(self._total - self._done, 0)
-        if not math.isfinite(seconds):
-            return "?"
-        minutes, rest = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        return str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "?"
 
     def _print(self, text: str, *, style: str | None = None, end: str = "\n") -> None:
         # No markup or cursor movement in the text, and no cut of log lines at the width of a

@@ -8,7 +8,8 @@ evaluation. So a reader sees examples of a step, and how the completions of one 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,24 +42,20 @@ def ratio_histogram(learned: Learned, ranks: Ranks) -> dict[str, list[float]]:
     return {"edges": EDGES.tolist(), "counts": counts.tolist()}
 
 
+@dataclass
 class TokenLog:
     """The rows of rollouts.jsonl and answers.jsonl of a run, each up to `--rollouts-mib`.
 
     ends: the tokens that end a completion. warn: called once if that limit leaves out rows.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        spec: pl.LossSpec,
-        task: Task,
-        tokenizer: Any,
-        ends: Iterable[int],
-        warn: Callable[[str], None],
-    ) -> None:
-        self.config, self.spec, self.task = config, spec, task
-        self.tokenizer, self.ends, self.warn = tokenizer, frozenset(ends), warn
-        self.warned = False
+    config: TrainConfig
+    spec: pl.LossSpec
+    task: Task
+    tokenizer: Any
+    ends: Sequence[int]
+    warn: Callable[[str], None]
+    warned: bool = False
 
     def rollouts(
         self, step: int, samples: Sequence[Sample], learned: Learned, *, due: bool, size: int

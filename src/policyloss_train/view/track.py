@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from policyloss.errors import InputError, safe_repr, unknown_name
+from policyloss.errors import InputError, safe_repr
 from policyloss_lab.runs.files import StorageError, from_json, read_plain, replace_file, to_json
-
-PROJECT = "policyloss"
-SERVICES = ("wandb", "trackio")
-# The columns of the table of completions; a row may lack some.
-COLUMNS = (
-    *("step", "group", "prompt", "completion", "answer", "reward", "advantage"),
-    *("finished", "finish_reason", "length"),
-)
 
 
 class TensorBoard:
@@ -36,18 +26,15 @@ class TensorBoard:
         self._writer: Any = None
         self.resumed_after: int | None = None
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Numbers as scalars, `{"edges": […], "counts": […]}` as histograms."""
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers as scalars."""
         if self._writer is None:
-            self._writer = self._opened()
-        for name, value in metrics.items():
-            if not isinstance(value, Mapping):
-                self._writer.add_scalar(name, value, step)
-            elif sum(value["counts"]):
-                self._writer.add_histogram_raw(name, **_histogram(**value), global_step=step)
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-    def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: TensorBoard has no tables."""
+            purge = None if self.resumed_after is None else self.resumed_after + 1
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
         """Write logged numbers to the file, so that they survive if the process is killed."""
@@ -59,35 +46,6 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
 
-    def _opened(self) -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise InputError(
-                "TensorBoard events need tensorboard: pip install 'policyloss[train]'."
-            ) from None
-        purge = None if self.resumed_after is None else self.resumed_after + 1
-        return SummaryWriter(str(self._folder), purge_step=purge)
-
-
-def _histogram(edges: list[float], counts: list[int]) -> dict[str, Any]:
-    """The histogram that TensorBoard takes: the upper limit of each bucket, and moments, with every
-    value counted at the middle of its bucket. Buckets lie between adjacent edges.
-    """
-    buckets = [
-        ((low + high) / 2, n) for (low, high), n in zip(pairwise(edges), counts, strict=True)
-    ]
-    filled = [i for i, n in enumerate(counts) if n]
-    return {
-        "min": edges[filled[0]],
-        "max": edges[filled[-1] + 1],
-        "num": sum(counts),
-        "sum": math.fsum(middle * n for middle, n in buckets),
-        "sum_squares": math.fsum(middle**2 * n for middle, n in buckets),
-        "bucket_limits": edges[1:],
-        "bucket_counts": counts,
-    }
-
 
 class Service:
     """Weights & Biases or trackio, which share an interface, with one run of the service per run
@@ -97,7 +55,7 @@ class Service:
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
         self._name, self._module, self._works = name, service_module(name), True
-        about = {"project": PROJECT, "config": dict(config), "resume": "allow"}
+        about = {"project": "policyloss", "config": dict(config), "resume": "allow"}
         run_id = _run_id(folder)
         if name == "wandb":
             about |= {"name": folder.name, "id": run_id, "dir": str(folder.absolute())}
@@ -110,27 +68,9 @@ class Service:
                 f"--track {name} cannot begin: {error}. Set {name} up, or leave --track out."
             ) from error
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send the numbers; histograms are left to TensorBoard and the report."""
-        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
-        self._try(lambda: self._module.log(numbers, step=step))
-
-    def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send rows of rollouts.jsonl as a table "completions" at their step, without tokens."""
-        if not rows:
-            return
-        rows = [{**row, "length": len(row.get("ids", ()))} for row in rows]
-        columns = [name for name in COLUMNS if any(name in row for row in rows)]
-        data = [[row.get(name) for name in columns] for row in rows]
-        self._try(
-            lambda: self._module.log(
-                {"completions": self._module.Table(columns=columns, data=data)},
-                step=rows[-1]["step"],
-            )
-        )
-
-    def flush(self) -> None:
-        """Nothing to do: both services send from a process or thread of their own."""
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers."""
+        self._try(lambda: self._module.log(dict(numbers), step=step))
 
     def close(self) -> None:
         """End the run of the service."""
@@ -145,16 +85,14 @@ class Service:
         except Exception as error:
             self._works = False
             warnings.warn(
-                f"{self._name} failed ({error}); the run goes on without it, and its own files "
-                "have all.",
+                f"{self._name} failed ({error}); the run continues without it, and writes its own "
+                "files.",
                 stacklevel=2,
             )
 
 
 def service_module(name: str) -> Any:
     """The package of a tracker; raises an error with the install command if it is missing."""
-    if name not in SERVICES:
-        raise InputError(unknown_name("tracker", name, SERVICES))
     try:
         return importlib.import_module(name)
     except ImportError:
