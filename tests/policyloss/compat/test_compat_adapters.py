@@ -37,7 +37,7 @@ BOOKKEEPING = {
     "parts.py": "guarded counts, shares and lengths; a given penalty, and the ratios' maximum",
     "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
     "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
-    "tinker/built_in.py": "the thresholds of its losses as distances from 1",
+    "tinker/own_losses.py": "the thresholds of its losses as distances from 1",
     "tinker/data.py": "sequences end to end, their offsets, and the constants of a graph",
     "trl/distillation.py": "its reductions of a divergence, and its scale of logits",
     "trl/parts.py": "its rounding of k3, the ratio that weighs its KL, and the counts of a step",

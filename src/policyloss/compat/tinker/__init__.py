@@ -6,8 +6,8 @@
 SDK; both are tested with its releases 0.25 (without `create_custom_loss`) and 0.36.
 """
 
-from policyloss.compat.tinker.built_in import built_in
 from policyloss.compat.tinker.exported import ExportedLoss, export
 from policyloss.compat.tinker.losses import StepLoss, loss
+from policyloss.compat.tinker.own_losses import built_in
 
 __all__ = ["ExportedLoss", "StepLoss", "built_in", "export", "loss"]

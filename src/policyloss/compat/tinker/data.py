@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
 
 from policyloss.arguments import tracing
 from policyloss.errors import InputError
@@ -105,19 +106,34 @@ def _values(row: dict[str, Tensor], key: str, i: int) -> Tensor:
     return row[key]
 
 
-def trace(function: Callable[..., Tensor], examples: Sequence[Tensor]) -> GraphModule:
-    """The operations of `function`, whose sizes are symbols. Its constants are made on the device
-    of the inputs, because a custom loss may hold no tensor of its own.
+class _WithoutSelf(CodeGen):
+    """Writes a graph as a plain function, the only kind that the SDK traces."""
+
+    def gen_fn_def(self, *args: Any, **kwargs: Any) -> str:
+        """The line of the function's name and parameters."""
+        return super().gen_fn_def(*args, **kwargs).replace("self, ", "", 1)
+
+
+def trace(
+    function: Callable[..., Tensor], examples: Mapping[str, Tensor]
+) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    """`function` as torch operations alone, with the names of `examples` as parameters, and without
+    metrics. Sizes are symbols. Constants are made on the device of the inputs, because a custom
+    loss may hold no tensor of its own.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with tracing():
-        graph: GraphModule = make_fx(function, tracing_mode="symbolic")(*examples)
-    like = next(iter(graph.graph.nodes))  # the first input
-    for node in graph.graph.nodes:
+        module: GraphModule = make_fx(function, tracing_mode="symbolic")(*examples.values())
+    nodes = list(module.graph.nodes)
+    for node, name in zip(nodes, examples, strict=False):
+        node.target = name
+    for node in nodes:
         if node.target in _CONSTANTS:
             size, value = node.args if node.target is aten.full.default else ([], *node.args)
-            node.target, node.args = aten.new_full.default, (like, size, value)
+            node.target, node.args = aten.new_full.default, (nodes[0], size, value)
         node.kwargs = {key: x for key, x in node.kwargs.items() if key not in _PLACES}
-    graph.recompile()
-    return graph
+    nodes[-1].args = ((*nodes[-1].args, {}),)
+    module.graph.set_codegen(_WithoutSelf())
+    module.recompile()
+    return type(module).forward

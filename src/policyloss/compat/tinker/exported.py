@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from policyloss.catalogue import AnyLoss
 from policyloss.compat.tinker.data import KEYS, pack, trace
@@ -100,17 +99,7 @@ def export(spec: AnyLoss) -> ExportedLoss:
             **rows,
         ).loss
 
-    tokens = [torch.full((_EXAMPLE_LENGTH,), -0.5) for _ in ("logprobs", *keys)]
-    examples = [*tokens, torch.tensor(5.0), torch.tensor(3.0)]
-    graph = trace(one_sequence, examples)
-    names = ("logprobs", *keys, *counts)
-    ranks = {name: example.dim() for name, example in zip(names, examples, strict=True)}
-    return ExportedLoss(spec, _with_named_parameters(graph, names), ranks)
-
-
-def _with_named_parameters(graph: GraphModule, names: Sequence[str]) -> Callable[..., Any]:
-    """`graph` as a plain function of these parameters, as the SDK's tracer demands."""
-    listed = ", ".join(names)
-    scope: dict[str, Any] = {"graph": graph.forward}  # a module would be refused
-    exec(f"def policy_loss({listed}):\n    return graph({listed}), {{}}\n", scope)
-    return scope["policy_loss"]  # type: ignore[no-any-return]
+    examples = {name: torch.full((_EXAMPLE_LENGTH,), -0.5) for name in ("logprobs", *keys)}
+    examples |= {name: torch.tensor(5.0) for name in counts}
+    ranks = {name: example.dim() for name, example in examples.items()}
+    return ExportedLoss(spec, trace(one_sequence, examples), ranks)

@@ -8,9 +8,8 @@ from typing import Any
 from policyloss.errors import InputError, unknown_name
 from policyloss.parts.aggregate import TokenSum
 from policyloss.parts.ratio import TokenRatio
-from policyloss.parts.trust import Unbounded
+from policyloss.parts.trust import Quadratic, Unbounded
 from policyloss.parts.trust_clips import Clip, DetachedClip
-from policyloss.parts.trust_weights import Quadratic
 from policyloss.spec import LossSpec
 
 
