@@ -121,8 +121,8 @@ DOCTOR = (
     (
         "doctor_null_variance_is_sick",
         "policyloss_lab/diagnosis/symptoms.py",
-        ' or "explained_var" in name',
-        "",
+        'or "explained_var" in name',
+        "or False",
         _BOUNDS + "test_an_explained_variance_of_equal_returns_is_no_nan",
     ),
     (

@@ -35,7 +35,7 @@ class LogThresholds:
     clip_ratio: float = 3.0  # times the other bound: uneven bounds, as in GSPO, may double it
     kl_high: float = 0.5  # nats per token without a better score: e¹⁰ in an answer of 20 tokens
     kl_far: float = 2.0  # nats per token with a better score: the reference gives a token a seventh
-    spike: float = 10.0  # times the usual number around a step: batches differ by a factor of a few
+    spike: float = 20.0  # times the usual number around a step: k3 of a rare token makes it 12
     spike_sigma: float = 4.0  # deviations of that ratio's logarithm: some runs are always erratic
     gradient_growth: float = 10.0  # times its start: clipping then leaves a tenth of the gradient
     truncated: float = 0.5  # share of completions: most rewards judge text without an end

@@ -61,6 +61,12 @@ RISING: dict[str, tuple[Change, Change, str, int]] = {
         # 370^(s/40) passes 10 times its start, 370^(2.5/40) = 1.447, at s = 18.1.
         19,
     ),
+    "spike": (
+        lambda s: {"grad_norm": 9.5 if s == 17 else 0.5},
+        lambda s: {"grad_norm": 10.5 if s == 17 else 0.5},
+        "gradient_spike",
+        17,
+    ),
     "gradient of 0": (
         late("grad_norm", 0.5, 1e-9),
         late("grad_norm", 0.5, 0.0),
@@ -329,7 +335,7 @@ def test_a_symptom_is_one_line_with_severity_step_and_remedy() -> None:
 
 def test_every_symptom_has_one_remedy() -> None:
     seen = {cause for *_, cause, _ in (*RISING.values(), *STUCK.values())}
-    others = {"nonfinite", "gradient_spike", "reward_hacking", "collapse", "no_learning"}
+    others = {"nonfinite", "reward_hacking", "collapse", "no_learning"}
     assert seen | others == set(REMEDIES)
     assert all(text.endswith(".") and text.count(".") <= 2 for text in REMEDIES.values())
 
