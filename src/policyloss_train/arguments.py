@@ -120,8 +120,7 @@ def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:
 
 def _starting_point(run: Path) -> tuple[dict[str, Any], LossSpec | None]:
     """The options and the loss of a run, without its directory, for a new run. Defaults that depend
-    on the model, the loss or the longest completion are left out, so that the new run computes them
-    again.
+    on the model, the loss or the longest completion are left out: the new run computes its own.
     """
     stored, spec = stored_options(run)
     follows = by_model(stored) if spec is None else following(stored, spec)

@@ -49,8 +49,7 @@ class Update(NamedTuple):
 @dataclass
 class Learned:
     """The result of a step. metrics, values: the metrics of policy and critic, over all updates
-    and ranks. skipped: the number of skipped updates. logp, entropy: `[N]` of this rank's
-    pack, from the last loss.
+    and ranks. skipped: skipped updates. logp, entropy: `[N]` of `pack`, from the last loss.
     """
 
     metrics: dict[str, float]
@@ -70,9 +69,8 @@ class Learner:
 
     `updates` counts optimizer steps over the run, `skipped_in_a_row` the skipped steps since the
     last good one; every skipped step calls `warn`. stores_frozen: whether checkpoints hold the
-    weights that are never trained, which is unnecessary if loading the model restores those
-    weights. The reference is None for a policy with adapters: the same model with its adapters
-    disabled is the reference.
+    weights that are never trained, which is unnecessary if loading the model restores them. The
+    reference is None for a policy with adapters: the model without adapters is the reference.
     """
 
     config: TrainConfig
@@ -340,8 +338,7 @@ class Learner:
         train: bool = True,
     ) -> Update:
         """Clip, step, clear the gradients. If loss or norm is not finite, no rank makes the step,
-        because loss and norm are equal on all ranks. tokens: a function that returns the text
-        about the tokens at fault.
+        because loss and norm are equal on all ranks. tokens: names the tokens at fault.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -30,20 +30,19 @@ from policyloss_train.rollout.protocol import RolloutError
 from policyloss_train.rollout.session import make_rollout
 from policyloss_train.run.directory import RunDir, free_directory
 from policyloss_train.run.resume import (
+    UNSTARTED,
     continued,
     last_good,
     loss_data,
     restore,
     resume_command,
     store,
-    unstarted,
 )
 from policyloss_train.sampler import Sample, end_ids
 from policyloss_train.setup import build, distribute, teach
 from policyloss_train.tasks.rewards import tolerant_reward
 from policyloss_train.view.display import Display
 from policyloss_train.view.token_log import ANSWERS, TokenLog, ratio_histogram
-from policyloss_train.view.track import service_module
 from policyloss_train.watch import Hints, NotFiniteError, Watch, mismatch_of
 
 INTERRUPTED = 130
@@ -63,8 +62,6 @@ def train(
     if config.resume:
         config = continued(config, spec)
     refuse_missing(config)  # before a run directory is created
-    if config.track:
-        service_module(config.track)
     ranks = Ranks.start(config.device, config.rank_timeout)
     if not named_out:
         config = replace(config, out=ranks.gather(free_directory(config.out))[0])
@@ -76,7 +73,7 @@ def train(
 
 def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     """Create or reopen the run directory, with the current options."""
-    options = replace(config, **unstarted()).to_dict()
+    options = replace(config, **UNSTARTED).to_dict()
     run = (
         RunDir.open(config.out)
         if config.resume

@@ -48,8 +48,8 @@ def load(
     model: "tiny" (weights that follow from `seed`, characters of the task as tokens), a local
     folder, or a name on the hub. Weights are read from safetensors files only, and code that comes
     with them is run only with `trust_remote_code`.
-    offline: download nothing; a name on the hub must be in the cache. warn: reports stored weights
-    that the model does not use.
+    offline: download nothing; a name on the hub must be in the cache. warn: called for stored
+    weights that the model does not use.
     """
     if model in TINY:
         tokenizer = tiny_tokenizer(task)

@@ -25,6 +25,7 @@ from policyloss_train.tasks import GYM, make_task
 from policyloss_train.tasks.base import Example, Task
 from policyloss_train.tasks.rewards import RewardError, score_completion
 from policyloss_train.user_code import is_reference, load_code
+from policyloss_train.view.track import service_module
 
 if TYPE_CHECKING:
     from policyloss_train.config import TrainConfig
@@ -139,12 +140,11 @@ def refuse_missing(config: TrainConfig) -> None:
     """Raise for a file, folder, code or package that cannot be loaded, or a task that cannot be
     read. The loss was already read with the options.
     """
-    for value, what in (
-        (config.advantage, "the advantage"),
-        (config.rollout, "the rollout engine"),
-    ):
+    if config.track:
+        service_module(config.track)
+    for name, value in {"advantage": config.advantage, "rollout engine": config.rollout}.items():
         if is_reference(value):
-            load_code(str(value), what)
+            load_code(str(value), f"the {name}")
     if not config.task.startswith(GYM):  # reasoning_gym's data sets are not files and load slowly
         make_task(config.task, reward=config.reward, seed=config.seed)
     if config.model not in TINY:

@@ -59,11 +59,6 @@ class Sampling:
     logp: Literal["processed", "raw"] = "processed"
     support: bool = False
 
-    @property
-    def cuts(self) -> bool:
-        """Whether some tokens cannot be drawn."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
-
 
 @dataclass(frozen=True)
 class Prompt:

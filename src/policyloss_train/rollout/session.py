@@ -105,7 +105,8 @@ class Rollout:
 
     def _compare(self, sampling: Sampling, with_support: bool) -> None:
         """Warn if the engine's log-probabilities are over fewer tokens than the learner's."""
-        same = not sampling.cuts or sampling.logp == "raw" or (sampling.support and with_support)
+        cuts = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+        same = not cuts or sampling.logp == "raw" or (sampling.support and with_support)
         if same or self.mismatched:
             return
         self.mismatched = True
@@ -126,8 +127,7 @@ class BuiltIn(Engine):
     """Samples token by token with a key-value cache.
 
     copied: sample from a copy of the model, so that a thread may sample while the model learns. A
-    sharded model has no copy: all ranks sample together. policy: a function that returns the
-    sharded module.
+    sharded model has no copy: all ranks sample together. policy: returns the sharded module.
     """
 
     def __init__(

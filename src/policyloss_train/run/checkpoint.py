@@ -117,8 +117,7 @@ def latest(
     """The newest checkpoint in `folder` that is intact in every byte; None if there is none.
 
     Warns of each damaged checkpoint, and tries the next older one. check: raises a `StorageError`
-    for a checkpoint that is unusable for other reasons. group: ranks that each call this; the first
-    one searches.
+    for a checkpoint that is unusable for other reasons. group: ranks that each call this.
     """
 
     def search() -> Path | None:
@@ -168,10 +167,8 @@ def flatten(state: State) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """Write a safetensors file and sync it to the disk; without tensors, write none.
-
-    → its size, its SHA-256, and the names of tensors that share another's memory; None without a
-    file.
+    """Write a safetensors file and sync it to the disk; without tensors, write none. → its size,
+    SHA-256, and the names of tensors that share another's memory; None without a file.
     """
     if not tensors:
         return None

@@ -119,9 +119,9 @@ CHANGEABLE = (
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
 OF_A_START = ("config", "like", "resume", "extend")  # options of a start, which are not stored
+UNSTARTED = {name: getattr(TrainConfig, name) for name in OF_A_START}  # their stored values
 _MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
-# Options that may name code, an address or a service. Training uses all of them, evaluation only
-# the reward.
+# Options that may name code, an address or a service; evaluation uses only the reward.
 MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
 
 
@@ -132,7 +132,7 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
         with damage_named(f"{file} is damaged"):
             if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
                 raise InputError("'config' and 'loss' must be objects.")
-            config = TrainConfig.from_dict({**contents["config"], **unstarted(), "out": str(run)})
+            config = TrainConfig.from_dict({**contents["config"], **UNSTARTED, "out": str(run)})
             if config.chat_template is not None:  # not the file that it names, which may be any
                 config = replace(config, chat_template=run / TEMPLATE)
             if contents["loss"] == {"code": config.loss}:
@@ -149,11 +149,6 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
 def made_from(spec: LossSpec, changed: LossSpec) -> LossSpec:
     """`changed` as a change of `spec`, so that it still refers to its preset."""
     return spec.replace(**{slot: getattr(changed, slot) for slot in SLOTS})
-
-
-def unstarted() -> dict[str, Any]:
-    """The options of `OF_A_START` as a run directory holds them."""
-    return {name: getattr(TrainConfig, name) for name in OF_A_START}
 
 
 def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
