@@ -249,7 +249,7 @@ class Collector:
         """The sampling options of the next draw; by default, those of greedy answers."""
         config, ends = self.config, end_ids(self.rollout.model, self.rollout.tokenizer)
         rule = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **rule}
-        now = {"end_ids": tuple(ends), "seed": config.seed, "draw": self.draws}
+        now: Any = {"end_ids": tuple(ends), "seed": config.seed, "draw": self.draws}
         return Sampling(config.max_new_tokens, **rule, **now)
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:

@@ -222,7 +222,7 @@ def warm_up(
         micro = _pack(tokenizer, texts).to(model.device).micro_batch()
         loss = policy(micro, partial(_loss, micro["targets"], micro["mask"]))
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if progress:
