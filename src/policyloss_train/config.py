@@ -261,7 +261,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         from policyloss_train.preflight import option_problems
 
-        for name, default in by_model(self).items():
+        for name, default in model_defaults(self).items():
             if getattr(self, name) is None and default is None:
                 raise InputError(
                     f"--model {self.model} needs {flag(name)}, the longest completion: 256 for "
@@ -279,7 +279,7 @@ class TrainConfig:
         """
         from policyloss_train.preflight import loss_problems
 
-        config = replace(self, advantage=self.advantage or following(self, spec)["advantage"])
+        config = replace(self, advantage=self.advantage or defaults_of(self, spec)["advantage"])
         for problem in loss_problems(config, spec):
             raise InputError(problem)
         return config
@@ -344,10 +344,10 @@ class TrainConfig:
         for name in data:
             if name not in known:
                 raise InputError(unknown_name("option", name, known))
-        return cls(**typed(cls, data))
+        return cls(**convert_types(cls, data))
 
 
-def by_model(config: TrainConfig) -> dict[str, Any]:
+def model_defaults(config: TrainConfig) -> dict[str, Any]:
     """The defaults that depend on the model; None means that the user must set the option. A
     pretrained model learns in small steps, and the length of its completions depends on the task.
     """
@@ -359,13 +359,13 @@ def by_model(config: TrainConfig) -> dict[str, Any]:
     return {"lr": lr, "critic_lr": 1e-5, "max_new_tokens": None}
 
 
-def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
+def defaults_of(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
     """The defaults that depend on the model and the loss."""
     from policyloss.catalogue.nearest import nearest_preset
 
     preset, _ = nearest_preset(spec)
     defined_with = None if preset is None else preset.advantage
-    return {**by_model(config), "advantage": defined_with or "grpo"}
+    return {**model_defaults(config), "advantage": defined_with or "grpo"}
 
 
 # The name of each type in an error.
@@ -379,7 +379,7 @@ _WORDS = {
 _hints = cache(get_type_hints)
 
 
-def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def convert_types(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values from a file to the types of the dataclass `options`, such as str to Path."""
     hints = _hints(options)
     return {name: _as(hints[name], value, name) for name, value in values.items()}

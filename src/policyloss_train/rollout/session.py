@@ -16,7 +16,7 @@ from torch import nn
 
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import gathered
+from policyloss_train.distributed import gather_parameters
 from policyloss_train.drawing import Rule
 from policyloss_train.models import load_weights, vocabulary_size
 from policyloss_train.models import weights as weights_of
@@ -148,7 +148,7 @@ class BuiltIn(Engine):
         rule = Rule(sampling.temperature, sampling.top_p, sampling.top_k, processed)
         # Gather all weights; on a GPU, use a separate stream that does not wait for training.
         with (
-            nullcontext() if self.concurrent else gathered(self._policy()),
+            nullcontext() if self.concurrent else gather_parameters(self._policy()),
             nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
         ):
             completed = complete(

@@ -8,7 +8,7 @@ from typing import Any
 
 from policyloss.errors import InputError, unknown_name
 from policyloss_train.tasks.base import Example, Reward, Task, drop_duplicates, number_examples
-from policyloss_train.tasks.rewards import checked_reward
+from policyloss_train.tasks.rewards import check_reward
 
 TRAIN, HELD_OUT = 1024, 128
 # Item i of a data set with seed s depends only on s + i, so neighbouring seeds share almost all
@@ -29,7 +29,7 @@ def gym_task(name: str, dataset: str, seed: int, reward: Reward | None) -> Task:
             f"{name} has no more than {len(held_out)} different prompts: nothing is left to "
             "train on."
         )
-    rule = checked_reward(
+    rule = check_reward(
         name,
         lambda example, completion: source.score_answer(completion.strip(), example.meta["entry"]),
     )
