@@ -49,8 +49,7 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
     if tokens >= 2**31:
         yield f"--prompts × --group-size × --max-new-tokens is {tokens}; it must be below 2**31."
     if config.minibatches > completions:
-        most = f"{completions}, --prompts × --group-size"
-        yield f"--minibatches {config.minibatches} must be at most {most}."
+        yield f"--minibatches must be at most --prompts × --group-size, {completions}."
     if name not in ENGINES and "://" not in name and not is_reference(name):
         valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
         yield f"--rollout must be one of {valid}; got {name!r}."
