@@ -179,7 +179,7 @@ def training_walk() -> Walk:
         policy.Policy.forward,
         pl.linear_policy_loss,
         pl.Accumulation.reduce_metrics,
-        learner.Learner._stepped,
+        learner.Learner._step_optimizer,
         loop.score_answers,
         loop.RunDir.log,
         loop.store,

@@ -19,11 +19,11 @@ from policyloss.catalogue import as_spec, read_loss
 from policyloss.commands import arguments_of, read_words
 from policyloss.errors import InputError, unknown_name
 from policyloss.spec import LossSpec
-from policyloss_train.config import TrainConfig, by_model, following, typed
+from policyloss_train.config import TrainConfig, convert_types, defaults_of, model_defaults
 from policyloss_train.run.resume import (
     MAY_BE_CODE,
     OF_A_START,
-    made_from,
+    keep_preset,
     refuse_unnamed_code,
     stored_options,
 )
@@ -49,7 +49,7 @@ def read_arguments(arguments: Sequence[str]) -> Start:
     """Read the command line after `policyloss train`."""
     named, changes = named_options(arguments)
     if named.get("resume"):
-        return _resumed(named, changes)
+        return _resume(named, changes)
     stored: dict[str, Any] = {}
     stored_spec, like = None, named.get("like")
     if like is not None:
@@ -73,7 +73,7 @@ def named_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Changes]:
     return {**in_file, **named}, [*earlier, *changes]
 
 
-def _resumed(named: dict[str, Any], changes: Changes) -> Start:
+def _resume(named: dict[str, Any], changes: Changes) -> Start:
     """The options of a resumed run; the named options must agree with them."""
     if "like" in named:
         raise InputError(f"--like {named['like']} starts a new run; --resume goes on with an old.")
@@ -113,18 +113,17 @@ def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:
         else:
             raise InputError(f"--config {path}: {unknown_name('option', key, known)}")
     try:
-        return typed(TrainConfig, values), changes
+        return convert_types(TrainConfig, values), changes
     except InputError as error:
         raise InputError(f"--config {path}: {error}") from None
 
 
 def _starting_point(run: Path) -> tuple[dict[str, Any], LossSpec | None]:
     """The options and the loss of a run, without its directory, for a new run. Defaults that depend
-    on the model, the loss or the longest completion are left out, so that the new run computes them
-    again.
+    on the model, the loss or the longest completion are left out: the new run computes its own.
     """
     stored, spec = stored_options(run)
-    follows = by_model(stored) if spec is None else following(stored, spec)
+    follows = model_defaults(stored) if spec is None else defaults_of(stored, spec)
     if spec is not None and getattr(spec.aggregate, "horizon", None) == stored.max_new_tokens:
         spec = spec.replace(aggregate=replace(spec.aggregate, horizon=None))
     values = {
@@ -156,7 +155,7 @@ def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
         changed = LossSpec.from_dict(data)
     except OverflowError as error:
         raise InputError(f"a number of the loss is too large: {error}.") from None
-    return made_from(spec, changed)
+    return keep_preset(spec, changed)
 
 
 def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -167,7 +167,7 @@ def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
 
 def _candidates(wanted: str, device: torch.device) -> list[Attention]:
     """The ways to try, the fastest first. On a CPU, "auto" tries only "rows"."""
-    ways = [Packed("varlen"), Packed("flash"), Rows(), Alone()]
+    ways: list[Attention] = [Packed("varlen"), Packed("flash"), Rows(), Alone()]
     if wanted == "auto":
         return ways[:3] if device.type == "cuda" else [Rows()]
     return [way for way in ways if way.name == wanted]

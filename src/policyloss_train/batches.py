@@ -71,14 +71,9 @@ class Pack:
         takes part in every forward.
         """
         token = torch.zeros(1, dtype=torch.int64)
-        nowhere = {"completion": token.bool(), "mask": token.bool()}
-        tokens = {
-            "ids": token,
-            "targets": token,
-            **nowhere,
-            "position_ids": token,
-            "rollout_logp": torch.zeros(1),
-        }
+        tokens = dict.fromkeys(("ids", "targets", "position_ids"), token)
+        tokens |= dict.fromkeys(("completion", "mask"), token.bool())
+        tokens["rollout_logp"] = torch.zeros(1)
         return cls(tokens, {"group_ids": token - 1, "rewards": torch.zeros(1)}, [1])
 
     @property

@@ -33,7 +33,7 @@ def with_template(
 
     def written(examples: Sequence[Example]) -> tuple[Example, ...]:
         return tuple(
-            replace(example, prompt=rendered(tokenizer, _messages(example, system_prompt)))
+            replace(example, prompt=render_messages(tokenizer, _messages(example, system_prompt)))
             if example.messages or wanted
             else example
             for example in examples
@@ -51,7 +51,7 @@ def read_template(path: Path) -> str:
         raise InputError(f"cannot read --chat-template {path}: {error}.") from error
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     """Messages as the text of a prompt, without the special tokens that the tokenizer adds itself,
     because they would occur twice.
     """

@@ -56,7 +56,7 @@ class Completions:
         return keys
 
     @classmethod
-    def merged(cls, shares: Sequence[Completions]) -> Completions:
+    def merge(cls, shares: Sequence[Completions]) -> Completions:
         """The completions of all ranks, sorted by group, as if one process had sampled them."""
         rows = [
             (s.group, i, s, share.greedy) for share in shares for i, s in enumerate(share.samples)
@@ -161,7 +161,7 @@ class Collector:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint, of all ranks together."""
-        waiting = [Completions.merged(self.ranks.gather(one)).state() for one in self.queue]
+        waiting = [Completions.merge(self.ranks.gather(one)).state() for one in self.queue]
         queue = [numbers for _, numbers in waiting]
         numbers = {"cursor": self.cursor, "draws": self.draws, "queue": queue}
         return {"queue": [tensors for tensors, _ in waiting]}, numbers
@@ -217,7 +217,7 @@ class Collector:
             drawn, errors = self._draw(first_group=attempt * config.prompts)
             everything += drawn
             failed += errors
-            for group in _grouped(drawn):
+            for group in _group_samples(drawn):
                 kept += group if not config.dynamic_sampling or _differ(group) else []
             # The first `prompts` groups that were kept, over all ranks.
             groups = {g for share in self.ranks.gather([s.group for s in kept]) for g in share}
@@ -249,7 +249,7 @@ class Collector:
         """The sampling options of the next draw; by default, those of greedy answers."""
         config, ends = self.config, end_ids(self.rollout.model, self.rollout.tokenizer)
         rule = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **rule}
-        now = {"end_ids": tuple(ends), "seed": config.seed, "draw": self.draws}
+        now: Any = {"end_ids": tuple(ends), "seed": config.seed, "draw": self.draws}
         return Sampling(config.max_new_tokens, **rule, **now)
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:
@@ -300,7 +300,7 @@ class Collector:
     def _statistics(self, samples: list[Sample], groups: int, failed: int) -> dict[str, float]:
         """Statistics of all sampled completions, kept or not, on all ranks."""
         outcomes = [(s.reward, s.completion_ids.shape[0], s.finished) for s in samples]
-        equal = sum(not _differ(group) for group in _grouped(samples))
+        equal = sum(not _differ(group) for group in _group_samples(samples))
         shares = self.ranks.gather((outcomes, equal, failed))
         rows = [row for share in shares for row in share[0]]
         if not rows:
@@ -331,7 +331,7 @@ def _order(size: int, seed: int, turn: int) -> list[int]:
     return torch.randperm(size, generator=generator).tolist()
 
 
-def _grouped(samples: Sequence[Sample]) -> list[list[Sample]]:
+def _group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
     groups: dict[int, list[Sample]] = {}
     for s in samples:
         groups.setdefault(s.group, []).append(s)

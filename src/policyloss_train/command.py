@@ -24,9 +24,9 @@ from policyloss_train.commands import Eval, Export, FromRun, Sample
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.loop import train
-from policyloss_train.models import has_adapter, merged_weights, saving_all_weights, without_bars
+from policyloss_train.models import has_adapter, merged_weights, save_all_weights, without_bars
 from policyloss_train.run.resume import (
-    explained,
+    name_damage,
     refuse_unnamed_code,
     stored_options,
     stored_weights,
@@ -188,7 +188,7 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     setup = build(
         config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
     )
-    with explained(checkpoint):
+    with name_damage(checkpoint):
         setup.learner.load_policy(tensors)
     return setup, step
 
@@ -244,7 +244,7 @@ def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> 
             if adapter or not has_adapter(model):
                 model.save_pretrained(temporary)
             else:
-                with saving_all_weights(model):
+                with save_all_weights(model):
                     model.save_pretrained(temporary, state_dict=merged_weights(model))
         tokenizer.save_pretrained(temporary)
         for file in (*(file for file in temporary.rglob("*") if file.is_file()), temporary):

@@ -45,9 +45,9 @@ class TrainConfig:
 
     # Loss, task, model and run directory
     loss: str = "dapo"
-    """A preset's name, the path of a JSON file with a LossSpec, or your own code, module:name or
-    path/to/file.py:name: a LossSpec, or a function of Tokens. Change a part with --loss.SLOT.OPTION
-    VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
+    """Name of a preset, path of a JSON file with a LossSpec, or your own code: a LossSpec or a
+    function of Tokens, as module:name or path/to/file.py:name. Change a part with
+    --loss.SLOT.OPTION VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
     task: str = "sort"
     """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" (or
     "messages") and "answer" in every line."""
@@ -56,7 +56,7 @@ class TrainConfig:
     path/to/file.py:function."""
     success: float | None = None
     """Smallest reward that counts as correct. Accuracy is the share of completions that reach it.
-    The default is that of the task, which is 1."""
+    The default is 1."""
     reward_timeout: NotNegative = 60.0
     """Time limit for one call of the reward in seconds; a slower call counts as failed. 0 is no
     limit."""
@@ -64,41 +64,40 @@ class TrainConfig:
     """Folder or hub name of a causal language model; or "tiny", a small new model for the task, or
     "tiny32", one that vLLM can run on a CPU."""
     teacher: Path | None = None
-    """A teacher with the same tokenizer: the folder of a model, or a run directory. A loss that has
-    a teacher term reads it (--loss gkd, opd_kl, …); with any other loss the advantages read it."""
+    """Folder of a teacher model, or a run directory. The teacher must have the same tokenizer. A
+    loss with a teacher term (gkd, opd_kl, …) reads it; with any other loss, the advantages do."""
     teacher_coef: NotNegative = 1.0
     """Weight of the teacher in the advantages. For a loss that reads the teacher, set
     --loss.kl.coef instead."""
     reward_coef: Annotated[float | None, Within(least=0)] = None
     """Weight of the rewards in the advantages. The default is 1, and 0 with a teacher."""
     trust_remote_code: bool = False
-    """Run the Python files that come with the model. This is never read from a run directory:
-    repeat it to resume or evaluate."""
+    """Run the Python files that come with the model. The run directory does not store this: repeat
+    it to resume or evaluate."""
     system_prompt: str | None = None
     """System message for every prompt that has none. Plain prompts become user messages."""
     chat_template: Path | None = None
     """File with a chat template that replaces the tokenizer's. Plain prompts become user
     messages."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, in addition to the end token. The completion is cut before
-    them."""
+    """Texts that end a completion, in addition to the end token. They are cut off."""
     unusable: Literal["refuse", "skip"] = "refuse"
-    """Prompts that the model cannot continue, such as too long ones, are listed. refuse ends the
-    run; skip leaves them out."""
+    """If the model cannot continue some prompts, because they are too long, for example: refuse
+    lists them and ends the run; skip lists them and leaves them out."""
     config: Path | None = None
     """TOML file with options, such as lr = 1e-6. Options on the command line take precedence."""
     like: Path | None = None
     """Start from the options of this run directory. Options in --config and on the command line
     take precedence."""
     out: Path = Path("runs/latest")
-    """The run directory. A directory with a run is never overwritten: continue it with --resume.
-    Without --out, a new run gets a new directory next to it."""
+    """The run directory. A run is never overwritten: continue it with --resume. Without --out, a
+    new run uses runs/latest, or runs/latest-2, runs/latest-3, … if that holds a run."""
     resume: bool = False
     """Continue the run in --out from its last checkpoint, with its options."""
     extend: int | None = None
-    """With --resume: total number of steps, if that is more than the run was started with."""
+    """With --resume: new total number of steps, to train longer."""
     steps: Count = 60
-    """Training steps. Each samples once and updates the weights epochs × minibatches times."""
+    """Training steps. Each step samples once and updates the weights epochs × minibatches times."""
     seed: Annotated[int, Within(least=0, below=2**32)] = 0
     """Seed of everything random."""
 
@@ -129,20 +128,20 @@ class TrainConfig:
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts instead."""
     dynamic_tries: Count = 4
-    """Most draws per step of dynamic sampling; after that, the step has fewer groups."""
+    """Largest number of draws per step of dynamic sampling; then the step has fewer groups."""
     overlong: Literal["keep", "mask", "penalise"] = "keep"
-    """Completions that were cut: keep trains on them, mask takes them out of the loss, penalise
-    sets their reward to −1."""
+    """For completions that were cut at --max-new-tokens: keep trains on them, mask leaves them out
+    of the loss, penalise sets their reward to −1."""
     staleness: Whole = 0
-    """Train on completions that were sampled this many steps ago. From 1 on, sampling continues
-    while the policy learns."""
+    """Train on completions that were sampled this many steps ago. If this is 1 or more, sampling
+    runs while the policy learns."""
     rollout: str = "built-in"
     """Sampling engine: built-in; vllm, in this process; the addresses of running vLLM servers,
     http://host:port[,…]; or your own engine, module:factory (docs/rollout.md)."""
     rollout_timeout: Positive = 120.0
-    """Timeout of a server per prompt in seconds, retries included."""
+    """Time limit of the servers for a prompt in seconds, retries included."""
     rollout_memory: Annotated[float, Within(above=0, below=1)] = 0.3
-    """Share of the GPU's memory that vllm in this process may use."""
+    """With --rollout vllm: share of the GPU's memory that vLLM may use."""
 
     # Advantages
     advantage: str | None = None
@@ -150,7 +149,7 @@ class TrainConfig:
     module:function or path/to/file.py:function. The default is the one that the loss is defined
     with, or grpo if it has none."""
     passk: Count = 4
-    """k of the advantage passk_combinatorial."""
+    """The number k of the advantage passk_combinatorial."""
     gamma: Share = 1.0
     """Discount of gae and reinforce_pp."""
     lam: Share = 1.0
@@ -173,7 +172,7 @@ class TrainConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate over the steps of the run."""
     lr_warmup: Whole = 0
-    """Steps over which the learning rate rises from 0."""
+    """Number of first steps in which the learning rate rises from 0 to --lr."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw is torch's AdamW. adamw8bit is that of the package torchao: its 8-bit moments take a
     quarter of the memory, its steps differ slightly, and it does not work with --parallel fsdp."""
@@ -182,9 +181,9 @@ class TrainConfig:
     betas: Annotated[tuple[float, float], Within(least=0, below=1)] = (0.9, 0.99)
     """AdamW betas."""
     grad_clip: NotNegative = 1.0
-    """Largest norm of a gradient; 0 is off."""
+    """Largest norm of the gradient of an update; larger ones are scaled down. 0 is off."""
     nonfinite_limit: Count = 3
-    """Updates whose loss or gradient is not finite are skipped. The run stops after this many in a
+    """An update whose loss or gradient is not finite is skipped. The run stops after this many in a
     row."""
     attention: Literal["auto", "varlen", "flash", "rows", "alone"] = "auto"
     """How sequences of different lengths go through the model: in one row with an attention for
@@ -218,12 +217,12 @@ class TrainConfig:
     value_clip: NotNegative = 0.2
     """Distance from the old value beyond which the value loss is clipped; 0 is off."""
     critic_steps: Whole = 0
-    """First steps in which only the critic is trained."""
+    """Number of first steps that train only the critic."""
 
     # Warm-up, weights and machine
     warmup_steps: int | None = None
-    """Supervised steps on the task's answers before the first sample. By default there are some for
-    the built-in models on the built-in task, and none otherwise."""
+    """Supervised steps on the task's answers before training. The default is 200 for a built-in
+    model on the built-in task, and 0 otherwise."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the weights. With bfloat16 the optimizer also keeps each weight in float32, so that
     small steps add up."""
@@ -234,8 +233,8 @@ class TrainConfig:
     rank_timeout: Positive = 600.0
     """Under torchrun: seconds after which a rank stops waiting for another and reports it."""
     heartbeat: NotNegative = 60.0
-    """Seconds without progress after which the run prints where it is and what it waits for; 0 is
-    never."""
+    """Seconds without progress after which the run prints its current phase and the ranks that are
+    behind; 0 is never."""
 
     # Evaluations, checkpoints and logs
     eval_every: Whole = 20
@@ -247,21 +246,21 @@ class TrainConfig:
     keep: Count = 2
     """Number of checkpoints to keep."""
     rollouts_every: Whole = 10
-    """Steps between samples in rollouts.jsonl, token by token; 0 writes none. The groups of the
-    task's first prompts are stored whenever they are trained on, so that you can follow them."""
+    """Steps between samples of completions in rollouts.jsonl, token by token; 0 writes none. Groups
+    of the task's first two prompts are always stored, so that you can follow them."""
     rollouts_rows: Whole = 32
     """Completions per sample in rollouts.jsonl: complete groups, at least one, chosen for the
     spread of their rewards."""
     rollouts_mib: Positive = 256.0
     """Largest size of rollouts.jsonl, and of answers.jsonl, in MiB. Each sample may use its share
-    of the remaining space, so that the samples cover the run."""
+    of the remaining space."""
     track: Literal["wandb", "trackio"] | None = None
-    """Also log to this tracker, which must be installed."""
+    """Also send the numbers to this tracker, whose package must be installed."""
 
     def __post_init__(self) -> None:
         from policyloss_train.preflight import option_problems
 
-        for name, default in by_model(self).items():
+        for name, default in model_defaults(self).items():
             if getattr(self, name) is None and default is None:
                 raise InputError(
                     f"--model {self.model} needs {flag(name)}, the longest completion: 256 for "
@@ -279,7 +278,7 @@ class TrainConfig:
         """
         from policyloss_train.preflight import loss_problems
 
-        config = replace(self, advantage=self.advantage or following(self, spec)["advantage"])
+        config = replace(self, advantage=self.advantage or defaults_of(self, spec)["advantage"])
         for problem in loss_problems(config, spec):
             raise InputError(problem)
         return config
@@ -344,10 +343,10 @@ class TrainConfig:
         for name in data:
             if name not in known:
                 raise InputError(unknown_name("option", name, known))
-        return cls(**typed(cls, data))
+        return cls(**convert_types(cls, data))
 
 
-def by_model(config: TrainConfig) -> dict[str, Any]:
+def model_defaults(config: TrainConfig) -> dict[str, Any]:
     """The defaults that depend on the model; None means that the user must set the option. A
     pretrained model learns in small steps, and the length of its completions depends on the task.
     """
@@ -359,13 +358,13 @@ def by_model(config: TrainConfig) -> dict[str, Any]:
     return {"lr": lr, "critic_lr": 1e-5, "max_new_tokens": None}
 
 
-def following(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
+def defaults_of(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
     """The defaults that depend on the model and the loss."""
     from policyloss.catalogue.nearest import nearest_preset
 
     preset, _ = nearest_preset(spec)
     defined_with = None if preset is None else preset.advantage
-    return {**by_model(config), "advantage": defined_with or "grpo"}
+    return {**model_defaults(config), "advantage": defined_with or "grpo"}
 
 
 # The name of each type in an error.
@@ -379,7 +378,7 @@ _WORDS = {
 _hints = cache(get_type_hints)
 
 
-def typed(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def convert_types(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values from a file to the types of the dataclass `options`, such as str to Path."""
     hints = _hints(options)
     return {name: _as(hints[name], value, name) for name, value in values.items()}

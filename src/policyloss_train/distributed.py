@@ -113,7 +113,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
+def synchronise(module: nn.Module, last: bool) -> Iterator[None]:
     """Average gradients over ranks in the last backward of a step only."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
@@ -123,7 +123,7 @@ def synchronised(module: nn.Module, last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
+def gather_parameters(module: nn.Module) -> Iterator[None]:
     """Gather all parameters of a sharded module, so that ranks may run it independently."""
     parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for part in parts:

@@ -26,7 +26,7 @@ from policyloss_train.advantages import judge
 from policyloss_train.attention import Attention
 from policyloss_train.batches import Pack, minibatches
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks, synchronised, unwrap
+from policyloss_train.distributed import Ranks, synchronise, unwrap
 from policyloss_train.models import load_weights, weights, without_adapter
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
@@ -49,8 +49,7 @@ class Update(NamedTuple):
 @dataclass
 class Learned:
     """The result of a step. metrics, values: the metrics of policy and critic, over all updates
-    and ranks. skipped: the number of skipped updates. logp, entropy: `[N]` of this rank's
-    pack, from the last loss.
+    and ranks. skipped: skipped updates. logp, entropy: `[N]` of `pack`, from the last loss.
     """
 
     metrics: dict[str, float]
@@ -70,9 +69,8 @@ class Learner:
 
     `updates` counts optimizer steps over the run, `skipped_in_a_row` the skipped steps since the
     last good one; every skipped step calls `warn`. stores_frozen: whether checkpoints hold the
-    weights that are never trained, which is unnecessary if loading the model restores those
-    weights. The reference is None for a policy with adapters: the same model with its adapters
-    disabled is the reference.
+    weights that are never trained, which is unnecessary if loading the model restores them. The
+    reference is None for a policy with adapters: the model without adapters is the reference.
     """
 
     config: TrainConfig
@@ -100,7 +98,7 @@ class Learner:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Tensors and numbers for a checkpoint; of a sharded module, this rank's part."""
         tensors: dict[str, Any] = {}
-        for name, module, optimizer in self._trained():
+        for name, module, optimizer in self._trained_modules():
             tensors[name] = self._stored(module)
             tensors[f"{name}_optimizer"] = optimizer_state(module, optimizer)
         if self.reference is not None:
@@ -109,7 +107,7 @@ class Learner:
 
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Load the result of `state`."""
-        for name, module, optimizer in self._trained():
+        for name, module, optimizer in self._trained_modules():
             load_weights(self._stored(module), subtree(tensors, name))
             load_optimizer_state(module, optimizer, subtree(tensors, f"{name}_optimizer"))
         if self.reference is not None:
@@ -121,7 +119,7 @@ class Learner:
         """The sharding of a checkpoint's tensors; moments are sharded like their parameters."""
         return {
             f"{name}{kind}": self._stored(module)
-            for name, module, _ in self._trained()
+            for name, module, _ in self._trained_modules()
             for kind in ("", "_optimizer")
         }
 
@@ -135,7 +133,7 @@ class Learner:
             name: x for name, x in weights(module).items() if self.stores_frozen or x.requires_grad
         }
 
-    def _trained(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
+    def _trained_modules(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """The trained modules, by their names in a checkpoint, without the wrapper of DDP."""
         trained = [("policy", unwrap(self.policy), self.optimizer)]
         if self.critic is not None and self.critic_optimizer is not None:
@@ -148,7 +146,7 @@ class Learner:
         indices: the index of each sequence among the `total` sequences of all ranks, so that the
         minibatches do not depend on the number of ranks.
         """
-        config, pack = self.config, self._frozen(pack.to(self.ranks.device))
+        config, pack = self.config, self._add_frozen(pack.to(self.ranks.device))
         place = {index: i for i, index in enumerate(indices)}
         seed = (config.seed * 1_000_003 + step) * 1_009
         shares = [
@@ -166,9 +164,9 @@ class Learner:
         pack = pack.with_tokens(advantages=advantages)
         if returns is not None:
             pack = pack.with_tokens(returns=returns)
-        return self._updated(pack, shares, old_logp, fresh, train=step >= config.critic_steps)
+        return self._make_updates(pack, shares, old_logp, fresh, train=step >= config.critic_steps)
 
-    def _updated(
+    def _make_updates(
         self, pack: Pack, shares: list[list[int]], old_logp: Tensor, fresh: bool, train: bool
     ) -> Learned:
         """Make an update with each of `shares`, lists of sequences. fresh: the first update
@@ -208,7 +206,7 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _frozen(self, pack: Pack) -> Pack:
+    def _add_frozen(self, pack: Pack) -> Pack:
         """The pack with the numbers of reference, teacher and critic, before any update."""
         if "ref_logp" in self.spec.reads:
             policy: Any = unwrap(self.policy)
@@ -295,7 +293,7 @@ class Learner:
         # A rank with fewer micro-batches than another rank runs empty micro-batches
         # and drops their results.
         for micro, part, chosen in zip_longest(step, packs, members):
-            with synchronised(self.policy, micro.is_last):
+            with synchronise(self.policy, micro.is_last):
                 loss, *x = loss_and_numbers(self.policy, micro, step, self.config, self.teacher)
                 loss.backward()  # type: ignore[no-untyped-call]
             if chosen:
@@ -304,7 +302,7 @@ class Learner:
                 entropy_of |= dict(zip(chosen, entropy, strict=True))
         nonfinite = partial(nonfinite_tokens, pack, mine, logp_of)
         metrics = step.reduce_metrics()
-        update = self._stepped(self.policy, self.optimizer, metrics, nonfinite, train)
+        update = self._step_optimizer(self.policy, self.optimizer, metrics, nonfinite, train)
         return update, logp_of, entropy_of
 
     def _update_critic(self, pack: Pack, mine: list[int]) -> Update:
@@ -315,7 +313,7 @@ class Learner:
         step = pl.accumulate(_COUNTING, [p.micro_batch() for p in packs], group=self.ranks.group)
         metrics = Metrics()
         for micro in step:
-            with synchronised(self.critic, micro.is_last):
+            with synchronise(self.critic, micro.is_last):
                 out = pl.value_loss(
                     self.critic(micro).float(),
                     micro["returns"],
@@ -329,9 +327,9 @@ class Learner:
             metrics = metrics + out.metrics
         metrics = metrics if self.ranks.group is None else metrics.all_reduce(self.ranks.group)
         nonfinite = partial(nonfinite_tokens, pack, mine, {})
-        return self._stepped(self.critic, self.critic_optimizer, metrics, nonfinite)
+        return self._step_optimizer(self.critic, self.critic_optimizer, metrics, nonfinite)
 
-    def _stepped(
+    def _step_optimizer(
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -340,8 +338,7 @@ class Learner:
         train: bool = True,
     ) -> Update:
         """Clip, step, clear the gradients. If loss or norm is not finite, no rank makes the step,
-        because loss and norm are equal on all ranks. tokens: a function that returns the text
-        about the tokens at fault.
+        because loss and norm are equal on all ranks. tokens: names the tokens at fault.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -21,7 +21,7 @@ from policyloss.errors import PolicyLossError
 from policyloss_train.batches import Pack
 from policyloss_train.chat import read_template
 from policyloss_train.collect import Collector, Completions, Evaluation, score_answers
-from policyloss_train.config import TrainConfig, following
+from policyloss_train.config import TrainConfig, defaults_of
 from policyloss_train.distributed import Ranks
 from policyloss_train.learner import Learned
 from policyloss_train.optimizers import rate
@@ -30,20 +30,19 @@ from policyloss_train.rollout.protocol import RolloutError
 from policyloss_train.rollout.session import make_rollout
 from policyloss_train.run.directory import RunDir, free_directory
 from policyloss_train.run.resume import (
-    continued,
+    UNSTARTED,
+    continue_options,
     last_good,
     loss_data,
     restore,
     resume_command,
     store,
-    unstarted,
 )
 from policyloss_train.sampler import Sample, end_ids
 from policyloss_train.setup import build, distribute, teach
 from policyloss_train.tasks.rewards import tolerant_reward
 from policyloss_train.view.display import Display
 from policyloss_train.view.token_log import ANSWERS, TokenLog, ratio_histogram
-from policyloss_train.view.track import service_module
 from policyloss_train.watch import Hints, NotFiniteError, Watch, mismatch_of
 
 INTERRUPTED = 130
@@ -61,10 +60,8 @@ def train(
     """
     config = config.with_loss(spec)
     if config.resume:
-        config = continued(config, spec)
+        config = continue_options(config, spec)
     refuse_missing(config)  # before a run directory is created
-    if config.track:
-        service_module(config.track)
     ranks = Ranks.start(config.device, config.rank_timeout)
     if not named_out:
         config = replace(config, out=ranks.gather(free_directory(config.out))[0])
@@ -76,7 +73,7 @@ def train(
 
 def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     """Create or reopen the run directory, with the current options."""
-    options = replace(config, **unstarted()).to_dict()
+    options = replace(config, **UNSTARTED).to_dict()
     run = (
         RunDir.open(config.out)
         if config.resume
@@ -84,7 +81,7 @@ def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
             config.out,
             options,
             loss_data(spec, config.loss),
-            defaults={**TrainConfig().to_dict(), **following(config, spec)},
+            defaults={**TrainConfig().to_dict(), **defaults_of(config, spec)},
             template=read_template(config.chat_template) if config.chat_template else None,
         )
     )
@@ -213,7 +210,7 @@ class Training:
         first = self.step == 1 and config.old_logp == "recompute" and not known
         if first and (problem := mismatch_of(learned.pack)) is not None:
             self.display.warn(problem)
-        metrics = {**completions.statistics, **self._learned(learned)}
+        metrics = {**completions.statistics, **self._metrics_of(learned)}
         if self._due(config.eval_every, last=True):
             metrics |= self._evaluation()
         self._log(metrics, timing)
@@ -250,7 +247,7 @@ class Training:
             pack = replace(pack, sequences={**pack.sequences, "greedy": greedy})
         return learner.learn(pack, places, len(keys), self.step)
 
-    def _learned(self, learned: Learned) -> dict[str, Any]:
+    def _metrics_of(self, learned: Learned) -> dict[str, Any]:
         """The metrics of a step of learning, by name."""
         mask = learned.pack.tokens["mask"]
         chosen = learned.pack.tokens["advantages"][mask].double()

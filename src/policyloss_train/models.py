@@ -48,8 +48,8 @@ def load(
     model: "tiny" (weights that follow from `seed`, characters of the task as tokens), a local
     folder, or a name on the hub. Weights are read from safetensors files only, and code that comes
     with them is run only with `trust_remote_code`.
-    offline: download nothing; a name on the hub must be in the cache. warn: reports stored weights
-    that the model does not use.
+    offline: download nothing; a name on the hub must be in the cache. warn: called for stored
+    weights that the model does not use.
     """
     if model in TINY:
         tokenizer = tiny_tokenizer(task)
@@ -279,13 +279,13 @@ def compile_blocks(body: nn.Module) -> None:
         if isinstance(module, nn.ModuleList):
             for block in module:
                 kind: Any = type(block)
-                block.__class__ = _compiled(kind)
+                block.__class__ = _compile_forward(kind)
         else:
             compile_blocks(module)
 
 
 @cache
-def _compiled(block: Any) -> Any:
+def _compile_forward(block: Any) -> Any:
     """The class of a block with a compiled forward."""
     plain, compiled = block.forward, torch.compile(block.forward, dynamic=True)
 
@@ -335,7 +335,7 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def saving_all_weights(model: Any) -> Iterator[None]:
+def save_all_weights(model: Any) -> Iterator[None]:
     """Inside, transformers saves the complete model, not only its adapters."""
     adapted = has_adapter(model)
     model._hf_peft_config_loaded = False
@@ -351,7 +351,7 @@ def has_adapter(model: Any) -> bool:
 
 
 @contextmanager
-def base_trained(model: Any) -> Iterator[None]:
+def train_base(model: Any) -> Iterator[None]:
     """Inside, the base model is trained and its adapters are disabled."""
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     with without_adapter(model):

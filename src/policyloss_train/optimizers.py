@@ -28,12 +28,12 @@ def adamw(module: nn.Module, lr: float, config: TrainConfig) -> Optimizer:
     parameters are added up in float32.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
-    options = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    options: Any = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw8bit":
         return MasterAdamW(parameters, torchao()[0], **options)
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
         return MasterAdamW(parameters, **options)
-    return torch.optim.AdamW(parameters, fused=True, **options)  # type: ignore[arg-type]
+    return torch.optim.AdamW(parameters, fused=True, **options)
 
 
 class MasterAdamW(Optimizer):
@@ -116,7 +116,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     `model.named_parameters()`. An 8-bit moment is two tensors: its codes, and `key_scale`.
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             place = f"{names[parameter]}/{key}"

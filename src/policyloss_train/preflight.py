@@ -25,6 +25,7 @@ from policyloss_train.tasks import GYM, make_task
 from policyloss_train.tasks.base import Example, Task
 from policyloss_train.tasks.rewards import RewardError, score_completion
 from policyloss_train.user_code import is_reference, load_code
+from policyloss_train.view.track import service_module
 
 if TYPE_CHECKING:
     from policyloss_train.config import TrainConfig
@@ -48,8 +49,7 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
     if tokens >= 2**31:
         yield f"--prompts × --group-size × --max-new-tokens is {tokens}; it must be below 2**31."
     if config.minibatches > completions:
-        most = f"{completions}, --prompts × --group-size"
-        yield f"--minibatches {config.minibatches} must be at most {most}."
+        yield f"--minibatches must be at most --prompts × --group-size, {completions}."
     if name not in ENGINES and "://" not in name and not is_reference(name):
         valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
         yield f"--rollout must be one of {valid}; got {name!r}."
@@ -139,12 +139,11 @@ def refuse_missing(config: TrainConfig) -> None:
     """Raise for a file, folder, code or package that cannot be loaded, or a task that cannot be
     read. The loss was already read with the options.
     """
-    for value, what in (
-        (config.advantage, "the advantage"),
-        (config.rollout, "the rollout engine"),
-    ):
+    if config.track:
+        service_module(config.track)
+    for name, value in {"advantage": config.advantage, "rollout engine": config.rollout}.items():
         if is_reference(value):
-            load_code(str(value), what)
+            load_code(str(value), f"the {name}")
     if not config.task.startswith(GYM):  # reasoning_gym's data sets are not files and load slowly
         make_task(config.task, reward=config.reward, seed=config.seed)
     if config.model not in TINY:

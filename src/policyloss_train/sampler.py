@@ -209,7 +209,7 @@ def complete(
     first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
     completions: dict[int, Completed] = {}
-    with evaluating(model), torch.no_grad():
+    with use_eval_mode(model), torch.no_grad():
         while order:
             size = max(1, batch_tokens // (len(ids[order[0]]) + uniforms.shape[1]))
             rows, order = order[:size], order[size:]
@@ -230,7 +230,7 @@ def complete(
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def use_eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put `model` in eval mode (no dropout); afterwards restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -24,11 +24,11 @@ from policyloss_train.learner import Learner
 from policyloss_train.models import (
     TINY,
     add_adapter,
-    base_trained,
     checkpoint_gradients,
     compile_blocks,
     load,
     load_weights,
+    train_base,
     vocabulary_size,
     weights,
 )
@@ -36,7 +36,7 @@ from policyloss_train.optimizers import adamw
 from policyloss_train.policy import Critic, Policy, Routing
 from policyloss_train.run.checkpoint import subtree
 from policyloss_train.run.directory import RunDir
-from policyloss_train.run.resume import explained, stored_weights
+from policyloss_train.run.resume import name_damage, stored_weights
 from policyloss_train.sampler import Sample
 from policyloss_train.tasks import Task, make_task
 
@@ -119,7 +119,7 @@ def _teacher(
     policy = Policy(teacher, choose(teacher, config.attention)[0]).requires_grad_(False)
     if is_run:
         path, _, tensors = stored_weights(folder)
-        with explained(path):
+        with name_damage(path):
             load_weights(weights(policy), subtree(tensors, "policy"))
     sizes = [vocabulary_size(x) for x in (teacher, model)]
     if sizes[0] != sizes[1] or its_tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -140,7 +140,7 @@ def teach(
     """
     steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
-        with base_trained(model):
+        with train_base(model):
             report, seed = progress(steps), config.seed
             warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=report)
     learner.start_copies()
@@ -222,7 +222,7 @@ def warm_up(
         micro = _pack(tokenizer, texts).to(model.device).micro_batch()
         loss = policy(micro, partial(_loss, micro["targets"], micro["mask"]))
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if progress:

@@ -36,15 +36,6 @@ def load_code(reference: str, what: str) -> Any:
         module = _execute(path.resolve(strict=True)) if is_file else _module(module_name)
     except FileNotFoundError as error:
         raise InputError(f"{what} {reference!r}: there is no file {error.filename}.") from error
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise InputError(
-                f"{what} {reference!r}: the module {module_name!r} needs another one: {error}."
-            ) from error
-        raise InputError(
-            f"{what} {reference!r}: there is no module {module_name!r} here or among the "
-            "installed ones."
-        ) from error
     # The user's code may raise anything on import.
     except (Exception, SystemExit) as error:
         raise InputError(

@@ -23,8 +23,7 @@ from policyloss_train.distributed import Ranks
 from policyloss_train.models import list_names
 from policyloss_train.preflight import WITHOUT_GROUPS
 
-# Parts of error messages of a collective that fails because another rank did not join, or has
-# ended.
+# Parts of error messages of a collective that fails because of another rank.
 _LOST = (
     *("timed out", "timeout", "broken pipe", "socket closed"),
     *("connection closed by peer", "connection reset"),
@@ -35,8 +34,7 @@ class Watch:
     """A context manager. `at(where)` records the current phase, in the same order on all ranks.
 
     After `every` seconds in one phase (0: never) the first rank prints its phase and the ranks that
-    are behind. Each rank writes its phase to the store of the process group, which needs no
-    collective.
+    are behind. Each rank writes its phase to the store of the process group.
     """
 
     def __init__(self, ranks: Ranks, say: Callable[[str], None], every: float) -> None:

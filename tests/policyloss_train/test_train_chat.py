@@ -13,7 +13,7 @@ from train_loop_ranks import lines
 
 from policyloss.cli import main
 from policyloss.errors import InputError
-from policyloss_train.chat import rendered, with_template
+from policyloss_train.chat import render_messages, with_template
 from policyloss_train.models import tiny_tokenizer
 from policyloss_train.sampler import Sample, cut_at_stop
 from policyloss_train.tasks import Example, make_task
@@ -93,14 +93,14 @@ def test_special_tokens_are_there_once() -> None:
     )
     assert tok("a")["input_ids"][0] == tok.bos_token_id
     tok.chat_template = "{{ bos_token }}" + TEMPLATE
-    text = rendered(tok, chat("hi"))
+    text = render_messages(tok, chat("hi"))
     ids = tok(text)["input_ids"]
     assert text == "<user>hi\n<assistant>"
     assert ids.count(tok.bos_token_id) == 1
     assert ids == tok.apply_chat_template(chat("hi"), add_generation_prompt=True)["input_ids"]
     tok.chat_template = TEMPLATE  # one without a BOS, where the tokenizer adds it all the same
     with pytest.raises(InputError, match="puts special tokens around"):
-        rendered(tok, chat("hi"))
+        render_messages(tok, chat("hi"))
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_messages_of_another_form_are_refused(row: Any, text: str, tmp_path: Pat
 def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     tok = tokenizer()
     with pytest.raises(InputError, match=r"has no chat template; .* --chat-template FILE"):
-        rendered(tok, chat("a"))
+        render_messages(tok, chat("a"))
     tok.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match=r"the chat template fails on .*roles must alternate"):
-        rendered(tok, chat("a"))
+        render_messages(tok, chat("a"))
     plain = Task("t", (Example("a", "b"),), (), lambda e, c: 0.0)
     with pytest.raises(InputError, match=r"cannot read --chat-template .*nowhere"):
         with_template(plain, tok, None, tmp_path / "nowhere")

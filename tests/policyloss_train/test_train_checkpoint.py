@@ -312,7 +312,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, what: str) -> None:
     file, damage, says = DAMAGE[what]
     damage(tmp_path / "step_000003" / file)
     with pytest.raises(StorageError, match=says):
-        checkpoint.checked_index(tmp_path / "step_000003", sums=True)
+        checkpoint.check_index(tmp_path / "step_000003", sums=True)
     with pytest.warns(UserWarning, match=f"step_000003.*{says}.*next older"):
         assert holds(latest(tmp_path)) == 2.0
 
@@ -485,7 +485,7 @@ def test_one_process_reads_a_checkpoint_of_ranks(
 def test_each_rank_wrote_its_own_rows(folder: Path, said: Said) -> None:
     """Of 5 rows, two ranks have 3 and 2; four have 2, 2, 1 and none."""
     for ranks, rows in (("two", [3, 2]), ("four", [2, 2, 1])):
-        index = checkpoint.checked_index(folder / ranks / "step_000003", sums=True)
+        index = checkpoint.check_index(folder / ranks / "step_000003", sums=True)
         pieces = index["tensors"]["model/0.weight"]["pieces"]
         assert [piece["rows"] for piece in pieces] == rows
         assert [piece["file"] for piece in pieces] == [
@@ -523,7 +523,7 @@ def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None
     process wrote is a rank's.
     """
     one, two, four = (
-        checkpoint.checked_index(folder / name / "step_000003", sums=True)
+        checkpoint.check_index(folder / name / "step_000003", sums=True)
         for name in ("one", "two", "four")
     )
     assert list(one["files"]) == ["rank00000.safetensors"]

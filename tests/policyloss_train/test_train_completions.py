@@ -73,7 +73,7 @@ def test_any_number_of_ranks_and_back(world: int, greedy: bool) -> None:
     everything = ALL if greedy else Completions(ALL.samples, None, ALL.statistics)
     shares = [everything.share(rank, world, PROMPTS) for rank in range(world)]
     assert sum(len(share.samples) for share in shares) == len(ROWS)
-    tensors, numbers = Completions.merged(shares).state()
+    tensors, numbers = Completions.merge(shares).state()
     assert tensors["completion_ids"].tolist() == [0, 1, 0, 1, 2, 10, 20, 21, 22, 23, 40]
     back = Completions.from_state(tensors, json.loads(json.dumps(numbers)))
     back.check(examples=5, vocabulary=41)

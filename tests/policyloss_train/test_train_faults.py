@@ -29,7 +29,7 @@ from policyloss_train.distributed import Ranks
 from policyloss_train.run.directory import RunDir
 from policyloss_train.tasks import time_limit
 from policyloss_train.tasks.base import Example, Task
-from policyloss_train.tasks.rewards import RewardError, checked_reward, score_completion
+from policyloss_train.tasks.rewards import RewardError, check_reward, score_completion
 from policyloss_train.tasks.time_limit import TimeIsUp, call_within
 from policyloss_train.watch import Watch, nonfinite_tokens
 
@@ -227,7 +227,7 @@ def test_a_reward_cannot_leave(
     assert "raised SystemExit: 0; prompt 'sort " in capsys.readouterr().out
     assert sum(row["reward/errors"] for row in lines(tmp_path / "run")[1:]) > 0
     with pytest.raises(RewardError, match="raised SystemExit: 3"):
-        checked_reward("mine", lambda example, completion: sys.exit(3))(EXAMPLE, "c")
+        check_reward("mine", lambda example, completion: sys.exit(3))(EXAMPLE, "c")
 
 
 class Strange(float):
@@ -267,14 +267,14 @@ def test_an_invalid_reward_is_an_error() -> None:
     results = {}
     for name, function in rewards.items():
         try:
-            value = checked_reward("mine", lambda example, completion: function())(EXAMPLE, "c")  # noqa: B023
+            value = check_reward("mine", lambda example, completion: function())(EXAMPLE, "c")  # noqa: B023
             results[name] = f"accepted: {value}"
         except RewardError as error:
             results[name] = "" if "the reward 'mine' " in str(error) else str(error)
         except BaseException as error:
             results[name] = f"raised {type(error).__name__}"
     assert_all_handled(results, least=17)
-    assert checked_reward("mine", lambda example, completion: -1e15)(EXAMPLE, "c") == -1e15
+    assert check_reward("mine", lambda example, completion: -1e15)(EXAMPLE, "c") == -1e15
 
 
 def test_a_reward_cannot_end_the_process() -> None:
@@ -292,7 +292,7 @@ def test_a_reward_cannot_end_the_process() -> None:
     if child == 0:
         code = 1
         try:
-            checked_reward("mine", ends)(EXAMPLE, "c")
+            check_reward("mine", ends)(EXAMPLE, "c")
         except RewardError as error:
             code = 7 if "raised SystemExit: os._exit(0)" in str(error) else 2
         finally:
@@ -325,7 +325,7 @@ HANGS = {
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_reward_that_hangs_is_interrupted(kind: str) -> None:
     task = Task(
-        "mine", [], [], checked_reward("mine", lambda example, completion: HANGS[kind]() or 1.0)
+        "mine", [], [], check_reward("mine", lambda example, completion: HANGS[kind]() or 1.0)
     )
     began, handler = time.monotonic(), signal.getsignal(signal.SIGALRM)
     with pytest.raises(

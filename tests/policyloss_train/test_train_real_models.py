@@ -29,13 +29,13 @@ from policyloss_train.attention import Rows
 from policyloss_train.config import TrainConfig
 from policyloss_train.learner import Learner
 from policyloss_train.models import (
-    _compiled,
+    _compile_forward,
     add_adapter,
-    base_trained,
     checkpoint_gradients,
     compile_blocks,
     merged_weights,
     tiny_tokenizer,
+    train_base,
     without_adapter,
 )
 from policyloss_train.optimizers import MasterAdamW, adamw, load_optimizer_state, optimizer_state
@@ -137,7 +137,7 @@ def test_a_critic_starts_from_the_adapted_model() -> None:
 
 def test_warm_up_trains_the_model_under_the_adapters() -> None:
     made = adapted()
-    with base_trained(made):
+    with train_base(made):
         assert torch.equal(logits(made), logits(llama(1)))
         flags = {name: p.requires_grad for name, p in made.named_parameters()}
         assert all(flag == ("lora" not in name) for name, flag in flags.items())
@@ -278,7 +278,7 @@ def test_compiled_blocks_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         return lookup_backend("aot_eager")(graph, inputs)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    _compiled.cache_clear()
+    _compile_forward.cache_clear()
     gradients = []
     for compiled in (False, True):
         made = llama(1)
@@ -301,7 +301,7 @@ def test_compiled_blocks_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     graphs = len(traced)
     assert made.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
     assert len(traced) == graphs
-    _compiled.cache_clear()
+    _compile_forward.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "mixtral", "qwen3_moe"])

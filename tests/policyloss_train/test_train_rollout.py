@@ -382,7 +382,7 @@ def test_options_of_engines_that_make_no_sense(options: dict[str, Any], says: st
 @pytest.mark.parametrize(
     ("rollout", "says"),
     [
-        ("nowhere_at_all:make", "there is no module 'nowhere_at_all'"),
+        ("nowhere_at_all:make", "No module named 'nowhere_at_all'"),
         ("http://h:1/x", "give http://host:port"),
         ("ftp://h:1", "give http://host:port"),
         ("vllm", "--rollout vllm needs the package vllm"),

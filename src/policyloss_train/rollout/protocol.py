@@ -26,7 +26,7 @@ from policyloss.errors import PolicyLossError, safe_repr
 from policyloss_lab.runs.files import damage_named
 from policyloss_train.distributed import Ranks
 from policyloss_train.drawing import Pair, problem_of
-from policyloss_train.models import merged_weights, saving_all_weights, without_bars
+from policyloss_train.models import merged_weights, save_all_weights, without_bars
 from policyloss_train.run.shards import local_part
 from policyloss_train.sampler import Completed
 
@@ -58,11 +58,6 @@ class Sampling:
     draw: int
     logp: Literal["processed", "raw"] = "processed"
     support: bool = False
-
-    @property
-    def cuts(self) -> bool:
-        """Whether some tokens cannot be drawn."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Weights:
         if first:
             temporary = folder.with_name(f".{folder.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
-            with without_bars(), saving_all_weights(self.model):
+            with without_bars(), save_all_weights(self.model):
                 # A copy, because `save_pretrained` removes tied tensors from it.
                 self.model.save_pretrained(temporary, state_dict=dict(tensors))
             self._add_tied(temporary, tensors)

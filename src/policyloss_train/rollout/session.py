@@ -16,7 +16,7 @@ from torch import nn
 
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import gathered
+from policyloss_train.distributed import gather_parameters
 from policyloss_train.drawing import Rule
 from policyloss_train.models import load_weights, vocabulary_size
 from policyloss_train.models import weights as weights_of
@@ -105,7 +105,8 @@ class Rollout:
 
     def _compare(self, sampling: Sampling, with_support: bool) -> None:
         """Warn if the engine's log-probabilities are over fewer tokens than the learner's."""
-        same = not sampling.cuts or sampling.logp == "raw" or (sampling.support and with_support)
+        cuts = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+        same = not cuts or sampling.logp == "raw" or (sampling.support and with_support)
         if same or self.mismatched:
             return
         self.mismatched = True
@@ -126,8 +127,7 @@ class BuiltIn(Engine):
     """Samples token by token with a key-value cache.
 
     copied: sample from a copy of the model, so that a thread may sample while the model learns. A
-    sharded model has no copy: all ranks sample together. policy: a function that returns the
-    sharded module.
+    sharded model has no copy: all ranks sample together. policy: returns the sharded module.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class BuiltIn(Engine):
         rule = Rule(sampling.temperature, sampling.top_p, sampling.top_k, processed)
         # Gather all weights; on a GPU, use a separate stream that does not wait for training.
         with (
-            nullcontext() if self.concurrent else gathered(self._policy()),
+            nullcontext() if self.concurrent else gather_parameters(self._policy()),
             nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
         ):
             completed = complete(

@@ -98,7 +98,7 @@ def load(
     path: Path, layout: State | None = None, *, group: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, by flat names, and the numbers of a checkpoint that any number of ranks wrote.
-    Only sizes are checked: `latest` and `checked_index` check every byte.
+    Only sizes are checked: `latest` and `check_index` check every byte.
 
     layout: DTensors, named as in the saved state. A tensor with the same shape, and the same name
         or a name under it (an optimizer's moments are `parameter/exp_avg`), becomes a DTensor of
@@ -117,14 +117,13 @@ def latest(
     """The newest checkpoint in `folder` that is intact in every byte; None if there is none.
 
     Warns of each damaged checkpoint, and tries the next older one. check: raises a `StorageError`
-    for a checkpoint that is unusable for other reasons. group: ranks that each call this; the first
-    one searches.
+    for a checkpoint that is unusable for other reasons. group: ranks that each call this.
     """
 
     def search() -> Path | None:
         for path in newest_first(folder):
             try:
-                checked_index(path, sums=True)
+                check_index(path, sums=True)
                 if check is not None:
                     check(path)
             except StorageError as error:
@@ -168,10 +167,8 @@ def flatten(state: State) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """Write a safetensors file and sync it to the disk; without tensors, write none.
-
-    → its size, its SHA-256, and the names of tensors that share another's memory; None without a
-    file.
+    """Write a safetensors file and sync it to the disk; without tensors, write none. → its size,
+    SHA-256, and the names of tensors that share another's memory; None without a file.
     """
     if not tensors:
         return None
@@ -187,7 +184,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] |
     return {"bytes": path.stat().st_size, "sha256": _sha256(path), "same": same}
 
 
-def checked_index(path: Path, *, sums: bool) -> dict[str, Any]:
+def check_index(path: Path, *, sums: bool) -> dict[str, Any]:
     """The index of an intact checkpoint. sums: check the checksums too, not only the sizes."""
     damaged = f"checkpoint {path} is damaged:"
     try:
@@ -226,7 +223,7 @@ def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
 
 
 def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    index = checked_index(path, sums=False)
+    index = check_index(path, sums=False)
     unreadable = (safetensors.SafetensorError, OSError)
     damage = files.damage_named(f"checkpoint {path} is damaged", " Use an older one.", *unreadable)
     with damage, ExitStack() as stack:
@@ -289,7 +286,7 @@ def _own_memory(x: Tensor) -> Tensor:
 
 def _readable(path: Path) -> bool:
     try:
-        checked_index(path, sums=False)
+        check_index(path, sums=False)
     except StorageError:
         return False
     return True

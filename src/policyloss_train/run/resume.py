@@ -26,7 +26,7 @@ from policyloss_lab.runs.files import TEMPLATE, StorageError, damage_named
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import list_names
-from policyloss_train.run.checkpoint import checked_index, flatten, latest, load, save, step_of
+from policyloss_train.run.checkpoint import check_index, flatten, latest, load, save, step_of
 from policyloss_train.run.directory import RunDir
 from policyloss_train.watch import NotFiniteError, nonfinite_names
 
@@ -66,7 +66,7 @@ def restore(
             "again in another --out."
         )
     tensors, numbers = load(path, layout, group=ranks.group)
-    with explained(path):
+    with name_damage(path):
         for name, one in changing.items():
             one.load_state(tensors, numbers[name])
     return step_of(path)
@@ -79,11 +79,11 @@ def stored_weights(
     path = checkpoint or latest(run / "checkpoints", refuse_nonfinite_weights)
     if path is None:
         raise InputError(f"{run / 'checkpoints'} holds no checkpoint that can be read.")
-    step = int(checked_index(path, sums=True)["step"])
+    step = int(check_index(path, sums=True)["step"])
     return path, step, load(path)[0]
 
 
-def explained(path: Path) -> AbstractContextManager[None]:
+def name_damage(path: Path) -> AbstractContextManager[None]:
     """Inside, an error about the contents of a checkpoint names the checkpoint."""
     advice = " Remove it to go on from an older one."
     return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
@@ -91,7 +91,7 @@ def explained(path: Path) -> AbstractContextManager[None]:
 
 def refuse_nonfinite_weights(path: Path) -> None:
     """Raise a `StorageError` if a checkpoint holds weights that are not finite."""
-    for name in checked_index(path, sums=False)["files"]:
+    for name in check_index(path, sums=False)["files"]:
         damage = damage_named(f"checkpoint {path} is damaged: {name}", "", SafetensorError, OSError)
         with damage, safe_open(path / name, framework="pt") as file:
             names = file.keys()  # the file is not a dictionary
@@ -119,9 +119,9 @@ CHANGEABLE = (
     *("rollout", "rollout_timeout", "rollout_memory"),
 )
 OF_A_START = ("config", "like", "resume", "extend")  # options of a start, which are not stored
+UNSTARTED = {name: getattr(TrainConfig, name) for name in OF_A_START}  # their stored values
 _MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
-# Options that may name code, an address or a service. Training uses all of them, evaluation only
-# the reward.
+# Options that may name code, an address or a service; evaluation uses only the reward.
 MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
 
 
@@ -132,31 +132,26 @@ def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:
         with damage_named(f"{file} is damaged"):
             if not isinstance(contents["config"], dict) or not isinstance(contents["loss"], dict):
                 raise InputError("'config' and 'loss' must be objects.")
-            config = TrainConfig.from_dict({**contents["config"], **unstarted(), "out": str(run)})
+            config = TrainConfig.from_dict({**contents["config"], **UNSTARTED, "out": str(run)})
             if config.chat_template is not None:  # not the file that it names, which may be any
                 config = replace(config, chat_template=run / TEMPLATE)
             if contents["loss"] == {"code": config.loss}:
                 return config, None
             spec = LossSpec.from_dict(contents["loss"])
             named = match_name(config.loss, PRESETS)
-            return config, spec if named is None else made_from(PRESETS[named].spec, spec)
+            return config, spec if named is None else keep_preset(PRESETS[named].spec, spec)
     except StorageError:
         raise
     except PolicyLossError as error:
         raise StorageError(f"{file}: {error}") from None
 
 
-def made_from(spec: LossSpec, changed: LossSpec) -> LossSpec:
+def keep_preset(spec: LossSpec, changed: LossSpec) -> LossSpec:
     """`changed` as a change of `spec`, so that it still refers to its preset."""
     return spec.replace(**{slot: getattr(changed, slot) for slot in SLOTS})
 
 
-def unstarted() -> dict[str, Any]:
-    """The options of `OF_A_START` as a run directory holds them."""
-    return {name: getattr(TrainConfig, name) for name in OF_A_START}
-
-
-def continued(config: TrainConfig, spec: LossSpec) -> TrainConfig:
+def continue_options(config: TrainConfig, spec: LossSpec) -> TrainConfig:
     """`config` with the final number of steps; raises if its options differ from the run's."""
     stored, stored_spec = stored_options(config.out)
     refuse_changes(stored, config, stored_spec, spec)

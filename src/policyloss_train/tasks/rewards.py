@@ -31,18 +31,18 @@ def make_reward(name: str) -> Reward:
     return a number of at most 1e15; any other value, and any exception, becomes a `RewardError`.
     """
     if name in _BUILT_IN:
-        return checked_reward(name, _BUILT_IN[name]())
+        return check_reward(name, _BUILT_IN[name]())
     if ":" in name:
         function = load_code(name, "the reward")
         if not callable(function):
             raise InputError(f"the reward {name!r} is {safe_repr(function)}, which is no function.")
-        return checked_reward(name, function)
+        return check_reward(name, function)
     raise InputError(
         unknown_name("reward", name, _BUILT_IN) + " Or module:function for a function of your own."
     )
 
 
-def checked_reward(name: str, function: Any) -> Reward:
+def check_reward(name: str, function: Any) -> Reward:
     """`function` as a reward called `name`: its errors and its NaNs become `RewardError`s."""
 
     def reward(example: Example, completion: str) -> float:

@@ -86,9 +86,7 @@ class Display:
         return progress
 
     def update(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
-        """Show the numbers after `step` steps. timing: the seconds of the last step, "step_s", and
-        its speed, "tokens_per_s".
-        """
+        """Show the numbers after `step` steps. timing: "step_s" and "tokens_per_s" of the step."""
         self._done = step
         if step:  # step 0 is only an evaluation
             self._seconds.append(timing.get("step_s", math.nan))
@@ -134,15 +132,6 @@ class Display:
         seconds = mean * max(self._total - self._done, 0)
         return str(timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "?"
 
-    def _print(self, text: str, *, style: str | None = None, end: str = "\n") -> None:
-        # No markup or cursor movement in the text, and no cut of log lines at the width of a
-        # terminal.
-        self._console.print(
-            visible(text),
-            style=style,
-            end=end,
-            markup=False,
-            highlight=False,
-            emoji=False,
-            soft_wrap=True,
-        )
+    def _print(self, text: str, *, style: str = "", end: str = "\n") -> None:
+        # A `Text` has no markup. Lines are not cut at the width of the terminal.
+        self._console.print(Text(visible(text), style), end=end, soft_wrap=True)

@@ -69,7 +69,7 @@ class TokenLog:
             return []
         pack = learned.pack.with_tokens(logp=learned.logp, entropy=learned.entropy)
         pack = pack.with_tokens(
-            clipped=clipped(pack, self.spec),
+            clipped=find_clipped(pack, self.spec),
             branch=token_branches(self.spec, **_arguments(pack)),
         )
         parts = _parts(pack.select(places).to(torch.device("cpu")))
@@ -191,7 +191,7 @@ def _arguments(pack: Pack) -> dict[str, Tensor]:
     return {**tokens, "cu_seqlens": pack.cu_seqlens, "group_ids": pack.sequences["group_ids"]}
 
 
-def clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
+def find_clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
     """`[N]` bool: True at each token with a nonzero advantage but no gradient, because of the trust
     region or a correction. The derivative by logp of the loss without its KL and entropy terms is
     exactly 0 at such a token.

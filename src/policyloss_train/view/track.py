@@ -15,10 +15,8 @@ from policyloss_lab.runs.files import StorageError, from_json, read_plain, repla
 
 
 class TensorBoard:
-    """Event files in `folder`, created with the first numbers.
-
-    resumed_after: the step after which a resumed run continues; older events of later steps are
-    hidden.
+    """Event files in `folder`, created with the first numbers. resumed_after: the step after which
+    a resumed run continues; older events of later steps are hidden.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,8 +47,7 @@ class TensorBoard:
 
 class Service:
     """Weights & Biases or trackio, which share an interface, with one run of the service per run
-    directory `folder`; a resumed run continues it. A failure of the service is warned of once, and
-    training goes on.
+    directory `folder`; a resumed run continues it. If the service fails, the run warns once.
     """
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
