@@ -116,7 +116,9 @@ def _extremes(values: Tensor, size: int) -> Tensor:
     gaps = pad(values.isnan().int(), end).view(-1, size)
     first = torch.arange(0, count, size)
     gap = (first + gaps.argmax(1))[gaps.any(1)]
-    return torch.cat([first + low, first + high, gap, torch.tensor([count - 1])]).unique()
+    places = torch.cat([first + low, first + high, gap, torch.tensor([count - 1])])
+    distinct: Tensor = torch.unique(places)
+    return distinct
 
 
 class Table:
@@ -155,7 +157,8 @@ class Table:
         """The steps with metrics of training, in order; an evaluation alone is no step."""
         names = [name for name in self.lines if not name.startswith(("eval/", "eval_"))]
         steps = [torch.empty(0, dtype=torch.int64), *(self.lines[n].numbers[0] for n in names)]
-        return torch.cat(steps).unique()
+        distinct: Tensor = torch.unique(torch.cat(steps))
+        return distinct
 
     def series(self, file: str, notes: Notes, budget: int = limits.POINT_BUDGET) -> Series:
         """{metric: {"step": […], "value": […]}}; nonfinite values are None. budget: the number of
