@@ -25,12 +25,7 @@ HISTOGRAM = "ratio_histogram"
 # The metrics that the charts name are kept, however many others there are.
 _EXPECTED = (
     KNOWN
-    | {
-        name.removeprefix("timing/")
-        for panel in PANELS
-        for name in panel.patterns
-        if "*" not in name
-    }
+    | {name.removeprefix("timing/") for panel in PANELS for name in panel.lines if "*" not in name}
     | {"tokens"}
 )
 
