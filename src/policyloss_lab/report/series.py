@@ -85,12 +85,16 @@ class Line:
     def change(self) -> dict[str, Any] | None:
         """The first, last and best finite value with their steps; None if there is none."""
         known = ~self.numbers[1].isnan()
-        steps, values = (x[known].tolist() for x in self.numbers)
-        if not steps:
+        steps, values = (x[known] for x in self.numbers)
+        if not steps.numel():
             return None
-        first, last, best = (_number(x) for x in (values[0], values[-1], max(values)))
-        ends = {"first": first, "first_step": steps[0], "last": last, "last_step": steps[-1]}
-        return {**ends, "best": best}
+        return {
+            "first": _number(float(values[0])),
+            "first_step": int(steps[0]),
+            "last": _number(float(values[-1])),
+            "last_step": int(steps[-1]),
+            "best": _number(float(values.max())),
+        }
 
 
 def _number(value: float) -> float | int | None:
