@@ -7,6 +7,7 @@ is opened read-only, its schema is not trusted, and a query that does not end is
 
 from __future__ import annotations
 
+import itertools
 import os
 import sqlite3
 import struct
@@ -120,17 +121,11 @@ def trackio_config(path: Path, run: str) -> dict[str, Any]:
 
 
 def _rows(path: Path, query: str, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    left = _MOST_STEPS
-
-    def stop() -> bool:
-        nonlocal left
-        left -= 1
-        return left < 0
-
+    steps = itertools.count()
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
             base.execute("PRAGMA trusted_schema = OFF")
-            base.set_progress_handler(stop, 1_000_000)
+            base.set_progress_handler(lambda: next(steps) >= _MOST_STEPS, 1_000_000)
             yield from base.execute(query, values)
     except sqlite3.Error as error:
         raise InputError(f"{path.name} is not a readable project of trackio: {error}.") from None

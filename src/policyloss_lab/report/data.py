@@ -312,7 +312,7 @@ def _read_foreign(source: Source, runs: int) -> None:
             f"{source.path} holds no row with a step and numbers; it is no log of a run."
         )
     source.format = KINDS.get(source.kind) or f"completions only: {source.completions[0].name}"
-    source.steps = max([0, *source.table.trained.tolist()[-1:]])
+    source.steps = max([0, *source.table.trained[-1:].tolist()])
     if source.kind == "state":
         source.planned = _planned(source.numbers[0])
     if source.kind == "trackio":

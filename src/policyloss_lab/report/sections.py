@@ -21,6 +21,7 @@ def swatch(index: int) -> str:
     return f'<i class="swatch run{index % 8}"></i>'
 
 
+_DEFAULT = ' <span class="quiet">(default)</span>'
 _UNKNOWN = ("–", "<b>unknown</b>")
 _VERDICTS = 8  # sentences that are visible at once
 _TALL = 12  # the table scrolls if it has more rows
@@ -333,7 +334,8 @@ def _table(
     body = "".join(
         f"<tr><th scope=row>{escaped(key)}"
         + "".join(
-            _cell(value, key in usual and usual[key] == value)
+            f"<td><bdi>{'–' if value is None else escaped(value)}</bdi>"
+            + (_DEFAULT if key in usual and usual[key] == value else "")
             for value, usual in zip(rows[key], defaults, strict=True)
         )
         for key in keys
@@ -342,11 +344,6 @@ def _table(
         '<div class="wide"><table '
         f'class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def _cell(value: str | None, is_default: bool) -> str:
-    mark = ' <span class="quiet">(default)</span>' if is_default else ""
-    return f"<td><bdi>{'–' if value is None else escaped(value)}</bdi>{mark}"
 
 
 def origins(runs: Sequence[Mapping[str, Any]]) -> str:

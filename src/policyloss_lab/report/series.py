@@ -25,12 +25,7 @@ HISTOGRAM = "ratio_histogram"
 # The metrics that the charts name are kept, however many others there are.
 _EXPECTED = (
     KNOWN
-    | {
-        name.removeprefix("timing/")
-        for panel in PANELS
-        for name in panel.patterns
-        if "*" not in name
-    }
+    | {name.removeprefix("timing/") for panel in PANELS for name in panel.lines if "*" not in name}
     | {"tokens"}
 )
 
@@ -90,12 +85,16 @@ class Line:
     def change(self) -> dict[str, Any] | None:
         """The first, last and best finite value with their steps; None if there is none."""
         known = ~self.numbers[1].isnan()
-        steps, values = (x[known].tolist() for x in self.numbers)
-        if not steps:
+        steps, values = (x[known] for x in self.numbers)
+        if not steps.numel():
             return None
-        first, last, best = (_number(x) for x in (values[0], values[-1], max(values)))
-        ends = {"first": first, "first_step": steps[0], "last": last, "last_step": steps[-1]}
-        return {**ends, "best": best}
+        return {
+            "first": _number(float(values[0])),
+            "first_step": int(steps[0]),
+            "last": _number(float(values[-1])),
+            "last_step": int(steps[-1]),
+            "best": _number(float(values.max())),
+        }
 
 
 def _number(value: float) -> float | int | None:
@@ -116,7 +115,9 @@ def _extremes(values: Tensor, size: int) -> Tensor:
     gaps = pad(values.isnan().int(), end).view(-1, size)
     first = torch.arange(0, count, size)
     gap = (first + gaps.argmax(1))[gaps.any(1)]
-    return torch.cat([first + low, first + high, gap, torch.tensor([count - 1])]).unique()
+    places = torch.cat([first + low, first + high, gap, torch.tensor([count - 1])])
+    distinct: Tensor = torch.unique(places)
+    return distinct
 
 
 class Table:
@@ -155,7 +156,8 @@ class Table:
         """The steps with metrics of training, in order; an evaluation alone is no step."""
         names = [name for name in self.lines if not name.startswith(("eval/", "eval_"))]
         steps = [torch.empty(0, dtype=torch.int64), *(self.lines[n].numbers[0] for n in names)]
-        return torch.cat(steps).unique()
+        distinct: Tensor = torch.unique(torch.cat(steps))
+        return distinct
 
     def series(self, file: str, notes: Notes, budget: int = limits.POINT_BUDGET) -> Series:
         """{metric: {"step": […], "value": […]}}; nonfinite values are None. budget: the number of

@@ -114,4 +114,5 @@ def _owner(handle: int) -> dict[str, Any]:
 
 
 def _is_elsewhere(owner: dict[str, Any]) -> bool:
-    return owner.get("host", socket.gethostname()) != socket.gethostname()
+    here = socket.gethostname()
+    return bool(owner.get("host", here) != here)

@@ -273,7 +273,8 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
         )
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} completions lack numbers and were left out.")
-    rows, numbers, rewards = ([every[i] for i in kept] for every in (rows, numbers, rewards))
+    rows, numbers = [rows[i] for i in kept], [numbers[i] for i in kept]
+    rewards = [rewards[i] for i in kept]
     tensors: dict[str, Any] = {
         name: torch.tensor([value for x in numbers for value in x[name]], dtype=torch.float64)
         for name in (*PER_TOKEN, "ids", "token_advantage")
@@ -297,7 +298,7 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
     tensors |= {
         "advantages": advantages,
         "rewards": reward,
-        "mask": torch.tensor([bool(used) for x in numbers for used in x["mask"]]),
+        "mask": torch.tensor([used for x in numbers for used in x["mask"]]),
         "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
         "group_ids": groups,
     }
@@ -316,7 +317,7 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
     )
 
 
-def _numbers(row: Mapping[str, Any], place: int) -> dict[str, list[float]]:
+def _numbers(row: Mapping[str, Any], place: int) -> dict[str, list[Any]]:
     """The numbers of each token of a completion by name, 0 for masked tokens, and its "mask", all
     True by default; {} without log-probabilities. A column that lacks a number is left out.
     """
@@ -326,7 +327,7 @@ def _numbers(row: Mapping[str, Any], place: int) -> dict[str, list[float]]:
         raise InputError(f"completion {place + 1} has lists of different lengths: {lengths}.")
     count = next(iter(lengths.values()), 0)
     used = [value is None or bool(value) for value in lists.get("mask", [True] * count)]
-    out: dict[str, list[float]] = {"mask": used}
+    out: dict[str, list[Any]] = {"mask": used}
     for name in (*PER_TOKEN, "ids", "token_advantage"):
         values = row.get(name)
         values = [values] * count if is_number(values) else values
@@ -361,5 +362,5 @@ def _texts(row: Mapping[str, Any], count: int) -> list[str]:
     texts, ids = row.get("tokens"), row.get("ids")
     if isinstance(texts, list) and len(texts) == count:
         return [cut(str(text), TOKEN_LENGTH) for text in texts]
-    known = isinstance(ids, list) and len(ids) == count
-    return [f"#{x}" for x in (ids if known else range(1, count + 1))]
+    numbers = ids if isinstance(ids, list) and len(ids) == count else range(1, count + 1)
+    return [f"#{x}" for x in numbers]

@@ -158,24 +158,17 @@ class HeadWeight:
         places, states, ids = [], [], []
         for batch in model_batches(tokens, self.model):
             call = ModelCall.of(self.model, batch.ids, batch.attention_mask, None, None, None, None)
-            caught: _Caught = call.fused(_Caught)
-            states.append(call.predicting(caught.hidden)[batch.mask])
+            # The hidden states before the head, and the head.
+            before, matrices, known = call.fused(lambda *caught: caught)
+            states.append(call.predicting(before)[batch.mask])
             ids.append(call.ids[batch.mask])
             places.append(batch.place)
         place, hidden, target = torch.cat(places), torch.cat(states), torch.cat(ids)
-        inside = _logit_products(hidden, target, caught.matrices, caught.known, self.temperature)
+        inside = _logit_products(hidden, target, matrices, known, self.temperature)
         inside = inside * (hidden.float() @ hidden.float().T)
         out = tokens.inputs.logp.new_zeros(tokens.inputs.logp.shape[0], tokens.inputs.logp.shape[0])
         out[place[:, None], place] = inside.double().cpu()
         return out
-
-
-class _Caught(NamedTuple):
-    """The hidden states before the head, and the head."""
-
-    hidden: Tensor
-    matrices: Matrices
-    known: Transformation
 
 
 def _logit_products(
@@ -184,9 +177,8 @@ def _logit_products(
     """`⟨e, e'⟩` of every two tokens, `[M, M]` float32, by parts of the vocabulary."""
     rows = torch.arange(target.shape[0], device=target.device)
     weights = torch.split(matrices.weight, _VOCABULARY)
-    biases = (
-        [None] * len(weights) if matrices.bias is None else torch.split(matrices.bias, _VOCABULARY)
-    )
+    bias = matrices.bias
+    biases = [None] * len(weights) if bias is None else torch.split(bias, _VOCABULARY)
     parts = [Matrices(w, b) for w, b in zip(weights, biases, strict=True)]
 
     def logits(part: Matrices) -> Tensor:
@@ -240,11 +232,10 @@ def model_batches(tokens: StoredTokens, model: Any, at_once: int = _ROWS) -> Ite
         )
     device = next(model.parameters()).device
     every = torch.arange(tokens.ids.shape[0])
+    places = torch.split(every, tokens.lengths.tolist())
     rows = [
         (torch.tensor(list(prompt)), place)
-        for prompt, place in zip(
-            tokens.prompts, torch.split(every, tokens.lengths.tolist()), strict=True
-        )
+        for prompt, place in zip(tokens.prompts, places, strict=True)
         if bool(tokens.inputs.mask[place].any())
     ]
     for start in range(0, len(rows), at_once):
@@ -254,15 +245,10 @@ def model_batches(tokens: StoredTokens, model: Any, at_once: int = _ROWS) -> Ite
             torch.cat([torch.zeros(len(prompt) - 1).bool(), tokens.inputs.mask[place]])
             for prompt, place in some
         ]
-        pad = nn.utils.rnn.pad_sequence
-        live = pad([torch.ones(len(x), dtype=torch.long) for x in ids], batch_first=True)
+        live = [torch.ones_like(x) for x in ids]
+        padded = (nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, live, mask))
         trained = [place[tokens.inputs.mask[place]] for _, place in some]
-        yield _ModelBatch(
-            pad(ids, batch_first=True).to(device),
-            live.to(device),
-            pad(mask, batch_first=True).to(device),
-            torch.cat(trained),
-        )
+        yield _ModelBatch(*(x.to(device) for x in padded), torch.cat(trained))
 
 
 Weights = EachToken | Parameters | HeadWeight
@@ -276,8 +262,5 @@ def weights_for(model: Any, losses: int, temperature: float, through: str | None
     if model is None or through == EachToken.name:
         return EachToken()
     parameters = Parameters(model, temperature)
-    if through == HeadWeight.name:
-        return HeadWeight(model, temperature)
-    if through == Parameters.name or parameters.size * losses <= GRADIENT_NUMBERS:
-        return parameters
-    return HeadWeight(model, temperature)
+    fits = through is None and parameters.size * losses <= GRADIENT_NUMBERS
+    return parameters if fits or through == Parameters.name else HeadWeight(model, temperature)
