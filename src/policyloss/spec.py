@@ -19,8 +19,8 @@ from policyloss.parts.data import (
     VARIANTS,
     check_depth,
     check_part,
-    decode_part,
-    encode_part,
+    decoded,
+    encoded,
     has_fields,
     known_parts,
 )
@@ -279,15 +279,15 @@ class LossSpec(Part):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
-        kl = [encode_part("kl", part) for part in self.kl_parts]
+        kl = [encoded("kl", part) for part in self.kl_parts]
         return {
-            "ratio": encode_part("ratio", self.ratio),
-            "trust": encode_part("trust", self.trust),
-            "correction": [encode_part("correction", c) for c in self.correction],
+            "ratio": encoded("ratio", self.ratio),
+            "trust": encoded("trust", self.trust),
+            "correction": [encoded("correction", c) for c in self.correction],
             "rejected": self.rejected,
             "kl": kl if len(kl) > 1 else kl[0] if kl else None,
             "entropy_coef": self.entropy_coef,
-            "aggregate": encode_part("aggregate", self.aggregate),
+            "aggregate": encoded("aggregate", self.aggregate),
         }
 
     @classmethod
@@ -305,9 +305,9 @@ class LossSpec(Part):
             if key == "correction" and not isinstance(value, (list, tuple)):
                 raise SpecError(f"correction must be a list of parts, got {value!r}.")
             if key in ("correction", "kl") and isinstance(value, (list, tuple)):
-                slots[key] = tuple(decode_part(key, part) for part in value)
+                slots[key] = tuple(decoded(key, part) for part in value)
             elif key in VARIANTS and not (key == "kl" and value is None):
-                slots[key] = decode_part(key, value)
+                slots[key] = decoded(key, value)
             else:
                 slots[key] = value
         return cls(**slots)
