@@ -155,9 +155,8 @@ class LossSpec(Part):
     @property
     def reads_ratio(self) -> bool:
         """Whether a part of the loss uses the ratio (REINFORCE has no such part)."""
-        return self.reads_ratio_value or any(
-            getattr(part, "reads_ratio", False) for part in self.kl_parts
-        )
+        weighted = any(getattr(part, "reads_ratio", False) for part in self.kl_parts)
+        return self.reads_ratio_value or weighted
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -201,9 +200,8 @@ class LossSpec(Part):
         by_logp = self.corrections_by_logp
         parts = [self.ratio, self.trust, *by_logp, *self.kl_parts]
         reaches = {getattr(part, "reach", "batch") for part in parts}
-        fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(
-            self.aggregate, "reads_logp", True
-        )
+        ours = isinstance(self.aggregate, aggregate.VARIANTS)
+        fixed_average = ours or not getattr(self.aggregate, "reads_logp", True)
         if "batch" in reaches or not fixed_average or (by_logp and self.rejected != "keep"):
             return "batch"
         return "sequence" if "sequence" in reaches else "token"
