@@ -242,10 +242,8 @@ def aggregate_tokens(
     check_part("aggregate", aggregate)
     step = resolve(totals)
     check_tensor("x", x, "float")
-    layout = Layout.of(
-        x, mask, called="x", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
-    )
-    layout = layout.with_totals(step)
+    where = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+    layout = Layout.of(x, mask, called="x", **where).with_totals(step)
     return weighted_sum(layout.fill(x), aggregate(layout))
 
 
@@ -265,16 +263,15 @@ def corrected_tokens(
 ) -> tuple[Tokens, Combined]:
     """Apply the corrections, and unless `spec.rejected` is "keep", mask the rejected tokens."""
     if step is not None and spec.needs_statistics:
-        if step.statistics is None or any(
-            name not in step.statistics for name in spec.statistics_names
-        ):
+        measured = step.statistics
+        if measured is None or any(name not in measured for name in spec.statistics_names):
             raise InputError(
                 "this loss needs batch-wide numbers of the whole step (survivors of a rejection, "
                 "covariances or a mean weight), which counting the mask does not give: make the "
                 "totals with policyloss.measure(spec, …) on the step's tensors, or pass "
                 'totals="local" if this call is the whole batch.'
             )
-        t = t.replace(measured=step.statistics)
+        t = t.replace(measured=measured)
     if not spec.correction:
         return t, Combined(None, None, {}, {})
     corrected = combine(spec.correction, t)

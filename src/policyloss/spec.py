@@ -19,8 +19,8 @@ from policyloss.parts.data import (
     VARIANTS,
     check_depth,
     check_part,
-    decode_part,
-    encode_part,
+    decoded,
+    encoded,
     has_fields,
     known_parts,
 )
@@ -155,9 +155,8 @@ class LossSpec(Part):
     @property
     def reads_ratio(self) -> bool:
         """Whether a part of the loss uses the ratio (REINFORCE has no such part)."""
-        return self.reads_ratio_value or any(
-            getattr(part, "reads_ratio", False) for part in self.kl_parts
-        )
+        weighted = any(getattr(part, "reads_ratio", False) for part in self.kl_parts)
+        return self.reads_ratio_value or weighted
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -201,9 +200,8 @@ class LossSpec(Part):
         by_logp = self.corrections_by_logp
         parts = [self.ratio, self.trust, *by_logp, *self.kl_parts]
         reaches = {getattr(part, "reach", "batch") for part in parts}
-        fixed_average = isinstance(self.aggregate, aggregate.VARIANTS) or not getattr(
-            self.aggregate, "reads_logp", True
-        )
+        ours = isinstance(self.aggregate, aggregate.VARIANTS)
+        fixed_average = ours or not getattr(self.aggregate, "reads_logp", True)
         if "batch" in reaches or not fixed_average or (by_logp and self.rejected != "keep"):
             return "batch"
         return "sequence" if "sequence" in reaches else "token"
@@ -279,15 +277,15 @@ class LossSpec(Part):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
-        kl = [encode_part("kl", part) for part in self.kl_parts]
+        kl = [encoded("kl", part) for part in self.kl_parts]
         return {
-            "ratio": encode_part("ratio", self.ratio),
-            "trust": encode_part("trust", self.trust),
-            "correction": [encode_part("correction", c) for c in self.correction],
+            "ratio": encoded("ratio", self.ratio),
+            "trust": encoded("trust", self.trust),
+            "correction": [encoded("correction", c) for c in self.correction],
             "rejected": self.rejected,
             "kl": kl if len(kl) > 1 else kl[0] if kl else None,
             "entropy_coef": self.entropy_coef,
-            "aggregate": encode_part("aggregate", self.aggregate),
+            "aggregate": encoded("aggregate", self.aggregate),
         }
 
     @classmethod
@@ -305,9 +303,9 @@ class LossSpec(Part):
             if key == "correction" and not isinstance(value, (list, tuple)):
                 raise SpecError(f"correction must be a list of parts, got {value!r}.")
             if key in ("correction", "kl") and isinstance(value, (list, tuple)):
-                slots[key] = tuple(decode_part(key, part) for part in value)
+                slots[key] = tuple(decoded(key, part) for part in value)
             elif key in VARIANTS and not (key == "kl" and value is None):
-                slots[key] = decode_part(key, value)
+                slots[key] = decoded(key, value)
             else:
                 slots[key] = value
         return cls(**slots)

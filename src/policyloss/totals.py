@@ -113,9 +113,8 @@ class Totals:
         """The counts of one padded `[B, T]` mask alone, as with `totals="local"`."""
         check_tensor("mask", mask)
         valid = as_mask(mask, mask)
-        return cls(
-            count(valid).to(accumulator_dtype(mask.device)), count(valid.any(-1)), dp_size=dp_size
-        )
+        tokens = count(valid).to(accumulator_dtype(mask.device))
+        return cls(tokens, count(valid.any(-1)), dp_size=dp_size)
 
     def all_reduce(
         self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None

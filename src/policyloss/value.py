@@ -80,10 +80,8 @@ def value_loss(
     check_part("aggregate", aggregate)
     step = resolve(totals)
     check_tensor("values", values, "float")
-    t = Layout.of(
-        values, mask, called="values", cu_seqlens=cu_seqlens, group_ids=group_ids, cp_group=cp_group
-    )
-    t = t.with_totals(step)
+    where = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+    t = Layout.of(values, mask, called="values", **where).with_totals(step)
     value = t.fill(values)
     target = t.fill(expand_advantages(returns, t.sequences, "returns", ("values", values)))
 

@@ -145,9 +145,8 @@ def reinforce_pp_baseline(
     check_rewards(rewards, group_ids)
     counts = per_sequence("lengths", lengths, rewards)
     (r, ids, counts), this_rank = of_all_ranks(group, rewards, group_ids, counts)
-    return _whitened_by_length(dr_grpo(r, ids, single=single, group="local"), counts, eps)[
-        this_rank
-    ].to(compute_dtype(rewards))
+    centred = dr_grpo(r, ids, single=single, group="local")
+    return _whitened_by_length(centred, counts, eps)[this_rank].to(compute_dtype(rewards))
 
 
 def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:

@@ -134,9 +134,8 @@ def _less_baseline(
 
 def _at_places(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
     """The valid tokens of each row at the columns `place`, 0 elsewhere. `[B, T]` → `[B, width]`."""
-    return x.new_zeros(x.shape[0], width + 1).scatter(1, torch.where(valid, place, width), x)[
-        :, :width
-    ]
+    room, column = x.new_zeros(x.shape[0], width + 1), torch.where(valid, place, width)
+    return room.scatter(1, column, x)[:, :width]
 
 
 def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:

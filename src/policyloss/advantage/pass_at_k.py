@@ -106,11 +106,8 @@ def _choose_ratio(a: Tensor, b: int, n: Tensor, k: int) -> Tensor:
     a, n = a.clamp(min=b).to(wide), n.clamp(min=k).to(wide)
 
     def log_choose(top: Tensor, bottom: int) -> Tensor:
-        return (
-            torch.lgamma(top + 1)
-            - torch.lgamma(top - bottom + 1)
-            - torch.lgamma(torch.full_like(top, bottom + 1))
-        )
+        of_bottom = torch.lgamma(torch.full_like(top, bottom + 1))
+        return torch.lgamma(top + 1) - torch.lgamma(top - bottom + 1) - of_bottom
 
     return torch.where(exists, (log_choose(a, b) - log_choose(n, k)).exp(), 0)
 

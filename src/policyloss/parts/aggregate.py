@@ -49,9 +49,8 @@ def _horizon(horizon: float | None) -> str:
 
 
 def _horizon_in_words(horizon: float | None) -> str:
-    return (
-        "a constant that is not set yet" if horizon is None else f"the constant {spoken(horizon)}"
-    )
+    unset = "a constant that is not set yet"
+    return unset if horizon is None else f"the constant {spoken(horizon)}"
 
 
 @dataclass(frozen=True)

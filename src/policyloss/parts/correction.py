@@ -111,10 +111,8 @@ class Band(Part):
         return Corrected(w, correction.within(w, self.low, self.high))
 
     def sentence(self) -> str:
-        return (
-            f"{_weighted(self.level)}, and rejected unless that is "
-            f"{interval_in_words(self.low, self.high)}"
-        )
+        within = interval_in_words(self.low, self.high)
+        return f"{_weighted(self.level)}, and rejected unless that is {within}"
 
 
 @dataclass(frozen=True)
@@ -152,10 +150,8 @@ class SequenceMask(Part):
             "sequence": "its tokens get that weight",
             None: "it counts fully",
         }
-        test = (
-            f"its {LEVELS[self.level].split(' ')[1]} weight is "
-            f"{interval_in_words(self.low, self.high)}"
-        )
+        level, within = LEVELS[self.level].split(" ")[1], interval_in_words(self.low, self.high)
+        test = f"its {level} weight is {within}"
         return f"a sequence is rejected unless {test}; else {weights[self.weight]}"
 
 
@@ -201,13 +197,10 @@ class DivergenceMask(Part):
         if self.level == "sequence":
             what, test = "a sequence", f"the mean over its tokens of {measure}"
         nats = " nats" if self.divergence == "kl" else ""
-        weight = (
-            "it is weighted by exp(old_logp - rollout_logp)" if self.weight else "it counts fully"
-        )
-        return (
-            f"{what} is rejected unless {test} is "
-            f"{' and '.join(bounds_in_words(self.low, self.high))}{nats}; else {weight}"
-        )
+        weighted = "it is weighted by exp(old_logp - rollout_logp)"
+        weight = weighted if self.weight else "it counts fully"
+        within = " and ".join(bounds_in_words(self.low, self.high))
+        return f"{what} is rejected unless {test} is {within}{nats}; else {weight}"
 
 
 @dataclass(frozen=True)
@@ -245,10 +238,8 @@ class Reject(Part):
             "max": "at the sequence's worst token",
         }[self.reduce]
         within = " and ".join(bounds_in_words(self.low, self.high))
-        return (
-            f"rejected unless {self.estimator}, estimating KL(rollout, old) {over}, is {within} "
-            "nats"
-        )
+        estimate = f"{self.estimator}, estimating KL(rollout, old) {over}"
+        return f"rejected unless {estimate}, is {within} nats"
 
 
 @dataclass(frozen=True)
@@ -395,9 +386,8 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
 
 def correction_name(part: Any) -> str:
     """The name of a correction in the metrics."""
-    return (
-        type(part).__name__ if isinstance(part, VARIANTS) else getattr(part, "__name__", "custom")
-    )
+    ours = isinstance(part, VARIANTS)
+    return type(part).__name__ if ours else getattr(part, "__name__", "custom")
 
 
 def self_normalised(

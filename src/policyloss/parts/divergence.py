@@ -115,9 +115,8 @@ class Divergence(Part):
         most = "" if self.weight_max is None else f", at most {spoken(self.weight_max)}"
         by = "" if weight is None else f", times {weight}{most}, without its gradient"
         over = self._entries_in_words()
-        return (
-            f"plus {spoken(self.coef)} times {of} of each token's distribution{over}{limited}{by}"
-        )
+        each = f"{of} of each token's distribution{over}"
+        return f"plus {spoken(self.coef)} times {each}{limited}{by}"
 
     def _entries_in_words(self) -> str:
         if self.top is None:

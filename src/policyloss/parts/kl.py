@@ -96,10 +96,8 @@ class KL(Part):
         }[self.grad]
         by = self.weight_sentence()
         weight = "" if by is None else f", times {by}"
-        return (
-            f"plus {spoken(self.coef)} times {self.estimator}, an estimate of KL(current, "
-            f"{self.anchor}){weight}{gradient}"
-        )
+        of = f"an estimate of KL(current, {self.anchor}){weight}{gradient}"
+        return f"plus {spoken(self.coef)} times {self.estimator}, {of}"
 
     @property
     def traits(self) -> tuple[str, ...]:

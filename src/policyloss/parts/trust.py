@@ -153,10 +153,8 @@ class GammaWeight(TrustPart):
         negative = f"{spoken(self.k_negative)} and {spoken(self.lambda_negative)}"
         smooth = "logp is weighted by a smooth, stopped function of the ratio"
         shape = "1 at ratio 1, largest at power / decay, fading beyond"
-        return (
-            f"{smooth}: {shape}: {positive} where the advantage is not negative, {negative} "
-            "elsewhere"
-        )
+        signs = f"{positive} where the advantage is not negative, {negative} elsewhere"
+        return f"{smooth}: {shape}: {signs}"
 
     def slopes(self) -> tuple[Slopes, ...]:
         return (Slopes(through_logp=(NO_ADVANTAGE,)),)
@@ -200,11 +198,9 @@ class TaperedNegative(TrustPart):
 
     def sentence(self) -> str:
         stopped = f"the stopped ratio, at most {spoken(self.ratio_max)}"
-        where = (
-            f"where that is not positive also by {stopped}, so that a bad token already unlikely "
-            "fades out"
-        )
-        return f"logp is weighted by the advantage; {where}"
+        where = f"where that is not positive also by {stopped}"
+        so = "so that a bad token already unlikely fades out"
+        return f"logp is weighted by the advantage; {where}, {so}"
 
     def slopes(self) -> tuple[Slopes, ...]:
         return (Slopes(through_logp=(NO_ADVANTAGE,)),)
@@ -440,10 +436,8 @@ class BySign:
         return Surrogate(loss, *flags)
 
     def sentence(self) -> str:
-        return (
-            f"where the advantage is positive: {self.positive.sentence()}; elsewhere: "
-            f"{self.negative.sentence()}"
-        )
+        positive, negative = (part.sentence() for part in self._sides)
+        return f"where the advantage is positive: {positive}; elsewhere: {negative}"
 
     def slopes(self) -> tuple[Slopes, ...]:
         """Where the gradient is zero: on each side, where the gradient of its part is."""

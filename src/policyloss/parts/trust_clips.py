@@ -109,10 +109,8 @@ class Clip(TrustPart):
 
     def sentence(self) -> str:
         if self.dual == 1 + self.eps_high and self.eps_low >= 1:
-            return (
-                f"the gradient stops where the ratio is above {spoken(self.dual)}, whatever the "
-                "sign of the advantage"
-            )
+            where = f"where the ratio is above {spoken(self.dual)}"
+            return f"the gradient stops {where}, whatever the sign of the advantage"
         inner = _stops(1 - self.eps_low, 1 + self.eps_high)
         if self.dual is None:
             return inner
@@ -199,10 +197,8 @@ class TwoSidedClip(TrustPart):
 
     def sentence(self) -> str:
         first, last = sorted((self.delta, 1 + self.eps_high))
-        return (
-            f"{_stops(1 - self.eps_low, first)}; where the advantage is negative, also above "
-            f"{spoken(last)}"
-        )
+        negative = f"where the advantage is negative, also above {spoken(last)}"
+        return f"{_stops(1 - self.eps_low, first)}; {negative}"
 
     def note_beside(self, other: object) -> str:
         """A remark on this trust region compared with another, or ""."""
@@ -250,10 +246,8 @@ class DetachedClip(TrustPart):
     def sentence(self) -> str:
         band = interval_in_words(self.ratio_min, self.ratio_max)
         if self.outside == "zero":
-            return (
-                "logp is weighted by the stopped ratio; a token counts only while its ratio is "
-                f"{band}"
-            )
+            counts = f"a token counts only while its ratio is {band}"
+            return f"logp is weighted by the stopped ratio; {counts}"
         tail = "tokens that PPO would clip get none"
         if self.outside == "clip":
             tail = "no token loses its gradient"
@@ -314,10 +308,8 @@ class ProbabilityBand(TrustPart):
         if self.form == "ratio":
             weight = "the ratio"
         far = f"{spoken(self.high)} upward or {spoken(self.low)} downward"
-        return (
-            f"a token counts until its probability has {measure} by {far}, {side}; it counts "
-            f"{weight}"
-        )
+        until = f"a token counts until its probability has {measure} by {far}, {side}"
+        return f"{until}; it counts {weight}"
 
     def slopes(self) -> tuple[Slopes, ...]:
         conditions = (NO_ADVANTAGE, Condition("outside", "its probability left the band"))
