@@ -73,9 +73,7 @@ OWN = {
         "policyloss.choose",
     ),
     "explain": Command(
-        "Explain a loss: formula, numbers, zero gradients, names, traps.",
-        Explain,
-        "policyloss.cli",
+        "Explain a loss: formula, numbers, zero gradients, names, traps.", Explain, "policyloss.cli"
     ),
     "diff": Command("Show how two losses differ.", Diff, "policyloss.cli"),
     "explain-trl": Command(

@@ -103,12 +103,7 @@ class FrozenStopGradients(TorchFunctionMode):
         return frozen
 
 
-def check_loss(
-    loss: AnyLoss,
-    *,
-    base: LossSpec | str | None = None,
-    seed: int = 0,
-) -> CheckReport:
+def check_loss(loss: AnyLoss, *, base: LossSpec | str | None = None, seed: int = 0) -> CheckReport:
     """Test your own loss for the properties that every loss of the library has.
 
     loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO's by

@@ -76,11 +76,7 @@ def default_of(config: Any, option: str, otherwise: Any) -> Any:
 
 
 def check_advantages(
-    name: str,
-    loss: LossSpec | str,
-    estimator: str | None,
-    setting: str,
-    fix: Callable[[str], str],
+    name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: Callable[[str], str]
 ) -> None:
     """Warn if the framework's advantages differ from the advantages that define `loss` (or its
     preset, if it is a variant of one).

@@ -87,10 +87,7 @@ def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
             return None
         return tuple(c.renamed(lambda line: other_names.get(line, line)) for c in conditions)
 
-    return s._replace(
-        through_logp=renamed(s.through_logp),
-        through_ratio=renamed(s.through_ratio),
-    )
+    return s._replace(through_logp=renamed(s.through_logp), through_ratio=renamed(s.through_ratio))
 
 
 def _any_of(conditions: Conditions) -> str:

@@ -87,7 +87,7 @@ def policy_loss(
     fused = {**options, "plan": plan, "skip_zero_advantage": skip_zero_advantage}
 
     def scores(*head: Any) -> HeadOutput:
-        operands = call.operands(*head, temperature, vocab_group)
+        operands = call.operands(temperature, vocab_group, *head)
         return linear_policy_loss(spec, **operands, **arguments, **fused)
 
     def from_logits(logits: Tensor) -> HeadOutput:
@@ -132,7 +132,7 @@ def logprobs(
     live = call.aligned({"mask": call.default_mask() if mask is None else mask})
 
     def scores(*head: Any) -> LogProbs:
-        operands = call.operands(*head, temperature, vocab_group)
+        operands = call.operands(temperature, vocab_group, *head)
         return linear_logprobs(**operands, entropy=entropy, plan=plan, **live)
 
     def from_logits(logits: Tensor) -> LogProbs:
@@ -173,7 +173,7 @@ def explain_plan(
     aligned = call.aligned(tensors)
 
     def scores(*head: Any) -> Plan:
-        operands = call.operands(*head, temperature, vocab_group)
+        operands = call.operands(temperature, vocab_group, *head)
         return head_loss.explain_plan(spec, **operands, **aligned, **options)
 
     try:

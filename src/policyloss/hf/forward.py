@@ -53,12 +53,7 @@ def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = 
 
 
 def run_with(
-    model: Any,
-    head: nn.Module,
-    forward: Callable[[], Any],
-    scores: Scores,
-    *,
-    check: bool = False,
+    model: Any, head: nn.Module, forward: Callable[[], Any], scores: Scores, *, check: bool = False
 ) -> Scored:
     """`run`, for a forward that calls the model with other arguments."""
     if check or head not in _known:

@@ -102,11 +102,11 @@ class ModelCall:
 
     def operands(
         self,
+        temperature: float | Tensor,
+        vocab_group: Any,
         hidden: Tensor,
         parts: Matrices,
         known: Transformation,
-        temperature: float | Tensor,
-        vocab_group: Any,
     ) -> dict[str, Any]:
         """The arguments of a fused head that come from the model. If the vocabulary is split over
         ranks into a DTensor, the weight holds the rank's own entries.

@@ -143,18 +143,17 @@ def mean_or_zero(total: Tensor, n: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rejected_share(part: Any, t: Tokens, per: Literal["token", "sequence"] = "token") -> Tensor:
-    """The share that a correction rejects: of the valid tokens, or of the sequences of this call. A
-    sequence without a valid token left counts as rejected, also if it had none before. 0-dim.
+def filter_ratio(gate: Gate, t: Tokens, dtype: torch.dtype) -> Tensor:
+    """The share outside the threshold, 0-dim: of the valid tokens, in `dtype`, or at sequence level
+    of the rows, in float32. A row without a valid token counts as outside.
     """
-    keep = part(t).keep
-    kept = t.mask if keep is None else t.mask & keep
-    if per == "sequence":
+    keep = gate._replace(mode="mask").part()(t).keep
+    assert keep is not None
+    kept = t.mask & keep
+    if gate.level == "seq":
         left = t.sequences.sum(kept.to(t.dtype)) > 0
-        kept, of = left, torch.ones_like(left)
-    else:
-        of = t.mask
-    return mean_or_zero(count(of & ~kept), count(of))
+        return mean_or_zero(count(~left), torch.tensor(left.numel())).float()
+    return mean_or_zero(count(t.mask & ~kept), count(t.mask)).to(dtype)
 
 
 def capped_weight(log_ratio: Tensor, cap: float) -> Tensor:

@@ -20,9 +20,9 @@ from policyloss.compat.openrlhf.corrections import (
     Gate,
     Threshold,
     capped_weight,
+    filter_ratio,
     mean_or_zero,
     older_by_position,
-    rejected_share,
     release_of,
 )
 from policyloss.compat.parts import as_count, mask_or_all, seq_mean_token_mean, union_share
@@ -36,7 +36,6 @@ from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.parts.trust import Clip
 from policyloss.records import Record, Stat
 from policyloss.spec import LossSpec
-from policyloss.tokens import Tokens
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
@@ -199,15 +198,15 @@ class PolicyLoss(nn.Module):
         m = out.metrics
         clip_ratio = _mean(union_share(m["clip_fraction_upper"], m["clip_fraction_lower"]), share)
         ppo_kl = _mean(m["kl_old_k1"], number)
-        vllm_kl = filter_ratio = None
+        vllm_kl = outside = None
         if weighted:
             vllm_kl = _mean(m["kl_rollout_k1"], number)
         values = (out.loss, clip_ratio, ppo_kl, vllm_kl)
         if not self.returns_filter_ratio:
             return values
         if weighted:
-            filter_ratio = _filter_ratio(gate, Inputs(**tensors).tokens(), share)
-        return (*values, filter_ratio)
+            outside = filter_ratio(gate, Inputs(**tensors).tokens(), share)
+        return (*values, outside)
 
     def _gate(self) -> Gate:
         if self.returns_filter_ratio:
@@ -229,16 +228,6 @@ class PolicyLoss(nn.Module):
         else:
             kind = self.vllm_is_correction_type
             check_choice("vllm_is_correction_type", kind, VLLM_TYPES, SpecError)
-
-
-def _filter_ratio(gate: Gate, tokens: Tokens, dtype: torch.dtype) -> Tensor:
-    """The share outside the threshold, of the tokens or, at sequence level, of the rows (a row
-    without a token counts as outside).
-    """
-    part = gate._replace(mode="mask").part()
-    if gate.level == "seq":
-        return rejected_share(part, tokens, per="sequence").to(torch.float32)
-    return rejected_share(part, tokens).to(dtype)
 
 
 class ValueLoss(nn.Module):

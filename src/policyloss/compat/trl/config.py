@@ -14,12 +14,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_choice
 from policyloss.compat.hooks import default_of
-from policyloss.compat.trl.parts import (
-    ROLLOUT_LOG_BOUNDS,
-    RolloutProduct,
-    WrittenKL,
-    step_totals,
-)
+from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL, step_totals
 from policyloss.errors import SpecError
 from policyloss.parts.aggregate import (
     LengthWeighted,

@@ -23,28 +23,22 @@ _ROWS = (
     "the mean over rows of each row's token mean, in each micro-batch; an empty row counts as a row"
 )
 _STEP = "the sum over the valid tokens of the generation batch, scaled to one optimizer step"
-_AVERAGES = {
-    **dict.fromkeys(("grpo", "sapo"), _ROWS),
-    "bnpo": "the sum over the valid tokens of each micro-batch, then the mean over micro-batches",
-    "dr_grpo": "the sum over rows times max_completion_length, in each micro-batch",
-    "luspo": "the sum of each row's tokens, mean over the rows of each micro-batch",
-    **dict.fromkeys(("dapo", "cispo", "vespo"), _STEP),
-}
-_SURROGATES = {
-    **dict.fromkeys(CLIPPED, "PPO's clip"),
-    "cispo": "a capped, stopped ratio times logp",
-    "sapo": "a sigmoid gate on the ratio",
-    "vespo": "a smooth, stopped weight of the sequence's ratio times logp",
-}
 _BAND = "the band of the ratio, as distances from 1; epsilon_high=None means epsilon"
 _CAP = "the largest ratio itself, not a distance from 1; None means epsilon"
-_GATE = "the temperatures of the gate, by the sign of the advantage"
-# The options with the numbers of each surrogate, and their meaning.
-_NUMBERS = {
-    **dict.fromkeys(CLIPPED, (("epsilon", "epsilon_high"), _BAND)),
-    "cispo": (("epsilon_high",), _CAP),
-    "sapo": (SAPO, _GATE),
-    "vespo": (VESPO, "the shape of the weight"),
+_CLIP = ("PPO's clip", ("epsilon", "epsilon_high"), _BAND)
+_CALL = "the sum over the valid tokens of each micro-batch, then the mean over micro-batches"
+_GATE = (SAPO, "the temperatures of the gate, by the sign of the advantage")
+_WEIGHT = "a smooth, stopped weight of the sequence's ratio times logp"
+# By loss_type: the surrogate, the options with its numbers, their meaning, and the average.
+_LOSSES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "grpo": (*_CLIP, _ROWS),
+    "bnpo": (*_CLIP, _CALL),
+    "dr_grpo": (*_CLIP, "the sum over rows times max_completion_length, in each micro-batch"),
+    "dapo": (*_CLIP, _STEP),
+    "luspo": (*_CLIP, "the sum of each row's tokens, mean over the rows of each micro-batch"),
+    "cispo": ("a capped, stopped ratio times logp", ("epsilon_high",), _CAP, _STEP),
+    "sapo": ("a sigmoid gate on the ratio", *_GATE, _ROWS),
+    "vespo": (_WEIGHT, VESPO, "the shape of the weight", _STEP),
 }
 # Lines of the page by their text: whether a line applies to the config, and its options.
 _Lines = dict[str, tuple[Any, tuple[str, ...]]]
@@ -87,15 +81,14 @@ def _shown(config: Any, *names: str) -> str:
 
 def _deciding(config: Any) -> _Lines:
     loss_type, level = option(config, "loss_type"), option(config, "importance_sampling_level")
-    numbers, meaning = _NUMBERS[loss_type]
+    surrogate, numbers, meaning, average = _LOSSES[loss_type]
     weighed = "the weight of the KL" if loss_type == "vespo" else "the ratio"
     whose = "each token's own" if level == "token" else "one per sequence, the geometric mean"
     against = "vLLM's log-probabilities" if option(config, "use_vllm") else "the old ones"
     threshold, beta = option(config, "off_policy_mask_threshold"), option(config, "beta")
     clips_twice = loss_type in CLIPPED and option(config, "delta") is not None
-    averaged = f"the surrogate, {_SURROGATES[loss_type]}; and the average: {_AVERAGES[loss_type]}"
     return {
-        averaged: (True, ("loss_type",)),
+        f"the surrogate, {surrogate}; and the average: {average}": (True, ("loss_type",)),
         meaning: (True, numbers),
         "the largest ratio, also where the advantage is negative": (clips_twice, ("delta",)),
         f"{weighed}: {whose}": (

@@ -23,23 +23,12 @@ from policyloss.compat.parts import (
 from policyloss.errors import InputError, unknown_name
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens
-from policyloss.parts.aggregate import (
-    SeqMeanTokenSum,
-    SeqMeanTokenSumNorm,
-    TokenMean,
-    TokenSum,
-)
+from policyloss.parts.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
 from policyloss.parts.kl import KL
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
-__all__ = [
-    "AGG_MODES",
-    "agg_loss",
-    "compute_value_loss",
-    "kl_penalty",
-    "kl_penalty_forward",
-]
+__all__ = ["AGG_MODES", "agg_loss", "compute_value_loss", "kl_penalty", "kl_penalty_forward"]
 
 # verl adds this to a count before dividing by it (see `guard` for the cases where it acts).
 EPSILON = 1e-8

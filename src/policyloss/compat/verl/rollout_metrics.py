@@ -156,12 +156,7 @@ def bounded_weight(weight: Tensor, low: float | None, high: float) -> Tensor:
     )
 
 
-def normalised(
-    weight: Tensor,
-    means: Means,
-    over: str,
-    group: Any = None,
-) -> tuple[Tensor, Tensor]:
+def normalised(weight: Tensor, means: Means, over: str, group: Any = None) -> tuple[Tensor, Tensor]:
     """`weight` divided by its mean, and that mean: over the valid "tokens", or over the mean
     weights of the "sequences" with a valid token.
 
