@@ -570,7 +570,6 @@ VERL: dict[str, Case] = {
             "clip_ratio_c": 3.0,
             "loss_agg_mode": "token-mean",
             "log_clamp": 20.0,
-            "release": None,
         },
     ),
     "agg_loss": (
