@@ -98,7 +98,7 @@ def _fairness() -> list[str]:
         "its detectors read (not single rewards, which the log does not hold). Numbers that are "
         "not finite were passed on. Where a detector of theirs may mean several of our symptoms, "
         "each of these counts as named.",
-        "- Neither was fitted to these runs, and ours was: read the second count.\n"
+        "- Neither was fitted to the first runs, and ours was; the second count has other seeds.\n"
         "- rldoctor's own selftest counts findings from a warning on; its notes are below that, "
         "and are counted in a row of their own. It has no detector of learning rates.\n"
         "- rlwatch's limit for the entropy is 1 nat; the policy of this small task begins at "

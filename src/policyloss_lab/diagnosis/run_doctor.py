@@ -66,8 +66,8 @@ class RunDiagnosis:
 
     def _title(self) -> str:
         count = len(self.findings)
-        found = f"{count} symptom{'s' if count > 1 else ''}" if count else "healthy: no symptom"
-        return f"{found} in {self.steps} steps"
+        title = f"{count} symptom{'s' if count > 1 else ''}" if count else "healthy: no symptom"
+        return f"{title} in {self.steps} steps"
 
     def _repr_html_(self) -> str:
         rows = [(f.severity, f.cause, f.step, f.evidence, f.remedy) for f in self.findings]

@@ -29,7 +29,7 @@ def test_a_symptom_has_its_step_its_tokens_and_its_remedy(tmp_path: Path) -> Non
     assert "<b>gradient_spike</b> from step 15: the gradient norm is 90 at step 15" in page
     # |advantage|·ratio: 50·3 and 50·1; the text of a token is escaped.
     assert "&#x27;&lt;i&gt;&#x27; (150), &#x27;ab&#x27; (50)" in page
-    assert "<br>Remedy: Look at the rewards" in page
+    assert "<br>Remedy: Read the rewards" in page
 
 
 def test_a_healthy_run_is_called_so_and_a_short_one_is_not(tmp_path: Path) -> None:
