@@ -89,15 +89,13 @@ def within(**bounds: Any) -> Check:
 
 def not_below(low: str) -> Check:
     """The check that a field is at least the field called `low`, if neither is None."""
+    return partial(_not_below, low=low)
 
-    def check(owner: Any, field: str) -> None:
-        a, b = getattr(owner, low), getattr(owner, field)
-        if is_number(a) and is_number(b) and a > b:
-            raise SpecError(
-                f"{type(owner).__name__}: {low}={a!r} is above {field}={b!r}; swap them."
-            )
 
-    return check
+def _not_below(owner: Any, field: str, low: str) -> None:
+    a, b = getattr(owner, low), getattr(owner, field)
+    if is_number(a) and is_number(b) and a > b:
+        raise SpecError(f"{type(owner).__name__}: {low}={a!r} is above {field}={b!r}; swap them.")
 
 
 def choice(owner: Any, field: str, valid: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from policyloss_lab.report.markup import asset, document, escaped, listed
 from policyloss_lab.report.panels import OTHER
 from policyloss_lab.report.sources import split_run
 from policyloss_lab.report.view import view
+from policyloss_lab.runs.files import FILES
 
 ASSETS = tuple(
     f"report/{name}"
@@ -115,12 +116,6 @@ _NO_TOKENS = (
 )
 
 
-_RUN_FILES = {
-    *("answers.jsonl", "config.json", "environment.json", "lock"),
-    *("metrics.jsonl", "rollouts.jsonl", "timing.jsonl"),
-}
-
-
 def write_report(
     paths: Sequence[str | Path], out: str | Path, json_out: str | Path | None = None
 ) -> dict[str, Any]:
@@ -134,7 +129,7 @@ def write_report(
     for argument, path in targets.items():
         check_output(path, argument)
         runs = {split_run(Path(p))[0].resolve() for p in paths}
-        if path.resolve() in runs or (path.name in _RUN_FILES and path.parent.resolve() in runs):
+        if path.resolve() in runs or (path.name in FILES and path.parent.resolve() in runs):
             raise InputError(f"{argument}={str(path)!r} is a file of the run; give another name.")
     if len({path.parent.resolve() / path.name for path in targets.values()}) < len(targets):
         raise InputError(f"out and json_out name the same file, {str(out)!r}; give two.")

@@ -37,11 +37,8 @@ def verdict(data: Mapping[str, Any]) -> str:
         title = _judged(runs[0]["verdict"]["state"], runs[0]["verdict"]["sentence"])
         return f'<div id="verdict">{title}</div>'
     states = [run["verdict"]["state"] for run in runs]
-    counts = {state: states.count(state) for state in WORDS if state in states}
-    worst = next(state for state in ("worse", "flat", *WORDS) if state in counts)
-    total = "; ".join(
-        f"{WORDS[state].lower()}: {count} of {len(runs)} runs" for state, count in counts.items()
-    )
+    worst = next(state for state in ("worse", "flat", *WORDS) if state in states)
+    total = _counted(states, " runs")
     lines = [f"<li>{_group_verdict(runs, group)}" for group in groups]
     lines += [
         f"<li>{escaped(listed([runs[i]['label'] for i in same]))} coincide: every metric is the "
@@ -64,18 +61,18 @@ def _judged(state: str, text: str) -> str:
     )
 
 
+def _counted(states: Sequence[str], unit: str = "") -> str:
+    counts = {WORDS[state].lower(): states.count(state) for state in WORDS if state in states}
+    return "; ".join(f"{word}: {n} of {len(states)}{unit}" for word, n in counts.items())
+
+
 def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> str:
     """The verdict on a run, or on all seeds of one setting."""
     name = f"{swatch(group['runs'][0])}<b><bdi>{escaped(group['label'])}</bdi></b>"
     inside = [runs[i]["verdict"] for i in group["runs"]]
     if len(inside) == 1:
         return f"{name}: {escaped(inside[0]['sentence'])}"
-    states = [verdict["state"] for verdict in inside]
-    text = "; ".join(
-        f"{WORDS[state].lower()}: {states.count(state)} of {len(states)}"
-        for state in WORDS
-        if state in states
-    )
+    text = _counted([verdict["state"] for verdict in inside])
     if end := group["end"]:
         share = end["metric"] == "held_out"
         what = "Held-out accuracy" if share else "Reward"

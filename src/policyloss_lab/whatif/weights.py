@@ -245,10 +245,10 @@ def model_batches(tokens: StoredTokens, model: Any, at_once: int = _ROWS) -> Ite
             torch.cat([torch.zeros(len(prompt) - 1).bool(), tokens.inputs.mask[place]])
             for prompt, place in some
         ]
-        live = [torch.ones_like(x) for x in ids]
-        padded = (nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, live, mask))
-        trained = [place[tokens.inputs.mask[place]] for _, place in some]
-        yield _ModelBatch(*(x.to(device) for x in padded), torch.cat(trained))
+        columns = (ids, [torch.ones_like(x) for x in ids], mask)
+        padded = [nn.utils.rnn.pad_sequence(x, batch_first=True).to(device) for x in columns]
+        trained = torch.cat([place[tokens.inputs.mask[place]] for _, place in some])
+        yield _ModelBatch(padded[0], padded[1], padded[2], trained)
 
 
 Weights = EachToken | Parameters | HeadWeight
