@@ -13,10 +13,8 @@ from calls import assert_loss, evaluate, rows, weighted
 from walk import walked
 
 import policyloss as pl
-from policyloss.compat.openrlhf.corrections import rejected_share
 from policyloss.functional.correction import nan_where_undecided, reduced
 from policyloss.functional.segments import Sequences
-from policyloss.inputs import Inputs
 
 LOG2 = log(2)
 RATIO = pl.Unbounded("ratio")
@@ -227,27 +225,6 @@ def test_divergence_mask_holds_probabilities_off_zero_and_one():
         assert_loss(
             evaluate(corrected(part), log(0.5), log(0.5), -1.0, rollout_logp=-1e9), kept, kept
         )
-
-
-def test_rejected_share():
-    # Of the three valid tokens one lies outside; of three rows,
-    # one is rejected whole and one is empty.
-    w, mask = rows([[1, 1], [4, 0.5], [1, 1]]), rows([[1, 0], [1, 1], [0, 0]]) != 0
-    t = Inputs(
-        logp=w.log(),
-        advantages=torch.zeros_like(w),
-        mask=mask,
-        old_logp=w.log(),
-        rollout_logp=torch.zeros_like(w),
-    ).tokens()
-    assert rejected_share(pl.Band(0.4, 2.0), t).item() == 1 / 3
-    # The row with 4 and ½ keeps ½.
-    assert rejected_share(pl.Band(0.4, 2.0), t, per="sequence").item() == 1 / 3
-    # √2 is outside.
-    assert rejected_share(pl.SequenceMask(0.5, 1.2), t, per="sequence").item() == 2 / 3
-    assert rejected_share(pl.Truncate(2.0), t).item() == 0
-    nothing = t.with_mask(torch.zeros_like(mask))
-    assert rejected_share(pl.Band(0.4, 2.0), nothing).item() == 0
 
 
 def test_reject_ignores_masked_tokens():
