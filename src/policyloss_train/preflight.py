@@ -49,7 +49,8 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
     if tokens >= 2**31:
         yield f"--prompts × --group-size × --max-new-tokens is {tokens}; it must be below 2**31."
     if config.minibatches > completions:
-        yield f"--minibatches must be at most --prompts × --group-size, {completions}."
+        most = f"--prompts × --group-size, {completions}"
+        yield f"--minibatches {config.minibatches} must be at most {most}."
     if name not in ENGINES and "://" not in name and not is_reference(name):
         valid = f"{', '.join(ENGINES)}, addresses of servers (http://host:port), or module:factory"
         yield f"--rollout must be one of {valid}; got {name!r}."
