@@ -389,16 +389,16 @@ of_numbers("top1", "column", ("one_sided",), "top1", top1)
 of_numbers("base2", "column", ("multiplicative",), "units", lambda s, r, seed: r.logp / 0.6931472)
 of_numbers("base10", "column", ("multiplicative",), "units", lambda s, r, seed: r.logp / 2.302585)
 of_numbers(
-    "unfilled", "column", ("constant", "few_tokens"), "unfilled",
+    "unfilled", "mask", ("constant", "few_tokens"), "unfilled",
     lambda s, r, seed: zeroed(r, drawn(r, seed, 0.1)),
 )  # fmt: skip
-of_numbers("tool_tokens", "column", ("constant", "few_tokens"), "unfilled", tool_tokens)
+of_numbers("tool_tokens", "mask", ("constant", "few_tokens"), "unfilled", tool_tokens)
 of_numbers(
-    "end_missing", "edges column", ("last", "constant"), "end_token",
+    "end_missing", "mask", ("last", "constant"), "end_token",
     lambda s, r, seed: zeroed(r, r.ids == END),
 )  # fmt: skip
 of_numbers(
-    "first_wrong", "edges column", ("first",), "prompt_in_mask",
+    "first_wrong", "mask", ("first",), "prompt_in_mask",
     lambda s, r, seed: r.logp - 3.0 * (torch.arange(r.logp.shape[1]) == 0) * drawn(r, seed, 0.9),
 )  # fmt: skip
 
@@ -508,11 +508,6 @@ def attention_scale(model: Any, seed: int) -> Any:
     return nullcontext()
 
 
-def window(size: int) -> Callable[[Tensor], Tensor]:
-    """Keys that are older than the window are as good as absent: not used by this engine."""
-    raise NotImplementedError(size)
-
-
 of_forward("rope_base", "config", ("network",), "rope", change=rope_base)
 of_forward("rope_scaling", "config", ("network",), "rope", change=rope_scaling)
 of_forward("attention_scale", "config", ("network",), "attention_scale", change=attention_scale)
@@ -546,7 +541,6 @@ KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "top_p": ("cut support", ("one_sided",)),
     "top_k": ("cut support", ("one_sided",)),
     "min_p": ("cut support", ("one_sided",)),
-    "weights_fp16": ("format", ("network",)),
     "weights_int8": ("format", ("network",)),
     "weights_fp8": ("format", ("network",)),
     "stale_weights": ("weights", ("network",)),
@@ -556,9 +550,9 @@ KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "shift+temperature": ("order", ("unrelated",)),
     "rows_permuted": ("order", ("unrelated", "rows")),
     "reencoded": ("order", ("late", "unrelated", "rows")),
-    "prompt_in_mask": ("edges column", ("first", "start", "constant")),
-    "end_token": ("edges column", ("last", "constant")),
-    "padding_in_mask": ("edges column", ("last", "late", "constant")),
+    "prompt_in_mask": ("mask", ("first", "start", "constant")),
+    "end_token": ("mask", ("last", "constant")),
+    "padding_in_mask": ("mask", ("last", "late", "constant")),
     "logp_bf16": ("storage", ("multiplicative", "unlikely")),
     "logits_bf16": ("format", ("network",)),
     "softcap": ("softcap", ("sharpness",)),

@@ -69,7 +69,7 @@ class Thresholds:
     partly: float = 0.5
     quiet: float = 0.3
     fixed: float = 0.97
-    rough: float = 0.35
+    rough: float = 0.3
     order: float = 0.9
     gain: float = 12.0
     exact: float = 1e-5
@@ -104,7 +104,7 @@ LEAST_SIDED = 12  # differences of one sign that are no accident
 LEAST_TWINS = 8  # equal numbers outside of the mask that are no accident
 FLOAT32 = 1e-4  # nats: a mean difference to the float32 model that only float32 arithmetic reaches
 RULED_OUT = 0.5  # the share of the scale that the best fit of a family leaves if it is ruled out
-CONFIDENCE = {"named": 0.97, "rough": 0.9, "healthy": 0.97, "not_explained": 0.85}
+CONFIDENCE = {"named": 0.97, "rough": 0.9, "healthy": 0.97, "not_explained": 0.9}
 FEW_NUMBERS = 2  # fitted numbers of a cause that may leave more than `explains`
 FEW_TOKENS = 8  # the confidence is halved at this many tokens
 
@@ -176,7 +176,9 @@ class Search:
         calm = left <= self.floor and not self.is_wild(residual, case.pairs.shape)
         if _masks(row.fit):
             return calm
-        if share <= (limits.rough if row.fit.share == "rough" else limits.explains):
+        if row.fit.share == "rough":
+            return share <= limits.rough
+        if share <= limits.explains:
             return True
         if row.fit.share == "fixed":
             return calm and share <= limits.fixed
@@ -199,7 +201,8 @@ class Search:
         """The cause that predicts each difference."""
         first = unexplained(case).scale
         rows = self.fit(NUMBERS, case)
-        if rows and rows[0].left.scale > self.limits.rest * first and _partly_sampling(rows, first):
+        nothing = 0.1 * self.limits.rest * first
+        if rows and rows[0].left.scale > nothing and _partly_sampling(rows, first):
             rows = sorted(
                 [*rows, *self.fit((fit_temperature_and_cut,), case)], key=lambda r: r.left.score
             )
@@ -225,7 +228,7 @@ class Search:
             return [effect]
         if order is None or order.left.score > first.score - self.limits.gain:
             return []
-        if order.left.scale <= self.limits.order * first.scale:
+        if order.fit.cause != "reencoded" and order.left.scale <= self.limits.order * first.scale:
             assert order.fit.source is not None
             effect = self.effect(case.realigned(order.fit.source))
             if effect is not None and not _masks(effect.fit):
@@ -273,7 +276,8 @@ def diagnose(
         return _equal(search, first, notes)
     rows = torch.ones(case.pairs.size, dtype=torch.bool)
     named = search.causes(case)
-    if not named and (loud := loud_rows(case, search.floor)).any() and int(loud.sum()) >= LEAST_TOKENS:
+    loud = rows if named else loud_rows(case, search.floor)
+    if LEAST_TOKENS <= int(loud.sum()) < rows.numel() and search.is_quiet(case.select(~loud)):
         rows, named = loud, search.causes(case.select(loud))
     if not named and "support" not in held_out and (fit := _removed(search)) is not None:
         rows = torch.ones_like(rows)
@@ -317,10 +321,17 @@ def _removed(search: Search) -> Fit | None:
         ("rollout_logp", d, pairs.trainer) if ups > 0.5 else ("old_logp", -d, pairs.rollout)
     )
     gaining = base + gains
-    likely = far & (base > math.log(0.5))
-    constant = gaining[far].unique(return_counts=True)[1].max() > 0.5 * far.sum()
-    factor = (gains[far] / base[far]).std() < 0.2 * (gains[far] / base[far]).mean().abs()
-    if max(ups, 1 - ups) < search.limits.sided or likely.sum() < 0.1 * far.sum():
+    likely = base >= base.quantile(0.75)
+    if (scorer := search.case.scorer) is not None:
+        likely = scorer.logits.argmax(1) == scorer.ids
+    open_ended = far & (gaining < -1e-3) & (base < math.log(0.5))  # not the only token that is left
+    factors = (gains / base)[open_ended]
+    factor = factors.numel() > 2 and bool(factors.std() < 0.2 * factors.mean().abs())
+    filled = gaining[far & (base < math.log(0.5))].unique(return_counts=True)[1]
+    constant = filled.numel() > 0 and int(filled.max()) > 0.5 * int(filled.sum())
+    if max(ups, 1 - ups) < search.limits.sided or far[likely].double().mean() < (
+        0.25 * far.double().mean()
+    ):
         return None
     if constant or factor:
         return None

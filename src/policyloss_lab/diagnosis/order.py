@@ -16,6 +16,8 @@ ROWS = 256  # the most rows that are compared with each other
 FIRST = 32  # the first tokens of each row, which are compared
 WILD = 8.0  # a difference of this many scales of the other tokens is another token's number
 LAGS = (-3, -2, -1, 1, 2, 3)  # tokens that a word may gain or lose when it is encoded again
+# The least share of rows: every row has a prompt, and rows that were cut have no end token.
+EDGES = {"prompt_in_mask": 0.8, "padding_in_mask": 0.5, "end_token": 0.3}
 NEAR = 0.05  # the usual difference of two engines at one token, in nats
 
 
@@ -151,17 +153,21 @@ def fit_edges(case: Case) -> Iterator[Fit]:
         lengths = torch.zeros(int(pairs.row.max()) + 1).index_add(0, pairs.row, edge.float())
         lengths = lengths[torch.unique_consecutive(pairs.row)]
         share = float((lengths > 0).float().mean())
-        if share < 0.3 or edge.double().mean() > 0.5:
-            continue
         longest = int(lengths.max())
         cause = "prompt_in_mask" if side == "first" else "padding_in_mask"
         if side == "last" and longest == 1:
             cause, what = "end_token", "the last token of a row"
+        elsewhere = int((wild & ~edge).sum())
+        if share < EDGES[cause] or edge.double().mean() > 0.5 or elsewhere > 0.1 * edge.sum():
+            continue
+        sides = (pairs.rollout[edge], pairs.trainer[edge])
+        if longest > 1 and all(x.unique().numel() > 1 for x in sides):
+            continue  # no side is empty there
         yield Fit(
             cause,
             f"only {what} differ (in {share:.0%} of {rows} rows, up to {longest} tokens)",
             torch.where(edge, torch.nan, 0.0).double(),
-            freedom=1 if longest == 1 else 1 + int((lengths > 0).sum()),
+            freedom=1,
             details={"rows": share, "longest": longest, "tokens": int(edge.sum())},
         )
 

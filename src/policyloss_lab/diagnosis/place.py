@@ -39,11 +39,18 @@ class Split(NamedTuple):
     ratio: float
 
 
+def _noise_shape(case: Case) -> Tensor:
+    """`1 - p`, or a flat shape if that fits clearly better."""
+    d, shape = case.pairs.difference, case.pairs.shape
+    flat = torch.ones_like(shape)
+    return flat if misfit(d, flat, 0).score < misfit(d, shape, 0).score - GAIN else shape
+
+
 def split(case: Case, flags: Tensor, choices: float = 1.0) -> Split:
     """How much the score improves if the flagged tokens have another scale. choices: the number of
     flags among which these were chosen.
     """
-    d, shape = case.pairs.difference, case.pairs.shape
+    d, shape = case.pairs.difference, _noise_shape(case)
     if not 2 <= int(flags.sum()) <= case.pairs.size - 2:
         return Split(-math.inf, 1.0)
     whole = misfit(d, shape, 0)
@@ -60,7 +67,7 @@ def loud_rows(case: Case, floor: float) -> Tensor:
     none = torch.zeros(pairs.size, dtype=torch.bool)
     _, row = pairs.row.unique(return_inverse=True)
     count = int(row.max()) + 1
-    size = (pairs.difference / pairs.shape).abs().clamp(min=0.1 * floor).log()
+    size = (pairs.difference / _noise_shape(case)).abs().clamp(min=0.1 * floor).log()
     mean = torch.zeros(count).double().index_add(0, row, size) / row.bincount()
     order = mean.argsort(descending=True)
     gaps = mean[order][:-1] - mean[order][1:]
@@ -187,28 +194,32 @@ def _classes(case: Case) -> list[Place]:
 def _shapes(case: Case) -> Iterator[Place]:
     """How differences depend on the probability of a token."""
     pairs = case.pairs
-    d, p = pairs.difference, pairs.trainer.exp()
+    d, p = pairs.difference, pairs.trainer
     large = d.abs() > 0.1 * d.abs().mean()
     gains = (d > 0).double()
+    low, high = p.quantile(torch.tensor([0.33, 0.67], dtype=torch.float64))
 
     def tilt(these: Tensor) -> float:
         """The share of likely tokens that gain, less that of unlikely ones."""
-        likely, unlikely = these & (p > 0.5), these & (p < 0.1)
+        likely, unlikely = these & (p >= high), these & (p <= low)
         few = min(int(likely.sum()), int(unlikely.sum())) < 2
         return 0.0 if few else float(gains[likely].mean() - gains[unlikely].mean())
 
     overall = tilt(large)
+    late = pairs.rank >= int(pairs.rank.max() + 1) // 2
+    halves = [tilt(large & half) for half in (late, ~late)]
     by_row = [abs(tilt(large & (pairs.row == row))) for row in pairs.row.unique()]
-    if abs(overall) > TILT or sum(by_row) > 1.5 * TILT * len(by_row):
+    in_rows = sum(by_row) > 1.5 * TILT * len(by_row)
+    if max(abs(overall), *map(abs, halves)) > TILT or in_rows:
         way = "lose and unlikely ones gain" if overall < 0 else "gain and unlikely ones lose"
-        some = "everywhere" if abs(overall) > TILT else "row by row"
+        some = "in each row its own way" if in_rows else "in a part of each row"
+        some = "everywhere" if abs(overall) > TILT else some
         yield Place(
             "sharpness",
             f"{some}: likely tokens {way}, as if one distribution is sharper",
             "Print the sampling parameters of the engine and those of the scoring code.",
         )
-    flat = misfit(d, torch.ones_like(d), 0).score
-    if flat < misfit(d, pairs.shape, 0).score - GAIN:
+    if (_noise_shape(case) == 1).all():
         yield Place(
             "uniform",
             "everywhere: as large at likely tokens as at unlikely ones, which no change of logits is",

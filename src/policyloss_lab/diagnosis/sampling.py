@@ -18,6 +18,7 @@ OUTSIDE = 10.0  # the error of a hypothesis at a sampled token that it excludes,
 BRANCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 GROUP = 6  # the least mean number of tokens that share a temperature of their own
 LIKELY = 0.5  # above it, a token gains for certain if the distribution is sharpened
+ONE_WAY = 0.02  # the largest share of differences with the other sign
 SIGNS = 0.95  # the least share of likely tokens that move as a temperature moves them
 
 
@@ -101,10 +102,13 @@ def _tilted(slope: Tensor, tau: Tensor) -> Tensor:
 
 def _groups(case: Case) -> Iterator[tuple[str, Tensor | None]]:
     """The tokens that may share a temperature: all, those of a row, those at a place of rows."""
+    pairs = case.pairs
     yield "the batch", None
-    for what, key in (("each row", case.pairs.row), ("each place in a row", case.pairs.rank)):
-        _, groups, counts = key.unique(return_inverse=True, return_counts=True)
-        if counts.numel() > 1 and float(counts.double().mean()) >= GROUP:
+    longest = int(pairs.rank.max()) + 1
+    width = -(-GROUP * longest // pairs.size)
+    for what, key in (("each row", pairs.row), ("each place in a row", pairs.rank // width)):
+        _, groups = key.unique(return_inverse=True)
+        if 0 < int(groups.max()) < pairs.size // GROUP:
             yield what, groups
 
 
@@ -120,15 +124,17 @@ def _temperature_from_pairs(case: Case, side: str, sign: int) -> Iterator[Fit]:
         fits.append((misfit(pairs.difference - prediction, pairs.shape, 2).scale, tau, k, prediction))
     _, tau, k, prediction = min(fits, key=lambda fit: fit[0])
     large = pairs.difference.abs() > 0.1 * pairs.difference.abs().mean()
+    ups = float((pairs.difference[large] > 0).double().mean())
+    if min(ups, 1 - ups) < ONE_WAY:
+        return  # a temperature moves likely and unlikely tokens in opposite directions
     likely = large & (sound > math.log(LIKELY))
-    unlikely = large & (sound < math.log(0.1))
     way = sign * (1 if tau < 1 else -1)
     moved = (pairs.difference.sign() == way).double()
-    if not likely.any() or moved[likely].mean() < SIGNS or moved[unlikely].mean() > LIKELY:
+    if likely.any() and moved[likely].mean() < SIGNS:
         return
     yield Fit(
         "temperature",
-        f"{side} is that of temperature {float(tau):.3g}",
+        f"{side} is that of temperature {float(tau):.3g}, or of a soft cap: pairs alone cannot tell",
         prediction,
         freedom=2,
         share="rough",

@@ -202,12 +202,20 @@ def _power(frequencies: Tensor, base: float) -> float:
 
 
 def fit_earlier(case: Case) -> Iterator[Fit]:
-    """One side has the older weights whose log-probabilities were passed."""
-    if case.pairs.earlier is not None:
-        effect = case.pairs.earlier - case.pairs.trainer
+    """The engine has older weights: those of `earlier_logp`, or weights that lie some steps behind
+    on the way of the trainer's own step.
+    """
+    pairs, details = case.pairs, {"side": "rollout_logp"}
+    if pairs.earlier is not None:
         sentence = "rollout_logp is that of the older weights (earlier_logp)"
-        details = {"side": "rollout_logp"}
+        effect = pairs.earlier - pairs.trainer
         yield Fit("stale_weights", sentence, effect, share="fixed", details=details)
+    if pairs.later is not None:
+        step = (pairs.later - pairs.trainer) / pairs.shape
+        slope = float((step * pairs.difference / pairs.shape).sum() / step.square().sum().clamp(1e-12))
+        sentence = f"rollout_logp - old_logp is {slope:.2g} times the trainer's own step"
+        effect = slope * step * pairs.shape
+        yield Fit("stale_weights", sentence, effect, freedom=1, share="rough", details=details)
 
 
 def fit_adapter(case: Case) -> Iterator[Fit]:

@@ -233,7 +233,7 @@ CAUSES: dict[str, Cause] = {
         "column", "logarithms of another base", "Convert to natural logarithms on both sides."
     ),
     "unfilled": Cause(
-        "column",
+        "mask",
         "numbers that were never filled in",
         "Take these tokens out of the mask, or fill in their numbers: tool outputs, special tokens "
         "and resumed requests often have none.",
@@ -258,18 +258,18 @@ CAUSES: dict[str, Cause] = {
         (Reject("k3", "max", high=0.5),),
     ),
     "prompt_in_mask": Cause(
-        "edges",
+        "mask",
         "prompt tokens in the mask",
         "Let the mask begin at the first sampled token; the engine has no number for the prompt.",
     ),
     "end_token": Cause(
-        "edges",
+        "mask",
         "the end token",
         "Let both sides count the end token, or neither: the engine samples it, and lists it only "
         "if it is asked to.",
     ),
     "padding_in_mask": Cause(
-        "edges", "padding in the mask", "Let the mask end with the end token of each row."
+        "mask", "padding in the mask", "Let the mask end with the end token of each row."
     ),
     "copy": Cause(
         "copy",
