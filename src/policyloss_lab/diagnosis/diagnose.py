@@ -99,7 +99,7 @@ NUMBERS: tuple[Hypothesis, ...] = (
 
 FAR = 4  # times the floor: a difference that noise rarely reaches
 EXTREME = 5  # times as far: a difference that noise never reaches
-LEAST_FAR = 3  # fewer tokens than this may be far by chance
+LEAST_FAR = 2  # fewer tokens than this may be far by chance
 LEAST_SIDED = 12  # differences of one sign that are no accident
 LEAST_TWINS = 8  # equal numbers outside of the mask that are no accident
 FLOAT32 = 1e-4  # nats: a mean difference to the float32 model that only float32 arithmetic reaches
@@ -156,7 +156,7 @@ class Search:
     def fit(self, hypotheses: Iterable[Hypothesis], case: Case) -> list[Fitted]:
         """Every fit of every hypothesis, best first."""
         rows = [
-            Fitted(fit, misfit(fit.residual(case.pairs), case.pairs.shape, fit.freedom))
+            Fitted(fit, size_of(fit.residual(case.pairs), case, fit.freedom))
             for hypothesis in hypotheses
             for fit in hypothesis(case)
         ]
@@ -182,8 +182,11 @@ class Search:
             return True
         if row.fit.share == "fixed":
             return calm and share <= limits.fixed
-        partly = limits.partly if first.scale > self.floor else limits.quiet
-        return calm and share <= partly and row.fit.freedom <= FEW_NUMBERS
+        if row.fit.freedom > FEW_NUMBERS:
+            return False
+        if first.scale > self.floor:
+            return left <= self.floor and share <= limits.partly
+        return calm and share <= limits.quiet
 
     def best(self, rows: Sequence[Fitted], case: Case) -> Fitted | None:
         """The best fit that explains the case, if no other family explains it as well."""
@@ -236,13 +239,18 @@ class Search:
         return [order] if self.explains(order, case) else []
 
 
-def unexplained(case: Case) -> Misfit:
-    """The misfit without a hypothesis: the scale of noise, and the better score of noise of shape
-    `1 - p` and of uniform noise.
+def size_of(residual: Tensor, case: Case, freedom: int = 0) -> Misfit:
+    """The scale of residuals as noise of shape `1 - p`, and the better score of that noise and of
+    noise that is the same everywhere.
     """
-    d, shape = case.pairs.difference, case.pairs.shape
-    noise, flat = misfit(d, shape, 0), misfit(d, torch.ones_like(shape), 0)
+    shape = case.pairs.shape
+    noise, flat = misfit(residual, shape, freedom), misfit(residual, torch.ones_like(shape), freedom)
     return Misfit(noise.scale, min(noise.score, flat.score))
+
+
+def unexplained(case: Case) -> Misfit:
+    """The misfit without a hypothesis."""
+    return size_of(case.pairs.difference, case)
 
 
 def diagnose(
@@ -314,7 +322,8 @@ def _removed(search: Search) -> Fit | None:
     pairs = search.case.pairs
     d = pairs.difference
     far = (d / pairs.shape).abs() > 2 * search.floor
-    if int(far.sum()) < LEAST_SIDED:
+    inside = (pairs.rank > 0) & (pairs.remaining > 0)
+    if int((far & inside).sum()) < LEAST_SIDED:
         return None
     ups = float((d[far] > 0).double().mean())
     side, gains, base = (
@@ -337,9 +346,9 @@ def _removed(search: Search) -> Fit | None:
         return None
     sentence = (
         f"{side} is the larger at all {int(far.sum())} tokens that differ, likely ones included: "
-        "it is normalised over fewer tokens"
+        "it is normalised over fewer tokens of the vocabulary"
     )
-    return Fit("support", sentence, d, details={"side": side})
+    return Fit("support", sentence, torch.where(far, torch.nan, 0.0).double(), details={"side": side})
 
 
 def _masks(fit: Fit) -> bool:
@@ -382,7 +391,9 @@ def _named(
     here = unexplained(case.select(rows)).scale
     for row in named:
         tail = f"; this leaves {row.left.scale / here:.1%} of the scale"
-        evidence.append(some + row.fit.sentence + ("" if row.fit.cause == "support" else tail))
+        if _masks(row.fit):
+            tail = "; the other tokens agree"
+        evidence.append(some + row.fit.sentence + tail)
         details |= row.fit.details
     if some:
         numbers = case.pairs.row[rows].unique()
