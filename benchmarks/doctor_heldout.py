@@ -12,6 +12,7 @@ explained" with the right place, or "healthy" if the fault is below the noise fl
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 import zlib
@@ -74,9 +75,8 @@ def outcome(
     wrong. bf16: the engine computes in bf16, so that weights_bf16 is true if nothing louder is.
     """
     named = sorted(verdict.causes)
-    if named == sorted(truth) or {*named, *truth} in ALIKE:
-        if named != ["not_explained"]:
-            return "right"
+    if named != ["not_explained"] and (named == sorted(truth) or {*named, *truth} in ALIKE):
+        return "right"
     if verdict.healthy or (bf16 and not above and named == ["weights_bf16"]):
         return "missed" if above else "healthy"
     if verdict.cause != "not_explained":
@@ -84,9 +84,7 @@ def outcome(
     return "place" if {p.tag for p in verdict.places} & set(places) else "unplaced"
 
 
-def verdicts(
-    job: dict[str, Any], batch: Batch, stranger: Stranger
-) -> Iterator[dict[str, Any]]:
+def verdicts(job: dict[str, Any], batch: Batch, stranger: Stranger) -> Iterator[dict[str, Any]]:
     """The verdicts on a batch: open and held out, with the model and from pairs."""
     with_model, pairs = cases(batch)
     for reads, case in (("model", with_model), ("pairs", pairs)):
@@ -159,7 +157,8 @@ def is_right(row: dict[str, Any]) -> bool:
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Counts of outcomes by mode, by fault, and of the reliability of the confidence."""
-    out: dict[str, Any] = {"batches": len({(r["fault"], r["model"], r["seed"], r["rows"]) for r in rows})}
+    batches = {(row["fault"], row["model"], row["seed"]) for row in rows}
+    out: dict[str, Any] = {"batches": len(batches)}
     for reads in ("model", "pairs"):
         mine = [row for row in rows if row["reads"] == reads]
         part: dict[str, Any] = {}
@@ -171,7 +170,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 **Counter(row["outcome"] for row in some),
             }
         curve = []
-        for low, high in zip(BINS, BINS[1:], strict=False):
+        for low, high in itertools.pairwise(BINS):
             some = [row for row in mine if low <= row["confidence"] < high]
             if some:
                 mean = sum(row["confidence"] for row in some) / len(some)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from benchmarks.doctor_cases import FAULTS, Batch, Rollout, Source, batch_of, coarse_routers, score
 from benchmarks.doctor_engine import altered_prompts, settings_of
 from benchmarks.doctor_models import END, LONGEST, PAD, VOCABULARY, prompts, train, trained
-from policyloss_lab.diagnosis.forward import altered
 
 ROWS = 32  # of a rollout; a smaller batch takes the first rows
 STEPS = 150  # of the training of a model
@@ -94,13 +93,14 @@ class TorchSource(Source):
     ) -> Rollout:
         """What the engine samples and reports, made once for each key."""
         half = self.half if half is None else half
-        if (*key, half) not in self.rollouts_made:
+        name = (*key, half)
+        if name not in self.rollouts_made:
             twin = copy.deepcopy(model).bfloat16() if half else model
             draw = torch.Generator().manual_seed(zlib.crc32(repr((self.name, *key)).encode()))
             with change or nullcontext():
                 made = decode(twin, rows, draw, process, keys_and_values)
-            self.rollouts_made[*key, half] = made
-        return self.rollouts_made[*key, half]
+            self.rollouts_made[name] = made
+        return self.rollouts_made[name]
 
 
 def first_rows(roll: Rollout, rows: int) -> Rollout:

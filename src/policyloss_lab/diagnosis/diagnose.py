@@ -29,7 +29,12 @@ from policyloss_lab.diagnosis.order import (
 )
 from policyloss_lab.diagnosis.pairs import LEAST_TOKENS
 from policyloss_lab.diagnosis.place import Place, find_places, loud_rows
-from policyloss_lab.diagnosis.sampling import CUTS, fit_cuts, fit_temperature, fit_temperature_and_cut
+from policyloss_lab.diagnosis.sampling import (
+    CUTS,
+    fit_cuts,
+    fit_temperature,
+    fit_temperature_and_cut,
+)
 from policyloss_lab.diagnosis.simulated import (
     fit_adapter,
     fit_configuration,
@@ -223,9 +228,9 @@ class Search:
         """The order, the effect, or both that explain the case; none if nothing does."""
         first = unexplained(case)
         order = next(iter(self.fit(ORDERS, case)), None)
-        if order is not None and self.explains(order, case):
-            if order.left.scale <= max(self.floor, self.limits.rest * first.scale):
-                return [order]
+        enough = max(self.floor, self.limits.rest * first.scale)
+        if order is not None and order.left.scale <= enough and self.explains(order, case):
+            return [order]
         effect = self.effect(case)
         if effect is not None and (order is None or effect.left.score < order.left.score):
             return [effect]
@@ -243,8 +248,8 @@ def size_of(residual: Tensor, case: Case, freedom: int = 0) -> Misfit:
     """The scale of residuals as noise of shape `1 - p`, and the better score of that noise and of
     noise that is the same everywhere.
     """
-    shape = case.pairs.shape
-    noise, flat = misfit(residual, shape, freedom), misfit(residual, torch.ones_like(shape), freedom)
+    noise = misfit(residual, case.pairs.shape, freedom)
+    flat = misfit(residual, torch.ones_like(residual), freedom)
     return Misfit(noise.scale, min(noise.score, flat.score))
 
 
@@ -306,7 +311,7 @@ def _equal(search: Search, first: Misfit, notes: Sequence[str]) -> Diagnosis:
         return _diagnosis(search, ("healthy",), "healthy", [*evidence, *notes], _scales(first))
     equal = f"all {case.pairs.size} log-probabilities are equal bit for bit"
     if case.pairs.twins >= LEAST_TWINS and "copy" not in search.held_out:
-        why = f"{equal}, and so are {case.pairs.twins} outside of the mask, which no engine computes"
+        why = f"{equal}, and so are {case.pairs.twins} outside of the mask, where engines have none"
         return _diagnosis(search, ("copy",), "named", [why, *notes], _scales(first))
     note = (
         f"{equal}, as those of an engine with the trainer's kernels are; a copy of old_logp "
@@ -348,7 +353,8 @@ def _removed(search: Search) -> Fit | None:
         f"{side} is the larger at all {int(far.sum())} tokens that differ, likely ones included: "
         "it is normalised over fewer tokens of the vocabulary"
     )
-    return Fit("support", sentence, torch.where(far, torch.nan, 0.0).double(), details={"side": side})
+    prediction = torch.where(far, torch.nan, 0.0).double()
+    return Fit("support", sentence, prediction, details={"side": side})
 
 
 def _masks(fit: Fit) -> bool:
@@ -456,18 +462,16 @@ def _steps(case: Case, scale: float, details: dict[str, object]) -> list[str]:
     ]
 
 
-def _alternatives(tested: Sequence[Fitted], causes: Sequence[str], scale: float) -> list[Alternative]:
+def _alternatives(
+    tested: Sequence[Fitted], causes: Sequence[str], scale: float
+) -> list[Alternative]:
     """The best fit of each cause that was not chosen, sorted by the share that the fit leaves."""
-    best: dict[str, Fitted] = {}
-    for row in tested:
-        name = row.fit.cause
-        if name not in causes and name in CAUSES:
-            if name not in best or row.left.scale < best[name].left.scale:
-                best[name] = row
-    rows = sorted(best.values(), key=lambda row: row.left.scale)
-    return [
-        Alternative(r.fit.cause, r.fit.sentence, r.left.scale / scale, r.left.score) for r in rows
-    ]
+    best: dict[str, Alternative] = {}
+    for fit, left in sorted(tested, key=lambda row: row.left.scale):
+        if fit.cause not in causes and fit.cause in CAUSES:
+            share = Alternative(fit.cause, fit.sentence, left.scale / scale, left.score)
+            best.setdefault(fit.cause, share)
+    return list(best.values())
 
 
 def _diagnosis(

@@ -192,8 +192,8 @@ def _changing_cache(change: Callable[[Tensor], Tensor]) -> Any:
     plain: Any = import_module("transformers").DynamicCache
 
     class Changing(plain):
-        def update(self, keys: Tensor, values: Tensor, layer: int, *more: Any, **options: Any) -> Any:
-            return super().update(change(keys), change(values), layer, *more, **options)
+        def update(self, keys: Tensor, values: Tensor, *more: Any, **options: Any) -> Any:
+            return super().update(change(keys), change(values), *more, **options)
 
     return Changing()
 

@@ -39,7 +39,7 @@ def fit_laws(case: Case) -> Iterator[Fit]:
             yield Fit(WEIGHTS, sentence, shape=law_shape(step, case))
         for decay in DECAYS:
             fade = (case.pairs.shape * torch.exp(-case.pairs.rank / decay)).clamp(min=QUIET**2)
-            yield Fit(PROMPT, "another prompt: differences fade along the row", shape=fade, freedom=1)
+            yield Fit(PROMPT, "another prompt: differences fade", shape=fade, freedom=1)
         return
     yield from _laws_of_model(case, case.scorer)
 

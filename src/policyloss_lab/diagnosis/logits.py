@@ -119,9 +119,10 @@ def fit_penalties(case: Case) -> Iterator[Fit]:
 
     for side, sign in case.sides:
         for kind in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-            values = geometric(0.5, 2.0, 17) if kind == "repetition_penalty" else geometric(0.1, 10, 25)
+            factor = kind == "repetition_penalty"
+            values = geometric(0.5, 2.0, 17) if factor else geometric(0.1, 10, 25)
             (size,), prediction = refined(values, partial(penalised, kind, sign), case)
-            value = float(size if kind == "repetition_penalty" else size.log())
+            value = float(size if factor else size.log())
             yield Fit(
                 "penalty",
                 f"{side} is that of {kind} = {value:.3g}",
@@ -177,11 +178,12 @@ def fit_bias(case: Case) -> Iterator[Fit]:
         strong = [i for i in chosen if abs(float(bias[i])) > 0.1]
         kept = bias[strong].exp()
         forbidden = bool(strong) and float(kept.median()) < FORBIDDEN and float(kept.max()) < 1
-        listed = ", ".join(str(i) if forbidden else f"{i}: {float(bias[i]):+.2g}" for i in strong[:6])
+        listed = ", ".join(f"{i}: {float(bias[i]):+.2g}" for i in strong[:6])
         more = f" and {len(strong) - 6} more" if len(strong) > 6 else ""
+        what = "forbids some tokens, or nearly" if forbidden else "has a bias of some tokens"
         yield Fit(
             "support" if forbidden else "logit_bias",
-            f"{side} {'forbids the tokens' if forbidden else 'has a bias of the tokens'} {listed}{more}",
+            f"{side} {what} ({listed}{more})",
             sign * effect,
             freedom=len(chosen),
             details={"ids": strong, "side": side},

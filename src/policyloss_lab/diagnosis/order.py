@@ -119,9 +119,7 @@ def fit_other_tokens(case: Case) -> Iterator[Fit]:
                 gain, lag, place = float(before[-1] - total[j - 1]), candidate, j
         if gain > 4.0 and place > 1:
             changed, tokens = changed + 1, tokens + size - place
-            chosen[here.start + place : here.stop] = sources[lag][
-                here.start + place : here.stop
-            ]
+            chosen[here.start + place : here.stop] = sources[lag][here.start + place : here.stop]
     if not changed:
         return
     chosen[end:] = -1
@@ -148,7 +146,7 @@ def fit_edges(case: Case) -> Iterator[Fit]:
     wild = size > max(WILD * 1.4826 * float(size.median()), NEAR)
     steps = torch.where(wild, 1.0, -2.0)
     rows = pairs.starts.numel() - 1
-    for side, what in (("first", "the first tokens of a row"), ("last", "the last tokens of a row")):
+    for side in ("first", "last"):
         edge = _runs(steps if side == "first" else steps.flip(0), pairs, side)
         lengths = torch.zeros(int(pairs.row.max()) + 1).index_add(0, pairs.row, edge.float())
         lengths = lengths[torch.unique_consecutive(pairs.row)]
@@ -156,7 +154,7 @@ def fit_edges(case: Case) -> Iterator[Fit]:
         longest = int(lengths.max())
         cause = "prompt_in_mask" if side == "first" else "padding_in_mask"
         if side == "last" and longest == 1:
-            cause, what = "end_token", "the last token of a row"
+            cause = "end_token"
         elsewhere = int((wild & ~edge).sum())
         if share < EDGES[cause] or edge.double().mean() > 0.5 or elsewhere > 0.1 * edge.sum():
             continue
@@ -165,7 +163,7 @@ def fit_edges(case: Case) -> Iterator[Fit]:
             continue  # no side is empty there
         yield Fit(
             cause,
-            f"only {what} differ (in {share:.0%} of {rows} rows, up to {longest} tokens)",
+            f"only the {side} tokens differ (in {share:.0%} of {rows} rows, up to {longest} each)",
             torch.where(edge, torch.nan, 0.0).double(),
             freedom=1,
             details={"rows": share, "longest": longest, "tokens": int(edge.sum())},

@@ -88,7 +88,8 @@ def repeated(case: Case) -> Tensor | None:
     places = None if case.scorer is None else case.scorer.scored[:, 0].tolist()
     seen: dict[int, set[int]] = {}
     flags = []
-    for k, (row, token) in enumerate(zip(case.pairs.row.tolist(), case.pairs.ids.tolist(), strict=True)):
+    for k, row in enumerate(case.pairs.row.tolist()):
+        token = int(case.pairs.ids[k])
         before = seen.setdefault(row, set(prompts.get(places[k], ())) if places else set())
         flags.append(token in before)
         before.add(token)
@@ -145,9 +146,10 @@ def _forms(case: Case, floor: float) -> Iterator[Place]:
         )
     scale = misfit(d, flat, 0).scale
     slope = float((d / pairs.trainer.clamp(max=-1e-3)).median())
+    middle = float(d.median())
     for tag, prediction, sentence in (
-        ("multiplicative", slope * pairs.trainer, f"a factor: rollout_logp = {1 + slope:.4g}·old_logp"),
-        ("constant", d.median() * flat, f"a constant: rollout_logp = old_logp {float(d.median()):+.3g}"),
+        ("multiplicative", slope * pairs.trainer, f"a factor of {1 + slope:.4g} to old_logp"),
+        ("constant", middle * flat, f"a constant of {middle:+.3g} to old_logp"),
     ):
         if misfit(d - prediction, flat, 1).scale < FORM * scale:
             yield Place(tag, sentence, "Compare the code that makes both columns, term by term.")
@@ -222,7 +224,7 @@ def _shapes(case: Case) -> Iterator[Place]:
     if (_noise_shape(case) == 1).all():
         yield Place(
             "uniform",
-            "everywhere: as large at likely tokens as at unlikely ones, which no change of logits is",
+            "everywhere: as large at likely tokens as at unlikely ones, unlike a change of logits",
             "Look for code that changes log-probabilities after the softmax.",
         )
     else:

@@ -79,7 +79,9 @@ def fit_temperature(case: Case) -> Iterator[Fit]:
         for what, groups in _groups(case):
             taus, prediction = refined(TEMPERATURES, predict, case, groups)
             low, high = float(taus.min()), float(taus.max())
-            tail = f" {low:.3g}" if groups is None else f"s of {low:.3g} to {high:.3g}, one for {what}"
+            tail = f" {low:.3g}"
+            if groups is not None:
+                tail = f"s of {low:.3g} to {high:.3g}, one for {what}"
             yield Fit(
                 "temperature",
                 f"{side} is that of temperature{tail}",
@@ -118,10 +120,9 @@ def _temperature_from_pairs(case: Case, side: str, sign: int) -> Iterator[Fit]:
     sound = (pairs.trainer if sign > 0 else pairs.rollout).clamp(max=0.0)  # noise may lift it
     fits = []
     for k in BRANCHES:
-        (tau,), prediction = refined(
-            TEMPERATURES, partial(_guess, sound, sign, k), case, rounds=2
-        )
-        fits.append((misfit(pairs.difference - prediction, pairs.shape, 2).scale, tau, k, prediction))
+        (tau,), prediction = refined(TEMPERATURES, partial(_guess, sound, sign, k), case, rounds=2)
+        left = misfit(pairs.difference - prediction, pairs.shape, 2).scale
+        fits.append((left, tau, k, prediction))
     _, tau, k, prediction = min(fits, key=lambda fit: fit[0])
     large = pairs.difference.abs() > 0.1 * pairs.difference.abs().mean()
     ups = float((pairs.difference[large] > 0).double().mean())
@@ -134,7 +135,7 @@ def _temperature_from_pairs(case: Case, side: str, sign: int) -> Iterator[Fit]:
         return
     yield Fit(
         "temperature",
-        f"{side} is that of temperature {float(tau):.3g}, or of a soft cap: pairs alone cannot tell",
+        f"{side} is that of temperature {float(tau):.3g}, or of a soft cap",
         prediction,
         freedom=2,
         share="rough",
@@ -225,9 +226,7 @@ class _Sorted:
     logp: Tensor
 
     @classmethod
-    def of(
-        cls, logits: tuple[Tensor, Tensor], ids: Tensor, tau: Tensor | float = 1.0
-    ) -> _Sorted:
+    def of(cls, logits: tuple[Tensor, Tensor], ids: Tensor, tau: Tensor | float = 1.0) -> _Sorted:
         """logits: plain, and sorted; a temperature does not change their order."""
         plain, ordered = logits
         scaled = ordered / tau

@@ -212,7 +212,8 @@ def fit_earlier(case: Case) -> Iterator[Fit]:
         yield Fit("stale_weights", sentence, effect, share="fixed", details=details)
     if pairs.later is not None:
         step = (pairs.later - pairs.trainer) / pairs.shape
-        slope = float((step * pairs.difference / pairs.shape).sum() / step.square().sum().clamp(1e-12))
+        along = (step * pairs.difference / pairs.shape).sum()
+        slope = float(along / step.square().sum().clamp(min=1e-12))
         sentence = f"rollout_logp - old_logp is {slope:.2g} times the trainer's own step"
         effect = slope * step * pairs.shape
         yield Fit("stale_weights", sentence, effect, freedom=1, share="rough", details=details)

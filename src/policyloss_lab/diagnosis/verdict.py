@@ -193,19 +193,19 @@ CAUSES: dict[str, Cause] = {
         'logprobs_mode="processed_logprobs"), or sample at temperature 1.',
         TIS,
     ),
-    "top_p": Cause(
-        "cut", "top-p renormalised on one side only", f"Sample with top_p=1, {KEPT}", TIS
-    ),
-    "top_k": Cause(
-        "cut", "top-k renormalised on one side only", f"Sample without top_k, {KEPT}", TIS
-    ),
-    "min_p": Cause(
-        "cut", "min-p renormalised on one side only", f"Sample without min_p, {KEPT}", TIS
-    ),
+    **{
+        f"{name}_{letter}": Cause(
+            "cut",
+            f"{name}-{letter} renormalised on one side only",
+            f"Sample without {name}_{letter}, {KEPT}",
+            TIS,
+        )
+        for name, letter in (("top", "p"), ("top", "k"), ("min", "p"))
+    },
     "support": Cause(
         "support",
         "fewer tokens allowed on one side",
-        "Print the engine's top_p, top_k, min_p, bad_words, min_tokens and guided decoding options; "
+        "Print the engine's top_p, top_k, min_p, bad_words, min_tokens and guided decoding; "
         f"turn them off, {KEPT}",
         TIS,
     ),
@@ -297,18 +297,15 @@ CAUSES: dict[str, Cause] = {
         "emptied then, and that the number of steps it lags behind is the one you chose.",
         STALE,
     ),
-    "logp_bf16": Cause(
-        "storage",
-        "log-probabilities stored in bf16",
-        "Keep log-probabilities in float32 from the softmax on.",
-        TIS,
-    ),
-    "logp_fp16": Cause(
-        "storage",
-        "log-probabilities stored in fp16",
-        "Keep log-probabilities in float32 from the softmax on.",
-        TIS,
-    ),
+    **{
+        f"logp_{kind}": Cause(
+            "storage",
+            f"log-probabilities stored in {kind}",
+            "Keep log-probabilities in float32 from the softmax on.",
+            TIS,
+        )
+        for kind in ("bf16", "fp16")
+    },
     "logits_bf16": Cause(
         "format",
         "logits rounded to bf16",
@@ -318,13 +315,18 @@ CAUSES: dict[str, Cause] = {
     "logits_fp16": Cause(
         "format", "logits rounded to fp16", "Upcast logits to float32 before the softmax.", TIS
     ),
-    "weights_bf16": Cause("format", "weights in bf16 on one side only", ONE_DTYPE, TIS),
-    "weights_fp16": Cause("format", "weights in fp16 on one side only", ONE_DTYPE, TIS),
-    "weights_int8": Cause("format", "weights in int8 on one side only", EXPECTED, STALE),
-    "weights_fp8": Cause("format", "weights in fp8 on one side only", EXPECTED, STALE),
-    "weights_int4": Cause("format", "weights in int4 on one side only", EXPECTED, STALE),
-    "kv_fp8": Cause("format", "keys and values cached in fp8 on one side", EXPECTED, STALE),
-    "kv_int8": Cause("format", "keys and values cached in int8 on one side", EXPECTED, STALE),
+    **{
+        f"weights_{kind}": Cause("format", f"weights in {kind} on one side only", remedy, parts)
+        for kinds, remedy, parts in (
+            (("bf16", "fp16"), ONE_DTYPE, TIS),
+            (("int8", "fp8", "int4"), EXPECTED, STALE),
+        )
+        for kind in kinds
+    },
+    **{
+        f"kv_{kind}": Cause("format", f"keys and values cached in {kind}", EXPECTED, STALE)
+        for kind in ("fp8", "int8")
+    },
     "rope": Cause("config", "another RoPE base or scaling on one side", CONFIG, ICEPOP),
     "attention_scale": Cause("config", "another scale of attention on one side", CONFIG, ICEPOP),
     "window": Cause("config", "another window of attention on one side", CONFIG, ICEPOP),

@@ -30,9 +30,7 @@ RECORDED = Path(__file__).parents[2] / "recorded" / "doctor"
 LAWS = {"stale_weights": "weights", "template": "prompt", "dropout": "dropout"}
 # The others need peft, or a mixture of experts.
 NAMES = [
-    name
-    for name in FAULTS
-    if name not in ("router", "adapter_missing", "adapter_merged", *LAWS)
+    name for name in FAULTS if name not in ("router", "adapter_missing", "adapter_merged", *LAWS)
 ]
 
 
