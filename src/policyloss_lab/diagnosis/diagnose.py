@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policyloss_lab.diagnosis.columns import fit_stored, fit_top1, fit_unfilled, fit_units
 from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis, Misfit, misfit
-from policyloss_lab.diagnosis.laws import NOISE, fit_laws
+from policyloss_lab.diagnosis.laws import fit_laws
 from policyloss_lab.diagnosis.logits import (
     fit_bias,
     fit_penalties,
@@ -107,7 +107,6 @@ EXTREME = 5  # times as far: a difference that noise never reaches
 LEAST_FAR = 2  # fewer tokens than this may be far by chance
 LEAST_SIDED = 12  # differences of one sign that are no accident
 LEAST_TWINS = 8  # equal numbers outside of the mask that are no accident
-FLOAT32 = 1e-4  # nats: a mean difference to the float32 model that only float32 arithmetic reaches
 RULED_OUT = 0.5  # the share of the scale that the best fit of a family leaves if it is ruled out
 CONFIDENCE = {"named": 0.97, "rough": 0.9, "healthy": 0.97, "not_explained": 0.9}
 FEW_NUMBERS = 2  # fitted numbers of a cause that may leave more than `explains`
@@ -343,11 +342,8 @@ def _removed(search: Search) -> Fit | None:
     factor = factors.numel() > 2 and bool(factors.std() < 0.2 * factors.mean().abs())
     filled = gaining[far & (base < math.log(0.5))].unique(return_counts=True)[1]
     constant = filled.numel() > 0 and int(filled.max()) > 0.5 * int(filled.sum())
-    if max(ups, 1 - ups) < search.limits.sided or far[likely].double().mean() < (
-        0.25 * far.double().mean()
-    ):
-        return None
-    if constant or factor:
+    spread = far[likely].double().mean() >= 0.25 * far.double().mean()
+    if max(ups, 1 - ups) < search.limits.sided or not spread or constant or factor:
         return None
     sentence = (
         f"{side} is the larger at all {int(far.sum())} tokens that differ, likely ones included: "
@@ -391,7 +387,8 @@ def _named(
     search: Search, named: Sequence[Fitted], rows: Tensor, first: Misfit, notes: Sequence[str]
 ) -> Diagnosis:
     case = search.case
-    some = "" if bool(rows.all()) else _row_share(case, rows)
+    numbers, count = case.pairs.row[rows].unique(), case.pairs.starts.numel() - 1
+    some = "" if bool(rows.all()) else f"in {numbers.numel()} of {count} rows, "
     details: dict[str, object] = {"scale": first.scale, "scale_left": named[-1].left.scale}
     evidence = _facts(case, first, search.floor)
     here = unexplained(case.select(rows)).scale
@@ -402,22 +399,12 @@ def _named(
         evidence.append(some + row.fit.sentence + tail)
         details |= row.fit.details
     if some:
-        numbers = case.pairs.row[rows].unique()
-        details |= {"rows": numbers.tolist(), "share_of_rows": numbers.numel() / _row_count(case)}
+        details |= {"rows": numbers.tolist(), "share_of_rows": numbers.numel() / count}
     causes = tuple(dict.fromkeys(c for row in named for c in row.fit.cause.split("+")))
     if "stale_weights" in causes:
         evidence += _steps(case, first.scale, details)
     kind = "rough" if any(row.fit.share == "rough" for row in named) else "named"
     return _diagnosis(search, causes, kind, [*evidence, *notes], details)
-
-
-def _row_count(case: Case) -> int:
-    return case.pairs.starts.numel() - 1
-
-
-def _row_share(case: Case, rows: Tensor) -> str:
-    count = case.pairs.row[rows].unique().numel()
-    return f"in {count} of {_row_count(case)} rows, "
 
 
 def _not_explained(search: Search, first: Misfit, notes: Sequence[str]) -> Diagnosis:
@@ -427,17 +414,14 @@ def _not_explained(search: Search, first: Misfit, notes: Sequence[str]) -> Diagn
     evidence = _facts(case, first, search.floor)
     evidence += [f"where: {place.sentence}" for place in places]
     details = _scales(first)
-    laws = sorted(
-        (
-            (misfit(fit.residual(case.pairs), fit.shape, fit.freedom).score, fit)  # type: ignore[arg-type]
-            for fit in fit_laws(case)
-        ),
-        key=lambda pair: pair[0],
-    )
-    flat = next(score for score, fit in laws if fit.cause == NOISE)
-    if flat - laws[0][0] > search.limits.law * case.pairs.size:
-        evidence.append(f"consistent with {laws[0][1].sentence}")
-        details["consistent_with"] = laws[0][1].cause
+    laws = []
+    for fit in fit_laws(case):
+        assert fit.shape is not None
+        laws.append((misfit(fit.residual(case.pairs), fit.shape, fit.freedom).score, fit))
+    score, law = min(laws, key=lambda pair: pair[0])
+    if laws[0][0] - score > search.limits.law * case.pairs.size:  # the first is flat noise
+        evidence.append(f"consistent with {law.sentence}")
+        details["consistent_with"] = law.cause
     if search.candidates:
         titles = " or ".join(CAUSES[c.split("+")[0]].title for c in search.candidates)
         evidence.append(f"two families explain it equally well: {titles}")
@@ -492,8 +476,7 @@ def _diagnosis(
     corrections = [CAUSES[cause].correction for cause in causes]
     remedy = " ".join(CAUSES[cause].remedy for cause in causes)
     if places:
-        ask = "" if search.case.scorer is not None else "Pass model=, ids= and prompts=. "
-        remedy = f"{remedy} {ask}{places[0].next}"
+        remedy = f"{remedy} {places[0].next}"
     return Diagnosis(
         causes[0],
         causes,

@@ -27,7 +27,7 @@ NOISE, WEIGHTS, PROMPT, DROPOUT, ROUTER = "noise", "weights", "prompt", "dropout
 
 
 def fit_laws(case: Case) -> Iterator[Fit]:
-    """The law of each kind; its name takes the place of a cause. `NOISE` is a flat shape."""
+    """The law of each kind, flat noise first; its name takes the place of a cause."""
     flat = torch.ones(case.pairs.size, dtype=torch.float64)
     yield Fit(NOISE, "noise of one size at all tokens", shape=flat)
     if case.scorer is None:

@@ -231,7 +231,9 @@ def _shapes(case: Case) -> Iterator[Place]:
         yield Place(
             "network",
             "everywhere, larger at unlikely tokens, as a change inside the model makes them",
-            "Score 8 sequences with the engine in float32, without quantisation of weights or "
+            "Pass model=, ids= and prompts=."
+            if case.scorer is None
+            else "Score 8 sequences with the engine in float32, without quantisation of weights or "
             "cache; if they still differ, compare the hidden states layer by layer.",
         )
 

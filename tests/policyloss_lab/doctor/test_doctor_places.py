@@ -168,7 +168,7 @@ PLACES: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "one_sided": (one_sided, "top 20 log-probabilities"),
     "multiplicative": (factor, "term by term"),
     "unrelated": (shifted, "side by side"),
-    "network": (inside, "layer by layer"),
+    "network": (inside, "Pass model=, ids= and prompts="),
 }
 
 
