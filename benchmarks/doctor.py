@@ -43,9 +43,9 @@ FROM_PAIRS = {
     "weights_bf16": "healthy",  # an engine in bf16 and a trainer in float32
     "temperature": "temperature",
     "temperature_raw": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_p",
-    "min_p": "top_p",
+    "top_p": "support",
+    "top_k": "support",
+    "min_p": "support",
     "shift": "shift",
     "rows_permuted": "rows_permuted",
     "prompt_in_mask": "prompt_in_mask",

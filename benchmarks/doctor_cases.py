@@ -273,8 +273,11 @@ def _(s: Source, seed: int, rows: int) -> Batch:
 
 @fault("copy")
 def _(s: Source, seed: int, rows: int) -> Batch:
+    """A trainer computes numbers for padding as well, and a copy has them."""
     batch = batch_of(s.rollout("plain", seed, rows), s.model(), ("copy",))
-    batch.arguments["rollout_logp"] = batch.arguments["old_logp"].clone()
+    old, mask = batch.arguments["old_logp"], batch.arguments["mask"]
+    old[~mask] = -torch.rand(int((~mask).sum()), generator=torch.Generator().manual_seed(seed))
+    batch.arguments["rollout_logp"] = old.clone()
     return batch
 
 

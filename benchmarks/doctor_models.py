@@ -51,6 +51,9 @@ def config_of(name: str) -> Any:
         "llama": {"attention_dropout": 0.1},
         "qwen3": {"attention_dropout": 0.1, "head_dim": 32, "tie_word_embeddings": True},
         "gpt_neox": {"attention_dropout": 0.1, "hidden_dropout": 0.1, "num_hidden_layers": 3},
+        "mistral": {"sliding_window": None},
+        "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+        "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
         "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
         "qwen3_moe": {**experts, "moe_intermediate_size": 64, "norm_topk_prob": True},
         "olmoe": experts,
@@ -118,11 +121,16 @@ def train(model: Any, steps: int, seed: int, rate: float) -> Iterator[int]:
 
 
 def trained(name: str, seed: int = 0, steps: int = 300) -> Any:
-    """A model of this name that has learned the language."""
+    """A model of this name that has learned the language; with 0 steps, one of large random
+    weights, so that its distributions are not flat.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_of(name))
+    config = config_of(name)
+    if not steps:
+        config.initializer_range = config.init_std = 0.15
+    model = AutoModelForCausalLM.from_config(config)
     for _ in train(model, steps, seed, 3e-3):
         pass
     return model

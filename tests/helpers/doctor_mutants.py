@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_BOUNDS, _CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _VERDICTS = (
+_BOUNDS, _CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _PLACES, _VERDICTS = (
     "test_doctor_log_bounds.py::",
     "test_doctor_criterion.py::",
     "test_doctor_input.py::",
@@ -10,6 +10,7 @@ _BOUNDS, _CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _VERDICTS = (
     "test_doctor_logs.py::",
     "test_doctor_log_readers.py::",
     "test_doctor_pairs.py::",
+    "test_doctor_places.py::",
     "test_doctor_verdicts.py::",
 )
 DOCTOR = (
@@ -28,11 +29,32 @@ DOCTOR = (
         _CRITERION + "test_the_shape_of_noise_is_the_probability_of_the_other_tokens",
     ),
     (
-        "doctor_copy_of_rounded_numbers",
-        "policyloss_lab/diagnosis/pairs.py",
-        "precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)",
-        "precise = pairs.trainer < 1.0",
-        _INPUT + "test_two_sides_that_are_stored_in_bf16_are_no_copies",
+        "doctor_equal_bits_are_a_copy",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "case.pairs.twins >= LEAST_TWINS",
+        "case.pairs.twins >= 0",
+        _INPUT + "test_equal_bits_alone_are_no_copy",
+    ),
+    (
+        "doctor_names_what_it_does_not_explain",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "if share <= limits.explains:",
+        "if share <= 1.0:",
+        _PLACES + "test_a_cause_that_leaves_much_is_not_named",
+    ),
+    (
+        "doctor_rivals_do_not_count",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "if rivals and rivals[0].left.score < first.left.score + self.limits.gain:",
+        "if False:",
+        _PLACES + "test_two_families_that_explain_alike_are_not_named",
+    ),
+    (
+        "doctor_loud_rows_speak_for_all",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "rows.numel() and search.is_quiet(case.select(~loud)):",
+        "rows.numel():",
+        _PLACES + "test_rows_are_named_only_if_the_others_are_quiet",
     ),
     (
         "doctor_nan_passes",
@@ -142,16 +164,16 @@ DOCTOR = (
     (
         "doctor_tails_are_sick",
         "policyloss_lab/diagnosis/diagnose.py",
-        "times = FAR if case.scorer is not None else FAR * thresholds.noise",
-        "times = 1",
+        "FAR * (1 if self.noise is not None else self.limits.noise)",
+        "1",
         _PAIRS + "test_noise_of_half_precision_is_healthy",
     ),
     (
-        "doctor_guesses_from_pairs",
-        "policyloss_lab/diagnosis/laws.py",
-        '"not_explained", "differences are larger at',
-        '"stale_weights", "differences are larger at',
-        _PAIRS + "test_no_cause_is_named_that_pairs_cannot_tell",
+        "doctor_one_sign_is_a_temperature",
+        "policyloss_lab/diagnosis/sampling.py",
+        "if min(ups, 1 - ups) < ONE_WAY:",
+        "if False:",
+        _PLACES + "test_one_sign_is_no_temperature",
     ),
     (
         "doctor_float32_noise_is_padding",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -99,12 +100,15 @@ class Scorer:
         positions: bool = True,
         attend_padding: bool = False,
         train: bool = False,
+        window: int | None = None,
+        cached: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """`[n, V]` float32 logits.
 
         prompts: used instead of the prompts of all rows. padding: the padded side, "left" or
         "right". positions: whether position ids skip padding. attend_padding: omit the attention
-        mask. train: run the model in training mode, with dropout.
+        mask. train: run the model in training mode, with dropout. window: the number of tokens that
+        every layer attends to. cached: a change of keys and values, as a cache makes it.
         """
         model = self.model
         device = next(model.parameters()).device
@@ -133,8 +137,12 @@ class Scorer:
                     if positions
                     else torch.arange(widest, device=device).expand(len(batch), -1)
                 )
+                if window is not None:
+                    arguments["attention_mask"] = _window(len(batch), widest, window, model)
+                if cached is not None:
+                    arguments["past_key_values"] = _changing_cache(cached)
                 with torch.no_grad():
-                    logits = model(**arguments, use_cache=False).logits
+                    logits = model(**arguments, use_cache=cached is not None).logits
                 for k, i in enumerate(batch):
                     mine = where[self.scored[:, 0] == i]
                     shift = widest - len(rows[i]) if padding == "left" else 0
@@ -167,6 +175,40 @@ def _padded(
         mask[k, place] = 1
     position = (mask.cumsum(1) - 1).clamp(min=0)
     return ids.to(device), mask.to(device), position.to(device)
+
+
+def _window(rows: int, width: int, window: int, model: Any) -> Tensor:
+    """The mask of scores `[B, 1, T, T]` for rows that are padded on the right."""
+    weight = next(model.parameters())
+    gap = torch.arange(width)[:, None] - torch.arange(width)
+    hidden = ~((gap >= 0) & (gap < window))
+    scores = torch.zeros(width, width, dtype=weight.dtype)
+    scores = scores.masked_fill(hidden, torch.finfo(weight.dtype).min).to(weight.device)
+    return scores.expand(rows, 1, -1, -1)
+
+
+def _changing_cache(change: Callable[[Tensor], Tensor]) -> Any:
+    """A cache of transformers that changes keys and values before they are used."""
+    plain: Any = import_module("transformers").DynamicCache
+
+    class Changing(plain):
+        def update(self, keys: Tensor, values: Tensor, *more: Any, **options: Any) -> Any:
+            return super().update(change(keys), change(values), *more, **options)
+
+    return Changing()
+
+
+@contextmanager
+def replaced(owners: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Some attributes replaced: (object, name, value) of each."""
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
+    try:
+        for owner, name, value in owners:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ the BIC; smaller is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +60,13 @@ class Case:
 
     def realigned(self, source: Tensor) -> Case:
         """The case with each number of the engine moved to its token."""
-        pairs = self.pairs.with_rollout_from(source)
-        return Case(pairs, None if self.scorer is None else self.scorer.select(source >= 0))
+        moved = replace(self.pairs, rollout=self.pairs.rollout[source.clamp(min=0)])
+        return Case(moved, self.scorer).select(source >= 0)
+
+    def select(self, chosen: Tensor) -> Case:
+        """Some of the tokens, by flag."""
+        scorer = None if self.scorer is None else self.scorer.select(chosen)
+        return Case(self.pairs.select(chosen), scorer)
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,11 @@ class Fit:
     """A fitted hypothesis.
 
     cause: a name of `CAUSES`, or two joined by "+". sentence: the hypothesis in words. prediction:
-    `rollout_logp - old_logp` of each token, NaN if unknown; None is 0. shape: the relative size of
-    noise at each token; None is `1 - p`. source: for a hypothesis about order, the index of the
-    engine's number that belongs to each token (−1: none). freedom: the number of fitted numbers.
-    share: the name of the field of `Thresholds` that limits the share of the scale that the fit may
-    leave. details: the fitted numbers by name.
+    `rollout_logp - old_logp` of each token, NaN if the hypothesis only claims that the token does
+    not count; None is 0. shape: the relative size of noise at each token; None is `1 - p`. source:
+    for a hypothesis about order, the index of the engine's number that belongs to each token (−1:
+    none). freedom: the number of fitted numbers. share: the name of the field of `Thresholds` that
+    limits the share of the scale that the fit may leave. details: the fitted numbers by name.
     """
 
     cause: str
@@ -85,23 +90,16 @@ class Fit:
     share: str = "explains"
     details: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def masks_edges(self) -> bool:
-        """Whether the fit leaves out tokens at the edges of rows, with more noise there."""
-        return self.shape is not None and self.source is not None
-
-    @property
-    def is_law(self) -> bool:
-        """Whether the fit predicts only where differences are large."""
-        return self.shape is not None and self.source is None
+    def residual(self, pairs: Pairs) -> Tensor:
+        """The differences that the fit does not predict; NaN for tokens that do not count."""
+        if self.source is not None:
+            rollout = pairs.rollout[self.source.clamp(min=0)]
+            return torch.where(self.source >= 0, rollout - pairs.trainer, torch.nan)
+        return pairs.difference - (0 if self.prediction is None else self.prediction)
 
 
-class Hypothesis(Protocol):
-    """A family of explanations with one fitting method."""
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """Yield the best fits; no fit if the case lacks a tensor that the hypothesis needs."""
-
+# Yields the best fits; none if the case lacks a tensor that the hypothesis needs.
+Hypothesis = Callable[[Case], Iterator[Fit]]
 
 DEGREES = 4.0
 ROUNDING = 2.0**-23  # the smallest scale: float32 cannot resolve a smaller one

@@ -5,7 +5,6 @@ and tokens that do not belong in the mask.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,28 +15,22 @@ from policyloss_lab.diagnosis.pairs import Pairs
 ROWS = 256  # the most rows that are compared with each other
 FIRST = 32  # the first tokens of each row, which are compared
 WILD = 8.0  # a difference of this many scales of the other tokens is another token's number
+LAGS = (-3, -2, -1, 1, 2, 3)  # tokens that a word may gain or lose when it is encoded again
+# The least share of rows: every row has a prompt, and rows that were cut have no end token.
+EDGES = {"prompt_in_mask": 0.8, "padding_in_mask": 0.5, "end_token": 0.3}
 NEAR = 0.05  # the usual difference of two engines at one token, in nats
 
 
-@dataclass(frozen=True)
-class Shift:
-    """`rollout_logp` is some tokens late (+) or early (−)."""
-
-    lags: tuple[int, ...] = (1, -1)
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """One fit for each lag."""
-        for lag in self.lags:
-            places = f"{abs(lag)} place{'' if abs(lag) == 1 else 's'}"
-            later = "later" if lag > 0 else "earlier"
-            yield Fit(
-                "shift",
-                f"rollout_logp stands {places} {later} than the tokens it belongs to",
-                source=_shifted(case.pairs, lag),
-                freedom=1,
-                share="shift",
-                details={"lag": lag},
-            )
+def fit_shift(case: Case) -> Iterator[Fit]:
+    """`rollout_logp` is one token late or early."""
+    for lag, later in ((1, "later"), (-1, "earlier")):
+        yield Fit(
+            "shift",
+            f"rollout_logp stands 1 place {later} than the tokens it belongs to",
+            source=_shifted(case.pairs, lag),
+            freedom=1,
+            details={"lag": lag},
+        )
 
 
 def _shifted(pairs: Pairs, lag: int) -> Tensor:
@@ -52,40 +45,36 @@ def _shifted(pairs: Pairs, lag: int) -> Tensor:
     return torch.where(there, inside, -1)
 
 
-@dataclass(frozen=True)
-class PermutedRows:
-    """The rows of `rollout_logp` and `old_logp` are in different orders."""
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """The row of the engine that is nearest to each row of the trainer."""
-        pairs = case.pairs
-        starts = pairs.starts
-        count = min(starts.numel() - 1, ROWS)
-        if count < 2:
-            return
-        ours = _table(pairs.trainer, starts, count)
-        theirs = _table(pairs.rollout, starts, count)
-        gaps = torch.stack([(theirs - row).abs().nanmean(1).nan_to_num(torch.inf) for row in ours])
-        at_home = gaps.diagonal()
-        nearest = gaps.argmin(1)
-        best = gaps.gather(1, nearest[:, None])[:, 0]
-        nearest = torch.where(best < 0.5 * at_home, nearest, torch.arange(count))
-        moved = int((nearest != torch.arange(count)).sum())
-        if moved < 2:
-            return
-        lengths = starts.diff()[:count]
-        source = torch.full((pairs.size,), -1)
-        for row, other in enumerate(nearest.tolist()):
-            common = int(min(lengths[row], lengths[other]))
-            begin = int(starts[row])
-            source[begin : begin + common] = torch.arange(common) + int(starts[other])
-        yield Fit(
-            "rows_permuted",
-            f"{moved} of {count} rows of rollout_logp belong to other rows",
-            source=source,
-            freedom=moved,
-            details={"rows_moved": moved, "rows_compared": count},
-        )
+def fit_permuted_rows(case: Case) -> Iterator[Fit]:
+    """The rows are in different orders: the engine's row that is nearest to each of the trainer."""
+    pairs = case.pairs
+    starts = pairs.starts
+    count = min(starts.numel() - 1, ROWS)
+    if count < 2:
+        return
+    ours = _table(pairs.trainer, starts, count)
+    theirs = _table(pairs.rollout, starts, count)
+    gaps = torch.stack([(theirs - row).abs().nanmean(1).nan_to_num(torch.inf) for row in ours])
+    at_home = gaps.diagonal()
+    nearest = gaps.argmin(1)
+    best = gaps.gather(1, nearest[:, None])[:, 0]
+    nearest = torch.where(best < 0.5 * at_home, nearest, torch.arange(count))
+    moved = int((nearest != torch.arange(count)).sum())
+    if moved < 2:
+        return
+    lengths = starts.diff()[:count]
+    source = torch.full((pairs.size,), -1)
+    for row, other in enumerate(nearest.tolist()):
+        common = int(min(lengths[row], lengths[other]))
+        begin = int(starts[row])
+        source[begin : begin + common] = torch.arange(common) + int(starts[other])
+    yield Fit(
+        "rows_permuted",
+        f"{moved} of {count} rows of rollout_logp belong to other rows",
+        source=source,
+        freedom=moved,
+        details={"rows_moved": moved, "rows_compared": count},
+    )
 
 
 def _table(x: Tensor, starts: Tensor, count: int) -> Tensor:
@@ -97,105 +86,88 @@ def _table(x: Tensor, starts: Tensor, count: int) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class OtherTokens:
-    """After some token of a row, the engine's numbers are shifted: the text was encoded again, and
-    a word was split into more or fewer tokens.
+def fit_other_tokens(case: Case) -> Iterator[Fit]:
+    """The text was encoded again, and a word was split into more or fewer tokens: for each row, the
+    index after which a lag fits better than no lag.
     """
-
-    lags: tuple[int, ...] = (-3, -2, -1, 1, 2, 3)
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """For each row, the index after which a lag fits better than no lag."""
-        pairs = case.pairs
-        starts = pairs.starts
-        count = min(starts.numel() - 1, ROWS)
-        end = int(starts[count])
-        cost = _cost(pairs.difference)
-        sources = {lag: _shifted(pairs, lag) for lag in self.lags}
-        lagged = {
-            lag: torch.where(
-                source >= 0, _cost(pairs.rollout[source.clamp(min=0)] - pairs.trainer), cost.mean()
-            )
-            for lag, source in sources.items()
-        }
-        chosen = torch.arange(pairs.size)
-        changed, tokens = 0, 0
-        for i in range(count):
-            here = slice(int(starts[i]), int(starts[i + 1]))
-            size = here.stop - here.start
-            if size < 4:
-                continue
-            before = torch.cat([cost.new_zeros(1), cost[here].cumsum(0)])
-            gain, lag, place = 0.0, 0, 0
-            for candidate, their_cost in lagged.items():
-                after = their_cost[here].flip(0).cumsum(0).flip(0)
-                total = before[1:size] + after[1:]
-                j = int(total.argmin()) + 1
-                if float(before[-1] - total[j - 1]) > gain:
-                    gain, lag, place = float(before[-1] - total[j - 1]), candidate, j
-            if gain > 4.0 and place > 1:
-                changed, tokens = changed + 1, tokens + size - place
-                chosen[here.start + place : here.stop] = sources[lag][
-                    here.start + place : here.stop
-                ]
-        if not changed:
-            return
-        chosen[end:] = -1
-        yield Fit(
-            "reencoded",
-            f"in {changed} of {count} rows the numbers belong to other tokens from some place on",
-            source=chosen,
-            freedom=2 * changed,
-            details={"rows": changed, "tokens": tokens},
+    pairs = case.pairs
+    starts = pairs.starts
+    count = min(starts.numel() - 1, ROWS)
+    end = int(starts[count])
+    cost = _cost(pairs.difference)
+    sources = {lag: _shifted(pairs, lag) for lag in LAGS}
+    lagged = {
+        lag: torch.where(
+            source >= 0, _cost(pairs.rollout[source.clamp(min=0)] - pairs.trainer), cost.mean()
         )
+        for lag, source in sources.items()
+    }
+    chosen = torch.arange(pairs.size)
+    changed, tokens = 0, 0
+    for i in range(count):
+        here = slice(int(starts[i]), int(starts[i + 1]))
+        size = here.stop - here.start
+        if size < 4:
+            continue
+        before = torch.cat([cost.new_zeros(1), cost[here].cumsum(0)])
+        gain, lag, place = 0.0, 0, 0
+        for candidate, their_cost in lagged.items():
+            after = their_cost[here].flip(0).cumsum(0).flip(0)
+            total = before[1:size] + after[1:]
+            j = int(total.argmin()) + 1
+            if float(before[-1] - total[j - 1]) > gain:
+                gain, lag, place = float(before[-1] - total[j - 1]), candidate, j
+        if gain > 4.0 and place > 1:
+            changed, tokens = changed + 1, tokens + size - place
+            chosen[here.start + place : here.stop] = sources[lag][here.start + place : here.stop]
+    if not changed:
+        return
+    chosen[end:] = -1
+    yield Fit(
+        "reencoded",
+        f"in {changed} of {count} rows the numbers belong to other tokens from some place on",
+        source=chosen,
+        freedom=2 * changed,
+        details={"rows": changed, "tokens": tokens},
+    )
 
 
 def _cost(gap: Tensor) -> Tensor:
     return torch.log1p((gap / NEAR) ** 2)
 
 
-@dataclass(frozen=True)
-class Edges:
+def fit_edges(case: Case) -> Iterator[Fit]:
     """Only the first or the last tokens of the rows differ: these tokens should not be in the mask,
-    or the engine has no numbers for them.
+    or the engine has no numbers for them. Leading runs are prompt tokens; trailing runs are the end
+    token or padding.
     """
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """Leading runs (prompt tokens) and trailing ones (the end token, padding)."""
-        pairs = case.pairs
-        size = (pairs.difference / pairs.shape).abs()
-        core = 1.4826 * float(size.median())
-        wild = size > max(WILD * core, NEAR)
-        steps = torch.where(wild, 1.0, -2.0)
-        rows = pairs.starts.numel() - 1
-        for side in ("first", "last"):
-            edge = _runs(steps if side == "first" else steps.flip(0), pairs, side)
-            lengths = torch.zeros(int(pairs.row.max()) + 1).index_add(0, pairs.row, edge.float())
-            lengths = lengths[torch.unique_consecutive(pairs.row)]
-            share = float((lengths > 0).float().mean())
-            elsewhere = int((wild & ~edge).sum())
-            if share < 0.3 or edge.double().mean() > 0.5 or elsewhere > 0.1 * int(edge.sum()):
-                continue
-            longest = int(lengths.max())
-            cause = "prompt_in_mask" if side == "first" else "padding_in_mask"
-            if side == "last" and longest == 1:
-                cause = "end_token"
-            rest = float(size[~edge].square().mean().sqrt()) or 1e-7
-            ratio = float(size[edge].square().mean().sqrt()) / max(rest, 1e-7)
-            what = {
-                "prompt_in_mask": "the first tokens of a row",
-                "padding_in_mask": "the last tokens of a row",
-                "end_token": "the last token of a row",
-            }[cause]
-            yield Fit(
-                cause,
-                f"only {what} differ (in {share:.0%} of {rows} rows, up to {longest} tokens)",
-                shape=torch.where(edge, pairs.shape * max(ratio, 1.0), pairs.shape),
-                source=torch.where(edge, -1, torch.arange(pairs.size)),
-                freedom=1 if longest == 1 else 1 + int((lengths > 0).sum()),
-                details={"rows": share, "longest": longest, "tokens": int(edge.sum())},
-            )
+    pairs = case.pairs
+    size = (pairs.difference / pairs.shape).abs()
+    wild = size > max(WILD * 1.4826 * float(size.median()), NEAR)
+    steps = torch.where(wild, 1.0, -2.0)
+    rows = pairs.starts.numel() - 1
+    for side in ("first", "last"):
+        edge = _runs(steps if side == "first" else steps.flip(0), pairs, side)
+        lengths = torch.zeros(int(pairs.row.max()) + 1).index_add(0, pairs.row, edge.float())
+        lengths = lengths[torch.unique_consecutive(pairs.row)]
+        share = float((lengths > 0).float().mean())
+        longest = int(lengths.max())
+        cause = "prompt_in_mask" if side == "first" else "padding_in_mask"
+        if side == "last" and longest == 1:
+            cause = "end_token"
+        elsewhere = int((wild & ~edge).sum())
+        if share < EDGES[cause] or edge.double().mean() > 0.5 or elsewhere > 0.1 * edge.sum():
+            continue
+        sides = (pairs.rollout[edge], pairs.trainer[edge])
+        if longest > 1 and all(x.unique().numel() > 1 for x in sides):
+            continue  # no side is empty there
+        yield Fit(
+            cause,
+            f"only the {side} tokens differ (in {share:.0%} of {rows} rows, up to {longest} each)",
+            torch.where(edge, torch.nan, 0.0).double(),
+            freedom=1,
+            details={"rows": share, "longest": longest, "tokens": int(edge.sum())},
+        )
 
 
 def _runs(wild: Tensor, pairs: Pairs, side: str) -> Tensor:

@@ -28,8 +28,9 @@ class Pairs:
     """The valid tokens of a batch, flat, in the order of rows. `[n]` each, on the CPU.
 
     row, column: the indices of a token in the batch. ids, entropy, later (logp after the
-    update): None unless passed. impossible: the number of valid tokens with a `rollout_logp` of
-    −inf, which are left out.
+    update), earlier (of older weights): None unless passed. impossible: the number of valid tokens
+    with a `rollout_logp` of −inf, which are left out. twins: the number of different values that
+    both sides share at tokens outside of the mask.
     """
 
     rollout: Tensor
@@ -39,7 +40,9 @@ class Pairs:
     ids: Tensor | None = None
     entropy: Tensor | None = None
     later: Tensor | None = None
+    earlier: Tensor | None = None
     impossible: int = 0
+    twins: int = 0
 
     @property
     def size(self) -> int:
@@ -79,7 +82,7 @@ class Pairs:
         """Some of the tokens, by index or by flag."""
         rest = {
             name: x[chosen]
-            for name in ("ids", "entropy", "later")
+            for name in ("ids", "entropy", "later", "earlier")
             if (x := getattr(self, name)) is not None
         }
         return replace(
@@ -91,18 +94,6 @@ class Pairs:
             **rest,
         )
 
-    def moved_by(self, change: Tensor) -> Pairs:
-        """The pairs with `change` added to the engine's numbers."""
-        return replace(self, rollout=self.rollout + change)
-
-    def with_rollout_from(self, source: Tensor) -> Pairs:
-        """The pairs with the engine's numbers realigned: `source[i]` is the index of the number
-        of token i; tokens with `source[i]` = −1 are left out.
-        """
-        there = source >= 0
-        moved = replace(self, rollout=self.rollout[source.clamp(min=0)])
-        return moved.select(there)
-
 
 def read_pairs(
     rollout_logp: Any,
@@ -113,17 +104,17 @@ def read_pairs(
     ids: Any = None,
     entropy: Any = None,
     later: Any = None,
+    earlier: Any = None,
     cu_seqlens: Any = None,
 ) -> Pairs:
     """The valid tokens of padded `[B, T]` or packed `[N]` tensors (with `cu_seqlens`), checked."""
     check_tensor("rollout_logp", rollout_logp, "float")
     like = ("rollout_logp", rollout_logp)
     check_like(trainer_name, trainer_logp, like, "float")
-    for name, x, kind in (("ids", ids, "integer"), ("entropy", entropy, "float")):
+    floats = {"entropy": entropy, "logp": later, "earlier_logp": earlier}
+    for name, x in {"ids": ids, **floats}.items():
         if x is not None:
-            check_like(name, x, like, kind)  # type: ignore[arg-type]
-    if later is not None:
-        check_like("logp", later, like, "float")
+            check_like(name, x, like, "float" if name in floats else "integer")
     mask = torch.ones_like(rollout_logp, dtype=torch.bool) if mask is None else mask
     check_like("mask", mask, like)
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
@@ -142,6 +133,8 @@ def read_pairs(
         None if ids is None else kept(ids),
         None if entropy is None else kept(entropy).double(),
         None if later is None else kept(later).double(),
+        None if earlier is None else kept(earlier).double(),
+        twins=_twins(rollout_logp.detach().flatten().cpu()[~valid], trainer_logp, ~valid),
     )
     return _finite(pairs, trainer_name)
 
@@ -207,16 +200,10 @@ def _where(pairs: Pairs, wrong: Tensor) -> str:
     return f"the first in row {int(pairs.row[first])}, column {int(pairs.column[first])}"
 
 
-def is_copy(pairs: Pairs) -> bool:
-    """Whether both log-probabilities are equal bit for bit.
-
-    Tokens with a probability near 1 and numbers that bf16 holds exactly do not count, because two
-    independent programs may agree on them.
-    """
-    precise = (pairs.trainer < -1e-4) & ~on_grid(pairs.trainer, torch.bfloat16)
-    return int(precise.sum()) >= LEAST_TOKENS and bool(
-        (pairs.rollout == pairs.trainer)[precise].all()
-    )
+def _twins(rollout: Tensor, trainer: Tensor, outside: Tensor) -> int:
+    """The number of different values, not 0, that both sides hold at the same tokens outside."""
+    equal = (rollout == trainer.detach().flatten().cpu()[outside]) & (rollout != 0)
+    return int(rollout[equal].unique().numel())
 
 
 def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:

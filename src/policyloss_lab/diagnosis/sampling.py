@@ -12,36 +12,43 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policyloss_lab.diagnosis.forward import Scorer
-from policyloss_lab.diagnosis.hypothesis import Case, Fit, misfit, roughness
+from policyloss_lab.diagnosis.hypothesis import Case, Fit, misfit
 
 OUTSIDE = 10.0  # the error of a hypothesis at a sampled token that it excludes, in nats
-ONE_WAY = 0.02  # the largest share of differences with the other sign
-COARSE = 256  # tokens of the coarse search over two numbers
 BRANCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
-
-
-def best_of(
-    values: Sequence[float], predict: Callable[[float], Tensor], case: Case
-) -> tuple[float, Tensor]:
-    """The value with the best prediction, and that prediction."""
-    d, shape = case.pairs.difference, case.pairs.shape
-    scored = [(roughness(d - predict(v), shape), v) for v in values]
-    value = min(scored)[1]
-    return value, predict(value)
+GROUP = 6  # the least mean number of tokens that share a temperature of their own
+LIKELY = 0.5  # above it, a token gains for certain if the distribution is sharpened
+ONE_WAY = 0.02  # the largest share of differences with the other sign
+SIGNS = 0.95  # the least share of likely tokens that move as a temperature moves them
 
 
 def refined(
-    values: Sequence[float], predict: Callable[[float], Tensor], case: Case, rounds: int = 3
-) -> tuple[float, Tensor]:
-    """`best_of`, repeated on a finer logarithmic grid between the neighbours of the best."""
-    grid = sorted(values)
-    for _ in range(rounds):
-        value, _ = best_of(grid, predict, case)
-        i = grid.index(value)
-        low, high = grid[max(i - 1, 0)], grid[min(i + 1, len(grid) - 1)]
-        grid = sorted({value, *geometric(low, high, 9)})
-    return best_of(grid, predict, case)
+    values: Sequence[float],
+    predict: Callable[[Tensor], Tensor],
+    case: Case,
+    groups: Tensor | None = None,
+    rounds: int = 3,
+) -> tuple[Tensor, Tensor]:
+    """The value of each group of tokens with the best prediction, and that prediction.
+
+    predict: takes a value for each token. groups: the group of each token; None is one group. Each
+    round searches a finer logarithmic grid between the neighbours of the best values.
+    """
+    d, shape = case.pairs.difference, case.pairs.shape
+    group = torch.zeros(case.pairs.size, dtype=torch.long) if groups is None else groups
+    count = int(group.max()) + 1
+    grid = torch.tensor(sorted(values), dtype=torch.float64).expand(count, -1)
+    for step in range(rounds + 1):
+        costs = [((d - predict(v[group])) / shape).abs().sqrt() for v in grid.T]
+        totals = torch.stack([torch.zeros(count).double().index_add(0, group, c) for c in costs])
+        best = totals.argmin(0)[:, None]
+        if step < rounds:
+            low = grid.gather(1, (best - 1).clamp(min=0)).log()
+            high = grid.gather(1, (best + 1).clamp(max=grid.shape[1] - 1)).log()
+            finer = (low + (high - low) * torch.linspace(0, 1, 9).double()).exp()
+            grid = torch.cat([grid.gather(1, best), finer], 1).sort(1).values
+    chosen = grid.gather(1, best)[:, 0]
+    return chosen, predict(chosen[group])
 
 
 def geometric(low: float, high: float, count: int) -> list[float]:
@@ -50,175 +57,97 @@ def geometric(low: float, high: float, count: int) -> list[float]:
     return [math.exp(math.log(low) + i * step) for i in range(count)]
 
 
-def one_way(case: Case) -> bool:
-    """Whether nearly all differences above noise have the same sign, as after a cut."""
-    d = case.pairs.difference
-    large = d[d.abs() > 1e-3 * case.pairs.shape]
-    ups = float((large > 0).double().mean()) if large.numel() else 0.5
-    return min(ups, 1 - ups) < ONE_WAY
-
-
 TEMPERATURES = geometric(0.2, 5.0, 41)
 
 
-def _sentence(side: str, what: str) -> str:
-    return f"{side} is that of {what}"
-
-
-@dataclass(frozen=True)
-class Temperature:
-    """One side divides its logits by a temperature.
+def fit_temperature(case: Case) -> Iterator[Fit]:
+    """One side divides its logits by a temperature: of the batch, of each row, or of each place.
 
     With logits z the prediction is exact: `log softmax(z/τ) - log softmax(z)`. With the entropy H
     the prediction is `(1/τ - 1)·(logp + H)`. With pairs alone, K equally likely tokens represent
     all tokens that were not sampled: `p' = p^β / (p^β + (1 - p)^β·K^(1-β))` with β = 1/τ.
     """
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """The best temperature of each side."""
-        if case.scorer is None and one_way(case):
-            return  # a temperature changes likely and unlikely tokens in opposite directions
-        for side, sign in case.sides:
-            tau, prediction, branches = self._best(case, sign)
-            details: dict[str, float | str] = {"temperature": tau, "side": side}
+    scorer, pairs = case.scorer, case.pairs
+    for side, sign in case.sides:
+        if scorer is not None:
+            predict = partial(_exact_temperature, case, sign)
+        elif pairs.entropy is not None:
+            predict = partial(_tilted, sign * (pairs.trainer + pairs.entropy))
+        else:
+            yield from _temperature_from_pairs(case, side, sign)
+            continue
+        for what, groups in _groups(case):
+            taus, prediction = refined(TEMPERATURES, predict, case, groups)
+            low, high = float(taus.min()), float(taus.max())
+            tail = f" {low:.3g}"
+            if groups is not None:
+                tail = f"s of {low:.3g} to {high:.3g}, one for {what}"
             yield Fit(
                 "temperature",
-                _sentence(side, f"temperature {tau:.3g}"),
+                f"{side} is that of temperature{tail}",
                 prediction,
-                freedom=1 if branches is None else 2,
-                details=details if branches is None else {**details, "branches": branches},
+                freedom=taus.numel(),
+                share="explains" if scorer is not None else "rough",
+                details={"temperature": float(taus.median()), "side": side, "by": what},
             )
 
-    def _best(self, case: Case, sign: int) -> tuple[float, Tensor, float | None]:
-        scorer, pairs = case.scorer, case.pairs
-        if scorer is not None:
-            logits, base = scorer.logits, scorer.logp
-            tau, prediction = refined(
-                TEMPERATURES, lambda v: sign * (scorer.of_ids(logits / v) - base), case
-            )
-            return tau, prediction, None
-        if pairs.entropy is not None:
-            slope = sign * (pairs.trainer + pairs.entropy)
-            tau, prediction = refined(TEMPERATURES, lambda v: (1 / v - 1) * slope, case)
-            return tau, prediction, None
-        sound = pairs.trainer if sign > 0 else pairs.rollout
-        fits = []
-        for k in BRANCHES:
-            tau, prediction = refined(TEMPERATURES, partial(_guess, sound, sign, k), case, rounds=2)
-            left = misfit(pairs.difference - prediction, pairs.shape, 2).scale
-            fits.append((left, tau, prediction, k))
-        _, tau, prediction, k = min(fits, key=lambda fit: fit[0])
-        return tau, prediction, k
+
+def _exact_temperature(case: Case, sign: int, tau: Tensor) -> Tensor:
+    assert case.scorer is not None
+    logits = case.scorer.logits / tau[:, None].float()
+    return sign * (case.scorer.of_ids(logits) - case.scorer.logp)
 
 
-def _guess(logp: Tensor, sign: int, branches: float, tau: float) -> Tensor:
-    logp = logp.clamp(max=0.0)  # noise may lift a log-probability above 0
-    return sign * (_scaled(logp, 1 / tau, branches) - logp)
+def _tilted(slope: Tensor, tau: Tensor) -> Tensor:
+    return (1 / tau - 1) * slope
 
 
-def _scaled(logp: Tensor, beta: float, branches: float) -> Tensor:
+def _groups(case: Case) -> Iterator[tuple[str, Tensor | None]]:
+    """The tokens that may share a temperature: all, those of a row, those at a place of rows."""
+    pairs = case.pairs
+    yield "the batch", None
+    longest = int(pairs.rank.max()) + 1
+    width = -(-GROUP * longest // pairs.size)
+    for what, key in (("each row", pairs.row), ("each place in a row", pairs.rank // width)):
+        _, groups = key.unique(return_inverse=True)
+        if 0 < int(groups.max()) < pairs.size // GROUP:
+            yield what, groups
+
+
+def _temperature_from_pairs(case: Case, side: str, sign: int) -> Iterator[Fit]:
+    """The best guess, if nearly all likely tokens move as a temperature must move them."""
+    pairs = case.pairs
+    sound = (pairs.trainer if sign > 0 else pairs.rollout).clamp(max=0.0)  # noise may lift it
+    fits = []
+    for k in BRANCHES:
+        (tau,), prediction = refined(TEMPERATURES, partial(_guess, sound, sign, k), case, rounds=2)
+        left = misfit(pairs.difference - prediction, pairs.shape, 2).scale
+        fits.append((left, tau, k, prediction))
+    _, tau, k, prediction = min(fits, key=lambda fit: fit[0])
+    large = pairs.difference.abs() > 0.1 * pairs.difference.abs().mean()
+    ups = float((pairs.difference[large] > 0).double().mean())
+    if min(ups, 1 - ups) < ONE_WAY:
+        return  # a temperature moves likely and unlikely tokens in opposite directions
+    likely = large & (sound > math.log(LIKELY))
+    way = sign * (1 if tau < 1 else -1)
+    moved = (pairs.difference.sign() == way).double()
+    if likely.any() and moved[likely].mean() < SIGNS:
+        return
+    yield Fit(
+        "temperature",
+        f"{side} is that of temperature {float(tau):.3g}, or of a soft cap",
+        prediction,
+        freedom=2,
+        share="rough",
+        details={"temperature": float(tau), "side": side, "branches": k},
+    )
+
+
+def _guess(logp: Tensor, sign: int, branches: float, tau: Tensor) -> Tensor:
+    beta = 1 / tau
     rest = torch.log(-torch.expm1(logp.clamp(max=-1e-12)))
     other = beta * rest + (1 - beta) * math.log(branches)
-    return beta * logp - torch.logaddexp(beta * logp, other)
-
-
-@dataclass(frozen=True)
-class Renormalised:
-    """One side renormalises over the tokens that a cut keeps: `logp - log(kept mass)`."""
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """The best top-p, top-k and min-p of each side; from pairs alone, the best top-p."""
-        for side, sign in case.sides:
-            if case.scorer is None:
-                yield from self._from_pairs(case, side, sign)
-                continue
-            logits = case.scorer.logits
-            ordered = logits.double().sort(1, descending=True).values
-            table = _Sorted.of((logits, ordered), case.scorer.ids)
-            for cause, values in CUTS.items():
-                effect = partial(table.effect, cause, sign)
-                value, prediction = (
-                    best_of(values, effect, case)
-                    if cause == "top_k"
-                    else refined(values, effect, case)
-                )
-                yield Fit(
-                    cause,
-                    _sentence(side, f"the tokens that {cause} = {value:.4g} keeps, renormalised"),
-                    prediction,
-                    freedom=1,
-                    details={cause: value, "side": side},
-                )
-
-    def _from_pairs(self, case: Case, side: str, sign: int) -> Iterator[Fit]:
-        """A token with p > top-p is the only kept one and gets probability 1; all other sampled
-        tokens gain the same amount.
-        """
-        if not one_way(case):
-            return
-        base = case.pairs.trainer if sign > 0 else case.pairs.rollout
-        d = sign * case.pairs.difference
-
-        def effect(p: float) -> Tensor:
-            rest = base < math.log(p)
-            gain = d[rest].median().clamp(0, -math.log(p)) if rest.any() else d.new_zeros(())
-            return sign * torch.where(rest, gain, -base)
-
-        value, prediction = refined(CUTS["top_p"], effect, case, rounds=2)
-        yield Fit(
-            "top_p",
-            _sentence(side, f"the tokens that top_p = {value:.3g} keeps, renormalised"),
-            prediction,
-            freedom=2,
-            details={"top_p": value, "side": side},
-        )
-
-
-@dataclass(frozen=True)
-class TemperatureAndCut:
-    """One side applies a temperature and then a top-p."""
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """The best pair of temperature and top-p, searched on some tokens and then on all."""
-        if case.scorer is None:
-            return
-        scorer = case.scorer
-        few = torch.linspace(0, case.pairs.size - 1, min(COARSE, case.pairs.size)).long()
-        small = Case(case.pairs.select(few))
-        d, shape = small.pairs.difference, small.pairs.shape
-        base = scorer.logp
-        ordered = scorer.logits.double().sort(1, descending=True)
-        some = (scorer.logits[few], ordered.values[few])
-        every = (scorer.logits, ordered.values)
-        for side, sign in case.sides:
-            scores = []
-            for tau in geometric(0.4, 2.0, 25):
-                table = _Sorted.of(some, scorer.ids[few], tau)
-                start = table.logp - base[few]
-                for p in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99):
-                    effect = sign * start + table.effect("top_p", sign, p)
-                    scores.append((roughness(d - effect, shape), tau, p))
-            _, tau, p = min(scores)
-            joint = partial(_joint, scorer, every, sign)
-            for _ in range(2):
-                taus = [tau * 0.95, tau, tau * 1.05]
-                tau, _ = refined(taus, partial(joint, p), case, rounds=2)
-                cuts = [max(p - 0.05, 0.02), p, min(p + 0.03, 0.999)]
-                p, prediction = refined(cuts, partial(joint, tau=tau), case, rounds=2)
-            yield Fit(
-                "temperature+top_p",
-                _sentence(side, f"temperature {tau:.3g} and top_p = {p:.3g}, renormalised"),
-                prediction,
-                freedom=2,
-                details={"temperature": tau, "top_p": p, "side": side},
-            )
-
-
-def _joint(
-    scorer: Scorer, logits: tuple[Tensor, Tensor], sign: int, p: float, tau: float
-) -> Tensor:
-    table = _Sorted.of(logits, scorer.ids, tau)
-    return sign * (table.logp - scorer.logp) + table.effect("top_p", sign, p)
+    return sign * (beta * logp - torch.logaddexp(beta * logp, other) - logp)
 
 
 CUTS: dict[str, list[float]] = {
@@ -226,6 +155,66 @@ CUTS: dict[str, list[float]] = {
     "top_k": [*map(float, range(1, 65)), 80, 100, 128, 200, 256, 400, 512, 1000, 1024],
     "min_p": geometric(0.002, 0.5, 20),
 }
+
+
+def fit_cuts(case: Case) -> Iterator[Fit]:
+    """One side renormalises over the tokens that a cut keeps: `logp - log(kept mass)`."""
+    if case.scorer is None:
+        return
+    logits = case.scorer.logits
+    ordered = logits.double().sort(1, descending=True).values
+    table = _Sorted.of((logits, ordered), case.scorer.ids)
+    for side, sign in case.sides:
+        for cause, values in CUTS.items():
+            rounds = 0 if cause == "top_k" else 3
+            (value,), prediction = refined(
+                values, partial(table.effect, cause, sign), case, rounds=rounds
+            )
+            yield Fit(
+                cause,
+                f"{side} is that of the tokens that {cause} = {float(value):.4g} keeps, "
+                "renormalised",
+                prediction,
+                freedom=1,
+                details={cause: float(value), "side": side},
+            )
+
+
+def fit_temperature_and_cut(case: Case) -> Iterator[Fit]:
+    """One side applies a temperature and then a top-p: the best pair of a coarse grid, and then
+    each of the two refined in turn.
+    """
+    if case.scorer is None:
+        return
+    scorer, size = case.scorer, case.pairs.size
+    ordered = scorer.logits.double().sort(1, descending=True).values
+
+    def joint(sign: int, p: Tensor, tau: Tensor) -> Tensor:
+        table = _Sorted.of((scorer.logits, ordered), scorer.ids, tau[:, None])
+        return sign * (table.logp - scorer.logp) + table.effect("top_p", sign, p)
+
+    cuts = [0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99]
+    for side, sign in case.sides:
+        starts = []
+        for tau in geometric(0.4, 2.0, 25):
+            at = partial(joint, sign, tau=torch.full((size,), tau).double())
+            (p,), prediction = refined(cuts, at, case, rounds=0)
+            starts.append((misfit(case.pairs.difference - prediction, case.pairs.shape, 2), tau, p))
+        _, tau, p = min(starts, key=lambda start: start[0].scale)
+        for _ in range(2):
+            at = partial(joint, sign, p.expand(size))
+            (t,), _ = refined([tau * 0.95, tau, tau * 1.05], at, case, rounds=2)
+            tau = float(t)
+            at = partial(joint, sign, tau=t.expand(size))
+            near = [max(float(p) - 0.05, 0.02), float(p), min(float(p) + 0.03, 0.999)]
+            (p,), prediction = refined(near, at, case, rounds=2)
+        yield Fit(
+            "temperature+top_p",
+            f"{side} is that of temperature {tau:.3g} and top_p = {float(p):.3g}, renormalised",
+            prediction,
+            freedom=2,
+            details={"temperature": tau, "top_p": float(p), "side": side},
+        )
 
 
 @dataclass(frozen=True)
@@ -237,25 +226,24 @@ class _Sorted:
     logp: Tensor
 
     @classmethod
-    def of(cls, logits: tuple[Tensor, Tensor], ids: Tensor, tau: float = 1.0) -> _Sorted:
+    def of(cls, logits: tuple[Tensor, Tensor], ids: Tensor, tau: Tensor | float = 1.0) -> _Sorted:
         """logits: plain, and sorted; a temperature does not change their order."""
         plain, ordered = logits
-        total = (ordered / tau).logsumexp(1)
-        sorted_logp = ordered / tau - total[:, None]
-        chosen = plain.gather(1, ids[:, None])[:, 0].double() / tau - total
-        return cls(sorted_logp.exp().cumsum(1), sorted_logp, chosen)
+        scaled = ordered / tau
+        total = scaled.logsumexp(1, keepdim=True)
+        chosen = plain.gather(1, ids[:, None]).double() / tau - total
+        return cls((scaled - total).exp().cumsum(1), scaled - total, chosen[:, 0])
 
-    def effect(self, cut: str, sign: int, value: float) -> Tensor:
+    def effect(self, cut: str, sign: int, value: Tensor) -> Tensor:
         """`-log(kept mass)`, or `OUTSIDE` for tokens that the cut removes, times `sign`."""
         most = self.cumulative.shape[1] - 1
         if cut == "top_p":
-            bound = torch.full_like(self.logp, value)[:, None]
+            bound = value[:, None].contiguous()
             last = torch.searchsorted(self.cumulative, bound)[:, 0].clamp(max=most)
         elif cut == "top_k":
-            last = torch.full_like(self.logp, min(value, most + 1) - 1).long()
+            last = value.clamp(max=most + 1).long() - 1
         else:
-            bound = self.logp_sorted[:, :1] + math.log(value)
-            last = (self.logp_sorted >= bound).sum(1) - 1
+            last = (self.logp_sorted >= self.logp_sorted[:, :1] + value.log()[:, None]).sum(1) - 1
         mass = self.cumulative.gather(1, last[:, None])[:, 0]
         least = self.logp_sorted.gather(1, last[:, None])[:, 0]
         return sign * torch.where(self.logp >= least, -mass.clamp(max=1.0).log(), OUTSIDE)

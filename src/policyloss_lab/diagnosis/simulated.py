@@ -1,119 +1,132 @@
-"""Hypotheses that the model simulates: other weights (a precision, a missing or merged adapter)
-and another context (the prompt, its first token, padding). Each runs the model once more.
+"""Hypotheses that the model simulates: other weights (a numeric format, a missing or merged
+adapter, older weights), another configuration, and another context (the prompt, its first token,
+padding). Each runs the model once more.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policyloss_lab.diagnosis.forward import Scorer, altered
+from policyloss_lab.diagnosis.forward import Scorer, altered, replaced
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 
 
-def rounded(dtype: torch.dtype) -> Callable[[Tensor, int], Tensor]:
-    """Rounding of a weight to a 16-bit type."""
-    return lambda w, axis: w.to(dtype).to(w.dtype)
+def fp16(w: Tensor, axis: int) -> Tensor:
+    """Numbers of fp16."""
+    return w.half().to(w.dtype)
 
 
-def int8(w: Tensor, axis: int, steps: float = 127.0) -> Tensor:
-    """Symmetric 8-bit integers with a scale for each output channel."""
+def bf16(w: Tensor, axis: int) -> Tensor:
+    """Numbers of bf16."""
+    return w.bfloat16().to(w.dtype)
+
+
+def integers(w: Tensor, axis: int, steps: float = 127.0) -> Tensor:
+    """Symmetric integers with a scale for each output channel. steps: 127 or, if all 256 values
+    are in use as in torchao, 127.5; 7 for four bits.
+    """
     scale = w.abs().amax(axis, keepdim=True).clamp(min=1e-12) / steps
-    return (w / scale).round().clamp(-128, 127) * scale
+    return (w / scale).round().clamp(-math.ceil(steps + 0.5), math.floor(steps)) * scale
 
 
-def int8_wide(w: Tensor, axis: int) -> Tensor:
-    """`int8` with all 256 values in use, as in torchao."""
-    return int8(w, axis, 127.5)
+def int4(w: Tensor, axis: int, group: int) -> Tensor:
+    """Four bits with a scale for each group of inputs; by channel where groups do not fit."""
+    x = w.movedim(axis, -1)
+    parts = x.reshape(-1, group) if x.shape[-1] % group == 0 else x.reshape(-1, x.shape[-1])
+    return integers(parts, 1, 7.0).reshape(x.shape).movedim(-1, axis)
 
 
-def fp8(w: Tensor, axis: int) -> Tensor:
-    """e4m3 with a scale for each output channel."""
-    scale = w.abs().amax(axis, keepdim=True).clamp(min=1e-12) / FP8_MAX
+def fp8(w: Tensor, axis: int | None) -> Tensor:
+    """e4m3 with a scale for each output channel, or with one for the matrix (axis None)."""
+    size = w.abs().amax() if axis is None else w.abs().amax(axis, keepdim=True)
+    scale = size.clamp(min=1e-12) / FP8_MAX
     return (w / scale).to(torch.float8_e4m3fn).to(w.dtype) * scale
 
 
-def fp8_tensor(w: Tensor, axis: int) -> Tensor:
-    """e4m3 with one scale for the matrix."""
-    scale = w.abs().amax().clamp(min=1e-12) / FP8_MAX
-    return (w / scale).to(torch.float8_e4m3fn).to(w.dtype) * scale
+Rounding = Callable[[Tensor, int], Tensor]
+EVERY: tuple[tuple[str, str, Rounding], ...] = (  # all weights
+    ("weights_bf16", "bfloat16", bf16),
+    ("weights_fp16", "float16", fp16),
+)
+MATRICES: tuple[tuple[str, str, Rounding], ...] = (  # linear layers
+    ("weights_int8", "int8", integers),
+    ("weights_int8", "int8 of 256 values", partial(integers, steps=127.5)),
+    ("weights_fp8", "fp8 by channel", fp8),
+    ("weights_fp8", "fp8 by matrix", lambda w, axis: fp8(w, None)),
+    ("weights_int4", "int4 by channel", partial(integers, steps=7.0)),
+    ("weights_int4", "int4 in groups of 32", partial(int4, group=32)),
+    ("weights_int4", "int4 in groups of 128", partial(int4, group=128)),
+)
+CACHES: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+    ("kv_fp8", "fp8", lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)),
+    ("kv_fp8", "fp8 with a scale for each token and head", lambda x: fp8(x, -1)),
+    ("kv_int8", "int8 with a scale for each token and head", lambda x: integers(x, -1)),
+)
 
 
-ROUNDINGS: dict[str, tuple[tuple[str, Callable[[Tensor, int], Tensor], bool], ...]] = {
-    "weights_bf16": (("bfloat16", rounded(torch.bfloat16), True),),
-    "weights_fp16": (("float16", rounded(torch.float16), True),),
-    "weights_int8": (("int8", int8, False), ("int8 of 256 values", int8_wide, False)),
-    "weights_fp8": (
-        ("fp8 by channel", fp8, False),
-        ("fp8 by matrix", fp8_tensor, False),
-    ),
-}
+def fit_formats(case: Case) -> Iterator[Fit]:
+    """The weights of one side are rounded: all to 16 bits, or the matrices to 8 or 4, with and
+    without the head; or its cache of keys and values is.
+    """
+    if case.scorer is None:
+        return
+    scorer, model = case.scorer, case.scorer.model
+    roundings = [(*row, True) for row in EVERY]
+    if len(case.sides) == 1:  # if both sides run in bf16, neither is wrong
+        yield from case.fit_sides(
+            "weights_bf16",
+            "the model behind {side} is rounded to bfloat16 and runs in it",
+            scorer.half_precision(),
+            {"rounding": "bfloat16"},
+            share="fixed",
+        )
+    else:
+        del roundings[0]
+    axes = matrices(model)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head_name = next(
+        (n for n, w in model.named_parameters() if w is getattr(head, "weight", None)), ""
+    )
+    names = set(axes)
+    for cause, name, rounding, every in [*roundings, *((*row, False) for row in MATRICES)]:
+        kinds = {"": names} if every else {"": names, ", but for the head": names - {head_name}}
+        for tail, chosen in kinds.items():
 
+            def change(key: str, w: Tensor) -> Tensor | None:
+                if not every and key not in chosen:  # noqa: B023  (used in this turn)
+                    return None
+                return rounding(w, axes.get(key, 1))  # noqa: B023
 
-@dataclass(frozen=True)
-class RoundedWeights:
-    """The weights of one side are rounded: all to 16 bits, or the matrices to 8."""
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """One fit for each rounding, with and without the head."""
-        if case.scorer is None:
-            return
-        scorer, model = case.scorer, case.scorer.model
-        one_side = len(case.sides) == 1  # if both sides run in bf16, neither is wrong
-        if one_side:
+            effect = scorer.effect(name + tail, partial(_altered, scorer, change))
+            sentence = f"the weights behind {{side}} are rounded to {name}{tail}"
             yield from case.fit_sides(
-                "weights_bf16",
-                "the model behind {side} is rounded to bfloat16 and runs in it",
-                scorer.half_precision(),
-                {"rounding": "bfloat16"},
-                share="fixed",
+                cause, sentence, effect, {"rounding": name}, freedom=1 - every, share="fixed"
             )
-        axes = matrices(model)
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        head_weight = getattr(head, "weight", None)
-        for cause, variants in ROUNDINGS.items():
-            for name, rounding, every in variants if one_side or cause != "weights_bf16" else ():
-                for with_head in (True,) if every else (True, False):
-
-                    def change(
-                        weight_name: str,
-                        w: Tensor,
-                        every: bool = every,
-                        rounding: Callable[[Tensor, int], Tensor] = rounding,
-                        with_head: bool = with_head,
-                    ) -> Tensor | None:
-                        axis = axes.get(weight_name)
-                        if not every and (
-                            axis is None or (not with_head and w.data_ptr() == _place(head_weight))
-                        ):
-                            return None
-                        return rounding(w, 1 if axis is None else axis)
-
-                    def logits(change: Callable[[str, Tensor], Tensor | None] = change) -> Tensor:
-                        with altered(model, change):
-                            return scorer.forward()
-
-                    effect = scorer.effect(f"{name} {with_head}", logits)
-                    tail = "" if with_head else ", but for the head"
-                    yield from case.fit_sides(
-                        cause,
-                        f"the weights behind {{side}} are rounded to {name}{tail}",
-                        effect,
-                        {"rounding": name},
-                        freedom=0 if every else 1,
-                        share="fixed",
-                    )
+    for cause, name, change_cache in CACHES if _of_transformers(model) else ():
+        effect = scorer.effect(f"cache {name}", partial(scorer.forward, cached=change_cache))
+        sentence = f"the cache of keys and values behind {{side}} is rounded to {name}"
+        details = {"rounding": name}
+        yield from case.fit_sides(cause, sentence, effect, details, freedom=1, share="fixed")
 
 
-def _place(weight: Tensor | None) -> int | None:
-    return None if weight is None else weight.data_ptr()
+def _altered(scorer: Scorer, change: Callable[[str, Tensor], Tensor | None]) -> Tensor:
+    with altered(scorer.model, change):
+        return scorer.forward()
+
+
+def _of_transformers(model: Any) -> bool:
+    """Whether the model takes caches and masks of transformers."""
+    return any(c.__module__.startswith("transformers.") for c in type(model).__mro__)
 
 
 def matrices(model: nn.Module) -> dict[str, int]:
@@ -131,33 +144,104 @@ def matrices(model: nn.Module) -> dict[str, int]:
     return axes
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The model has an adapter that one side leaves out, or merges into rounded weights."""
+BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
+STRETCHES = (2.0, 4.0, 8.0, 0.5, 0.25)
+SCALES = (0.25, 0.5, 0.5**0.5, 2.0**0.5, 2.0, 4.0)
 
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """The adapter left out, and the adapter merged, for a model with `disable_adapter` and
-        `merge_and_unload`, as in peft.
-        """
-        if case.scorer is None or not hasattr(case.scorer.model, "disable_adapter"):
-            return
-        scorer, model = case.scorer, case.scorer.model
 
-        def without() -> Tensor:
-            with model.disable_adapter():
+def fit_configuration(case: Case) -> Iterator[Fit]:
+    """The model of one side has another RoPE base or scaling, another scale of attention scores, or
+    another window of attention.
+    """
+    if case.scorer is None or not _of_transformers(case.scorer.model):
+        return
+    scorer = case.scorer
+    for cause, what, run in _configurations(scorer):
+        sentence = f"the model behind {{side}} has {what}"
+        effect = scorer.effect(what, run)
+        yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
+
+
+def _configurations(scorer: Scorer) -> Iterator[tuple[str, str, Callable[[], Tensor]]]:
+    modules = list(scorer.model.modules())
+
+    def within(context: AbstractContextManager[None]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with context:
                 return scorer.forward()
 
-        def merged() -> Tensor:
-            merged_model = copy.deepcopy(model).merge_and_unload()
-            with altered(merged_model, lambda name, w: w.bfloat16().to(w.dtype)):
-                return scorer.with_model(merged_model).forward()
+        return run
 
-        for cause, what, logits in (
-            ("adapter_missing", "is that of the model without its adapter", without),
-            ("adapter_merged", "is that of an adapter merged into bf16 weights", merged),
-        ):
-            effect = scorer.effect(cause, logits)
-            yield from case.fit_sides(cause, f"{{side}} {what}", effect, share="fixed")
+    rotary = [m for m in modules if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    powers = {b: _power(rotary[0].inv_freq, b) for b in BASES} if rotary else {}
+    for base, power in powers.items():
+        if abs(power - 1) > 1e-3:
+            change = replaced([(m, "inv_freq", m.inv_freq**power) for m in rotary])
+            yield "rope", f"a RoPE base of {base:g}", within(change)
+    for factor in STRETCHES if rotary else ():
+        change = replaced([(m, "inv_freq", m.inv_freq / factor) for m in rotary])
+        yield "rope", f"RoPE positions divided by {factor:g}", within(change)
+    scaled = [m for m in modules if isinstance(getattr(m, "scaling", None), float)]
+    for factor in (*SCALES, 1 / scaled[0].scaling, scaled[0].scaling) if scaled else ():
+        change = replaced([(m, "scaling", m.scaling * factor) for m in scaled])
+        yield "attention_scale", f"attention scores times {factor:.3g}", within(change)
+    longest = max(len(p) + len(c) for p, c in zip(scorer.prompts, scorer.completions, strict=True))
+    sizes = [2**k for k in range(2, longest.bit_length())]
+    if getattr(scorer.config, "sliding_window", None) is not None:
+        sizes.append(longest)
+    for size in sizes:
+        what = f"a window of {size} tokens" if size < longest else "no window"
+        yield "window", what, partial(scorer.forward, window=size)
+
+
+def _power(frequencies: Tensor, base: float) -> float:
+    """The power of RoPE's frequencies that gives them another base."""
+    count = frequencies.numel()
+    last = float(frequencies[-1].double().log())
+    return -math.log(base) * (count - 1) / count / last if last else 1.0
+
+
+def fit_earlier(case: Case) -> Iterator[Fit]:
+    """The engine has older weights: those of `earlier_logp`, or weights that lie some steps behind
+    on the way of the trainer's own step.
+    """
+    pairs, details = case.pairs, {"side": "rollout_logp"}
+    if pairs.earlier is not None:
+        sentence = "rollout_logp is that of the older weights (earlier_logp)"
+        effect = pairs.earlier - pairs.trainer
+        yield Fit("stale_weights", sentence, effect, share="fixed", details=details)
+    if pairs.later is not None:
+        step = (pairs.later - pairs.trainer) / pairs.shape
+        along = (step * pairs.difference / pairs.shape).sum()
+        slope = float(along / step.square().sum().clamp(min=1e-12))
+        sentence = f"rollout_logp - old_logp is {slope:.2g} times the trainer's own step"
+        effect = slope * step * pairs.shape
+        yield Fit("stale_weights", sentence, effect, freedom=1, share="rough", details=details)
+
+
+def fit_adapter(case: Case) -> Iterator[Fit]:
+    """The model has an adapter that one side leaves out, or merges into rounded weights: a model
+    with `disable_adapter` and `merge_and_unload`, as in peft.
+    """
+    if case.scorer is None or not hasattr(case.scorer.model, "disable_adapter"):
+        return
+    scorer, model = case.scorer, case.scorer.model
+
+    def without() -> Tensor:
+        with model.disable_adapter():
+            return scorer.forward()
+
+    def merged() -> Tensor:
+        merged_model = copy.deepcopy(model).merge_and_unload()
+        with altered(merged_model, lambda name, w: w.bfloat16().to(w.dtype)):
+            return scorer.with_model(merged_model).forward()
+
+    for cause, what, logits in (
+        ("adapter_missing", "is that of the model without its adapter", without),
+        ("adapter_merged", "is that of an adapter merged into bf16 weights", merged),
+    ):
+        effect = scorer.effect(cause, logits)
+        yield from case.fit_sides(cause, f"{{side}} {what}", effect, share="fixed")
 
 
 def bos_of(scorer: Scorer) -> int | None:
@@ -169,82 +253,50 @@ def bos_of(scorer: Scorer) -> int | None:
     return bos if isinstance(bos, int) else None
 
 
-@dataclass(frozen=True)
-class FirstToken:
-    """One side has the first token (BOS) twice, or lacks it."""
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """The first token twice, and the first token missing."""
-        if case.scorer is None or (bos := bos_of(case.scorer)) is None:
-            return
-        prompts = case.scorer.prompts
-        twice = [[bos, *p] for p in prompts]
-        if not all(p[:1] == [bos] for p in prompts):
-            what = "has a first token that the prompts do not have"
-            yield from _simulated(case, "bos", what, twice)
-            return
-        yield from _simulated(case, "bos", "has the first token twice", twice)
-        if all(len(p) > 1 for p in prompts):
-            without = [p[1:] for p in prompts]
-            yield from _simulated(case, "bos", "lacks the first token", without)
-
-
-@dataclass(frozen=True)
-class OtherPrompt:
-    """One side saw another prompt: a part is missing, or the template differs.
+def fit_prompts(case: Case, others: Sequence[Sequence[int]] | None = None) -> Iterator[Fit]:
+    """One side saw another prompt: the first token (BOS) is doubled or missing, the last tokens or
+    all but the first are missing, or the template differs.
 
     others: the prompts in that template, as token ids.
     """
-
-    others: Sequence[Sequence[int]] | None = None
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """The last tokens missing, the prompt missing, and the other template."""
-        if case.scorer is None:
-            return
-        if self.others is not None:
-            others = [list(p) for p in self.others]
-            yield from _simulated(case, "template", "saw the prompts of the other template", others)
-        prompts = case.scorer.prompts
-        shortest = min(len(p) for p in prompts)
-        for missing in (1, 2, 3, 4):
-            if shortest > missing:
-                tokens = "token" if missing == 1 else f"{missing} tokens"
-                what = f"saw the prompts without their last {tokens}"
-                cut = [p[:-missing] for p in prompts]
-                yield from _simulated(case, "template", what, cut)
-        if shortest > 1:
-            alone = [p[:1] for p in prompts]
-            what = "saw the first token of each prompt alone"
-            yield from _simulated(case, "template", what, alone)
-
-
-def _simulated(case: Case, cause: str, what: str, prompts: Sequence[list[int]]) -> Iterator[Fit]:
-    assert case.scorer is not None
-    scorer = case.scorer
-    effect = scorer.effect(what, lambda: scorer.forward(prompts))
-    sentence = f"the model behind {{side}} {what}"
-    yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
+    if case.scorer is None:
+        return
+    scorer, prompts = case.scorer, case.scorer.prompts
+    shortest = min(len(p) for p in prompts)
+    changed: list[tuple[str, str, list[list[int]]]] = []
+    if (bos := bos_of(scorer)) is not None:
+        begun = all(p[:1] == [bos] for p in prompts)
+        what = "has the first token twice" if begun else "has a first token that the prompts lack"
+        changed.append(("bos", what, [[bos, *p] for p in prompts]))
+        if begun and shortest > 1:
+            changed.append(("bos", "lacks the first token", [p[1:] for p in prompts]))
+    if others is not None:
+        what = "saw the prompts of the other template"
+        changed.append(("template", what, [list(p) for p in others]))
+    for missing in range(1, min(5, shortest)):
+        tokens = "token" if missing == 1 else f"{missing} tokens"
+        what = f"saw the prompts without their last {tokens}"
+        changed.append(("template", what, [p[:-missing] for p in prompts]))
+    if shortest > 1:
+        what = "saw the first token of each prompt alone"
+        changed.append(("template", what, [p[:1] for p in prompts]))
+    for cause, what, rows in changed:
+        effect = scorer.effect(what, partial(scorer.forward, rows))
+        sentence = f"the model behind {{side}} {what}"
+        yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
 
 
-@dataclass(frozen=True)
-class Padding:
+def fit_padding(case: Case) -> Iterator[Fit]:
     """Rows are padded on the left, and one side counts padding as positions or attends to it."""
-
-    def fit(self, case: Case) -> Iterator[Fit]:
-        """Counting padding, attending to padding, and both together."""
-        if case.scorer is None:
-            return
-        scorer = case.scorer
-
-        for what, positions, attend in (
-            ("counts padding as positions", False, False),
-            ("attends to padding", True, True),
-            ("counts padding as positions and attends to it", False, True),
-        ):
-            logits = partial(
-                scorer.forward, padding="left", positions=positions, attend_padding=attend
-            )
-            effect = scorer.effect(what, logits)
-            sentence = f"the model behind {{side}} {what}"
-            yield from case.fit_sides("positions", sentence, effect, {"what": what}, share="exact")
+    if case.scorer is None:
+        return
+    scorer = case.scorer
+    for what, positions, attend in (
+        ("counts padding as positions", False, False),
+        ("attends to padding", True, True),
+        ("counts padding as positions and attends to it", False, True),
+    ):
+        logits = partial(scorer.forward, padding="left", positions=positions, attend_padding=attend)
+        effect = scorer.effect(what, logits)
+        sentence = f"the model behind {{side}} {what}"
+        yield from case.fit_sides("positions", sentence, effect, {"what": what})

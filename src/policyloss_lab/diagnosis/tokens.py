@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose, effects
+from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose
 from policyloss_lab.diagnosis.forward import LOGIT_BYTES, Scorer
 from policyloss_lab.diagnosis.hypothesis import Case
 from policyloss_lab.diagnosis.pairs import Pairs, read_pairs
@@ -31,6 +31,7 @@ def doctor(
     rollout_ids: Tensor | None = None,
     positions: Tensor | None = None,
     entropy: Tensor | None = None,
+    earlier_logp: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     model: Any = None,
     prompts: Sequence[Sequence[int]] | None = None,
@@ -70,14 +71,18 @@ def doctor(
         ids=ids,
         entropy=entropy,
         later=later,
+        earlier=earlier_logp,
         cu_seqlens=cu_seqlens,
     )
     notes = _other_ids(ids, rollout_ids, mask)
     if model is None:
         case = Case(_some_rows(pairs, PAIR_TOKENS))
     else:
-        case = _with_model(pairs, model, ids, prompts, positions, cu_seqlens, max_tokens)
-    verdict = diagnose(case, effects(other_prompts), limits, notes)
+        case = case_with_model(pairs, model, ids, prompts, positions, cu_seqlens, max_tokens)
+    others = None
+    if other_prompts is not None:
+        others = [other_prompts[row] for row in torch.unique_consecutive(case.pairs.row).tolist()]
+    verdict = diagnose(case, limits, notes, others)
     return verdict.because_of("reencoded", notes) if notes else verdict
 
 
@@ -139,15 +144,16 @@ def _rows_within(pairs: Pairs, most: int) -> Tensor:
     return chosen & (total <= most)
 
 
-def _with_model(
+def case_with_model(
     pairs: Pairs,
     model: Any,
     ids: Tensor | None,
     prompts: Sequence[Sequence[int]] | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_tokens: int,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_tokens: int = MODEL_TOKENS,
 ) -> Case:
+    """The case of some rows of `pairs`, with a `Scorer` of the model on the same rows."""
     if ids is None or ids.dim() != 2 or cu_seqlens is not None:
         raise InputError("model= needs ids= of shape [B, T] to be run on; pass padded rows.")
     if prompts is not None and len(prompts) != ids.shape[0]:

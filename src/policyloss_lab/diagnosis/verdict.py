@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from policyloss import notebook
 from policyloss.parts.correction import Band, Reject, SequenceMask, Truncate
+from policyloss_lab.diagnosis.place import Place
 
 
 class Alternative(NamedTuple):
@@ -36,7 +37,8 @@ class Diagnosis:
     first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for the slot
     `correction` of a loss that would have bounded the damage, or None. floor: the measured noise,
     in nats of an unlikely token. details: the fitted numbers. alternatives: the other tested
-    hypotheses, best first.
+    hypotheses, best first. places, ruled_out: if nothing explains the mismatch, where it is, and
+    the families that cannot be its cause.
     """
 
     cause: str
@@ -49,6 +51,8 @@ class Diagnosis:
     tokens: int
     details: Mapping[str, Any] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
+    places: tuple[Place, ...] = ()
+    ruled_out: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -83,6 +87,8 @@ class Diagnosis:
             "evidence": list(self.evidence),
             "remedy": self.remedy,
             "correction": None if self.correction is None else [repr(p) for p in self.correction],
+            "places": [place._asdict() for place in self.places],
+            "ruled_out": list(self.ruled_out),
             "details": {name: _json_number(value) for name, value in self.details.items()},
             "alternatives": [
                 {
@@ -101,6 +107,8 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [f"{self.title} (confidence {self.confidence:.0%}, {self.tokens} tokens)"]
         lines += [f"  {sentence}" for sentence in self.evidence]
+        if self.ruled_out:
+            lines.append(f"  ruled out: {', '.join(self.ruled_out)}")
         lines += [f"remedy: {self.remedy}"]
         if self.correction:
             lines.append(f"until then: correction={_parts(self.correction)}")
@@ -144,10 +152,12 @@ Correction = Truncate | Band | SequenceMask | Reject
 
 
 class Cause(NamedTuple):
-    """title: a few words. remedy: instructions. correction: parts that bound the damage until the
-    remedy is applied; None if a weight would only hide a bug.
+    """family: causes of one family are fitted with the same kind of evidence, and only another
+    family is a rival. title: a few words. remedy: instructions. correction: parts that bound the
+    damage until the remedy is applied; None if a weight would only hide a bug.
     """
 
+    family: str
     title: str
     remedy: str
     correction: tuple[Correction, ...] | None = None
@@ -157,158 +167,198 @@ TIS = (Truncate(2.0),)
 ICEPOP = (Band(0.5, 5.0),)
 STALE = (Truncate(2.0), SequenceMask(0.5, 2.0, weight=None))
 
+ONE_DTYPE = "Use one dtype on both sides: score with the engine's, or serve the trainer's."
+EXPECTED = (
+    "Expect a mismatch from quantised rollouts, and correct for it, or serve the trainer's dtype."
+)
+KEPT = (
+    "or let the engine report raw log-probabilities, or normalise over the kept tokens on both "
+    "sides."
+)
+CONFIG = (
+    "Compare the config.json that the engine loaded with that of the trainer, and the values that "
+    "both print at start."
+)
+
 CAUSES: dict[str, Cause] = {
-    "healthy": Cause("healthy", "Nothing needs to be done."),
+    "healthy": Cause("", "healthy", "Nothing needs to be done."),
     "not_explained": Cause(
-        "not explained",
-        "No known cause fits. Pass model= and prompts=, or more tokens; compare one sequence by "
-        "hand, token by token.",
-        ICEPOP,
+        "", "not explained", "No known cause explains this. Next measurement:", ICEPOP
     ),
     "temperature": Cause(
+        "temperature",
         "a temperature on one side only",
         "Score with the temperature that the engine samples with (pl.logprobs(…, temperature=τ)), "
         "and let the engine report processed log-probabilities (vLLM: "
         'logprobs_mode="processed_logprobs"), or sample at temperature 1.',
         TIS,
     ),
-    "top_p": Cause(
-        "top-p renormalised on one side only",
-        "Sample with top_p=1, or let the engine report raw log-probabilities, or normalise over "
-        "the kept tokens on both sides.",
+    **{
+        f"{name}_{letter}": Cause(
+            "cut",
+            f"{name}-{letter} renormalised on one side only",
+            f"Sample without {name}_{letter}, {KEPT}",
+            TIS,
+        )
+        for name, letter in (("top", "p"), ("top", "k"), ("min", "p"))
+    },
+    "support": Cause(
+        "support",
+        "fewer tokens allowed on one side",
+        "Print the engine's top_p, top_k, min_p, bad_words, min_tokens and guided decoding; "
+        f"turn them off, {KEPT}",
         TIS,
     ),
-    "top_k": Cause(
-        "top-k renormalised on one side only",
-        "Sample without top_k, or let the engine report raw log-probabilities, or normalise over "
-        "the kept tokens on both sides.",
+    "logit_bias": Cause(
+        "support",
+        "a bias of some tokens on one side only",
+        "Remove logit_bias from the generation config, or add the same bias before the trainer's "
+        "softmax.",
         TIS,
     ),
-    "min_p": Cause(
-        "min-p renormalised on one side only",
-        "Sample without min_p, or let the engine report raw log-probabilities, or normalise over "
-        "the kept tokens on both sides.",
+    "penalty": Cause(
+        "penalty",
+        "a repetition, presence or frequency penalty on one side only",
+        "Set repetition_penalty=1 and presence_penalty=frequency_penalty=0 in the sampling "
+        "parameters; generation_config.json may set them behind your back.",
         TIS,
+    ),
+    "top1": Cause(
+        "column",
+        "the number of the likeliest token instead of the sampled one",
+        "Look up the sampled token's id in the engine's list of log-probabilities; the first entry "
+        "of the list is the likeliest token.",
+    ),
+    "units": Cause(
+        "column", "logarithms of another base", "Convert to natural logarithms on both sides."
+    ),
+    "unfilled": Cause(
+        "mask",
+        "numbers that were never filled in",
+        "Take these tokens out of the mask, or fill in their numbers: tool outputs, special tokens "
+        "and resumed requests often have none.",
     ),
     "shift": Cause(
+        "order",
         "numbers one token off",
         "logits[:, t] predict the token at t + 1: slice logits[:, :-1] and ids[:, 1:], once, and "
         "check that the engine's list begins with the first sampled token.",
     ),
     "rows_permuted": Cause(
+        "order",
         "rows in another order",
         "Sort both sides by a request id before they are put side by side; an engine returns "
         "requests in the order in which they finish.",
     ),
     "reencoded": Cause(
+        "order",
         "the text was encoded again",
         "Keep the token ids that the engine sampled, and train on those; text that is decoded and "
         "encoded again is cut into other tokens.",
         (Reject("k3", "max", high=0.5),),
     ),
     "prompt_in_mask": Cause(
+        "mask",
         "prompt tokens in the mask",
         "Let the mask begin at the first sampled token; the engine has no number for the prompt.",
     ),
     "end_token": Cause(
+        "mask",
         "the end token",
         "Let both sides count the end token, or neither: the engine samples it, and lists it only "
         "if it is asked to.",
     ),
     "padding_in_mask": Cause(
-        "padding in the mask", "Let the mask end with the end token of each row."
+        "mask", "padding in the mask", "Let the mask end with the end token of each row."
     ),
     "copy": Cause(
+        "copy",
         "rollout_logp is a copy of old_logp",
         "Pass the engine's numbers as rollout_logp. If the engine's numbers are meant to serve "
         "as old_logp, no correction can see a mismatch.",
     ),
     "bos": Cause(
+        "prompt",
         "the first token (BOS) doubled or missing",
         "Encode prompts once, with add_special_tokens=False after a chat template, and hand ids to "
         "the engine, not text.",
         ICEPOP,
     ),
     "template": Cause(
+        "prompt",
         "another prompt or chat template",
         "Render the template once, and hand the same token ids to both sides.",
         ICEPOP,
     ),
     "stale_weights": Cause(
+        "weights",
         "weights of another step",
         "Check that the engine receives the weights after every update, that its prefix cache is "
         "emptied then, and that the number of steps it lags behind is the one you chose.",
         STALE,
     ),
-    "logp_bf16": Cause(
-        "log-probabilities stored in bf16",
-        "Keep log-probabilities in float32 from the softmax on.",
-        TIS,
-    ),
-    "logp_fp16": Cause(
-        "log-probabilities stored in fp16",
-        "Keep log-probabilities in float32 from the softmax on.",
-        TIS,
-    ),
+    **{
+        f"logp_{kind}": Cause(
+            "storage",
+            f"log-probabilities stored in {kind}",
+            "Keep log-probabilities in float32 from the softmax on.",
+            TIS,
+        )
+        for kind in ("bf16", "fp16")
+    },
     "logits_bf16": Cause(
+        "format",
         "logits rounded to bf16",
         "Compute the head in float32 (vLLM: head_dtype), or upcast logits before the softmax.",
         TIS,
     ),
     "logits_fp16": Cause(
-        "logits rounded to fp16", "Upcast logits to float32 before the softmax.", TIS
+        "format", "logits rounded to fp16", "Upcast logits to float32 before the softmax.", TIS
     ),
-    "weights_bf16": Cause(
-        "weights in bf16 on one side only",
-        "Use one dtype on both sides: score with bf16 weights, or serve float32.",
-        TIS,
-    ),
-    "weights_fp16": Cause("weights in fp16 on one side only", "Use one dtype on both sides.", TIS),
-    "weights_int8": Cause(
-        "weights in int8 on one side only",
-        "Expect a mismatch from quantised rollouts, and correct for it, or serve the trainer's "
-        "dtype.",
-        STALE,
-    ),
-    "weights_fp8": Cause(
-        "weights in fp8 on one side only",
-        "Expect a mismatch from quantised rollouts, and correct for it, or serve the trainer's "
-        "dtype.",
-        STALE,
-    ),
+    **{
+        f"weights_{kind}": Cause("format", f"weights in {kind} on one side only", remedy, parts)
+        for kinds, remedy, parts in (
+            (("bf16", "fp16"), ONE_DTYPE, TIS),
+            (("int8", "fp8", "int4"), EXPECTED, STALE),
+        )
+        for kind in kinds
+    },
+    **{
+        f"kv_{kind}": Cause("format", f"keys and values cached in {kind}", EXPECTED, STALE)
+        for kind in ("fp8", "int8")
+    },
+    "rope": Cause("config", "another RoPE base or scaling on one side", CONFIG, ICEPOP),
+    "attention_scale": Cause("config", "another scale of attention on one side", CONFIG, ICEPOP),
+    "window": Cause("config", "another window of attention on one side", CONFIG, ICEPOP),
     "adapter_missing": Cause(
+        "adapter",
         "an adapter that one side does not have",
         "Load the adapter into the engine after every update, or merge it into the weights that "
         "are sent.",
         ICEPOP,
     ),
     "adapter_merged": Cause(
+        "adapter",
         "an adapter merged into rounded weights",
         "Merge in float32 and round once, or serve base and adapter apart, as the trainer does.",
         TIS,
     ),
     "softcap": Cause(
+        "softcap",
         "a soft cap missing or doubled",
         "Apply final_logit_softcapping exactly once on both sides; fused heads take it as an "
         "argument.",
         TIS,
     ),
     "positions": Cause(
+        "positions",
         "padding that counts",
         "Pass attention_mask, and position_ids = attention_mask.cumsum(-1) - 1, when rows are "
         "padded on the left.",
         ICEPOP,
     ),
-    "dropout": Cause(
-        "dropout while scoring", "Call model.eval() before log-probabilities are computed.", TIS
-    ),
-    "router": Cause(
-        "other experts for some tokens",
-        "Replay the engine's routing in the trainer, keep routers in float32, and mask tokens with "
-        "a large ratio.",
-        ICEPOP,
-    ),
     "vocab_shard": Cause(
+        "shard",
         "a shard of the vocabulary",
         "Reduce maximum and sum over all ranks of the vocabulary-parallel group, and check the "
         "offset of each rank's ids.",

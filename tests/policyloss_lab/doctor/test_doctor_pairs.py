@@ -46,7 +46,8 @@ def test_the_floor_is_the_bf16_noise_of_large_logits() -> None:
 def test_larger_noise_is_unexplained_and_names_the_missing_argument() -> None:
     verdict = lab.doctor(**noisy(0.3, 0))
     assert verdict.cause == "not_explained"
-    assert any("model=, ids= and prompts= tell which" in sentence for sentence in verdict.evidence)
+    assert "Pass model=, ids= and prompts=." in verdict.remedy
+    assert [place.tag for place in verdict.places] == ["network"]
 
 
 def test_a_few_wild_tokens_are_no_noise() -> None:

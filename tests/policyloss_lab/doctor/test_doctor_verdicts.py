@@ -23,11 +23,15 @@ import policyloss as pl
 import policyloss_lab as lab
 from policyloss_lab.diagnosis import diagnose as diagnosing
 from policyloss_lab.diagnosis.forward import altered
-from policyloss_lab.diagnosis.sampling import Temperature
+from policyloss_lab.diagnosis.sampling import fit_temperature
 
 RECORDED = Path(__file__).parents[2] / "recorded" / "doctor"
+# Only laws of noise show these; the verdict has no name, and lists the law.
+LAWS = {"stale_weights": "weights", "template": "prompt", "dropout": "dropout"}
 # The others need peft, or a mixture of experts.
-NAMES = [name for name in FAULTS if name not in ("router", "adapter_missing", "adapter_merged")]
+NAMES = [
+    name for name in FAULTS if name not in ("router", "adapter_missing", "adapter_merged", *LAWS)
+]
 
 
 @cache
@@ -52,6 +56,28 @@ def test_the_cause_is_named(name: str) -> None:
     assert sorted(found.causes) == sorted(batch(name).causes), str(found)
 
 
+@walked("name", sorted(LAWS))
+def test_a_law_of_noise_is_listed_and_not_named(name: str) -> None:
+    found = verdict(name)
+    assert found.cause == "not_explained", str(found)
+    assert found.details["consistent_with"] == LAWS[name]
+
+
+def test_older_weights_that_are_passed_are_named() -> None:
+    """The recorded part has no older weights, so the trainer's are changed."""
+    model = source().model()
+    plain = source().rollout("plain", 0, SMALL)
+    draw = torch.Generator().manual_seed(0)
+    with altered(model, lambda n, w: w + 0.01 * w.std() * torch.randn(w.shape, generator=draw)):
+        older = score(plain, model)
+    engine = older + 1e-4 * torch.randn(older.shape, generator=draw)
+    made = batch_of(Rollout(plain.ids, plain.mask, engine, plain.prompts), model, ())
+    for options in ({}, {"model": model, "prompts": made.prompts}):
+        found = lab.doctor(**made.arguments, earlier_logp=older, **options)
+        assert found.causes == ("stale_weights",), str(found)
+    assert lab.doctor(**made.arguments).cause != "stale_weights"
+
+
 def right(labels: Sequence[str]) -> float:
     """The share of faults whose verdict is that of the label beside it."""
     hits = [
@@ -67,8 +93,8 @@ def test_shuffled_labels_make_the_matrix_wrong() -> None:
 
 
 def test_a_blinded_hypothesis_makes_its_row_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Temperature, "fit", lambda self, case: iter(()))
-    monkeypatch.setattr(diagnosing, "JOINT", ())
+    others = tuple(h for h in diagnosing.NUMBERS if h is not fit_temperature)
+    monkeypatch.setattr(diagnosing, "NUMBERS", others)
     made = batch("temperature")
     blind = lab.doctor(**made.arguments, model=made.model, prompts=made.prompts)
     assert "temperature" not in blind.causes
@@ -107,7 +133,7 @@ def test_both_sides_in_bf16_are_healthy() -> None:
 
 
 def test_the_correction_fits_a_loss() -> None:
-    correction = verdict("stale_weights").correction
+    correction = verdict("weights_fp8").correction
     assert correction is not None
     spec = pl.preset("dapo").replace(correction=correction)
     assert spec.correction == correction
@@ -116,7 +142,9 @@ def test_the_correction_fits_a_loss() -> None:
 def test_nothing_is_explained_where_noise_has_no_shape() -> None:
     found = verdict("noise")
     assert found.cause == "not_explained"
-    assert any("best partial fit" in sentence for sentence in found.evidence)
+    assert [place.tag for place in found.places] == ["uniform"]
+    assert "temperature" in found.ruled_out
+    assert "after the softmax" in found.remedy
 
 
 def test_weights_are_as_before() -> None:

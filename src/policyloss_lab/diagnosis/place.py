@@ -1,0 +1,245 @@
+"""Where a discrepancy lives, for a verdict that names no cause: rows, places in a row, classes of
+tokens, its sign and its form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policyloss_lab.diagnosis.hypothesis import Case, misfit
+
+LOUDER = 2.0  # times the others: the least scale of a class of tokens that is named
+GAIN = 12.0  # the least improvement of the score by a scale of its own
+ONE_WAY = 0.95  # the least share of differences with one sign
+FORM = 0.3  # the largest share of the scale that a constant or a factor leaves
+UNRELATED = 0.6  # the largest correlation of numbers that belong to other tokens
+MOST = 4  # places of a verdict
+CLASSES = 2  # classes of tokens among them
+TILT = 0.45  # the least difference of the shares of likely and of unlikely tokens that gain
+FEW = 0.15  # the largest share of "a few tokens"
+
+
+class Place(NamedTuple):
+    """A place. tag: its name, for programs. sentence: in words. next: the measurement to take."""
+
+    tag: str
+    sentence: str
+    next: str
+
+
+class Split(NamedTuple):
+    """Tokens with a scale of their own. ratio: their scale over that of the others."""
+
+    gain: float
+    ratio: float
+
+
+def _noise_shape(case: Case) -> Tensor:
+    """`1 - p`, or a flat shape if that fits clearly better."""
+    d, shape = case.pairs.difference, case.pairs.shape
+    flat = torch.ones_like(shape)
+    return flat if misfit(d, flat, 0).score < misfit(d, shape, 0).score - GAIN else shape
+
+
+def split(case: Case, flags: Tensor, choices: float = 1.0) -> Split:
+    """How much the score improves if the flagged tokens have another scale. choices: the number of
+    flags among which these were chosen.
+    """
+    d, shape = case.pairs.difference, _noise_shape(case)
+    if not 2 <= int(flags.sum()) <= case.pairs.size - 2:
+        return Split(-math.inf, 1.0)
+    whole = misfit(d, shape, 0)
+    parts = [misfit(d[part], shape[part], 0) for part in (flags, ~flags)]
+    price = 2 * math.log(max(choices, 1.0))
+    return Split(whole.score - sum(p.score for p in parts) - price, parts[0].scale / parts[1].scale)
+
+
+def loud_rows(case: Case, floor: float) -> Tensor:
+    """A flag for each token of the rows whose differences are of another size; none if all rows are
+    alike. Rows are sorted by their mean size, and the widest gap in that order is taken.
+    """
+    pairs = case.pairs
+    none = torch.zeros(pairs.size, dtype=torch.bool)
+    _, row = pairs.row.unique(return_inverse=True)
+    count = int(row.max()) + 1
+    size = (pairs.difference / _noise_shape(case)).abs().clamp(min=0.1 * floor).log()
+    mean = torch.zeros(count).double().index_add(0, row, size) / row.bincount()
+    order = mean.argsort(descending=True)
+    gaps = mean[order][:-1] - mean[order][1:]
+    if not gaps.numel() or gaps.max() < math.log(LOUDER):
+        return none
+    loud = torch.zeros(count, dtype=torch.bool)
+    loud[order[: int(gaps.argmax()) + 1]] = True
+    flags = loud[row]
+    found = split(case, flags, count)
+    return flags if found.gain > GAIN and found.ratio > 2 * LOUDER else none
+
+
+def repeated(case: Case) -> Tensor | None:
+    """A flag for each token that occurs before it in its row or prompt; None without ids."""
+    if case.pairs.ids is None:
+        return None
+    prompts = {} if case.scorer is None else dict(enumerate(case.scorer.prompts))
+    places = None if case.scorer is None else case.scorer.scored[:, 0].tolist()
+    seen: dict[int, set[int]] = {}
+    flags = []
+    for k, row in enumerate(case.pairs.row.tolist()):
+        token = int(case.pairs.ids[k])
+        before = seen.setdefault(row, set(prompts.get(places[k], ())) if places else set())
+        flags.append(token in before)
+        before.add(token)
+    return torch.tensor(flags)
+
+
+def find_places(case: Case, floor: float) -> list[Place]:
+    """The most telling places, at most four; at least one."""
+    classes = _classes(case)[:CLASSES]
+    return [*_spots(case, floor), *classes, *_forms(case, floor), *_shapes(case)][:MOST]
+
+
+def _spots(case: Case, floor: float) -> Iterator[Place]:
+    """Some rows, or tokens at which one side has one and the same number."""
+    pairs = case.pairs
+    far = (pairs.difference / pairs.shape).abs() > 2 * floor
+    rows = loud_rows(case, floor)
+    if rows.any():
+        numbers = pairs.row[rows].unique().tolist()
+        listed = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+        yield Place(
+            "rows",
+            f"in {len(numbers)} of {pairs.starts.numel() - 1} rows: {listed}",
+            "Find out which worker, engine or request made these rows, and pass them alone.",
+        )
+    for side, x in (("rollout_logp", pairs.rollout), ("old_logp", pairs.trainer)):
+        values, counts = x[far].unique(return_counts=True)
+        if counts.numel() and int(counts.max()) >= max(3, 0.5 * int(far.sum())):
+            yield Place(
+                "constant",
+                f"where {side} is {float(values[counts.argmax()]):g} ({int(counts.max())} tokens)",
+                f"Look up where {side} is filled in, and why these tokens are not.",
+            )
+
+
+def _forms(case: Case, floor: float) -> Iterator[Place]:
+    """Forms that the numbers themselves show: a few tokens, unrelated, a factor, one sign."""
+    pairs = case.pairs
+    d, flat = pairs.difference, torch.ones(pairs.size, dtype=torch.float64)
+    far = (d / pairs.shape).abs() > 2 * floor
+    few = far & (pairs.size * FEW > far.sum())
+    if few.any() and misfit(d[~far], pairs.shape[~far], 0).scale < floor:
+        yield Place(
+            "few_tokens",
+            f"at {int(far.sum())} of {pairs.size} tokens; the others agree",
+            "Print these tokens, their neighbours and both numbers.",
+        )
+    x, y = pairs.rollout - pairs.rollout.mean(), pairs.trainer - pairs.trainer.mean()
+    if float((x * y).mean() / (x.std() * y.std()).clamp(min=1e-9)) < UNRELATED:
+        yield Place(
+            "unrelated",
+            "everywhere: the numbers of the two sides are hardly related, as those of other tokens",
+            "Print ids and numbers of one row on both sides, and put them side by side.",
+        )
+    scale = misfit(d, flat, 0).scale
+    slope = float((d / pairs.trainer.clamp(max=-1e-3)).median())
+    middle = float(d.median())
+    for tag, prediction, sentence in (
+        ("multiplicative", slope * pairs.trainer, f"a factor of {1 + slope:.4g} to old_logp"),
+        ("constant", middle * flat, f"a constant of {middle:+.3g} to old_logp"),
+    ):
+        if misfit(d - prediction, flat, 1).scale < FORM * scale:
+            yield Place(tag, sentence, "Compare the code that makes both columns, term by term.")
+    ups = float((d[far] > 0).double().mean()) if far.any() else 0.5
+    if far.sum() >= 8 and max(ups, 1 - ups) >= ONE_WAY:
+        side = "rollout_logp" if ups > 0.5 else "old_logp"
+        yield Place(
+            "one_sided",
+            f"one-sided: {side} is the larger at {max(ups, 1 - ups):.0%} of the tokens that differ",
+            "Request the top 20 log-probabilities of 8 sequences from the engine, and compare the "
+            "sets of tokens with those of the trainer.",
+        )
+
+
+def _classes(case: Case) -> list[Place]:
+    """Classes of tokens that are louder than the others, the loudest first."""
+    pairs = case.pairs
+    longest = int(pairs.rank.max()) + 1
+    classes = {
+        "first": (pairs.rank == 0, "at the first token of rows", PROMPT_NEXT),
+        "last": (pairs.remaining == 0, "at the last token of rows", END_NEXT),
+        "start": (pairs.rank < max(longest // 4, 2), "in the first quarter of rows", PROMPT_NEXT),
+        "late": (pairs.rank >= longest // 2, "in the second half of rows", LATE_NEXT),
+    }
+    if (again := repeated(case)) is not None:
+        classes["repeated"] = (again, "at tokens that occurred before", PENALTY_NEXT)
+    found = {tag: split(case, flags) for tag, (flags, _, _) in classes.items()}
+    if pairs.ids is not None:
+        size = (pairs.difference / pairs.shape).abs().sqrt()
+        ids, which, counts = pairs.ids.unique(return_inverse=True, return_counts=True)
+        mean = torch.zeros(ids.numel()).double().index_add(0, which, size) / counts
+        loudest = mean.masked_fill(counts < 2, -1.0).topk(min(3, ids.numel())).indices
+        listed = ", ".join(str(int(ids[i])) for i in loudest)
+        flags = (which[:, None] == loudest).any(1)
+        classes["ids"] = (flags, f"at particular tokens, such as {listed}", BIAS_NEXT)
+        found["ids"] = split(case, flags, float(ids.numel()) ** 3)
+    return [
+        Place(tag, f"{classes[tag][1]}, {found[tag].ratio:.1f} times as large", classes[tag][2])
+        for tag in sorted(found, key=lambda tag: -found[tag].gain)
+        if found[tag].gain > GAIN and found[tag].ratio > LOUDER
+    ]
+
+
+def _shapes(case: Case) -> Iterator[Place]:
+    """How differences depend on the probability of a token."""
+    pairs = case.pairs
+    d, p = pairs.difference, pairs.trainer
+    large = d.abs() > 0.1 * d.abs().mean()
+    gains = (d > 0).double()
+    low, high = p.quantile(torch.tensor([0.33, 0.67], dtype=torch.float64))
+
+    def tilt(these: Tensor) -> float:
+        """The share of likely tokens that gain, less that of unlikely ones."""
+        likely, unlikely = these & (p >= high), these & (p <= low)
+        few = min(int(likely.sum()), int(unlikely.sum())) < 2
+        return 0.0 if few else float(gains[likely].mean() - gains[unlikely].mean())
+
+    overall = tilt(large)
+    late = pairs.rank >= int(pairs.rank.max() + 1) // 2
+    halves = [tilt(large & half) for half in (late, ~late)]
+    by_row = [abs(tilt(large & (pairs.row == row))) for row in pairs.row.unique()]
+    in_rows = sum(by_row) > 1.5 * TILT * len(by_row)
+    if max(abs(overall), *map(abs, halves)) > TILT or in_rows:
+        way = "lose and unlikely ones gain" if overall < 0 else "gain and unlikely ones lose"
+        some = "in each row its own way" if in_rows else "in a part of each row"
+        some = "everywhere" if abs(overall) > TILT else some
+        yield Place(
+            "sharpness",
+            f"{some}: likely tokens {way}, as if one distribution is sharper",
+            "Print the sampling parameters of the engine and those of the scoring code.",
+        )
+    if (_noise_shape(case) == 1).all():
+        yield Place(
+            "uniform",
+            "everywhere: as large at likely tokens as at unlikely ones, unlike a change of logits",
+            "Look for code that changes log-probabilities after the softmax.",
+        )
+    else:
+        yield Place(
+            "network",
+            "everywhere, larger at unlikely tokens, as a change inside the model makes them",
+            "Pass model=, ids= and prompts=."
+            if case.scorer is None
+            else "Score 8 sequences with the engine in float32, without quantisation of weights or "
+            "cache; if they still differ, compare the hidden states layer by layer.",
+        )
+
+
+PROMPT_NEXT = "Print the prompt's token ids of one row on both sides, special tokens included."
+END_NEXT = "Print the last three tokens of five rows with both numbers and both masks."
+LATE_NEXT = "Compare positions, RoPE scaling and the window of attention on both sides."
+PENALTY_NEXT = "Print the engine's repetition, presence and frequency penalties."
+BIAS_NEXT = "Print the engine's logit_bias, bad_words and guided decoding options."
