@@ -23,7 +23,7 @@ from policyloss_train.models import vocabulary_size
 from policyloss_train.rollout.protocol import Sampling
 from policyloss_train.rollout.session import Rollout, Wanted
 from policyloss_train.run.checkpoint import count_from, subtree
-from policyloss_train.sampler import Sample, end_ids
+from policyloss_train.sampler import Sample
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import SUCCESS, Reward
 from policyloss_train.tasks.rewards import tolerant_reward
@@ -248,11 +248,8 @@ class Collector:
         return [Wanted(e.id, first_group + i, e.prompt, n, place=i * n) for i, e in mine], sampling
 
     def _sampling(self, **rule: Any) -> Sampling:
-        """The sampling options of the next draw; by default, those of greedy answers."""
-        config, ends = self.config, end_ids(self.rollout.model, self.rollout.tokenizer)
-        rule = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **rule}
-        now = {"end_ids": tuple(ends), "seed": config.seed, "draw": self.draws}
-        return Sampling(config.max_new_tokens, **rule, **now)
+        limit, seed = self.config.max_new_tokens, self.config.seed
+        return self.rollout.sampling(draw=self.draws, seed=seed, max_new_tokens=limit, **rule)
 
     def _draw(self, first_group: int) -> tuple[list[Sample], int]:
         """One scored draw of this rank, a running one first; and the number of failed rewards."""
@@ -368,6 +365,8 @@ class Evaluation(NamedTuple):
     @classmethod
     def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
         """The means of `results`, of all ranks. success: the smallest correct score."""
+        if not results:
+            raise InputError("there is nothing to evaluate: 0 examples; give at least one.")
         n = len(results)
         accuracy = sum(r.score >= success for r in results) / n
         score, length = sum(r.score for r in results) / n, sum(r.length for r in results) / n

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from policyloss.commands import Command, Count, NotNegative, Positional, Whole
+from policyloss.commands import Command, Count, Positional, Whole
 from policyloss_train.config import TrainConfig
 
 
@@ -42,7 +42,7 @@ class Eval(FromRun):
     success: float | None = None
     """Smallest reward that counts as correct. Accuracy is the share of completions that reach it.
     The default is that of the run."""
-    reward_timeout: NotNegative = 60.0
+    reward_timeout: float = 60.0
     """Time limit for one call of the reward in seconds; 0 is no limit."""
     show: Whole = 5
     """Number of wrong answers to show."""
@@ -58,7 +58,7 @@ class Sample(FromRun):
     """Prompts; the default is the first held-out ones."""
     number: Count = 4
     """Completions per prompt."""
-    temperature: NotNegative = 1.0
+    temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
     seed: Whole = 0
     """Sampling seed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,19 +33,41 @@ class Rule:
     top_k: int = 0
     processed: bool = False
 
+    def check(self) -> None:
+        """Raise for numbers out of range."""
+        # Much smaller temperatures are 0 in float32.
+        if self.temperature != 0 and not 1e-30 <= self.temperature < math.inf:
+            raise InputError(
+                f"temperature is {self.temperature}; give a finite number >= 1e-30, or 0 for the "
+                "likeliest token."
+            )
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; give a number in (0, 1]; 1 turns it off.")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise InputError(
+                f"top_k is {self.top_k}; give a whole number >= 1, or 0 to turn it off."
+            )
 
-def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The next token of each row, int64 `[B]`, its log-probability `[B]`, and the tokens from which
-    it was drawn, bool `[B, V]`; None means all tokens. logits: `[B, V]`. uniform: `[B]`.
+
+class Drawn(NamedTuple):
+    """token: int64 `[B]`. logp: its log-probability, `[B]`. kept: the tokens from which it was
+    drawn, bool `[B, V]`; None means all tokens.
+    """
+
+    token: Tensor
+    logp: Tensor
+    kept: Tensor | None = None
+
+
+def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> Drawn:
+    """The next token of each row. logits: `[B, V]`. uniform: `[B]`.
 
     token = min{v : Σ_{w ≤ v} p_w > uniform · Σ_w p_w},
     p = softmax(logits / temperature) on its `support`, 0 elsewhere.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # A tiny temperature must not overflow: the largest logit becomes 0 before the division. A
-    # temperature below 1e-38 would be 0 in float32.
-    temperature = max(rule.temperature, 1e-30) if rule.temperature else 1.0
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    # A tiny temperature must not overflow: the largest logit becomes 0 before the division.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / (rule.temperature or 1.0)
     logp, kept = scaled.log_softmax(-1), None
     if rule.temperature == 0:
         token = logits.argmax(-1, keepdim=True)
@@ -62,7 +84,7 @@ def draw(logits: Tensor, uniform: Tensor, rule: Rule) -> tuple[Tensor, Tensor, T
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
         # With NaN logits, the index is beyond the last token; the sampler reports them.
         token.clamp_(max=logits.shape[-1] - 1)
-    return token.squeeze(-1), logp.gather(-1, token).squeeze(-1), kept
+    return Drawn(token.squeeze(-1), logp.gather(-1, token).squeeze(-1), kept)
 
 
 def support(p: Tensor, top_p: float, top_k: int) -> Tensor:

@@ -93,6 +93,7 @@ def sample(
     The model samples in eval mode without gradients; its modes are restored.
     """
     rule = Rule(temperature, top_p, top_k)
+    rule.check()
     ids = encode(tokenizer, [text for _, _, text in prompts])
     for i, reason in unusable_prompts(model, ids, max_new_tokens).items():
         raise InputError(f"the prompt of example {prompts[i][0]} ({prompts[i][2]!r:.80}) {reason}.")

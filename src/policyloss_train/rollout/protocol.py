@@ -8,31 +8,20 @@ make it (see docs/rollout.md).
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from policyloss.errors import PolicyLossError, safe_repr
 from policyloss_lab.runs.files import damage_named
-from policyloss_train.adapter import merged_weights, saving_all_weights
-from policyloss_train.distributed import Ranks
 from policyloss_train.drawing import Pair, problem_of
-from policyloss_train.models import without_bars
-from policyloss_train.run.shards import local_part
-from policyloss_train.sampler import Completed
 
 LEFT_OUT = -9999.0  # the number that a server reports for −inf; such tokens are never drawn
-TIED = "tied.safetensors"
 NOISE = 1e-4  # rounding may lift a log-probability this far above 0
 
 
@@ -101,55 +90,14 @@ class Completion:
     support: Pair | None = None
 
 
-class Weights:
-    """The current weights of the policy, a Hugging Face model that may be sharded over ranks, with
-    its adapters merged. Either all ranks call these methods, or none.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, ranks: Ranks) -> None:
-        self.model, self._tokenizer, self._ranks = model, tokenizer, ranks
+class Weights(Protocol):
+    """The current weights of the policy. Either all ranks call these methods, or none."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Complete tensors by their names in the model, one at a time: no rank holds all of a
-        sharded model.
-        """
-        for name, x in merged_weights(self.model).items():
-            yield name, (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+        """Complete tensors by their names in the model, one at a time."""
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer as a Hugging Face folder, under a temporary name first. The
-        first rank writes.
-        """
-        first = self._ranks.is_first
-        tensors = {name: x.cpu() for name, x in self.tensors() if first}
-        if first:
-            temporary = folder.with_name(f".{folder.name}.tmp")
-            shutil.rmtree(temporary, ignore_errors=True)
-            with without_bars(), saving_all_weights(self.model):
-                # A copy, because `save_pretrained` removes tied tensors from it.
-                self.model.save_pretrained(temporary, state_dict=dict(tensors))
-            self._add_tied(temporary, tensors)
-            self._tokenizer.save_pretrained(temporary)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(temporary, folder)
-        self._ranks.barrier()
-
-    def _add_tied(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the second name of tied weights, which Hugging Face leaves out. Without it, vLLM
-        would keep its old head if it stores the head apart from the embedding, as on a CPU.
-        """
-        owners: dict[int, str] = {}
-        for name, x in merged_weights(self.model).items():
-            owners.setdefault(local_part(x).data_ptr(), name)
-        names = sorted(tensors.keys() - owners.values())
-        if not names:
-            return
-        save_file({name: tensors[name].clone() for name in names}, folder / TIED)
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            contents = json.loads(index.read_text())
-            contents["weight_map"] |= dict.fromkeys(names, TIED)
-            index.write_text(json.dumps(contents))
+        """Write the model as a Hugging Face folder, under a temporary name first."""
 
 
 class Engine(Protocol):
@@ -186,9 +134,9 @@ def check_completions(
     completions: Sequence[Sequence[Completion]],
     vocabulary: int,
     version: int,
-) -> list[Completed]:
-    """All completions in order, with the tensors that the learner reads, on the CPU. Raises if they
-    do not match the prompts.
+) -> list[tuple[Completion, Tensor]]:
+    """All completions in order, each with its log-probabilities, float32 `[L]`. Raises if they do
+    not match the prompts.
     """
     with damage_named(f"{engine} returned no lists of completions", raises=RolloutError):
         numbers = [len(group) for group in completions]
@@ -197,21 +145,15 @@ def check_completions(
             raise RolloutError(
                 f"{engine} was asked for {asked} completions and returned {numbers}."
             )
-        completed = []
+        pairs = []
         for one in (one for group in completions for one in group):
             wrong = problem(one, sampling, vocabulary, version)
             if wrong:
                 raise RolloutError(f"{engine} returned a completion {wrong}.")
-            logp, support = torch.as_tensor(one.logp, dtype=torch.float32, device="cpu"), None
-            if one.support is not None and sampling.support:
-                ids, offsets = one.support
-                support = ids.to("cpu", torch.int32), offsets.to("cpu", torch.int64)
-            completed.append(Completed(list(one.ids), logp, support))
-        if len({one.support is None for group in completions for one in group}) > 1:
-            raise RolloutError(
-                f"{engine} returned a support for some completions and not for others."
-            )
-    return completed
+            pairs.append((one, torch.as_tensor(one.logp, dtype=torch.float32, device="cpu")))
+    if len({one.support is None for one, _ in pairs}) > 1:
+        raise RolloutError(f"{engine} returned a support for some completions and not for others.")
+    return pairs
 
 
 def problem(one: Completion, sampling: Sampling, vocabulary: int, version: int) -> str | None:

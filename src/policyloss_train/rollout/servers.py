@@ -33,7 +33,6 @@ from policyloss_train.distributed import Ranks
 from policyloss_train.rollout.protocol import (
     NOISE,
     Completion,
-    Engine,
     Prompt,
     RolloutError,
     Sampling,
@@ -50,7 +49,7 @@ Job = TypeVar("Job")
 T = TypeVar("T")
 
 
-class Servers(Engine):
+class Servers:
     """Every rank sends prompts to the servers; the first rank updates their weights."""
 
     concurrent = True
@@ -99,6 +98,12 @@ class Servers(Engine):
             if before not in (None, version):
                 shutil.rmtree(self._folder / str(before), ignore_errors=True)
         self._ranks.barrier()
+
+    def sleep(self) -> None:
+        """Nothing to do: the servers have memory of their own."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
 
     def close(self) -> None:
         """Remove the folder of weights; the servers keep the weights that they have loaded."""

@@ -7,14 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
 from policyloss_train.models import vocabulary_size
 from policyloss_train.rollout.built_in import BuiltIn
-from policyloss_train.rollout.protocol import Engine, Prompt, Sampling, Weights, check_completions
+from policyloss_train.rollout.protocol import (
+    Completion,
+    Engine,
+    Prompt,
+    Sampling,
+    Weights,
+    check_completions,
+)
 from policyloss_train.rollout.servers import Servers
 from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
-from policyloss_train.sampler import Sample, as_samples, cut_at_stop, encode
+from policyloss_train.rollout.weights import PolicyWeights
+from policyloss_train.sampler import Completed, Sample, as_samples, cut_at_stop, encode, end_ids
 from policyloss_train.setup import Setup
 from policyloss_train.user_code import load_code
 
@@ -68,10 +79,8 @@ class Rollout:
         completions = self.engine.generate(prompts, sampling)
         vocabulary = vocabulary_size(self.model)
         engine = f"the rollout engine {self.name!r}"
-        completed = check_completions(
-            engine, prompts, sampling, completions, vocabulary, self.version
-        )
-        self._compare(sampling, any(one.support is not None for one in completed))
+        pairs = check_completions(engine, prompts, sampling, completions, vocabulary, self.version)
+        self._compare(sampling, any(one.support is not None for one, _ in pairs))
         rows = [
             (one.example, one.group, tokens)
             for one, tokens in zip(wanted, ids, strict=True)
@@ -81,7 +90,7 @@ class Rollout:
             self.tokenizer,
             [row[:2] for row in rows],
             [row[2] for row in rows],
-            completed,
+            [_completed(one, logp, sampling.support) for one, logp in pairs],
             set(sampling.end_ids),
             self.version,
         )
@@ -105,17 +114,32 @@ class Rollout:
             "`policyloss doctor` on rollouts.jsonl shows by how much."
         )
 
+    def sampling(self, *, draw: int, seed: int, max_new_tokens: int, **rule: Any) -> Sampling:
+        """The sampling options, with the tokens that end a completion of this model."""
+        ends = tuple(end_ids(self.model, self.tokenizer))
+        rule = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, **rule}
+        return Sampling(max_new_tokens, **rule, end_ids=ends, seed=seed, draw=draw)
+
+
+def _completed(one: Completion, logp: Tensor, with_support: bool) -> Completed:
+    """The tensors of a completion that the learner reads, on the CPU."""
+    if one.support is None or not with_support:
+        return Completed(list(one.ids), logp)
+    ids, offsets = one.support
+    return Completed(
+        list(one.ids), logp, (ids.to("cpu", torch.int32), offsets.to("cpu", torch.int64))
+    )
 
 
 def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None]) -> Rollout:
     """The engine that `--rollout` names, for a run."""
-    weights = Weights(setup.model, setup.tokenizer, setup.learner.ranks)
+    weights = PolicyWeights(setup.model, setup.tokenizer, setup.learner.ranks)
     engine = _engine(config, setup, weights, warn)
     return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop, warn)
 
 
 def _engine(
-    config: TrainConfig, setup: Setup, weights: Weights, warn: Callable[[str], None]
+    config: TrainConfig, setup: Setup, weights: PolicyWeights, warn: Callable[[str], None]
 ) -> Engine:
     name, learner, ranks = config.rollout, setup.learner, setup.learner.ranks
     if name == "built-in":
