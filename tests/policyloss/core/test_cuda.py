@@ -95,6 +95,7 @@ IN_FLOAT32 = (
     "distillation.",
     "ChunkedDivergenceFunction",
     "DistillationTrainer's loss",
+    *("forward_backward_custom", "create_custom_loss"),  # the SDK sends no other type
 )
 
 
