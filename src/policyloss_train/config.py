@@ -112,6 +112,10 @@ class TrainConfig:
     seed: Annotated[int, Within(least=0, below=2**32)] = 0
     """Seed of everything random."""
 
+    engine: str = "built-in"
+    """Where the policy learns and samples: built-in, in this process; or tinker:URL, on a server
+    that speaks the Tinker API and serves --model (docs/scale.md)."""
+
     # Sampling
     prompts: Count = 16
     """Prompts per step."""
@@ -150,7 +154,8 @@ class TrainConfig:
     """Sampling engine: built-in; vllm, in this process; the addresses of running vLLM servers,
     http://host:port[,…]; or your own engine, module:factory (docs/rollout.md)."""
     rollout_timeout: Positive = 120.0
-    """Timeout of a server per prompt in seconds, retries included."""
+    """Timeout of a server per prompt in seconds, retries included; with --engine tinker:URL, of
+    each call of the server."""
     rollout_memory: Annotated[float, Within(above=0, below=1)] = 0.3
     """Share of the GPU's memory that vllm in this process may use."""
 

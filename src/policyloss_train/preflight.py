@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policyloss.advantage import ESTIMATORS
+from policyloss.compat.tinker.losses import check_spec
 from policyloss.errors import InputError, unknown_name
 from policyloss.spec import LossSpec
 from policyloss_train.chat import read_template
@@ -24,6 +25,7 @@ from policyloss_train.sampler import encode, unusable_prompts
 from policyloss_train.tasks import GYM, make_task
 from policyloss_train.tasks.base import Example, Task
 from policyloss_train.tasks.rewards import RewardError, score_completion
+from policyloss_train.tinker.service import sdk, server_problems
 from policyloss_train.user_code import is_reference, load_code
 
 if TYPE_CHECKING:
@@ -93,6 +95,8 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
         )
     if config.optimizer == "adamw8bit" and config.dtype == "float64":
         yield "--optimizer adamw8bit computes in float32, not --dtype float64."
+    if config.engine != ENGINES[0]:
+        yield from server_problems(config)
     if config.advantage is None:  # `with_loss` sets it
         return
     if config.advantage not in ADVANTAGES and not is_reference(config.advantage):
@@ -119,6 +123,8 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
 
 def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
     """Options that contradict the loss."""
+    if config.engine != ENGINES[0]:
+        check_spec(spec)
     if spec.needs_horizon:
         yield (
             f"the loss {config.loss!r} divides by a horizon, which is not set; with these options "
@@ -155,6 +161,8 @@ def refuse_missing(config: TrainConfig) -> None:
             load_code(str(value), what)
     if not config.task.startswith(GYM):  # reasoning_gym's data sets are not files and load slowly
         make_task(config.task, reward=config.reward, seed=config.seed)
+    if config.engine != ENGINES[0]:
+        sdk()
     if config.model not in TINY:
         refuse_missing_folder(config.model)
     if config.teacher is not None and not config.teacher.is_dir():

@@ -27,6 +27,7 @@ from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
 from policyloss_train.rollout.weights import PolicyWeights
 from policyloss_train.sampler import Completed, Sample, as_samples, cut_at_stop, encode, end_ids
 from policyloss_train.setup import Setup
+from policyloss_train.tinker.learner import ServerLearner, ServerSampler
 from policyloss_train.user_code import load_code
 
 
@@ -142,6 +143,8 @@ def _engine(
     config: TrainConfig, setup: Setup, weights: PolicyWeights, warn: Callable[[str], None]
 ) -> Engine:
     name, learner, ranks = config.rollout, setup.learner, setup.learner.ranks
+    if isinstance(learner, ServerLearner):
+        return ServerSampler(learner)
     if name == "built-in":
         sharded = ranks.world > 1 and config.parallel == "fsdp"
         return BuiltIn(
