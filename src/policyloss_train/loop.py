@@ -43,7 +43,7 @@ from policyloss_train.run.resume import (
 from policyloss_train.sampler import Sample, end_ids
 from policyloss_train.setup import build, distribute, teach
 from policyloss_train.tasks.rewards import tolerant_reward
-from policyloss_train.tinker.service import ServerLost
+from policyloss_train.tinker.service import LostServerError
 from policyloss_train.view.display import Display
 from policyloss_train.view.token_log import ANSWERS, TokenLog, ratio_histogram
 from policyloss_train.view.track import service_module
@@ -169,7 +169,7 @@ class Training:
                     self._step()
                     if self._due(config.checkpoint_every, last=True):
                         self._store()
-                except ServerLost as error:
+                except LostServerError as error:
                     self._reconnect(error)
             if self.step < config.steps:
                 self._store()
@@ -210,7 +210,7 @@ class Training:
         self.ranks.barrier()
         self.display.say(f"resumed {self.config.out} after step {self.step}")
 
-    def _reconnect(self, error: ServerLost) -> None:
+    def _reconnect(self, error: LostServerError) -> None:
         """Continue from the last checkpoint with a server that lost the policy, or raise."""
         self.losses_of_server[self.step] += 1
         if self.losses_of_server[self.step] > RECONNECTS:

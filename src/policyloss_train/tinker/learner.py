@@ -16,7 +16,7 @@ from policyloss.errors import InputError
 from policyloss_train.batches import Pack
 from policyloss_train.learner import Learner, Rows, Update
 from policyloss_train.rollout.protocol import Completion, Engine, Prompt, Sampling, Weights
-from policyloss_train.tinker.service import Row, ServerLost, Service
+from policyloss_train.tinker.service import Row, LostServerError, Service
 from policyloss_train.watch import nonfinite_tokens
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ServerLearner(Learner):
         while len(self.saved) > self.config.keep + 1:
             try:
                 self.service.delete(self.saved.pop(0))
-            except ServerLost as error:
+            except LostServerError as error:
                 self.warn(f"a checkpoint stays on the server: {error}")
         numbers = {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
         return {}, {**numbers, "saved": list(self.saved)}
@@ -135,7 +135,7 @@ class ServerLearner(Learner):
         of_first: Any = {} if "old_logp" in micro else {"old_logp": "current"}
         loss = micro.loss(logp, **of_first)
         (slope,) = torch.autograd.grad(loss, logp)
-        metrics, logp = step.reduce_metrics(), logp.detach()
+        metrics, loss, logp = step.reduce_metrics(), loss.detach(), logp.detach()
         logp_of = dict(zip(members, torch.split(logp, part.lengths), strict=False))
         entropy_of = {i: torch.full_like(x, math.nan) for i, x in logp_of.items()}  # not reported
         norm = math.nan

@@ -33,7 +33,7 @@ Surrogate = Literal["sum", "mean"]
 T = TypeVar("T")
 
 
-class ServerLost(RolloutError):
+class LostServerError(RolloutError):
     """A server did not answer, refused a call, or no longer holds the policy."""
 
 
@@ -71,8 +71,8 @@ class Service:
         served = [model.model_name for model in answer.supported_models]
         if self._config.model not in served:
             raise InputError(
-                f"the Tinker server {self._url} serves {', '.join(map(str, served)) or 'no model'}, "
-                f"not --model {self._config.model}; name one of these."
+                f"the Tinker server {self._url} serves {', '.join(map(str, served))}, not --model "
+                f"{self._config.model}; name one of these."
             )
 
     def call(self, what: str, function: Callable[[], T]) -> T:
@@ -93,10 +93,12 @@ class Service:
             return answer.result(seconds)
         except (LateError, TimeoutError) as error:
             late = f"did not answer {what} in {seconds:g} s (--rollout-timeout)"
-            raise ServerLost(f"the Tinker server {self._url} {late}.") from error
+            raise LostServerError(f"the Tinker server {self._url} {late}.") from error
         except Exception as error:  # the package raises its own errors, and those of httpx
             text = visible(f"{type(error).__name__}: {error}")[:500]
-            raise ServerLost(f"the Tinker server {self._url} failed at {what}: {text}.") from error
+            raise LostServerError(
+                f"the Tinker server {self._url} failed at {what}: {text}."
+            ) from error
 
     def create(self, path: str | None = None) -> Any:
         """A policy: the model with new adapters, or one of `save`, with its optimizer."""
@@ -128,7 +130,7 @@ class Service:
         out: Any = self.call("forward", lambda: policy.forward(data, "cross_entropy").result())
         logp = [torch.tensor(one["logprobs"].data).float() for one in out.loss_fn_outputs]
         if [len(x) for x in logp] != [len(row.ids) for row in rows]:
-            raise ServerLost(
+            raise LostServerError(
                 f"the Tinker server {self._url} returned {[len(x) for x in logp]!s:.80} "
                 f"log-probabilities for {[len(row.ids) for row in rows]!s:.80} tokens."
             )
@@ -171,28 +173,26 @@ class Service:
         is thrown away. Raise if its gradients would be wrong, or would not be clipped.
         """
         policy, config = self.create(), self._config
+        if config.grad_clip:  # the first step, because moments of others would move the weights
+            before = self._probe(policy, [(4, 2.0)])
+            self.step(policy, lr=1e-2, clip=1e-20)
+            if not torch.equal(before, self.logprobs(policy, [_row(4)])[0]):
+                raise InputError(
+                    f"the Tinker server {self._url} does not clip gradients, so it cannot honour "
+                    f"--grad-clip {config.grad_clip:g}; add --grad-clip 0."
+                )
         for surrogate in ("sum", "mean"):
             self.surrogate = surrogate
             # In all, 1 + 3 = 4 times the gradient of the short row against 2 times.
             several = self._norm(policy, [(4, 1.0), (8, 3.0)])
             single = self._norm(policy, [(4, 2.0)])
             if math.isnan(single) or abs(several - 2 * single) <= 0.05 * single:
-                break
-        else:
-            raise InputError(
-                f"the gradients of the Tinker server {self._url} are not proportional to the "
-                f"gradients that it is given (norms {several:.4g} and {single:.4g} where the first "
-                "must be twice the second), so no loss can be learned with it."
-            )
-        if not config.grad_clip:
-            return
-        before = self._probe(policy, [(4, 2.0)])
-        self.step(policy, lr=1e-2, clip=1e-20)
-        if not torch.equal(before, self.logprobs(policy, [_row(4)])[0]):
-            raise InputError(
-                f"the Tinker server {self._url} does not clip gradients, so it cannot honour "
-                f"--grad-clip {config.grad_clip:g}; add --grad-clip 0."
-            )
+                return
+        raise InputError(
+            f"the gradients of the Tinker server {self._url} are not proportional to the gradients "
+            f"that it is given (norms {several:.4g} and {single:.4g} where the first must be twice "
+            "the second), so no loss can be learned with it."
+        )
 
     def _norm(self, policy: Any, parts: Sequence[tuple[int, float]]) -> float:
         """The norm of the gradient of `_probe`."""
