@@ -138,7 +138,7 @@ def test_a_server_that_is_slow_or_down(server: fake_tinker.Server, model: str) -
     with pytest.raises(LostServerError, match=r"did not answer create_.* in 0.2 s \(--rollout-t"):
         service.create()
     server.slow, server.down = 0.0, True
-    with pytest.raises(LostServerError, match="failed at create_.*: ConnectionError: nobody"):
+    with pytest.raises(LostServerError, match=r"failed at create_.*: ConnectionError: nobody"):
         service.create()
 
 

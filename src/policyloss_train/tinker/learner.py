@@ -16,7 +16,7 @@ from policyloss.errors import InputError
 from policyloss_train.batches import Pack
 from policyloss_train.learner import Learner, Rows, Update
 from policyloss_train.rollout.protocol import Completion, Engine, Prompt, Sampling, Weights
-from policyloss_train.tinker.service import Row, LostServerError, Service
+from policyloss_train.tinker.service import LostServerError, Row, Service
 from policyloss_train.watch import nonfinite_tokens
 
 if TYPE_CHECKING:
