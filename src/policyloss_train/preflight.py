@@ -123,8 +123,14 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
 
 def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
     """Options that contradict the loss."""
+    taught = any(getattr(part, "teaches", False) for part in spec.kl_parts)
     if config.engine != ENGINES[0]:
         check_spec(spec)
+        if taught or config.reads_teacher:
+            yield (
+                f"--engine {config.engine} cannot honour --loss {config.loss} with the advantage "
+                f"{config.estimator!r}: it reads a teacher, and the server holds one model."
+            )
     if spec.needs_horizon:
         yield (
             f"the loss {config.loss!r} divides by a horizon, which is not set; with these options "
@@ -141,7 +147,6 @@ def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
             "--top-p or --top-k the learner's covers only the tokens that they kept; add "
             "--no-sampling-mask --rollout-logp raw, so that both cover all tokens."
         )
-    taught = any(getattr(part, "teaches", False) for part in spec.kl_parts)
     if config.teacher is None and (taught or config.reads_teacher):
         yield (
             f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "

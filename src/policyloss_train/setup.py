@@ -80,8 +80,8 @@ def build(
     task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
     if on_server:
         say(f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out")
-        learner = ServerLearner.connect(config, spec, ranks, say, warn)
-        return Setup(task, tokenizer, model, learner)
+        remote = ServerLearner.connect(config, spec, ranks, say, warn)
+        return Setup(task, tokenizer, model, remote)
     attention, sentence = choose(model, config.attention)
     say(
         f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; "

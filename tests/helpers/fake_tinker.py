@@ -101,7 +101,8 @@ class Policy:
     def _logp(self, datum: Any) -> torch.Tensor:
         logits = self.model(input_ids=torch.tensor([datum.model_input.ids])).logits[0]
         targets = datum.loss_fn_inputs["target_tokens"]
-        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        logp: torch.Tensor = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        return logp
 
     @torch.no_grad()
     def forward(self, data: list[Any], loss: str) -> Any:

@@ -114,7 +114,7 @@ def test_an_update_that_is_not_finite_is_not_sent(server: fake_tinker.Server, mo
 def test_a_server_with_wrong_gradients_is_refused(
     server: fake_tinker.Server, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake_tinker.nn.utils, "get_total_norm", lambda grads: torch.tensor(1.0))
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(1.0))
     with pytest.raises(pl.InputError, match="not proportional"):
         Service(config(model)).measure()
 
@@ -228,6 +228,8 @@ def test_old_checkpoints_of_the_server_are_deleted(
         ("--compile", "--compile"),
         ("--loss.entropy-coef 0.1", "reads the entropy"),
         ("--loss gkd", "reads the divergence"),
+        ("--loss kdrl", "it reads a teacher, and the server holds one model"),
+        ("--loss opd", "it reads a teacher, and the server holds one model"),
     ],
 )
 def test_options_that_a_server_cannot_honour(arguments: str, reason: str) -> None:

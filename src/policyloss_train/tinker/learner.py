@@ -165,7 +165,8 @@ class ServerSampler(Engine):
     concurrent = False
 
     def __init__(self, learner: ServerLearner) -> None:
-        self._learner, self._sampler, self._version = learner, None, 0
+        self._learner, self._version = learner, 0
+        self._sampler: Any = None
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Save the weights on the server, and sample from these."""
