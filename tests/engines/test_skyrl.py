@@ -32,7 +32,9 @@ from policyloss_train.tinker.service import Service
 pytest.importorskip("skyrl")
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # sockets of tinker
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),  # sockets of tinker
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 HERE = Ranks(0, 1, torch.device("cpu"))

@@ -24,7 +24,7 @@ from policyloss_train.models import load
 from policyloss_train.sampler import Sample
 from policyloss_train.setup import build
 from policyloss_train.tasks import make_task
-from policyloss_train.tinker.learner import ServerLearner
+from policyloss_train.tinker.learner import ServerLearner, ServerSampler
 from policyloss_train.tinker.service import LostServerError, Service
 
 URL = "tinker:http://127.0.0.1:1"
@@ -166,20 +166,31 @@ def test_a_run_and_its_resumption(
         eval_command([str(out), "--reward", "exact"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "method", "call"),
+    [(ServerLearner, "learn", 3), (ServerSampler, "generate", 4)],  # both after the checkpoint of 2
+)
 def test_a_server_that_is_killed_in_a_run(
-    server: fake_tinker.Server, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: fake_tinker.Server,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    method: str,
+    call: int,
 ) -> None:
     out, whole = tmp_path / "run", tmp_path / "whole"
     assert run(model, whole) == 0
-    learn, times = ServerLearner.learn, iter(range(100))
+    intact, calls = getattr(kind, method), iter(range(100))
 
-    def killed(self: Any, *arguments: Any) -> Learned:
-        if next(times) == 3:
+    def killed(self: Any, *arguments: Any) -> Any:
+        if next(calls) == call:
             server.kill()
-        return learn(self, *arguments)
+        return intact(self, *arguments)
 
-    monkeypatch.setattr(ServerLearner, "learn", killed)
+    monkeypatch.setattr(kind, method, killed)
     assert run(model, out) == 0
+    assert next(calls) > call
     assert lines(out) == lines(whole)
 
 

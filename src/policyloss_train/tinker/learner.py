@@ -72,7 +72,7 @@ class ServerLearner(Learner):
             )
         service = Service(config)
         service.measure()
-        say(f"connected to {config.engine}, which reduces a loss by {service.surrogate}")
+        say(f"connected to {config.engine}, which reduces a loss by its {service.reduction}")
         nowhere: Any = None
         rate: Any = Rate(config.lr)
         return cls(config, spec, ranks, nowhere, rate, warn=warn, service=service)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError  # the built-in one, from Python 3.11 on
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 PREFIX = "tinker:"
 INSTALL = "pip install 'policyloss-train[tinker]'"
-# How a gradient by log-probabilities is sent. "sum": as the weights of cross_entropy, which the API
-# defines as a sum over tokens. "mean": SkyRL's JAX server divides the loss of a sequence by the sum
-# of its weights, which is wrong for weights of both signs, and then averages the sequences; there,
-# importance_sampling at ratio 1 with weights of 1 has a divisor that can be undone.
-Surrogate = Literal["sum", "mean"]
 T = TypeVar("T")
 
 
@@ -54,19 +49,27 @@ def sdk() -> Any:
 
 
 class Service:
-    """A connection to a server. surrogate: set by `measure`."""
+    """A connection to a server.
+
+    reduction: how the server reduces a loss, and so, how a gradient by log-probabilities is sent.
+    "sum": as the weights of cross_entropy, which the API defines as a sum over tokens. "mean":
+    SkyRL's JAX backend divides the loss of a sequence by the sum of its weights, which has no
+    meaning for weights of both signs, and averages the sequences; there, importance_sampling at
+    ratio 1 has weights of 1, so that the divisor can be undone.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._url = config, config.engine.removeprefix(PREFIX)
-        self.tinker, self.surrogate = sdk(), "sum"
+        self.tinker, self.reduction = sdk(), "sum"
         self.connect()
 
     def connect(self) -> None:
         """Open a new session; raise if the server does not serve the model."""
         # A server of your own takes any key, but the package demands one.
         key = os.environ.get("TINKER_API_KEY", "tml-none")
-        open_session = lambda: self.tinker.ServiceClient(base_url=self._url, api_key=key)  # noqa: E731
-        self._client = self.call("a new session", open_session)
+        self._client = self.call(
+            "a new session", lambda: self.tinker.ServiceClient(base_url=self._url, api_key=key)
+        )
         answer = self.call("get_server_capabilities", self._client.get_server_capabilities)
         served = [model.model_name for model in answer.supported_models]
         if self._config.model not in served:
@@ -142,7 +145,7 @@ class Service:
         """Add the gradient of a loss whose derivatives by `logp` are `slopes`. rows: of the whole
         optimizer step.
         """
-        if self.surrogate == "sum":
+        if self.reduction == "sum":
             name = "cross_entropy"
             data = [self._datum(r, weights=-x) for r, x in zip(rows, slopes, strict=True)]
         else:
@@ -181,8 +184,7 @@ class Service:
                     f"the Tinker server {self._url} does not clip gradients, so it cannot honour "
                     f"--grad-clip {config.grad_clip:g}; add --grad-clip 0."
                 )
-        for surrogate in ("sum", "mean"):
-            self.surrogate = surrogate
+        for self.reduction in ("sum", "mean"):
             # In all, 1 + 3 = 4 times the gradient of the short row against 2 times.
             several = self._norm(policy, [(4, 1.0), (8, 3.0)])
             single = self._norm(policy, [(4, 2.0)])
