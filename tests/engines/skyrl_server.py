@@ -14,7 +14,7 @@ from typing import Any
 import typing_extensions
 
 if sys.version_info < (3, 12):
-    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+    typing.TypedDict = typing_extensions.TypedDict
 
 # Fixed sizes of batches, because each size is compiled for several seconds.
 BACKEND = {
