@@ -73,7 +73,7 @@ $(SKYRL)/.installed: pyproject.toml tests/engines/skyrl_constraints.txt
 	touch $@
 
 engines-skyrl: $(SKYRL)/.installed  ## the tests with a real Tinker server, SkyRL's on this CPU, in an environment of its own (2 GB, Python >= 3.11)
-	$(SKYRL)/bin/python -m pytest -m engines tests/engines/test_skyrl.py
+	$(SKYRL)/bin/python -m pytest -p no:unraisableexception -m engines tests/engines/test_skyrl.py  # tinker leaves sockets open
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -30,13 +30,7 @@ from policyloss_train.setup import build
 from policyloss_train.tinker.service import Service
 
 pytest.importorskip("skyrl")
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.filterwarnings(
-        "ignore::pytest.PytestUnraisableExceptionWarning"
-    ),  # sockets of tinker
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = pytest.mark.engines
 HERE = Ranks(0, 1, torch.device("cpu"))
 RANK = 32  # the server scales adapters by 32 over their rank, so here by 1
 OPTIONS = {
