@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 ENGINE := .engines/vllm
+SKYRL  := .engines/skyrl
 
 # Tests start many processes: none should compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env dist test-processors test-versions demo tour evidence test test-docs test-slow engines lint format docs site bench peers conformance record lock licences loop clean
+.PHONY: help env dist test-processors test-versions demo tour evidence test test-docs test-slow engines engines-skyrl lint format docs site bench peers conformance record lock licences loop clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' Makefile
@@ -63,6 +64,16 @@ $(ENGINE)/.installed: pyproject.toml tests/engines/constraints.txt
 
 engines: $(ENGINE)/.installed  ## the tests with a real vLLM on this CPU, in an environment of its own (3.5 GB, Python >= 3.11)
 	$(ENGINE)/bin/python -m pytest -m engines tests/engines
+
+$(SKYRL)/.installed: pyproject.toml tests/engines/skyrl_constraints.txt
+	$(PYTHON) -m venv $(SKYRL)
+	$(SKYRL)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/skyrl_constraints.txt torch
+	$(SKYRL)/bin/pip install --quiet --disable-pip-version-check -c tests/engines/skyrl_constraints.txt -r tests/engines/skyrl_constraints.txt -e . -e packages/policyloss_lab -e 'packages/policyloss_train[tinker]'
+	$(SKYRL)/bin/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python skyrl==0.4.0  # its extras lack packages, and it names Python 3.12
+	touch $@
+
+engines-skyrl: $(SKYRL)/.installed  ## the tests with a real Tinker server, SkyRL's on this CPU, in an environment of its own (2 GB, Python >= 3.11)
+	$(SKYRL)/bin/python -m pytest -p no:unraisableexception -m engines tests/engines/test_skyrl.py  # tinker leaves sockets open
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .

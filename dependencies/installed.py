@@ -13,6 +13,9 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "core"  # without any extra
+ELSEWHERE = (
+    "tinker",
+)  # extras that the environment of `make test` lacks; see `make engines-skyrl`
 OURS = ("policyloss", "policyloss-lab", "policyloss-train")
 
 
@@ -49,13 +52,14 @@ def closure(extra: str) -> dict[str, Distribution]:
 
 
 def extras() -> list[str]:
-    """`CORE` and the extras of every pyproject.toml, in its order."""
+    """`CORE` and the extras of every pyproject.toml, in its order, without `ELSEWHERE`."""
     lists = {}
     for name in OURS:
         folder = ROOT if name == "policyloss" else ROOT / "packages" / name.replace("-", "_")
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
         table = text.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0]
-        lists[name] = re.findall(r"^(\w+) = \[", table, re.MULTILINE)
+        names = re.findall(r"^(\w+) = \[", table, re.MULTILINE)
+        lists[name] = [extra for extra in names if extra not in ELSEWHERE]
     own = lists.pop("policyloss")
     return [CORE, *own, *(f"{name}[{extra}]" for name in lists for extra in lists[name])]
 

@@ -181,6 +181,11 @@ def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[Setup, int]:
     """The policy of a run with the weights of a checkpoint, and the step of that checkpoint."""
+    if config.engine != "built-in":
+        raise InputError(
+            f"the weights of {options.run} are on the server {config.engine}, not in its "
+            "checkpoints, so only the server can sample from them or give them away."
+        )
     checkpoint, step, tensors = stored_weights(options.run, options.checkpoint)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here

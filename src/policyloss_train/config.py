@@ -101,6 +101,10 @@ class TrainConfig:
     seed: Annotated[int, Within(least=0, below=2**32)] = 0
     """Seed of everything random."""
 
+    engine: str = "built-in"
+    """Where the policy learns and samples: built-in, in this process; or tinker:URL, on a server
+    that speaks the Tinker API and serves --model (docs/scale.md)."""
+
     # Sampling
     prompts: Count = 16
     """Prompts per step."""
@@ -139,7 +143,8 @@ class TrainConfig:
     """Sampling engine: built-in; vllm, in this process; the addresses of running vLLM servers,
     http://host:port[,…]; or your own engine, module:factory (docs/rollout.md)."""
     rollout_timeout: Positive = 120.0
-    """Time limit of the servers for a prompt in seconds, retries included."""
+    """Time limit of the servers for a prompt in seconds, retries included; with --engine
+    tinker:URL, of each call of the server."""
     rollout_memory: Annotated[float, Within(above=0, below=1)] = 0.3
     """With --rollout vllm: share of the GPU's memory that vLLM may use."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -41,11 +42,13 @@ from policyloss_train.run.resume import (
 from policyloss_train.sampler import Sample, end_ids
 from policyloss_train.setup import build, distribute, teach
 from policyloss_train.tasks.rewards import tolerant_reward
+from policyloss_train.tinker.service import LostServerError
 from policyloss_train.view.display import Display
 from policyloss_train.view.token_log import ANSWERS, TokenLog, ratio_histogram
 from policyloss_train.watch import Hints, NotFiniteError, Watch, mismatch_of
 
 INTERRUPTED = 130
+RECONNECTS = 3  # to a lost server, in the same step
 
 
 def train(
@@ -122,6 +125,7 @@ class Training:
         self.hints = Hints(config, self.task.success, warn)
         self.held_out = list(self.task.held_out[: config.eval_prompts])
         self.step = 0
+        self.losses_of_server: Counter[int] = Counter()  # by step
 
     def at(self, where: str) -> None:
         """Record the phase that begins now."""
@@ -150,9 +154,12 @@ class Training:
         self._start()
         with self.display, self._interruptible() as interrupted:
             while self.step < config.steps and not interrupted():
-                self._step()
-                if self._due(config.checkpoint_every, last=True):
-                    self._store()
+                try:
+                    self._step()
+                    if self._due(config.checkpoint_every, last=True):
+                        self._store()
+                except LostServerError as error:
+                    self._reconnect(error)
             if self.step < config.steps:
                 self._store()
                 command = resume_command(config)
@@ -169,12 +176,7 @@ class Training:
         self.watch.at("the start")
         if self.config.resume:
             distribute(self.learner)
-            # Continue from the last good checkpoint, and drop lines that were logged after it.
-            self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
-            if self.run_dir is not None:
-                self.run_dir.truncate(self.step)
-            self.ranks.barrier()
-            self.display.say(f"resumed {self.config.out} after step {self.step}")
+            self._restore()
             return
         teach(self.setup, self.config, self.display.warmup)
         distribute(self.learner)
@@ -188,6 +190,23 @@ class Training:
         if self.run_dir is not None:
             self.run_dir.sync()
         store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
+
+    def _restore(self) -> None:
+        """Continue from the last good checkpoint, and drop lines that were logged after it."""
+        self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
+        if self.run_dir is not None:
+            self.run_dir.truncate(self.step)
+        self.ranks.barrier()
+        self.display.say(f"resumed {self.config.out} after step {self.step}")
+
+    def _reconnect(self, error: LostServerError) -> None:
+        """Continue from the last checkpoint with a server that lost the policy, or raise."""
+        self.losses_of_server[self.step] += 1
+        if self.losses_of_server[self.step] > RECONNECTS:
+            raise error
+        self.display.warn(f"{error} Going on from the last checkpoint.")
+        self._restore()
+        self.collector.rollout.rest()
 
     def _step(self) -> None:
         """Sample, score, learn."""

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +40,7 @@ def load(
     device: torch.device | str,
     seed: int,
     offline: bool = False,
+    empty: bool = False,
     trust_remote_code: bool = False,
     warn: Callable[[str], None] = warnings.warn,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -49,15 +50,18 @@ def load(
     folder, or a name on the hub. Weights are read from safetensors files only, and code that comes
     with them is run only with `trust_remote_code`.
     offline: download nothing; a name on the hub must be in the cache. warn: called for stored
-    weights that the model does not use.
+    weights that the model does not use. empty: a stored model without its weights, on the meta
+    device.
     """
     if model in TINY:
         tokenizer = tiny_tokenizer(task)
         loaded = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
     else:
-        loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn)
+        loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn, empty)
     _complete(tokenizer, model)
-    loaded.to(device).eval()
+    if not empty:
+        loaded.to(device)
+    loaded.eval()
     return loaded, tokenizer
 
 
@@ -142,6 +146,7 @@ def _stored(
     offline: bool,
     trust_remote_code: bool,
     warn: Callable[[str], None],
+    empty: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in a folder or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -152,6 +157,8 @@ def _stored(
     source = {"local_files_only": offline, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **source)
+        if empty:
+            return _empty(where, source), cast("PreTrainedTokenizerBase", tokenizer)
         with without_bars():
             loaded, loading = AutoModelForCausalLM.from_pretrained(
                 where, dtype=dtype, use_safetensors=True, output_loading_info=True, **source
@@ -166,6 +173,21 @@ def _stored(
         ) from error
     _check_weights(model, loading, warn)
     return cast("PreTrainedModel", loaded), cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def _empty(where: str, source: dict[str, Any]) -> PreTrainedModel:
+    """The model without its weights, with the tokens that end its completions."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(where, **source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=source["trust_remote_code"]
+        )
+    with suppress(OSError):  # a model may have no generation_config.json
+        local = source["local_files_only"]
+        model.generation_config = GenerationConfig.from_pretrained(where, local_files_only=local)
+    return cast("PreTrainedModel", model)
 
 
 def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policyloss.advantage import ESTIMATORS
+from policyloss.compat.tinker.losses import check_spec
 from policyloss.errors import InputError, unknown_name
 from policyloss.spec import LossSpec
 from policyloss_train.chat import read_template
@@ -24,6 +25,7 @@ from policyloss_train.sampler import encode, unusable_prompts
 from policyloss_train.tasks import GYM, make_task
 from policyloss_train.tasks.base import Example, Task
 from policyloss_train.tasks.rewards import RewardError, score_completion
+from policyloss_train.tinker.service import sdk, server_problems
 from policyloss_train.user_code import is_reference, load_code
 from policyloss_train.view.track import service_module
 
@@ -86,6 +88,8 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
         )
     if config.optimizer == "adamw8bit" and config.dtype == "float64":
         yield "--optimizer adamw8bit computes in float32, not --dtype float64."
+    if config.engine != ENGINES[0]:
+        yield from server_problems(config)
     if config.advantage is None:  # `with_loss` sets it
         return
     if config.advantage not in ADVANTAGES and not is_reference(config.advantage):
@@ -112,6 +116,14 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
 
 def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
     """Options that contradict the loss."""
+    taught = any(getattr(part, "teaches", False) for part in spec.kl_parts)
+    if config.engine != ENGINES[0]:
+        check_spec(spec)
+        if taught or config.reads_teacher:
+            yield (
+                f"--engine {config.engine} cannot honour --loss {config.loss} with the advantage "
+                f"{config.estimator!r}: it reads a teacher, and the server holds one model."
+            )
     if spec.needs_horizon:
         yield (
             f"the loss {config.loss!r} divides by a horizon, which is not set; with these options "
@@ -128,7 +140,6 @@ def loss_problems(config: TrainConfig, spec: LossSpec) -> Iterator[str]:
             "--top-p or --top-k the learner's covers only the tokens that they kept; add "
             "--no-sampling-mask --rollout-logp raw, so that both cover all tokens."
         )
-    taught = any(getattr(part, "teaches", False) for part in spec.kl_parts)
     if config.teacher is None and (taught or config.reads_teacher):
         yield (
             f"the loss {config.loss!r} with the advantage {config.estimator!r} reads a teacher: "
@@ -147,6 +158,8 @@ def refuse_missing(config: TrainConfig) -> None:
             load_code(str(value), f"the {name}")
     if not config.task.startswith(GYM):  # reasoning_gym's data sets are not files and load slowly
         make_task(config.task, reward=config.reward, seed=config.seed)
+    if config.engine != ENGINES[0]:
+        sdk()
     if config.model not in TINY:
         refuse_missing_folder(config.model)
     if config.teacher is not None and not config.teacher.is_dir():

@@ -39,6 +39,7 @@ from policyloss_train.run.directory import RunDir
 from policyloss_train.run.resume import name_damage, stored_weights
 from policyloss_train.sampler import Sample
 from policyloss_train.tasks import Task, make_task
+from policyloss_train.tinker.learner import ServerLearner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,10 +73,15 @@ def build(
         trust_remote_code=config.trust_remote_code,
         warn=warn,
     )
+    on_server = config.engine != "built-in"
     # In eval mode: with dropout, the trained policy would differ from the sampled one.
-    model, tokenizer = load_model(config.model, offline=offline)
+    model, tokenizer = load_model(config.model, offline=offline, empty=on_server)
     _check_vocabulary(model, tokenizer)
     task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
+    if on_server:
+        say(f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out")
+        remote = ServerLearner.connect(config, spec, ranks, say, warn)
+        return Setup(task, tokenizer, model, remote)
     attention, sentence = choose(model, config.attention)
     say(
         f"task {task.name}: {len(task.train)} prompts, {len(task.held_out)} held out; "

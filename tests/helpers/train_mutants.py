@@ -4,12 +4,13 @@ name, file, old, new, and the test that must notice.
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _VLLM = (
+_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _TINKER, _VLLM = (
     "test_train_durability.py::",
     "test_train_faults.py::",
     "test_train_doors.py::",
     "test_train_real_models.py::",
     "test_train_support.py::",
+    "test_train_tinker.py::",
     "test_train_vllm.py::",
 )
 TRAIN = (
@@ -481,5 +482,26 @@ TRAIN = (
         "4 * math.sqrt(layers * terms)",
         "8",
         "test_train_attention.py::test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not",
+    ),
+    (
+        "a_server_that_averages_gets_too_small_a_gradient",
+        "policyloss_train/tinker/service.py",
+        "-x * len(x) * len(rows)",
+        "-x * len(x)",
+        _TINKER + "test_a_server_learns_as_the_learner_does[dapo-mean]",
+    ),
+    (
+        "a_server_samples_with_old_weights_after_it_was_lost",
+        "policyloss_train/loop.py",
+        "        self.collector.rollout.rest()",
+        "        pass",
+        _TINKER + "test_a_server_that_is_killed_in_a_run",
+    ),
+    (
+        "a_resumed_policy_is_new",
+        "policyloss_train/tinker/learner.py",
+        "self.service.create(saved[-1])",
+        "self.service.create()",
+        _TINKER + "test_a_run_and_its_resumption",
     ),
 )

@@ -145,6 +145,7 @@ FOREIGN = {
         "numpy",
         "peft",
         "reasoning_gym",
+        "tinker",
         "vllm",
         "rich",
         "safetensors",

@@ -32,6 +32,7 @@ from policyloss_train.rollout.servers import Servers
 from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
 from policyloss_train.sampler import Sample, as_samples, complete, cut_at_stop, encode, uniforms
 from policyloss_train.setup import Setup
+from policyloss_train.tinker.learner import ServerLearner, ServerSampler
 from policyloss_train.user_code import load_code
 
 
@@ -187,6 +188,8 @@ def _engine(
     config: TrainConfig, setup: Setup, weights: Weights, warn: Callable[[str], None]
 ) -> Engine:
     name, learner, ranks = config.rollout, setup.learner, setup.learner.ranks
+    if isinstance(learner, ServerLearner):
+        return ServerSampler(learner)
     if name == "built-in":
         sharded = ranks.world > 1 and config.parallel == "fsdp"
         return BuiltIn(

@@ -116,13 +116,13 @@ def last_good(folder: Path) -> Path | None:
 CHANGEABLE = (
     *("track", "keep", "checkpoint_every", "heartbeat", "rank_timeout", "reward_timeout"),
     *("nonfinite_limit", "device", "parallel", "unusable", "attention"),
-    *("rollout", "rollout_timeout", "rollout_memory"),
+    *("rollout", "rollout_timeout", "rollout_memory", "engine"),
 )
 OF_A_START = ("config", "like", "resume", "extend")  # options of a start, which are not stored
 UNSTARTED = {name: getattr(TrainConfig, name) for name in OF_A_START}  # their stored values
 _MAY_DIFFER = (*CHANGEABLE, *OF_A_START, "out")
 # Options that may name code, an address or a service; evaluation uses only the reward.
-MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "track")
+MAY_BE_CODE = ("reward", "loss", "advantage", "rollout", "engine", "track")
 
 
 def stored_options(run: Path) -> tuple[TrainConfig, LossSpec | None]:

@@ -165,12 +165,13 @@ def _numbers(part: Mapping[str, Tensor]) -> dict[str, Any]:
     """The learner's numbers for the tokens of one completion."""
     logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
     of_others = [name for name in _OF_POLICIES if name in part]
+    if not part["entropy"].isnan().any():  # a server reports none
+        of_others.append("entropy")
     return {
         "advantage": advantage.mean().item(),
         "logp": _short(logp),
         "old_logp": _short(old),
         **{name: _short(part[name]) for name in of_others},
-        "entropy": _short(part["entropy"]),
         "ratio": _short((logp - old).exp()),
         "token_advantage": _short(advantage),
         "mask": part["mask"].tolist(),
