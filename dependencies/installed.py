@@ -13,9 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "core"  # without any extra
-ELSEWHERE = (
-    "tinker",
-)  # extras that the environment of `make test` lacks; see `make engines-skyrl`
+ELSEWHERE = ("tinker",)  # an extra that `make test` does not install; `make engines-skyrl` does
 OURS = ("policyloss", "policyloss-lab", "policyloss-train")
 
 

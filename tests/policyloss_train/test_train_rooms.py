@@ -22,6 +22,7 @@ OUTSIDE = {
         "run.shards",
         "sampler",
         "setup",
+        "tinker.learner",
         "user_code",
     },
     "run": {"config", "distributed", "models", "view.track", "watch"},
