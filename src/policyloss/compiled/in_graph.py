@@ -94,7 +94,8 @@ def _results(
         return None
     loss, packed, *gradients = results
     output = LossOutput(loss, Metrics.packed(_places_of(kind), packed))
-    return output, dict(zip(leaves, gradients, strict=False))
+    # Dynamo of torch 2.6 and 2.8 zips only equal lengths.
+    return output, dict(zip(leaves if gradients else (), gradients, strict=True))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
