@@ -108,6 +108,7 @@ LEAST_FAR = 2  # fewer tokens than this may be far by chance
 LEAST_SIDED = 12  # differences of one sign that are no accident
 LEAST_TWINS = 8  # equal numbers outside of the mask that are no accident
 RULED_OUT = 0.5  # the share of the scale that the best fit of a family leaves if it is ruled out
+SAMPLES = ("format", "config", "prompt")  # families of which only some members are simulated
 CONFIDENCE = {"named": 0.97, "rough": 0.9, "healthy": 0.97, "not_explained": 0.9}
 FEW_NUMBERS = 2  # fitted numbers of a cause that may leave more than `explains`
 FEW_TOKENS = 8  # the confidence is halved at this many tokens
@@ -472,7 +473,7 @@ def _diagnosis(
     for a in alternatives:
         family = CAUSES[a.cause].family
         left[family] = min(left.get(family, math.inf), a.unexplained)
-    out = tuple(sorted(family for family, share in left.items() if share >= RULED_OUT))
+    out = sorted(f for f, share in left.items() if share >= RULED_OUT and f not in SAMPLES)
     corrections = [CAUSES[cause].correction for cause in causes]
     remedy = " ".join(CAUSES[cause].remedy for cause in causes)
     if places:
@@ -489,5 +490,5 @@ def _diagnosis(
         details,
         tuple(alternatives),
         tuple(places),
-        out if places else (),
+        tuple(out) if places else (),
     )

@@ -233,8 +233,9 @@ def _shapes(case: Case) -> Iterator[Place]:
             "everywhere, larger at unlikely tokens, as a change inside the model makes them",
             "Pass model=, ids= and prompts=."
             if case.scorer is None
-            else "Score 8 sequences with the engine in float32, without quantisation of weights or "
-            "cache; if they still differ, compare the hidden states layer by layer.",
+            else "Load the trainer's weights into the engine by hand, in float32 and without any "
+            "quantisation, and score 8 sequences: if they agree, formats or stale weights are the "
+            "cause (pass earlier_logp=); if not, compare the hidden states layer by layer.",
         )
 
 
