@@ -121,7 +121,7 @@ def decode(
     """Sample completions token by token with a cache, prompts padded on the left."""
     from transformers import DynamicCache
 
-    class Cache(DynamicCache):
+    class Cache(DynamicCache):  # type: ignore[misc]
         def update(self, k: Tensor, v: Tensor, layer: int, *a: Any, **b: Any) -> Any:
             if keys_and_values is not None:
                 k, v = keys_and_values(k), keys_and_values(v)

@@ -341,7 +341,7 @@ def _removed(search: Search) -> Fit | None:
     open_ended = far & (gaining < -1e-3) & (base < math.log(0.5))  # not the only token that is left
     factors = (gains / base)[open_ended]
     factor = factors.numel() > 2 and bool(factors.std() < 0.2 * factors.mean().abs())
-    filled = gaining[far & (base < math.log(0.5))].unique(return_counts=True)[1]
+    filled = torch.unique(gaining[far & (base < math.log(0.5))], return_counts=True)[1]
     constant = filled.numel() > 0 and int(filled.max()) > 0.5 * int(filled.sum())
     spread = far[likely].double().mean() >= 0.25 * far.double().mean()
     if max(ups, 1 - ups) < search.limits.sided or not spread or constant or factor:
@@ -388,7 +388,7 @@ def _named(
     search: Search, named: Sequence[Fitted], rows: Tensor, first: Misfit, notes: Sequence[str]
 ) -> Diagnosis:
     case = search.case
-    numbers, count = case.pairs.row[rows].unique(), case.pairs.starts.numel() - 1
+    numbers, count = torch.unique(case.pairs.row[rows]), case.pairs.starts.numel() - 1
     some = "" if bool(rows.all()) else f"in {numbers.numel()} of {count} rows, "
     details: dict[str, object] = {"scale": first.scale, "scale_left": named[-1].left.scale}
     evidence = _facts(case, first, search.floor)

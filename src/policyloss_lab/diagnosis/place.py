@@ -65,7 +65,7 @@ def loud_rows(case: Case, floor: float) -> Tensor:
     """
     pairs = case.pairs
     none = torch.zeros(pairs.size, dtype=torch.bool)
-    _, row = pairs.row.unique(return_inverse=True)
+    _, row = torch.unique(pairs.row, return_inverse=True)
     count = int(row.max()) + 1
     size = (pairs.difference / _noise_shape(case)).abs().clamp(min=0.1 * floor).log()
     mean = torch.zeros(count).double().index_add(0, row, size) / row.bincount()
@@ -108,7 +108,7 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
     far = (pairs.difference / pairs.shape).abs() > 2 * floor
     rows = loud_rows(case, floor)
     if rows.any():
-        numbers = pairs.row[rows].unique().tolist()
+        numbers = torch.unique(pairs.row[rows]).tolist()
         listed = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
         yield Place(
             "rows",
@@ -116,7 +116,7 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
             "Find out which worker, engine or request made these rows, and pass them alone.",
         )
     for side, x in (("rollout_logp", pairs.rollout), ("old_logp", pairs.trainer)):
-        values, counts = x[far].unique(return_counts=True)
+        values, counts = torch.unique(x[far], return_counts=True)
         if counts.numel() and int(counts.max()) >= max(3, 0.5 * int(far.sum())):
             yield Place(
                 "constant",
@@ -179,7 +179,7 @@ def _classes(case: Case) -> list[Place]:
     found = {tag: split(case, flags) for tag, (flags, _, _) in classes.items()}
     if pairs.ids is not None:
         size = (pairs.difference / pairs.shape).abs().sqrt()
-        ids, which, counts = pairs.ids.unique(return_inverse=True, return_counts=True)
+        ids, which, counts = torch.unique(pairs.ids, return_inverse=True, return_counts=True)
         mean = torch.zeros(ids.numel()).double().index_add(0, which, size) / counts
         loudest = mean.masked_fill(counts < 2, -1.0).topk(min(3, ids.numel())).indices
         listed = ", ".join(str(int(ids[i])) for i in loudest)
@@ -210,7 +210,7 @@ def _shapes(case: Case) -> Iterator[Place]:
     overall = tilt(large)
     late = pairs.rank >= int(pairs.rank.max() + 1) // 2
     halves = [tilt(large & half) for half in (late, ~late)]
-    by_row = [abs(tilt(large & (pairs.row == row))) for row in pairs.row.unique()]
+    by_row = [abs(tilt(large & (pairs.row == row))) for row in torch.unique(pairs.row)]
     in_rows = sum(by_row) > 1.5 * TILT * len(by_row)
     if max(abs(overall), *map(abs, halves)) > TILT or in_rows:
         way = "lose and unlikely ones gain" if overall < 0 else "gain and unlikely ones lose"

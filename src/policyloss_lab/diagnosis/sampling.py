@@ -109,7 +109,7 @@ def _groups(case: Case) -> Iterator[tuple[str, Tensor | None]]:
     longest = int(pairs.rank.max()) + 1
     width = -(-GROUP * longest // pairs.size)
     for what, key in (("each row", pairs.row), ("each place in a row", pairs.rank // width)):
-        _, groups = key.unique(return_inverse=True)
+        _, groups = torch.unique(key, return_inverse=True)
         if 0 < int(groups.max()) < pairs.size // GROUP:
             yield what, groups
 
