@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policyloss_lab.diagnosis.columns import fit_stored, fit_top1, fit_unfilled, fit_units
 from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis, Misfit, misfit
-from policyloss_lab.diagnosis.laws import fit_laws
+from policyloss_lab.diagnosis.laws import NEXT, fit_laws
 from policyloss_lab.diagnosis.logits import (
     fit_bias,
     fit_penalties,
@@ -423,6 +423,8 @@ def _not_explained(search: Search, first: Misfit, notes: Sequence[str]) -> Diagn
     if laws[0][0] - score > search.limits.law * case.pairs.size:  # the first is flat noise
         evidence.append(f"consistent with {law.sentence}")
         details["consistent_with"] = law.cause
+        if places[0].tag == "network":
+            places[0] = places[0]._replace(next=NEXT.get(law.cause, places[0].next))
     if search.candidates:
         titles = " or ".join(CAUSES[c.split("+")[0]].title for c in search.candidates)
         evidence.append(f"two families explain it equally well: {titles}")

@@ -171,14 +171,14 @@ def fit_bias(case: Case) -> Iterator[Fit]:
             rest = target - columns @ c
             if rest.norm() < 0.02 * target.norm():
                 break
-        if not chosen:
-            continue
         bias = torch.zeros(p.shape[1], dtype=torch.float64)
         bias[chosen] = c.clamp(-1 + 1e-9, 1e6).log1p()
         effect = bias[scorer.ids] - (p @ torch.expm1(bias)).log1p()
         strong = [i for i in chosen if abs(float(bias[i])) > 0.1]
+        if not strong:
+            continue
         kept = bias[strong].exp()
-        forbidden = bool(strong) and float(kept.median()) < FORBIDDEN and float(kept.max()) < 1
+        forbidden = float(kept.median()) < FORBIDDEN and float(kept.max()) < 1
         listed = ", ".join(f"{i}: {float(bias[i]):+.2g}" for i in strong[:6])
         more = f" and {len(strong) - 6} more" if len(strong) > 6 else ""
         what = "forbids some tokens, or nearly" if forbidden else "has a bias of some tokens"

@@ -98,8 +98,10 @@ def repeated(case: Case) -> Tensor | None:
 
 def find_places(case: Case, floor: float) -> list[Place]:
     """The most telling places, at most four; at least one."""
-    classes = _classes(case)[:CLASSES]
-    return [*_spots(case, floor), *classes, *_forms(case, floor), *_shapes(case)][:MOST]
+    found = [*_spots(case, floor), *_classes(case)[:CLASSES], *_forms(case, floor)]
+    if not {place.tag for place in found} & {"rows", "few_tokens"}:
+        found += _shapes(case)
+    return found[:MOST]
 
 
 def _spots(case: Case, floor: float) -> Iterator[Place]:
