@@ -139,8 +139,8 @@ def counts_before(scorer: Scorer, prompts: bool = False) -> Tensor:
     out = torch.zeros(scorer.logits.shape, dtype=torch.int16)
     for k, (row, place) in enumerate(scorer.scored.tolist()):
         before = scorer.completions[row][:place]
-        seen = torch.tensor([*scorer.prompts[row], *before] if prompts else before)
-        out[k].index_add_(0, seen.long(), torch.ones(len(seen), dtype=torch.int16))
+        tokens = torch.tensor([*scorer.prompts[row], *before] if prompts else before)
+        out[k].index_add_(0, tokens.long(), torch.ones(len(tokens), dtype=torch.int16))
     return out
 
 

@@ -53,10 +53,11 @@ def split(case: Case, flags: Tensor, choices: float = 1.0) -> Split:
     d, shape = case.pairs.difference, _noise_shape(case)
     if not 2 <= int(flags.sum()) <= case.pairs.size - 2:
         return Split(-math.inf, 1.0)
-    whole = misfit(d, shape, 0)
+    one_scale = misfit(d, shape, 0)
     parts = [misfit(d[part], shape[part], 0) for part in (flags, ~flags)]
     price = 2 * math.log(max(choices, 1.0))
-    return Split(whole.score - sum(p.score for p in parts) - price, parts[0].scale / parts[1].scale)
+    gain = one_scale.score - sum(part.score for part in parts) - price
+    return Split(gain, parts[0].scale / parts[1].scale)
 
 
 def loud_rows(case: Case, floor: float) -> Tensor:
@@ -76,8 +77,8 @@ def loud_rows(case: Case, floor: float) -> Tensor:
     loud = torch.zeros(count, dtype=torch.bool)
     loud[order[: int(gaps.argmax()) + 1]] = True
     flags = loud[row]
-    found = split(case, flags, count)
-    return flags if found.gain > GAIN and found.ratio > 2 * LOUDER else none
+    gain, ratio = split(case, flags, count)
+    return flags if gain > GAIN and ratio > 2 * LOUDER else none
 
 
 def repeated(case: Case) -> Tensor | None:
@@ -86,11 +87,11 @@ def repeated(case: Case) -> Tensor | None:
         return None
     prompts = {} if case.scorer is None else dict(enumerate(case.scorer.prompts))
     places = None if case.scorer is None else case.scorer.scored[:, 0].tolist()
-    seen: dict[int, set[int]] = {}
+    tokens: dict[int, set[int]] = {}
     flags = []
     for k, row in enumerate(case.pairs.row.tolist()):
         token = int(case.pairs.ids[k])
-        before = seen.setdefault(row, set(prompts.get(places[k], ())) if places else set())
+        before = tokens.setdefault(row, set(prompts.get(places[k], ())) if places else set())
         flags.append(token in before)
         before.add(token)
     return torch.tensor(flags)
@@ -98,10 +99,10 @@ def repeated(case: Case) -> Tensor | None:
 
 def find_places(case: Case, floor: float) -> list[Place]:
     """The most telling places, at most four; at least one."""
-    found = [*_spots(case, floor), *_classes(case)[:CLASSES], *_forms(case, floor)]
-    if not {place.tag for place in found} & {"rows", "few_tokens"}:
-        found += _shapes(case)
-    return found[:MOST]
+    places = [*_spots(case, floor), *_classes(case)[:CLASSES], *_forms(case, floor)]
+    if not {place.tag for place in places} & {"rows", "few_tokens"}:
+        places += _shapes(case)
+    return places[:MOST]
 
 
 def _spots(case: Case, floor: float) -> Iterator[Place]:
@@ -178,7 +179,7 @@ def _classes(case: Case) -> list[Place]:
     }
     if (again := repeated(case)) is not None:
         classes["repeated"] = (again, "at tokens that occurred before", PENALTY_NEXT)
-    found = {tag: split(case, flags) for tag, (flags, _, _) in classes.items()}
+    splits = {tag: split(case, flags) for tag, (flags, _, _) in classes.items()}
     if pairs.ids is not None:
         size = (pairs.difference / pairs.shape).abs().sqrt()
         ids, which, counts = torch.unique(pairs.ids, return_inverse=True, return_counts=True)
@@ -187,11 +188,11 @@ def _classes(case: Case) -> list[Place]:
         listed = ", ".join(str(int(ids[i])) for i in loudest)
         flags = (which[:, None] == loudest).any(1)
         classes["ids"] = (flags, f"at particular tokens, such as {listed}", BIAS_NEXT)
-        found["ids"] = split(case, flags, float(ids.numel()) ** 3)
+        splits["ids"] = split(case, flags, float(ids.numel()) ** 3)
     return [
-        Place(tag, f"{classes[tag][1]}, {found[tag].ratio:.1f} times as large", classes[tag][2])
-        for tag in sorted(found, key=lambda tag: -found[tag].gain)
-        if found[tag].gain > GAIN and found[tag].ratio > LOUDER
+        Place(tag, f"{classes[tag][1]}, {splits[tag].ratio:.1f} times as large", classes[tag][2])
+        for tag in sorted(splits, key=lambda tag: -splits[tag].gain)
+        if splits[tag].gain > GAIN and splits[tag].ratio > LOUDER
     ]
 
 
