@@ -149,8 +149,8 @@ DOCTOR = (
     (
         "doctor_float32_noise_is_padding",
         "policyloss_lab/diagnosis/order.py",
-        "size > max(WILD * core, NEAR)",
-        "size > WILD * core",
+        "max(WILD * 1.4826 * float(size.median()), NEAR)",
+        "WILD * 1.4826 * float(size.median())",
         _VERDICTS + "test_numbers_missing_at_the_end_of_rows_differ_from_float32_noise",
     ),
     (
