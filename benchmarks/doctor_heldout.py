@@ -169,7 +169,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             some = [row for row in mine if row["mode"] == mode]
             part[mode] = {
                 "verdicts": len(some),
-                "right": sum(map(is_right, some)),
+                "correct": sum(map(is_right, some)),
                 **Counter(row["outcome"] for row in some),
             }
         curve = []
