@@ -135,8 +135,8 @@ DOCTOR = (
     (
         "doctor_tails_are_sick",
         "policyloss_lab/diagnosis/diagnose.py",
-        "FAR * (1 if self.noise is not None else self.limits.noise)",
-        "1",
+        "return size.abs() > FAR * self.limits.noise * self.limits.floor",
+        "return size.abs() > self.limits.floor",
         _PAIRS + "test_noise_of_half_precision_is_healthy",
     ),
     (

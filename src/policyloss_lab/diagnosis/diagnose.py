@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policyloss_lab.diagnosis.columns import fit_stored, fit_top1, fit_unfilled, fit_units
 from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis, Misfit, misfit
-from policyloss_lab.diagnosis.laws import NEXT, fit_laws
+from policyloss_lab.diagnosis.laws import NEXT, fit_laws, routers
 from policyloss_lab.diagnosis.logits import (
     fit_bias,
     fit_penalties,
@@ -139,8 +139,13 @@ class Search:
         self.wild_share = max(self.limits.wild, 3 * float(far))
 
     def far(self, size: Tensor) -> Tensor:
-        """A flag for each difference, relative to its shape, that noise rarely reaches."""
-        return size.abs() > self.floor * FAR * (1 if self.noise is not None else self.limits.noise)
+        """A flag for each difference, relative to its shape, that noise rarely reaches. A router
+        that chooses another expert in bf16 moves a token as far as noise does from pairs alone.
+        """
+        scorer = self.case.scorer
+        if scorer is not None and not routers(scorer.model):
+            return size.abs() > FAR * self.floor
+        return size.abs() > FAR * self.limits.noise * self.limits.floor
 
     def is_wild(self, residual: Tensor, shape: Tensor) -> bool:
         """Whether some tokens differ far more than noise allows. Under Student's t, three of 10,000
