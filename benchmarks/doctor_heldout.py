@@ -46,6 +46,7 @@ FROM_PAIRS = {
     "shift+temperature": ("shift", "temperature"),
     **{c: (c,) for c in ("prompt_in_mask", "end_token", "padding_in_mask", "logp_bf16", "units")},
 }
+NOT_FROM_PAIRS = ("temperature_by_row", "temperature_schedule")
 # Two names of one family that are right for one fault: both send the reader to the same place.
 ALIKE = (
     *({"unfilled", edge} for edge in ("end_token", "prompt_in_mask", "padding_in_mask")),
@@ -96,7 +97,9 @@ def verdicts(job: dict[str, Any], batch: Batch, stranger: Stranger) -> Iterator[
             verdict = diagnose(case, Thresholds(), held_out=held)
             truth: Sequence[str] = batch.causes if mode == "open" else ("not_explained",)
             if reads == "pairs" and mode == "open":
-                truth = FROM_PAIRS.get("+".join(batch.causes), ("not_explained",))
+                unknown = ("not_explained",)
+                truth = FROM_PAIRS.get("+".join(batch.causes), unknown)
+                truth = unknown if job["fault"] in NOT_FROM_PAIRS else truth
             yield {
                 **job,
                 "reads": reads,
@@ -166,7 +169,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             some = [row for row in mine if row["mode"] == mode]
             part[mode] = {
                 "verdicts": len(some),
-                "right": sum(map(is_right, some)),
+                "correct": sum(map(is_right, some)),
                 **Counter(row["outcome"] for row in some),
             }
         curve = []

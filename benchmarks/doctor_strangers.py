@@ -121,7 +121,7 @@ def decode(
     """Sample completions token by token with a cache, prompts padded on the left."""
     from transformers import DynamicCache
 
-    class Cache(DynamicCache):
+    class Cache(DynamicCache):  # type: ignore[misc]
         def update(self, k: Tensor, v: Tensor, layer: int, *a: Any, **b: Any) -> Any:
             if keys_and_values is not None:
                 k, v = keys_and_values(k), keys_and_values(v)
@@ -527,7 +527,10 @@ def _(s: TorchSource, seed: int, rows: int) -> Batch:
         seen = ((gap >= 0) & (gap < size))[None, None]
         mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min).to(next(model.parameters()))
         with torch.no_grad():
-            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[0]
+            place = torch.arange(length)[None]
+            logits = model(
+                input_ids=tokens, attention_mask=mask, position_ids=place, use_cache=False
+            ).logits[0]
         logp = logits[:-1].float().log_softmax(1).gather(1, tokens[0, 1:, None])[:, 0]
         flat.append(logp[len(prompt) - 1 :])
     return batch_of(roll, s.model(), ("window",), rollout_logp=roll.padded(torch.cat(flat)))

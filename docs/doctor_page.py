@@ -13,7 +13,7 @@ from typing import Any
 from docs.markdown import GENERATED, join, table
 
 CELL, LEFT, TOP = 15, 150, 130
-OUTCOMES = ("place", "healthy", "unplaced", "missed", "wrong")
+OUTCOMES = ("right", "place", "healthy", "unplaced", "missed", "wrong")
 MODES = ("open", "held out", "healthy")
 
 
@@ -80,7 +80,7 @@ def _held_out(data: dict[str, Any]) -> list[str]:
     for reads, words in (("model", "with the model"), ("pairs", "from pairs alone")):
         for mode, what in (("open", "all families"), ("held out", "family held out")):
             row = data[reads][mode]
-            shown = [row.get(key, 0) for key in ("right", *OUTCOMES)]
+            shown = [row.get(key, 0) for key in ("correct", *OUTCOMES)]
             counts.append([words, what, str(row["verdicts"]), *map(str, shown)])
         for point in data[reads]["reliability"]:
             share = f"{point['right'] / point['verdicts']:.0%}"
@@ -103,10 +103,11 @@ def _held_out(data: dict[str, Any]) -> list[str]:
         f"({', '.join(data['models'])}) with an engine in torch, float32 or bf16, 8 or 32 rows. "
         "Each is diagnosed with all families, and with the family of its fault disabled: then the "
         "right verdict is *not explained* with the right place, or *healthy* below the floor. "
+        "*Right* is the right name, *place* is not explained at the right place; "
         "*Missed* is healthy above the floor; *unplaced* is not explained at another place. False "
         "alarms on healthy batches (float32, bf16, autocast, fp8 on both sides, another kernel, an "
         f"exact engine): {alarms}.",
-        table(["reads", "families", "verdicts", "right", *OUTCOMES], counts),
+        table(["reads", "families", "verdicts", "correct", *OUTCOMES], counts),
         "Of the verdicts at each confidence, the share that is right:",
         table(["reads", "confidence", "right", "verdicts"], curve),
         "The verdicts on each fault with the model, and the smallest batch and the smallest scale "

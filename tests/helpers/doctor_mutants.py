@@ -164,8 +164,8 @@ DOCTOR = (
     (
         "doctor_tails_are_sick",
         "policyloss_lab/diagnosis/diagnose.py",
-        "FAR * (1 if self.noise is not None else self.limits.noise)",
-        "1",
+        "return size.abs() > FAR * self.limits.noise * self.limits.floor",
+        "return size.abs() > self.limits.floor",
         _PAIRS + "test_noise_of_half_precision_is_healthy",
     ),
     (
@@ -178,8 +178,8 @@ DOCTOR = (
     (
         "doctor_float32_noise_is_padding",
         "policyloss_lab/diagnosis/order.py",
-        "size > max(WILD * core, NEAR)",
-        "size > WILD * core",
+        "max(WILD * 1.4826 * float(size.median()), NEAR)",
+        "WILD * 1.4826 * float(size.median())",
         _VERDICTS + "test_numbers_missing_at_the_end_of_rows_differ_from_float32_noise",
     ),
     (

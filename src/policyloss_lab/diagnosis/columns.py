@@ -45,7 +45,7 @@ def fit_unfilled(case: Case) -> Iterator[Fit]:
     pairs = case.pairs
     apart = (pairs.difference / pairs.shape).abs() > APART
     for side, x in (("rollout_logp", pairs.rollout), ("old_logp", pairs.trainer)):
-        values, counts = x[apart].unique(return_counts=True)
+        values, counts = torch.unique(x[apart], return_counts=True)
         if not values.numel():
             continue
         value = float(values[counts.argmax()])

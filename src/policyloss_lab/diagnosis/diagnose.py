@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policyloss_lab.diagnosis.columns import fit_stored, fit_top1, fit_unfilled, fit_units
 from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis, Misfit, misfit
-from policyloss_lab.diagnosis.laws import fit_laws
+from policyloss_lab.diagnosis.laws import NEXT, fit_laws, routers
 from policyloss_lab.diagnosis.logits import (
     fit_bias,
     fit_penalties,
@@ -108,6 +108,7 @@ LEAST_FAR = 2  # fewer tokens than this may be far by chance
 LEAST_SIDED = 12  # differences of one sign that are no accident
 LEAST_TWINS = 8  # equal numbers outside of the mask that are no accident
 RULED_OUT = 0.5  # the share of the scale that the best fit of a family leaves if it is ruled out
+SAMPLES = ("format", "config", "prompt")  # families of which only some members are simulated
 CONFIDENCE = {"named": 0.97, "rough": 0.9, "healthy": 0.97, "not_explained": 0.9}
 FEW_NUMBERS = 2  # fitted numbers of a cause that may leave more than `explains`
 FEW_TOKENS = 8  # the confidence is halved at this many tokens
@@ -138,8 +139,13 @@ class Search:
         self.wild_share = max(self.limits.wild, 3 * float(far))
 
     def far(self, size: Tensor) -> Tensor:
-        """A flag for each difference, relative to its shape, that noise rarely reaches."""
-        return size.abs() > self.floor * FAR * (1 if self.noise is not None else self.limits.noise)
+        """A flag for each difference, relative to its shape, that noise rarely reaches. A router
+        that chooses another expert in bf16 moves a token as far as noise does from pairs alone.
+        """
+        scorer = self.case.scorer
+        if scorer is not None and not routers(scorer.model):
+            return size.abs() > FAR * self.floor
+        return size.abs() > FAR * self.limits.noise * self.limits.floor
 
     def is_wild(self, residual: Tensor, shape: Tensor) -> bool:
         """Whether some tokens differ far more than noise allows. Under Student's t, three of 10,000
@@ -340,7 +346,7 @@ def _removed(search: Search) -> Fit | None:
     open_ended = far & (gaining < -1e-3) & (base < math.log(0.5))  # not the only token that is left
     factors = (gains / base)[open_ended]
     factor = factors.numel() > 2 and bool(factors.std() < 0.2 * factors.mean().abs())
-    filled = gaining[far & (base < math.log(0.5))].unique(return_counts=True)[1]
+    filled = torch.unique(gaining[far & (base < math.log(0.5))], return_counts=True)[1]
     constant = filled.numel() > 0 and int(filled.max()) > 0.5 * int(filled.sum())
     spread = far[likely].double().mean() >= 0.25 * far.double().mean()
     if max(ups, 1 - ups) < search.limits.sided or not spread or constant or factor:
@@ -387,7 +393,7 @@ def _named(
     search: Search, named: Sequence[Fitted], rows: Tensor, first: Misfit, notes: Sequence[str]
 ) -> Diagnosis:
     case = search.case
-    numbers, count = case.pairs.row[rows].unique(), case.pairs.starts.numel() - 1
+    numbers, count = torch.unique(case.pairs.row[rows]), case.pairs.starts.numel() - 1
     some = "" if bool(rows.all()) else f"in {numbers.numel()} of {count} rows, "
     details: dict[str, object] = {"scale": first.scale, "scale_left": named[-1].left.scale}
     evidence = _facts(case, first, search.floor)
@@ -422,6 +428,8 @@ def _not_explained(search: Search, first: Misfit, notes: Sequence[str]) -> Diagn
     if laws[0][0] - score > search.limits.law * case.pairs.size:  # the first is flat noise
         evidence.append(f"consistent with {law.sentence}")
         details["consistent_with"] = law.cause
+        if places[0].tag == "network":
+            places[0] = places[0]._replace(next=NEXT.get(law.cause, places[0].next))
     if search.candidates:
         titles = " or ".join(CAUSES[c.split("+")[0]].title for c in search.candidates)
         evidence.append(f"two families explain it equally well: {titles}")
@@ -472,7 +480,7 @@ def _diagnosis(
     for a in alternatives:
         family = CAUSES[a.cause].family
         left[family] = min(left.get(family, math.inf), a.unexplained)
-    out = tuple(sorted(family for family, share in left.items() if share >= RULED_OUT))
+    out = sorted(f for f, share in left.items() if share >= RULED_OUT and f not in SAMPLES)
     corrections = [CAUSES[cause].correction for cause in causes]
     remedy = " ".join(CAUSES[cause].remedy for cause in causes)
     if places:
@@ -489,5 +497,5 @@ def _diagnosis(
         details,
         tuple(alternatives),
         tuple(places),
-        out if places else (),
+        tuple(out) if places else (),
     )

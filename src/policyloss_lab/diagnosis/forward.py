@@ -191,7 +191,7 @@ def _changing_cache(change: Callable[[Tensor], Tensor]) -> Any:
     """A cache of transformers that changes keys and values before they are used."""
     plain: Any = import_module("transformers").DynamicCache
 
-    class Changing(plain):
+    class Changing(plain):  # type: ignore[misc]
         def update(self, keys: Tensor, values: Tensor, *more: Any, **options: Any) -> Any:
             return super().update(change(keys), change(values), *more, **options)
 

@@ -24,6 +24,10 @@ CHANGE = 0.02  # noise of a draw, relative to the root mean square of a matrix
 ROUTE = 2.0**-5  # noise of a draw, relative to each weight of a router
 DECAYS = (2.0, 4.0, 8.0, 16.0, 32.0)
 NOISE, WEIGHTS, PROMPT, DROPOUT, ROUTER = "noise", "weights", "prompt", "dropout", "router"
+NEXT = {  # the measurement that shows a law for certain
+    DROPOUT: "Score the batch twice with the trainer's own code: two results mean dropout.",
+    ROUTER: "Print the experts that both sides choose for every token of one sequence.",
+}
 
 
 def fit_laws(case: Case) -> Iterator[Fit]:

@@ -139,8 +139,8 @@ def counts_before(scorer: Scorer, prompts: bool = False) -> Tensor:
     out = torch.zeros(scorer.logits.shape, dtype=torch.int16)
     for k, (row, place) in enumerate(scorer.scored.tolist()):
         before = scorer.completions[row][:place]
-        seen = torch.tensor([*scorer.prompts[row], *before] if prompts else before)
-        out[k].index_add_(0, seen.long(), torch.ones(len(seen), dtype=torch.int16))
+        tokens = torch.tensor([*scorer.prompts[row], *before] if prompts else before)
+        out[k].index_add_(0, tokens.long(), torch.ones(len(tokens), dtype=torch.int16))
     return out
 
 
@@ -162,7 +162,8 @@ def fit_bias(case: Case) -> Iterator[Fit]:
         heavy = 1 / torch.maximum(w, torch.ones_like(w))[:, None]  # a rare large w is no more
         design, target = heavy * design, heavy[:, 0] * (w - 1)
         lengths = design.square().sum(0).sqrt().clamp(min=1e-3)
-        rest, chosen, c = target, [], torch.zeros(0)
+        rest, c = target, torch.zeros(0)
+        chosen: list[int] = []
         while len(chosen) < min(BIASED, n // TOKENS_PER_BIAS):
             chosen.append(int(((design.T @ rest).abs() / lengths).argmax()))
             columns = design[:, chosen]
@@ -170,14 +171,14 @@ def fit_bias(case: Case) -> Iterator[Fit]:
             rest = target - columns @ c
             if rest.norm() < 0.02 * target.norm():
                 break
-        if not chosen:
-            continue
         bias = torch.zeros(p.shape[1], dtype=torch.float64)
         bias[chosen] = c.clamp(-1 + 1e-9, 1e6).log1p()
         effect = bias[scorer.ids] - (p @ torch.expm1(bias)).log1p()
         strong = [i for i in chosen if abs(float(bias[i])) > 0.1]
+        if not strong:
+            continue
         kept = bias[strong].exp()
-        forbidden = bool(strong) and float(kept.median()) < FORBIDDEN and float(kept.max()) < 1
+        forbidden = float(kept.median()) < FORBIDDEN and float(kept.max()) < 1
         listed = ", ".join(f"{i}: {float(bias[i]):+.2g}" for i in strong[:6])
         more = f" and {len(strong) - 6} more" if len(strong) > 6 else ""
         what = "forbids some tokens, or nearly" if forbidden else "has a bias of some tokens"

@@ -159,7 +159,7 @@ def fit_edges(case: Case) -> Iterator[Fit]:
         if share < EDGES[cause] or edge.double().mean() > 0.5 or elsewhere > 0.1 * edge.sum():
             continue
         sides = (pairs.rollout[edge], pairs.trainer[edge])
-        if longest > 1 and all(x.unique().numel() > 1 for x in sides):
+        if longest > 1 and all(torch.unique(x).numel() > 1 for x in sides):
             continue  # no side is empty there
         yield Fit(
             cause,

@@ -203,7 +203,7 @@ def _where(pairs: Pairs, wrong: Tensor) -> str:
 def _twins(rollout: Tensor, trainer: Tensor, outside: Tensor) -> int:
     """The number of different values, not 0, that both sides hold at the same tokens outside."""
     equal = (rollout == trainer.detach().flatten().cpu()[outside]) & (rollout != 0)
-    return int(rollout[equal].unique().numel())
+    return int(torch.unique(rollout[equal]).numel())
 
 
 def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:

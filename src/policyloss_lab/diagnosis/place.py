@@ -53,10 +53,11 @@ def split(case: Case, flags: Tensor, choices: float = 1.0) -> Split:
     d, shape = case.pairs.difference, _noise_shape(case)
     if not 2 <= int(flags.sum()) <= case.pairs.size - 2:
         return Split(-math.inf, 1.0)
-    whole = misfit(d, shape, 0)
+    one_scale = misfit(d, shape, 0)
     parts = [misfit(d[part], shape[part], 0) for part in (flags, ~flags)]
     price = 2 * math.log(max(choices, 1.0))
-    return Split(whole.score - sum(p.score for p in parts) - price, parts[0].scale / parts[1].scale)
+    gain = one_scale.score - sum(part.score for part in parts) - price
+    return Split(gain, parts[0].scale / parts[1].scale)
 
 
 def loud_rows(case: Case, floor: float) -> Tensor:
@@ -65,7 +66,7 @@ def loud_rows(case: Case, floor: float) -> Tensor:
     """
     pairs = case.pairs
     none = torch.zeros(pairs.size, dtype=torch.bool)
-    _, row = pairs.row.unique(return_inverse=True)
+    _, row = torch.unique(pairs.row, return_inverse=True)
     count = int(row.max()) + 1
     size = (pairs.difference / _noise_shape(case)).abs().clamp(min=0.1 * floor).log()
     mean = torch.zeros(count).double().index_add(0, row, size) / row.bincount()
@@ -76,8 +77,8 @@ def loud_rows(case: Case, floor: float) -> Tensor:
     loud = torch.zeros(count, dtype=torch.bool)
     loud[order[: int(gaps.argmax()) + 1]] = True
     flags = loud[row]
-    found = split(case, flags, count)
-    return flags if found.gain > GAIN and found.ratio > 2 * LOUDER else none
+    gain, ratio = split(case, flags, count)
+    return flags if gain > GAIN and ratio > 2 * LOUDER else none
 
 
 def repeated(case: Case) -> Tensor | None:
@@ -86,11 +87,11 @@ def repeated(case: Case) -> Tensor | None:
         return None
     prompts = {} if case.scorer is None else dict(enumerate(case.scorer.prompts))
     places = None if case.scorer is None else case.scorer.scored[:, 0].tolist()
-    seen: dict[int, set[int]] = {}
+    tokens: dict[int, set[int]] = {}
     flags = []
     for k, row in enumerate(case.pairs.row.tolist()):
         token = int(case.pairs.ids[k])
-        before = seen.setdefault(row, set(prompts.get(places[k], ())) if places else set())
+        before = tokens.setdefault(row, set(prompts.get(places[k], ())) if places else set())
         flags.append(token in before)
         before.add(token)
     return torch.tensor(flags)
@@ -98,8 +99,10 @@ def repeated(case: Case) -> Tensor | None:
 
 def find_places(case: Case, floor: float) -> list[Place]:
     """The most telling places, at most four; at least one."""
-    classes = _classes(case)[:CLASSES]
-    return [*_spots(case, floor), *classes, *_forms(case, floor), *_shapes(case)][:MOST]
+    places = [*_spots(case, floor), *_classes(case)[:CLASSES], *_forms(case, floor)]
+    if not {place.tag for place in places} & {"rows", "few_tokens"}:
+        places += _shapes(case)
+    return places[:MOST]
 
 
 def _spots(case: Case, floor: float) -> Iterator[Place]:
@@ -108,7 +111,7 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
     far = (pairs.difference / pairs.shape).abs() > 2 * floor
     rows = loud_rows(case, floor)
     if rows.any():
-        numbers = pairs.row[rows].unique().tolist()
+        numbers = torch.unique(pairs.row[rows]).tolist()
         listed = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
         yield Place(
             "rows",
@@ -116,7 +119,7 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
             "Find out which worker, engine or request made these rows, and pass them alone.",
         )
     for side, x in (("rollout_logp", pairs.rollout), ("old_logp", pairs.trainer)):
-        values, counts = x[far].unique(return_counts=True)
+        values, counts = torch.unique(x[far], return_counts=True)
         if counts.numel() and int(counts.max()) >= max(3, 0.5 * int(far.sum())):
             yield Place(
                 "constant",
@@ -176,20 +179,20 @@ def _classes(case: Case) -> list[Place]:
     }
     if (again := repeated(case)) is not None:
         classes["repeated"] = (again, "at tokens that occurred before", PENALTY_NEXT)
-    found = {tag: split(case, flags) for tag, (flags, _, _) in classes.items()}
+    splits = {tag: split(case, flags) for tag, (flags, _, _) in classes.items()}
     if pairs.ids is not None:
         size = (pairs.difference / pairs.shape).abs().sqrt()
-        ids, which, counts = pairs.ids.unique(return_inverse=True, return_counts=True)
+        ids, which, counts = torch.unique(pairs.ids, return_inverse=True, return_counts=True)
         mean = torch.zeros(ids.numel()).double().index_add(0, which, size) / counts
         loudest = mean.masked_fill(counts < 2, -1.0).topk(min(3, ids.numel())).indices
         listed = ", ".join(str(int(ids[i])) for i in loudest)
         flags = (which[:, None] == loudest).any(1)
         classes["ids"] = (flags, f"at particular tokens, such as {listed}", BIAS_NEXT)
-        found["ids"] = split(case, flags, float(ids.numel()) ** 3)
+        splits["ids"] = split(case, flags, float(ids.numel()) ** 3)
     return [
-        Place(tag, f"{classes[tag][1]}, {found[tag].ratio:.1f} times as large", classes[tag][2])
-        for tag in sorted(found, key=lambda tag: -found[tag].gain)
-        if found[tag].gain > GAIN and found[tag].ratio > LOUDER
+        Place(tag, f"{classes[tag][1]}, {splits[tag].ratio:.1f} times as large", classes[tag][2])
+        for tag in sorted(splits, key=lambda tag: -splits[tag].gain)
+        if splits[tag].gain > GAIN and splits[tag].ratio > LOUDER
     ]
 
 
@@ -210,7 +213,7 @@ def _shapes(case: Case) -> Iterator[Place]:
     overall = tilt(large)
     late = pairs.rank >= int(pairs.rank.max() + 1) // 2
     halves = [tilt(large & half) for half in (late, ~late)]
-    by_row = [abs(tilt(large & (pairs.row == row))) for row in pairs.row.unique()]
+    by_row = [abs(tilt(large & (pairs.row == row))) for row in torch.unique(pairs.row)]
     in_rows = sum(by_row) > 1.5 * TILT * len(by_row)
     if max(abs(overall), *map(abs, halves)) > TILT or in_rows:
         way = "lose and unlikely ones gain" if overall < 0 else "gain and unlikely ones lose"
@@ -233,8 +236,9 @@ def _shapes(case: Case) -> Iterator[Place]:
             "everywhere, larger at unlikely tokens, as a change inside the model makes them",
             "Pass model=, ids= and prompts=."
             if case.scorer is None
-            else "Score 8 sequences with the engine in float32, without quantisation of weights or "
-            "cache; if they still differ, compare the hidden states layer by layer.",
+            else "Load the trainer's weights into the engine by hand, in float32 and without any "
+            "quantisation, and score 8 sequences: if they agree, formats or stale weights are the "
+            "cause (pass earlier_logp=); if not, compare the hidden states layer by layer.",
         )
 
 

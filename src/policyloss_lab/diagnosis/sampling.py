@@ -19,6 +19,7 @@ BRANCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 GROUP = 6  # the least mean number of tokens that share a temperature of their own
 LIKELY = 0.5  # above it, a token gains for certain if the distribution is sharpened
 ONE_WAY = 0.02  # the largest share of differences with the other sign
+NEARLY_1 = 0.03  # the logarithm of a temperature that is as good as 1
 SIGNS = 0.95  # the least share of likely tokens that move as a temperature moves them
 
 
@@ -109,7 +110,7 @@ def _groups(case: Case) -> Iterator[tuple[str, Tensor | None]]:
     longest = int(pairs.rank.max()) + 1
     width = -(-GROUP * longest // pairs.size)
     for what, key in (("each row", pairs.row), ("each place in a row", pairs.rank // width)):
-        _, groups = key.unique(return_inverse=True)
+        _, groups = torch.unique(key, return_inverse=True)
         if 0 < int(groups.max()) < pairs.size // GROUP:
             yield what, groups
 
@@ -208,6 +209,8 @@ def fit_temperature_and_cut(case: Case) -> Iterator[Fit]:
             at = partial(joint, sign, tau=t.expand(size))
             near = [max(float(p) - 0.05, 0.02), float(p), min(float(p) + 0.03, 0.999)]
             (p,), prediction = refined(near, at, case, rounds=2)
+        if abs(math.log(tau)) < NEARLY_1:
+            continue  # then it is a cut alone
         yield Fit(
             "temperature+top_p",
             f"{side} is that of temperature {tau:.3g} and top_p = {float(p):.3g}, renormalised",

@@ -46,8 +46,8 @@ def doctor(
 
     - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounded
       log-probabilities, a temperature, a top-p. `entropy` (of the trainer) makes the temperature
-      exact to first order. If both `old_logp` and `logp` are passed, the step between them measures
-      how old stale weights are.
+      exact to first order. `earlier_logp` (of older weights) names stale weights. If both
+      `old_logp` and `logp` are passed, the step between them measures how old stale weights are.
     - `ids` with `rollout_ids`: whether text was encoded again.
     - `model` (the trainer's, with the weights that computed `old_logp`) with `ids` and `prompts`
       (the tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
