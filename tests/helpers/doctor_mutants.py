@@ -115,8 +115,8 @@ DOCTOR = (
     (
         "doctor_kl_is_never_paid_for",
         "policyloss_lab/diagnosis/symptoms.py",
-        "    if not log.improved:\n        bound, evidence",
-        "    if True:\n        bound, evidence",
+        "if not log.improved:",
+        "if True:",
         _LAWS + "test_a_kl_that_a_better_score_pays_for_is_no_drift",
     ),
     (

@@ -109,6 +109,7 @@ LEAST_SIDED = 12  # differences of one sign that are no accident
 LEAST_TWINS = 8  # equal numbers outside of the mask that are no accident
 RULED_OUT = 0.5  # the share of the scale that the best fit of a family leaves if it is ruled out
 SAMPLES = ("format", "config", "prompt")  # families of which only some members are simulated
+# Chosen by hand; benchmarks/doctor_heldout.py measures how often each is right.
 CONFIDENCE = {"named": 0.97, "rough": 0.9, "healthy": 0.97, "not_explained": 0.9}
 FEW_NUMBERS = 2  # fitted numbers of a cause that may leave more than `explains`
 FEW_TOKENS = 8  # the confidence is halved at this many tokens
