@@ -56,32 +56,33 @@ def policy_loss(
 
     `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
 
-    Each part of the slot `kl` adds one `kl` term.
+    `spec.kl` may hold several parts; each adds its own `coef · kl_t`.
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`; S sequences.
 
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
       the current policy's, for a `Divergence`) carry the gradient. `old_logp` comes from the
-      trainer's policy when the batch was frozen; "current" means that this is still the current
-      policy, as in the first update after sampling (then `logp`, detached, is used).
+      trainer's policy before its first update on this batch; "current" means that the policy has
+      not been updated since then, so `logp`, detached, is used.
       `rollout_logp` comes from the inference engine, `ref_logp` from the reference model,
       `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss reads; any other
       tensor may be None, and is used for metrics only.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape: pass `[1, N]`
-      or `[S, 1]`. With `cp_group`, a pack's `[N]` is one per token, and `[S, 1]` one per sequence.
+      or `[S, 1]`. With `cp_group`, a pack's `[N]` is per token; pass `[S, 1]` per sequence.
     - `mask` is bool or 0/1; True means that the token is trained on.
     - `group_ids` are `[S]` integers: sequences of one prompt have the same id.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
-      that this call is the whole batch. With `cp_group` it means that the calls of all its ranks
-      together are the whole batch, and that their losses and gradients are summed (an engine that
+      that this call is the whole batch; with `cp_group`, that the calls of all its ranks together
+      are the whole batch, and that the engine sums their losses and gradients (an engine that
       averages over those ranks needs `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
       Only parts that depend on the order of tokens (`SegmentRatio`) read positions, only with
-      `cp_group`, and only at valid tokens.
-    - `extras` maps names to token-shaped tensors that custom parts read by `t.extra(name)`.
+      `cp_group`, and only where `mask` is True.
+    - `extras` maps names to token-shaped tensors that custom parts read with
+      `tokens.extra(name)`.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
       clip_fraction_dual and kl_old_k1; or "none". Loss and gradient do not depend on it.
     """

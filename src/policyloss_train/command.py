@@ -156,8 +156,8 @@ def _as_in_training(
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options and the loss of a run, overridden by the user's options. A loss that is code is
-    not loaded, because these commands train nothing.
+    """The stored options and loss of a run, overridden by the user's options. A loss defined by
+    user code is not imported, because these commands do not train.
     """
     config, spec = stored_options(options.run)
     return replace(

@@ -143,10 +143,10 @@ def rank_in(group: Any) -> int:
 
 
 def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
-    """Run `action()` on every rank of `group`; returns the results of all ranks. If it fails on one
-    rank, every rank raises.
+    """Return the results of `action()` on all ranks of `group`, each of which must call this
+    function. If the action fails on one rank, every rank raises.
 
-    group: None for a single process, which raises the error of `action` itself.
+    group: None for a single process; an error of `action` is then raised unchanged.
     """
     if group is None:
         return [action()]

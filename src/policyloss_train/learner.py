@@ -337,8 +337,9 @@ class Learner:
         tokens: Callable[[], str],
         train: bool = True,
     ) -> Update:
-        """Clip, step, clear the gradients. If loss or norm is not finite, no rank makes the step,
-        because loss and norm are equal on all ranks. tokens: names the tokens at fault.
+        """Clip, step, clear the gradients. If loss or norm is not finite, the step is skipped
+        on all ranks alike, because all ranks have the same loss and norm. tokens: returns a
+        description of the tokens that are not finite. train: False skips the step, too.
         """
         parameters = [p for p in module.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -36,11 +36,12 @@ def nearest_preset(spec: LossSpec) -> tuple[Preset | None, bool]:
 
 
 def distance(a: LossSpec, b: LossSpec) -> float:
-    """How far `a` is from `b`: the total price of the changes that lead from `b` to `a`.
+    """How far `a` is from `b`: the total cost of the changes that lead from `b` to `a`.
 
-    What makes a loss the one it is costs most: its ratio, its corrections, its average. A KL term
-    costs little either way, because people leave it out of every loss, unless it pulls to a
-    teacher; and guards cost next to nothing. A horizon that `b` leaves open costs nothing.
+    Changes to the ratio, the corrections and the average cost most, because these define a loss. To
+    add or remove a KL term costs little, because any loss is also used without one; a KL term
+    towards a teacher costs more. Guards cost next to nothing. If `b` sets no horizon, any horizon of
+    `a` costs nothing.
     """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in VARIANTS:

@@ -45,8 +45,8 @@ def swap(package: str, pairs: Sequence[tuple[Any, Any]]) -> list[str]:
 
 
 class Patch:
-    """A change of an imported framework that can be undone: `pairs` holds (theirs, ours), and is
-    empty while nothing is replaced.
+    """A change to an imported framework that can be undone. `pairs` holds (original, replacement)
+    functions, and is empty while the change is not installed.
     """
 
     def __init__(self, package: str) -> None:

@@ -112,11 +112,12 @@ def gradients_in_parts(
     rows: int,
     wanted: GradientTypes,
 ) -> Gradients:
-    """Compute the logits again, a part of the vocabulary at a time: for the exact mode.
+    """Compute the gradients in the exact mode, with the logits of one part of the vocabulary at a
+    time.
 
     Each product has the same shape as in the other plans, a tile of rows by a part. index: the
-    rows that have a gradient, None for all; s, derivatives: of every row. rows: how many whole rows
-    of logits may exist at once; there is room for one part of more rows.
+    rows that have a gradient, None for all. s, derivatives: cover all rows, not only `index`.
+    rows: how many whole rows of logits fit into memory; of a part, more rows fit.
     """
     tiles, w = head.tiles, head.weight
     assert tiles is not None

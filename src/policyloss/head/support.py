@@ -83,9 +83,10 @@ class Support(NamedTuple):
         return Kept(rows, self.ids[place] - first)
 
     def faults(self, ids: Tensor, valid: Tensor | None, size: int) -> Tensor:
-        """How many tokens are not in their own support, and how many kept entries do not exist.
+        """Count the tokens outside their own support, and the support's ids outside the vocabulary.
 
-        ids, valid: of the tokens, flat. size: of the vocabulary → two integers on the device.
+        ids, valid: the flattened token ids and their mask. size: of the vocabulary. Returns two
+        integers on the device.
         """
         at = torch.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
         hits = torch.zeros_like(ids).index_add_(0, at, (self.ids == ids[at]).to(torch.int64))

@@ -21,9 +21,8 @@ BATCH_TOKENS = 8192  # tokens of one forward, padding included
 class Scorer:
     """A model and the sequences that it scores.
 
-    prompts: for each row, the tokens before its completion. completions: for each row, the tokens
-    after its prompt. scored: `[n, 2]`, the row of each scored token and its index in the
-    completion, in order.
+    prompts, completions: the token ids of each row. scored: `[n, 2]`, the row of each scored token
+    and its index in the completion, row by row.
     """
 
     model: Any

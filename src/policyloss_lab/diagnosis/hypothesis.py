@@ -74,11 +74,12 @@ class Fit:
     """A fitted hypothesis.
 
     cause: a name of `CAUSES`, or two joined by "+". sentence: the hypothesis in words. prediction:
-    `rollout_logp - old_logp` of each token, NaN if the hypothesis only claims that the token does
-    not count; None is 0. shape: the relative size of noise at each token; None is `1 - p`. source:
-    for a hypothesis about order, the index of the engine's number that belongs to each token (−1:
-    none). freedom: the number of fitted numbers. share: the name of the field of `Thresholds` that
-    limits the share of the scale that the fit may leave. details: the fitted numbers by name.
+    `rollout_logp - old_logp` of each token, NaN where the hypothesis excludes the token without a
+    prediction; None means 0. shape: the relative size of noise at each token; None means `1 - p`,
+    where p is the token's probability. source: for a hypothesis about order, the index of the
+    engine's log-probability that belongs to each token, −1 if there is no such number. freedom: the
+    number of fitted parameters. share: the field of `Thresholds` that holds the largest share of
+    the difference that the fit may leave unexplained. details: the fitted numbers by name.
     """
 
     cause: str

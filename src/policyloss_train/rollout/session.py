@@ -127,8 +127,9 @@ class Rollout:
 class BuiltIn(Engine):
     """Samples token by token with a key-value cache.
 
-    copied: sample from a copy of the model, so that a thread may sample while the model learns. A
-    sharded model has no copy: all ranks sample together. policy: returns the sharded module.
+    copied: sample from a copy of the model, so that a thread may sample while the model is
+    trained. A sharded model is not copied: all ranks sample together from the model itself.
+    policy: a function that returns the sharded module.
     """
 
     def __init__(

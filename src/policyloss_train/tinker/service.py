@@ -51,11 +51,12 @@ def sdk() -> Any:
 class Service:
     """A connection to a server.
 
-    reduction: how the server reduces a loss, and so, how a gradient by log-probabilities is sent.
-    "sum": as the weights of cross_entropy, which the API defines as a sum over tokens. "mean":
-    SkyRL's JAX backend divides the loss of a sequence by the sum of its weights, which has no
-    meaning for weights of both signs, and averages the sequences; there, importance_sampling at
-    ratio 1 has weights of 1, so that the divisor can be undone.
+    reduction: how the server reduces a loss, which decides how the gradient with respect to the
+    log-probabilities is sent. "sum": the gradient is sent as the weights of cross_entropy, which
+    the API defines as a sum over tokens. "mean": SkyRL's JAX backend divides the cross entropy of a
+    sequence by the sum of its weights, which is meaningless for weights of mixed signs, and
+    averages the sequences. There the gradient is sent as the advantages of importance_sampling at
+    ratio 1, whose weights are all 1, so the divisor is known and can be multiplied back.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -202,8 +203,8 @@ class Service:
         return self.step(policy, lr=0.0, clip=0.0)
 
     def _probe(self, policy: Any, parts: Sequence[tuple[int, float]]) -> Tensor:
-        """Add the gradient of −factor · Σ logp of the first four tokens, for rows of each length;
-        returns the log-probabilities of the first row.
+        """Send a row for each (length, factor) of `parts`, and add the gradient of
+        −factor · Σ logp of its first four tokens. Returns the log-probabilities of the first row.
         """
         rows = [_row(length) for length, _ in parts]
         logp = self.logprobs(policy, rows)

@@ -51,10 +51,10 @@ def uninstall() -> None:
 
 
 def install_head() -> None:
-    """Let OpenRLHF's `Actor` compute log-probabilities and entropies with the head of this library.
+    """Make OpenRLHF's `Actor` compute log-probabilities and entropies with this library's head.
 
-    Calls that return logits, and models of images and text, still use OpenRLHF's forward. A second
-    call changes nothing; `uninstall_head` undoes it.
+    Calls that return logits, and multimodal models, still use OpenRLHF's forward.
+    `uninstall_head` undoes the change.
     """
     actor = import_module(ACTOR).Actor
     if not _their_forward:
