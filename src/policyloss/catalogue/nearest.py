@@ -40,8 +40,8 @@ def distance(a: LossSpec, b: LossSpec) -> float:
 
     Changes to the ratio, the corrections and the average cost most, because these define a loss. To
     add or remove a KL term costs little, because any loss is also used without one; a KL term
-    towards a teacher costs more. Guards cost next to nothing. If `b` sets no horizon, any horizon of
-    `a` costs nothing.
+    towards a teacher costs more. Guards cost next to nothing. If `b` sets no horizon, any horizon
+    of `a` costs nothing.
     """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in VARIANTS:
