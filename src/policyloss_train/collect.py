@@ -111,8 +111,8 @@ class Completions:
                 raise TypeError(f"the statistics of completions say {name} = {str(x)[:40]}")
         for s in self.samples:
             counts = (s.example, s.group, s.version)
-            whole = {*map(type, counts)} == {int} and 0 <= s.group < 2**63
-            if not whole or not 0 <= s.example < examples:
+            integers = {*map(type, counts)} == {int} and 0 <= s.group < 2**63
+            if not integers or not 0 <= s.example < examples:
                 raise TypeError(f"a completion of example {s.example!r}, group {s.group!r}")
             if (type(s.reward), type(s.text), type(s.finished)) != (float, str, bool):
                 raise TypeError(

@@ -52,7 +52,8 @@ def test_the_page_matches_the_installed_packages() -> None:
 
 
 def test_requirements_form_a_graph() -> None:
-    optional = ["demo", "lab", "train", "recipes", "site", "dev", "policyloss-lab[parquet]"]
+    optional = ["demo", "lab", "train", "recipes", "site", "dev"]
+    optional += [f"policyloss-lab[{name}]" for name in ("parquet", "tensorboard")]
     optional += [f"policyloss-train[{name}]" for name in ("lora", "optimizers", "tasks")]
     assert extras() == [CORE, *optional]
     assert set(closure("lab")) == set(closure(CORE))

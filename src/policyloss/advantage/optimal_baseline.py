@@ -74,14 +74,14 @@ def optimal_token_baseline(
             )
         others = (old_logp, sum_pi_squared, *(() if weights is None else (weights,)))
         layout = Sequences.of(valid, None, cp_group)
-        whole, reward = whole_sequences(rewards, valid, layout, positions, dtype, *others)
-        by_token = len(whole.columns) > len(others)
-        reward = whole.padded(whole.columns[-1]) if by_token else reward.squeeze(1)
-        logp, squared, *weight = (whole.padded(x) for x in whole.columns[: len(others)])
+        gathered, reward = whole_sequences(rewards, valid, layout, positions, dtype, *others)
+        by_token = len(gathered.columns) > len(others)
+        reward = gathered.padded(gathered.columns[-1]) if by_token else reward.squeeze(1)
+        logp, squared, *weight = (gathered.padded(x) for x in gathered.columns[: len(others)])
         advantages = optimal_token_baseline(
             reward,
             group_ids,
-            whole.inside,
+            gathered.inside,
             logp,
             squared,
             weights=weight[0] if weight else None,
@@ -89,7 +89,7 @@ def optimal_token_baseline(
             eps=eps,
             group=group,
         )
-        return whole.on_this_rank(advantages[whole.inside])
+        return gathered.on_this_rank(advantages[gathered.inside])
     reward = token_rewards(rewards.detach(), valid, Sequences.of(valid), dtype)
     returns = reward_to_go(reward, valid)
     energy = 1 - 2 * fill(old_logp, valid, dtype).exp() + fill(sum_pi_squared, valid, dtype)

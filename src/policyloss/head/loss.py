@@ -284,7 +284,7 @@ class _HeadLoss:
         with torch.no_grad():
             flat, gradients = run(check=True)
             known = {name: x.view(tokens) for name, x in flat.items()}
-            spec, given = self.spec, self._inputs_with(known)
+            spec, inputs = self.spec, self._inputs_with(known)
             if self.skip:
                 weight = batch.weight
                 spec = spec.replace(
@@ -292,8 +292,8 @@ class _HeadLoss:
                     rejected="keep",
                     aggregate=lambda t: batch.average,
                 )
-                given = given.replace(mask=batch.live.view(tokens))
-            value = loss_of(spec, given, self.step, metrics)
+                inputs = inputs.replace(mask=batch.live.view(tokens))
+            value = loss_of(spec, inputs, self.step, metrics)
         if not any(wanted):
             return HeadOutput(value.loss, value.metrics, **known)
         inputs = [x for x in self.sources if x is not None and x.requires_grad]

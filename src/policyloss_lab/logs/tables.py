@@ -53,7 +53,7 @@ def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], 
     """({run: {metric: index of its column}}, {name: index} of the columns of no run)."""
     runs: dict[str, dict[str, int]] = {}
     shared: dict[str, int] = {}
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     latest: dict[str, str] = {}  # for each name, the run to which the next column belongs
     for place, column in enumerate(columns):
         run, dash, metric = (part.strip() for part in column.rpartition(_BETWEEN))
@@ -65,7 +65,7 @@ def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], 
             shared[metric] = place
             continue
         if run not in latest or metric in runs[latest[run]]:
-            latest[run] = _unique(run, seen)
+            latest[run] = _unique(run, counts)
             runs[latest[run]] = {}
         runs[latest[run]][metric] = place
     shared.pop("", None)
@@ -80,10 +80,10 @@ def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], 
     return runs, shared
 
 
-def _unique(name: str, seen: Counter[str]) -> str:
+def _unique(name: str, counts: Counter[str]) -> str:
     """`name`, or "name (2)" for a second run of that name."""
-    seen[name] += 1
-    return name if seen[name] == 1 else _unique(f"{name} ({seen[name]})", seen)
+    counts[name] += 1
+    return name if counts[name] == 1 else _unique(f"{name} ({counts[name]})", counts)
 
 
 def _beside_each_other(
@@ -109,14 +109,14 @@ def _below_each_other(
             "column _step to it, or export a chart."
         )
     place = places.get("Name" if of_wandb else "run")
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for values in rows:
         numbers = _numbers(values, places)
         step = step_of(numbers)
         if step is None:
             continue
         name = run if place is None or place >= len(values) else values[place].strip()
-        yield _unique(name, seen) if of_wandb else name, step, numbers
+        yield _unique(name, counts) if of_wandb else name, step, numbers
 
 
 def _numbers(values: Sequence[str], places: dict[str, int]) -> Row:

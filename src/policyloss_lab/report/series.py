@@ -101,8 +101,8 @@ def _number(value: float) -> float | int | None:
     """A whole number as an integer, and None for NaN."""
     if math.isnan(value):
         return None
-    whole = value.is_integer() and abs(value) < limits.LARGEST_STEP
-    return int(value) if whole else value
+    integral = value.is_integer() and abs(value) < limits.LARGEST_STEP
+    return int(value) if integral else value
 
 
 def _extremes(values: Tensor, size: int) -> Tensor:

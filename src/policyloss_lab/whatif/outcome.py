@@ -202,7 +202,7 @@ def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
     """The problems of a loss on its tokens, each with its measurement."""
     lost, effective = _measured(outcome)
     kl = outcome.metrics.get("kl_rollout_k3", 0.0)
-    found = {
+    flags = {
         "lost": lost > limits.lost,
         "effective": effective < limits.effective,
         "mismatch": not kl <= limits.mismatch and "rollout_logp" not in outcome.spec.reads,
@@ -215,7 +215,7 @@ def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
         "mismatch": f"engine and trainer are {kl:.3g} nats per token apart (limit "
         f"{limits.mismatch:g}), and the loss does not correct for it",
     }
-    return tuple(Problem(name, sentences[name]) for name, wrong in found.items() if wrong)
+    return tuple(Problem(name, sentences[name]) for name, wrong in flags.items() if wrong)
 
 
 def _measured(outcome: Outcome) -> tuple[float, float]:

@@ -70,7 +70,7 @@ class StepLoss:
         self.totals = totals
         self.level = level
         self.metrics = Metrics()
-        self._whole: dict[int, tuple[Any, Any]] = {}
+        self._complete: dict[int, tuple[Any, Any]] = {}
 
     def bare(self, data: Sequence[Any]) -> list[Any]:
         """The data to pass to the client: without the inputs of the loss, which older SDKs refuse
@@ -83,14 +83,14 @@ class StepLoss:
             for datum in data
         ]
         # The pair keeps the bare datum alive, so that its id stays its own.
-        self._whole |= {id(mine): (mine, datum) for mine, datum in zip(bare, data, strict=True)}
+        self._complete |= {id(mine): (mine, datum) for mine, datum in zip(bare, data, strict=True)}
         return bare
 
     def __call__(
         self, data: Sequence[Any], logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
         """The share of `data` in the loss of the step. logprobs: `[T]` of each datum."""
-        data = [self._whole.get(id(datum), (None, datum))[1] for datum in data]
+        data = [self._complete.get(id(datum), (None, datum))[1] for datum in data]
         call = pack(self.spec, data, logprobs)
         out = policy_loss(
             self.spec,
