@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -319,11 +319,12 @@ def _equal(search: Search, first: Misfit, notes: Sequence[str]) -> Diagnosis:
     if case.pairs.twins >= LEAST_TWINS and "copy" not in search.held_out:
         why = f"{equal}, and so are {case.pairs.twins} outside of the mask, where engines have none"
         return _diagnosis(search, ("copy",), "named", [why, *notes], _scales(first))
-    note = (
-        f"{equal}, as those of an engine with the trainer's kernels are; a copy of old_logp "
-        "would look the same: check that rollout_logp comes from the engine"
+    evidence.append(f"{equal}, as from an engine with the trainer's kernels or a copy of old_logp")
+    found = _diagnosis(search, ("healthy",), "healthy", [*evidence, *notes], _scales(first))
+    remedy = (
+        "Confirm that rollout_logp comes from the engine; if it does, nothing needs to be done."
     )
-    return _diagnosis(search, ("healthy",), "healthy", [*evidence, note, *notes], _scales(first))
+    return replace(found, remedy=remedy)
 
 
 def _removed(search: Search) -> Fit | None:
@@ -376,7 +377,7 @@ def _facts(case: Case, first: Misfit, floor: float) -> list[str]:
     facts = [
         f"rollout_logp - old_logp: mean {float(d.mean()):+.3g}, mean size "
         f"{float(d.abs().mean()):.3g}, largest {float(d.abs().max()):.3g}; "
-        f"scale {first.scale:.3g} for an unlikely token, noise floor {floor:.3g}"
+        f"typical difference at unlikely tokens {first.scale:.3g} (healthy: up to {floor:.3g})"
     ]
     if case.pairs.impossible:
         facts.append(
@@ -400,7 +401,8 @@ def _named(
     evidence = _facts(case, first, search.floor)
     here = unexplained(case.select(rows)).scale
     for row in named:
-        tail = f"; this leaves {row.left.scale / here:.1%} of the scale"
+        subject = "this explains" if row is named[0] else "together they explain"
+        tail = f"; {subject} {1 - row.left.scale / here:.0%} of the difference"
         if _masks(row.fit):
             tail = "; the other tokens agree"
         evidence.append(some + row.fit.sentence + tail)
@@ -483,9 +485,7 @@ def _diagnosis(
         left[family] = min(left.get(family, math.inf), a.unexplained)
     out = sorted(f for f, share in left.items() if share >= RULED_OUT and f not in SAMPLES)
     corrections = [CAUSES[cause].correction for cause in causes]
-    remedy = " ".join(CAUSES[cause].remedy for cause in causes)
-    if places:
-        remedy = f"{remedy} {places[0].next}"
+    remedy = places[0].next if places else " ".join(CAUSES[cause].remedy for cause in causes)
     return Diagnosis(
         causes[0],
         causes,

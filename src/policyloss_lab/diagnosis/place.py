@@ -113,9 +113,10 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
     if rows.any():
         numbers = torch.unique(pairs.row[rows]).tolist()
         listed = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+        some = f"rows {listed} ({len(numbers)} of" if len(numbers) > 1 else f"row {listed} (of"
         yield Place(
             "rows",
-            f"in {len(numbers)} of {pairs.starts.numel() - 1} rows: {listed}",
+            f"{'mainly' if far[~rows].any() else 'only'} in {some} {pairs.starts.numel() - 1})",
             "Find out which worker, engine or request made these rows, and pass them alone.",
         )
     for side, x in (("rollout_logp", pairs.rollout), ("old_logp", pairs.trainer)):
@@ -190,10 +191,14 @@ def _classes(case: Case) -> list[Place]:
         classes["ids"] = (flags, f"at particular tokens, such as {listed}", BIAS_NEXT)
         splits["ids"] = split(case, flags, float(ids.numel()) ** 3)
     return [
-        Place(tag, f"{classes[tag][1]}, {splits[tag].ratio:.1f} times as large", classes[tag][2])
+        Place(tag, f"{classes[tag][1]} ({_louder(splits[tag].ratio)})", classes[tag][2])
         for tag in sorted(splits, key=lambda tag: -splits[tag].gain)
         if splits[tag].gain > GAIN and splits[tag].ratio > LOUDER
     ]
+
+
+def _louder(ratio: float) -> str:
+    return f"{'over 100' if ratio > 100 else f'{ratio:.1f}'} times as large as elsewhere"
 
 
 def _shapes(case: Case) -> Iterator[Place]:

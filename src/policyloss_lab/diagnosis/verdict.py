@@ -23,11 +23,6 @@ class Alternative(NamedTuple):
     unexplained: float
     score: float
 
-    @property
-    def leaves(self) -> str:
-        """`unexplained` in words: a percentage, or "all" if the hypothesis explains nothing."""
-        return f"{self.unexplained:.0%}" if self.unexplained < 0.995 else "all"
-
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -108,32 +103,34 @@ class Diagnosis:
         lines = [f"{self.title} (confidence {self.confidence:.0%}, {self.tokens} tokens)"]
         lines += [f"  {sentence}" for sentence in self.evidence]
         if self.ruled_out:
-            lines.append(f"  ruled out: {', '.join(self.ruled_out)}")
-        lines += [f"remedy: {self.remedy}"]
-        if self.correction:
-            lines.append(f"until then: correction={_parts(self.correction)}")
-        if self.alternatives:
-            lines.append("also tested, with the share that each leaves unexplained:")
-            lines += [
-                f"  {a.leaves:>5}  {CAUSES[a.cause].title}: {a.sentence}"
-                for a in self.alternatives[:5]
-                if a.cause in CAUSES
-            ]
+            lines.append(f"  ruled out: {'; '.join(FAMILIES.get(f, f) for f in self.ruled_out)}")
+        lines += self._advice()
+        if rivals := self._rivals()[:5]:
+            lines.append("other causes, with the share that each explains:")
+            lines += [f"  {share:>5}  {title}: {sentence}" for share, title, sentence in rivals]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        rows = [
-            (a.leaves, CAUSES[a.cause].title, a.sentence)
-            for a in self.alternatives
-            if a.cause in CAUSES
-        ]
-        until = f"Until then: correction={_parts(self.correction)}" if self.correction else ""
         return (
             notebook.heading(f"{self.title} (confidence {self.confidence:.0%})")
             + notebook.listed(self.evidence)
-            + notebook.paragraphs(f"Remedy: {self.remedy}", until)
-            + notebook.table(("unexplained", "cause", "hypothesis"), rows)
+            + notebook.paragraphs(*self._advice())
+            + notebook.table(("explains", "other cause", "hypothesis"), self._rivals())
         )
+
+    def _advice(self) -> list[str]:
+        lines = [f"{'next' if self.cause == 'not_explained' else 'remedy'}: {self.remedy}"]
+        if self.correction:
+            lines.append(f"if you must train before that: correction={_parts(self.correction)}")
+        return lines
+
+    def _rivals(self) -> list[tuple[str, str, str]]:
+        """The share, the title and the sentence of each alternative that explains 5 % or more."""
+        return [
+            (f"{1 - a.unexplained:.0%}", CAUSES[a.cause].title, a.sentence)
+            for a in self.alternatives
+            if a.unexplained <= 0.95 and not self.healthy
+        ]
 
 
 def _parts(correction: tuple[Correction, ...]) -> str:
@@ -180,10 +177,23 @@ CONFIG = (
     "both print at start."
 )
 
+FAMILIES = {  # plain names, if a family's id is cryptic
+    "column": "another token's log-probability or another base",
+    "cut": "top-p, top-k or min-p",
+    "mask": "prompt, end tokens or padding in the mask",
+    "order": "shifted, shuffled or re-encoded rows",
+    "positions": "padding positions",
+    "shard": "vocabulary shard",
+    "softcap": "soft cap",
+    "storage": "rounded log-probabilities",
+    "support": "biased or banned tokens",
+    "weights": "the earlier weights",
+}
+
 CAUSES: dict[str, Cause] = {
     "healthy": Cause("", "healthy", "Nothing needs to be done."),
     "not_explained": Cause(
-        "", "not explained", "No known cause explains this. Next measurement:", ICEPOP
+        "", "not explained: the difference is real, its cause is not proven", "", ICEPOP
     ),
     "temperature": Cause(
         "temperature",
@@ -264,7 +274,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "end_token": Cause(
         "mask",
-        "the end token",
+        "the end token has no log-probability on one side",
         "Let both sides count the end token, or neither: the engine samples it, and lists it only "
         "if it is asked to.",
     ),

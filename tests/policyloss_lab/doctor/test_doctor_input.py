@@ -88,6 +88,7 @@ def test_equal_bits_alone_are_no_copy() -> None:
     found = lab.doctor(**same)
     assert found.healthy
     assert any("equal bit for bit" in sentence for sentence in found.evidence)
+    assert found.remedy.startswith("Confirm that rollout_logp comes from the engine")
     same["mask"][:, 30:] = False
     assert lab.doctor(**same).cause == "copy"
     same["rollout_logp"][:, 30:] = 0.0

@@ -107,6 +107,10 @@ def test_rows_are_named_only_if_the_others_are_quiet() -> None:
     found = lab.doctor(**a)
     assert found.cause == "not_explained"
     assert found.places[0].tag == "rows"
+    assert found.places[0].sentence == "mainly in rows 0, 4, 8, 12 (4 of 16)"
+    b = numbers()
+    few_rows(b)
+    assert lab.doctor(**b).places[0].sentence == "only in row 5 (of 16)"
 
 
 # Places of verdicts without a name ----------------------------------------------------------------

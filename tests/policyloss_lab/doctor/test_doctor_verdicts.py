@@ -6,6 +6,7 @@ The rollouts are those of vLLM; `python -m benchmarks.doctor --record` wrote the
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +25,7 @@ import policyloss_lab as lab
 from policyloss_lab.diagnosis import diagnose as diagnosing
 from policyloss_lab.diagnosis.forward import altered
 from policyloss_lab.diagnosis.sampling import fit_temperature
+from policyloss_lab.diagnosis.verdict import CAUSES, FAMILIES
 
 RECORDED = Path(__file__).parents[2] / "recorded" / "doctor"
 # Only laws of noise show these; the verdict has no name, and lists the law.
@@ -296,20 +298,25 @@ def test_ids_that_differ_are_certain() -> None:
     assert lab.doctor(**a, rollout_ids=a["ids"]).healthy
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "healthy_bf16", "template"])
 def test_the_transcripts_of_the_page_are_real(name: str) -> None:
     page = (RECORDED.parents[2] / "docs" / "doctor.md").read_text()
-    title, _, evidence, remedy = str(verdict(name)).splitlines()[:4]
-    assert all(line in page for line in (title, evidence, remedy))
+    title, _, *others = str(verdict(name)).split("\nif you must train")[0].splitlines()
+    assert all(line in page for line in (title, *others))
 
 
 def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     found = verdict("temperature")
     assert str(found).startswith("a temperature on one side only (confidence")
-    assert "until then: correction=Truncate(high=2.0" in str(found)
+    assert "if you must train before that: correction=Truncate(high=2.0" in str(found)
     data = found.to_dict()
     assert data["cause"] == "temperature"
     assert data["alternatives"][0]["unexplained"] > 0.05
-    assert "  all  numbers one token off" not in str(found)
-    assert "<td>all</td><td>numbers one token off</td>" in found._repr_html_()
-    assert "<table>" in found._repr_html_()
+    shares = [float(cell) for cell in re.findall(r"<td>(-?\d+)%</td>", found._repr_html_())]
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(share >= 5 for share in shares) == len(shares) < len(found.alternatives)
+
+
+def test_each_family_that_can_be_ruled_out_has_a_plain_name() -> None:
+    families = {cause.family for cause in CAUSES.values()} - {"", "copy", *diagnosing.SAMPLES}
+    assert families - {"adapter", "penalty", "temperature"} == set(FAMILIES)
