@@ -274,7 +274,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "end_token": Cause(
         "mask",
-        "the end token has no log-probability on one side",
+        "only the end token differs",
         "Let both sides count the end token, or neither: the engine samples it, and lists it only "
         "if it is asked to.",
     ),
