@@ -104,7 +104,7 @@ def kill() -> None:
         pytest.param(Collector, "collect", 0, marks=pytest.mark.slow),
         (loop.Training, "_learn", 3),
         (loop, "store", 4),  # the line is there, its checkpoint is not
-        pytest.param(RunDir, "rollouts", 5, marks=pytest.mark.slow),
+        pytest.param(RunDir, "append", 5, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(

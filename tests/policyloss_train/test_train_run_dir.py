@@ -398,7 +398,9 @@ with RunDir.create(out / "run", {"loss": "ppo"}, {}) as run:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_real_service_gets_the_numbers(name: str, tmp_path: Path) -> None:
-    """What the package itself wrote, offline, is read back by the report."""
+    """The package itself writes them, offline. The report reads a file of trackio; a binary file of
+    W&B holds names and numbers as text.
+    """
     pytest.importorskip(name)
     done = subprocess.run(
         [sys.executable, "-c", TRACKED, name, str(tmp_path)],
@@ -409,10 +411,13 @@ def test_a_real_service_gets_the_numbers(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr, done.stderr
     if name == "wandb":
-        stored = tmp_path / "run/wandb"
-        (stored,) = stored.glob("offline-run-*")
-    else:
-        (stored,) = tmp_path.glob("*.db")
+        (stored,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+        text = stored.read_bytes()
+        assert text.count(b"reward/mean") >= 2
+        assert b"0.25" in text
+        assert b"0.5" in text
+        return
+    (stored,) = tmp_path.glob("*.db")
     (found,) = collect([stored])["runs"]
     assert found["metrics"]["reward/mean"] == {"step": [1, 2], "value": [0.25, 0.5]}
 
