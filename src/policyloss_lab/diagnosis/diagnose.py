@@ -320,11 +320,11 @@ def _equal(search: Search, first: Misfit, notes: Sequence[str]) -> Diagnosis:
         why = f"{equal}, and so are {case.pairs.twins} outside of the mask, where engines have none"
         return _diagnosis(search, ("copy",), "named", [why, *notes], _scales(first))
     evidence.append(f"{equal}, as from an engine with the trainer's kernels or a copy of old_logp")
-    found = _diagnosis(search, ("healthy",), "healthy", [*evidence, *notes], _scales(first))
+    verdict = _diagnosis(search, ("healthy",), "healthy", [*evidence, *notes], _scales(first))
     remedy = (
         "Confirm that rollout_logp comes from the engine; if it does, nothing needs to be done."
     )
-    return replace(found, remedy=remedy)
+    return replace(verdict, remedy=remedy)
 
 
 def _removed(search: Search) -> Fit | None:
