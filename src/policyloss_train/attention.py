@@ -214,7 +214,7 @@ def _trial(device: torch.device) -> dict[str, Any]:
 
 
 def _difference(model: Any, attention: Attention, micro: Mapping[str, Any], alone: Tensor) -> str:
-    """The deviation of a way from the hidden states `alone`, or its error; "" if there is none."""
+    """How attention differs from the hidden states `alone`, or its error; "" if neither."""
     try:
         together = attention.hidden(model.base_model, micro).float()
     except (RuntimeError, ValueError, TypeError, NotImplementedError, InputError) as error:

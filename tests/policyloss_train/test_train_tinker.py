@@ -92,9 +92,8 @@ def test_a_server_learns_as_the_learner_does(
     torch.testing.assert_close(there.logp[trained], here.logp[trained], atol=1e-5, rtol=0)
     torch.testing.assert_close(there.pack.tokens["advantages"], here.pack.tokens["advantages"])
     assert there.grad_norm == pytest.approx(here.grad_norm, rel=1e-4)
-    for name in ("loss", "ratio_mean", "clip_frac"):
-        if name in here.metrics:
-            assert there.metrics[name] == pytest.approx(here.metrics[name], abs=1e-5)
+    for name in ("loss", "tokens", "clip_fraction"):
+        assert there.metrics[name] == pytest.approx(here.metrics[name], abs=1e-5)
     expected = dict(policy.model.named_parameters())
     for name, x in remote.model.named_parameters():
         torch.testing.assert_close(x, expected[name], atol=2e-5, rtol=0)
@@ -117,6 +116,17 @@ def test_a_server_with_wrong_gradients_is_refused(
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(1.0))
     with pytest.raises(pl.InputError, match="not proportional"):
         Service(config(model)).measure()
+
+
+def test_a_server_whose_gradients_cannot_be_checked_is_named(
+    server: fake_tinker.Server, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(torch.nan))
+    said: list[str] = []
+    options = config(model, grad_clip=0.0)
+    ServerLearner.connect(options, pl.preset("dapo"), HERE, print, said.append)
+    assert len(said) == 1
+    assert "were not checked" in said[0]
 
 
 def test_a_server_that_does_not_clip(server: fake_tinker.Server, model: str) -> None:

@@ -71,8 +71,13 @@ class ServerLearner(Learner):
                 "has as many machines as it was started with."
             )
         service = Service(config)
-        service.measure()
-        say(f"connected to {config.engine}, which reduces a loss by its {service.reduction}")
+        if service.measure():
+            say(f"connected to {config.engine}, which reduces a loss by its {service.reduction}")
+        else:
+            warn(
+                f"{config.engine} reports no norm of the gradient, so its gradients were not "
+                "checked: a server that averages a loss instead of summing it learns wrongly."
+            )
         nowhere: Any = None
         rate: Any = Rate(config.lr)
         return cls(config, spec, ranks, nowhere, rate, warn=warn, service=service)

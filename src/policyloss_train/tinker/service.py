@@ -172,9 +172,10 @@ class Service:
         norms = [x for name, x in (answer.metrics or {}).items() if "grad" in name]
         return float(norms[0]) if norms else math.nan
 
-    def measure(self) -> None:
+    def measure(self) -> bool:
         """Find out how the server reduces a loss, and whether it clips gradients, on a policy that
-        is thrown away. Raise if its gradients would be wrong, or would not be clipped.
+        is thrown away. Raise if its gradients would be wrong, or would not be clipped. False if the
+        server reports no norm of the gradient, so that the API's sum is assumed.
         """
         policy, config = self.create(), self._config
         if config.grad_clip:  # the first step, because moments of others would move the weights
@@ -190,7 +191,7 @@ class Service:
             several = self._norm(policy, [(4, 1.0), (8, 3.0)])
             single = self._norm(policy, [(4, 2.0)])
             if math.isnan(single) or abs(several - 2 * single) <= 0.05 * single:
-                return
+                return not math.isnan(single)
         raise InputError(
             f"the gradients of the Tinker server {self._url} are not proportional to the gradients "
             f"that it is given (norms {several:.4g} and {single:.4g} where the first must be twice "
