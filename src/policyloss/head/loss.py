@@ -296,12 +296,12 @@ class _HeadLoss:
             value = loss_of(spec, inputs, self.step, metrics)
         if not any(wanted):
             return HeadOutput(value.loss, value.metrics, **known)
-        inputs = [x for x in self.sources if x is not None and x.requires_grad]
+        sources = [x for x in self.sources if x is not None and x.requires_grad]
 
         @torch.no_grad()
         def again() -> list[Tensor]:
             with exact(head.tiles is not None):  # the mode of this forward
                 return run(check=False)[1]
 
-        loss = with_known_gradients(value.loss, inputs, gradients, again)
+        loss = with_known_gradients(value.loss, sources, gradients, again)
         return HeadOutput(loss, value.metrics, **known)
