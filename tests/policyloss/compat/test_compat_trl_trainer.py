@@ -120,6 +120,13 @@ def test_an_older_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         _ = compat.GRPOTrainer
 
 
+def test_a_trainer_that_unsloth_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = type("UnslothGRPOTrainer", (Parent,), {})
+    monkeypatch.setattr(sys.modules["trl"], "GRPOTrainer", patched)
+    with pytest.raises(ImportError, match="would never run"):
+        _ = compat.GRPOTrainer
+
+
 def test_the_config_s_loss_with_our_gradient() -> None:
     model = forward()
     loss = made()._compute_loss(model, inputs())

@@ -231,6 +231,12 @@ def trainer_class() -> type[Any]:
         raise ImportError(
             f"TRL {trl.__version__} is older than {OLDEST}, the oldest supported release."
         )
+    if any("Unsloth" in base.__name__ for base in trl.GRPOTrainer.__mro__):
+        raise ImportError(
+            "unsloth has replaced TRL's GRPOTrainer by its own, which computes the loss in "
+            "compute_loss, so the loss of policyloss would never run: train without unsloth, or "
+            "with unsloth's trainer and its losses."
+        )
     described = {"__doc__": WithOurLoss.__doc__, "__module__": __name__}
     return type("GRPOTrainer", (WithOurLoss, trl.GRPOTrainer), described)
 
