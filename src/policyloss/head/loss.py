@@ -15,7 +15,7 @@ from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
-from policyloss.head.backward import GradientSums, GradientTypes
+from policyloss.head.backward import GradientTypes
 from policyloss.head.head import Head
 from policyloss.head.linear import (
     HEAD_OPTIONS,
@@ -119,7 +119,7 @@ def linear_policy_loss(
         skip_zero_advantage,
     )
     batch, work, chosen = call.decide(plan)
-    if batch is None or chosen.computes_gradient_in_backward:
+    if batch is None or chosen.kind.sums is None:
         return call.compose(chosen, metrics)
     return call.run_windows(batch, work, chosen, metrics)
 
@@ -275,7 +275,8 @@ class _HeadLoss:
 
         def run(check: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
             everything = plan.gathered >= work.with_gradient
-            sums = GradientSums(head, wanted, plan.gathered, all_gathered=everything)
+            assert plan.kind.sums is not None
+            sums = plan.kind.sums(head, wanted, plan.gathered, all_gathered=everything)
             known = run_windows(head, batch, all_windows, sums, self.comparison, check)
             gradients = sums.gradients()  # by now the memory of the logits is free
             pairs = zip(self.sources, gradients, strict=True)
