@@ -13,7 +13,7 @@ from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.exact import arithmetic, is_exact
+from policyloss.functional.exact import arithmetic, must_stay_eager
 from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
@@ -104,7 +104,7 @@ def loss_of(
     check_level(metrics)
     # Not `stays_eager`: all functions that it decorates share the code of its wrapper, and with it
     # dynamo's limit of recompilations.
-    if torch.compiler.is_compiling() and is_exact():
+    if must_stay_eager():
         eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
         return eager
     check_gradients(spec, inputs)

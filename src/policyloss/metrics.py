@@ -18,7 +18,7 @@ from policyloss import notebook
 from policyloss.arguments import check_group, description
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
-from policyloss.functional.exact import as_limbs, folded, is_exact
+from policyloss.functional.exact import arithmetic, as_limbs
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.records import KINDS, Invalid, Record
 
@@ -234,10 +234,10 @@ class Metrics(Mapping[str, Record]):
         sign = torch.tensor(signs, dtype=wide, device=numbers.device)
         sums = torch.where(is_sum.unsqueeze(-1), numbers, 0)
         dist.all_reduce(sums, group=group)
-        keeps_limbs = is_exact() or any(p.dim() for p, _ in flat)
+        has_limbs = any(p.dim() for p, _ in flat)
         extremes = all_max(numbers[:, 0] * sign, group) * sign
         parts = iter(
-            (total if keeps_limbs else folded(total)) if op == "sum" else extreme
+            (total if has_limbs else arithmetic().record_sum(total)) if op == "sum" else extreme
             for (_, op), total, extreme in zip(flat, sums, extremes, strict=True)
         )
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})

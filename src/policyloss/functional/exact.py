@@ -212,6 +212,10 @@ class Arithmetic:
         """`Sequences.expand` of numbers that carry a gradient."""
         return sequences.spread(s)
 
+    def record_sum(self, sums: Tensor) -> Tensor:
+        """A record's sum from its limbs `[3]`: 0-dim, or the limbs in the exact mode."""
+        return folded(sums)
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """`1 / (1 + e⁻ˣ)`."""
         return torch.sigmoid(x)
@@ -258,6 +262,9 @@ class _ExactArithmetic(Arithmetic):
     def expand(self, s: Tensor, sequences: Sequences) -> Tensor:
         spread: Tensor = _ExactSpread.apply(s, sequences)  # type: ignore[no-untyped-call]
         return spread
+
+    def record_sum(self, sums: Tensor) -> Tensor:
+        return sums
 
     def sigmoid(self, x: Tensor) -> Tensor:
         # torch.sigmoid has other bits at the end of a tensor, on a CPU.
@@ -321,16 +328,21 @@ def is_exact() -> bool:
     return _Mode.arithmetic.is_exact
 
 
-def stays_eager(function: F) -> F:
-    """`function`, which no compiler traces in the exact mode.
+def must_stay_eager() -> bool:
+    """Whether a compiler traces a call in the exact mode.
 
     A compiler chooses kernels and the order of sums by itself, so the bits would depend on the
     shape.
     """
+    return torch.compiler.is_compiling() and is_exact()
+
+
+def stays_eager(function: F) -> F:
+    """`function`, which no compiler traces in the exact mode."""
 
     @wraps(function)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and is_exact():
+        if must_stay_eager():
             return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
