@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from policyloss.head.head import Derivatives, Head, Index, Rows, half_scale, windows
+from policyloss.head.head import Derivatives, Head, HeadRows, Index, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
 from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradient
 from policyloss.head.teacher.comparison import Compared, Comparison
@@ -75,7 +75,7 @@ class BackwardInputs:
     comparison: Comparison | None
     divergences: PairStatistics | Entries | None
 
-    def select(self) -> tuple[Rows, Statistics, list[Tensor | None]]:
+    def select(self) -> tuple[HeadRows, Statistics, list[Tensor | None]]:
         """The rows at `index`, their statistics and their derivatives."""
         at = slice(None) if self.index is None else self.index
         derivatives = [None if d is None else d[at] for d in self.derivatives]
@@ -245,7 +245,13 @@ class GradientSums:
         self.filled = 0
 
     def add(
-        self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, derivatives: Derivatives
+        self,
+        at: Index,
+        rows: HeadRows,
+        z: Tensor,
+        room: Room,
+        s: Statistics,
+        derivatives: Derivatives,
     ) -> None:
         """Add one window with the logits z.
 
@@ -322,7 +328,7 @@ def _one_index(places: list[Index], ids: Tensor) -> Index:
     return torch.cat([everywhere[at] for at in places])
 
 
-def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> None:
+def keep_probabilities(z: Tensor, out: Tensor, rows: HeadRows, s: Statistics) -> None:
     """Write `p / temperature`, the gradient of −logp away from the target, to `out` in its type.
 
     Rounded probabilities are as good as a rounded gradient. Rounded logits would not be: an error
@@ -376,7 +382,7 @@ def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
 
 
 def _probabilities_to_gradients(
-    stash: Tensor, rows: Rows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
+    stash: Tensor, rows: HeadRows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
 ) -> None:
     """Turn the kept probabilities of all rows, q = p/temperature, into dz, in place.
 

@@ -31,7 +31,7 @@ from policyloss.head.support import SupportArgument
 from policyloss.head.teacher.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.validate import check_mask
 from policyloss.head.windows import (
-    Batch,
+    TokenBatch,
     batch_of,
     entropy_has_slope,
     run_windows,
@@ -197,7 +197,7 @@ class _HeadLoss:
     on_policy: bool
     skip: bool
 
-    def decide(self, plan: str | Plan) -> tuple[Batch | None, Work, Plan]:
+    def decide(self, plan: str | Plan) -> tuple[TokenBatch | None, Work, Plan]:
         """Find the rows that matter, and choose the plan.
 
         The batch is None if a window does not determine the gradient of its tokens.
@@ -263,7 +263,7 @@ class _HeadLoss:
         return self.inputs.replace(**known, **old)
 
     def run_windows(
-        self, batch: Batch, work: Work, plan: Plan, metrics: MetricsLevel
+        self, batch: TokenBatch, work: Work, plan: Plan, metrics: MetricsLevel
     ) -> HeadOutput:
         """The loss window by window; a window's gradient is computed while its logits exist."""
         head, tokens = self.head, self.inputs.logp.shape
