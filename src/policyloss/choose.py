@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def losses() -> dict[str, Any]:
+def read_losses() -> dict[str, Any]:
     """The contents of `losses.json`: the presets, and the losses to choose, by their code."""
     data: dict[str, Any] = json.loads(Path(__file__).with_name("losses.json").read_bytes())
     return data
@@ -98,9 +98,9 @@ class ChoiceRule:
         return all(answers[name] in values.split("|") for name, values in self.when.items())
 
     @property
-    def cited(self) -> str:
+    def citation(self) -> str:
         """The source of the rule."""
-        return self.source or str(losses()["presets"][self.preset]["paper"])
+        return self.source or str(read_losses()["presets"][self.preset]["paper"])
 
 
 _REWARD = "reward|reward_and_teacher"
@@ -224,7 +224,7 @@ class Choice:
     @property
     def reasons(self) -> tuple[Reason, ...]:
         """A reason for each rule."""
-        return tuple(Reason(rule.why, rule.cited) for rule in self.rules)
+        return tuple(Reason(rule.why, rule.citation) for rule in self.rules)
 
     @property
     def spec(self) -> LossSpec:
@@ -235,7 +235,7 @@ class Choice:
 
     @property
     def _stored(self) -> dict[str, Any]:
-        stored: dict[str, Any] = losses()["chosen"][self.code]
+        stored: dict[str, Any] = read_losses()["chosen"][self.code]
         return stored
 
     @property
@@ -252,7 +252,7 @@ class Choice:
             return "zeros: the teacher is the only signal."
         if self.answers["critic"] == "yes":
             return "advantage.gae, with the values of the critic."
-        return str(losses()["presets"][self.preset]["advantages"])
+        return str(read_losses()["presets"][self.preset]["advantages"])
 
     @property
     def reads(self) -> list[str]:

@@ -192,7 +192,7 @@ class TokenLosses(NamedTuple):
     """The three terms of the loss of each token.
 
     surrogate: the result of the trust part. kl: the KL terms before their coefficients, without a
-    teacher's divergence; None if there are none. loss: the sum of all terms, 0 where masked.
+    teacher's divergence; None without a KL. loss: the sum of all terms, 0 where masked.
     """
 
     surrogate: Surrogate

@@ -140,7 +140,7 @@ def _first_of_the_best(
 
 
 def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:
-    """The weights `[k]` of `alone` that give `gradient`; None if none fit, or several do."""
+    """The weights `[k]` of `alone` that give `gradient`; None unless they are unique."""
     scale = alone.norm(dim=1)
     unit = alone / scale[:, None]
     gram = unit @ unit.T

@@ -43,7 +43,7 @@ def _times(derivatives: Derivatives, scale: float) -> list[Tensor | None]:
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of all hidden states `[N, D]`, of the weight `[V, D]` and of the bias `[V]`.
+    """The gradients of some hidden states `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
 
     None for a gradient that is not needed.
     """
@@ -57,11 +57,9 @@ class HeadGradients(NamedTuple):
 class BackwardInputs:
     """The inputs of a routine that computes gradients in a backward.
 
-    index: the rows to differentiate, None for all. statistics, derivatives: of all rows. rows,
-    columns: how many rows of logits, or columns of the logits at `index`, fit into memory. stash:
-    the probabilities and the derivatives of the divergence by the logits, `[R, V]` each, None if
-    the forward did not keep them. comparison: the teacher; divergences: the teacher's numbers of
-    all rows.
+    index: the R rows to differentiate, None for all. statistics, derivatives, divergences (with a
+    teacher): of all rows. rows, columns: how many rows of logits, or columns of R rows, fit into
+    memory. stash: the probabilities and the slopes of the divergence, `[R, V]` each, if kept.
     """
 
     head: Head
@@ -97,25 +95,12 @@ class BackwardInputs:
 
         return compare
 
-    def gradients(
-        self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> HeadGradients:
-        """The gradients, with `hidden` `[R, D]` placed at `index` among all rows."""
-        if hidden is not None:
-            hidden = at_rows(hidden, self.index, self.head.ids.shape[0])
-        return HeadGradients(hidden, weight, bias)
-
-
-def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:
-    """`x` `[R, …]` as rows `index` of `[n, …]`, the others 0; x itself if it holds all rows."""
-    return x if index is None else x.new_zeros(n, *x.shape[1:]).index_copy_(0, index, x)
-
 
 def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
     """Compute the logits again, for all rows and some vocabulary entries at a time.
 
-    The gradient of an entry is then one product, and no sum of it is kept: this uses the least
-    memory of all plans. Only `dhidden` is summed, in float32.
+    This uses the least memory of all plans: the gradient of an entry is one product. Only `dhidden`
+    is summed, in float32.
     """
     head, wanted, columns = inputs.head, inputs.wanted, inputs.columns
     teacher = inputs.teacher_columns()
@@ -144,15 +129,13 @@ def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
             dbias[c] = column_sum(dz, head.dtype, scale)
     if dhidden is not None:
         dhidden = head.vocabulary.sum_shares(dhidden).to(wanted.hidden)
-    return inputs.gradients(dhidden, dweight, dbias)
+    return HeadGradients(dhidden, dweight, dbias)
 
 
 def gradients_in_parts(inputs: BackwardInputs) -> HeadGradients:
-    """Compute the gradients in the exact mode, with the logits of one part of the vocabulary at a
-    time.
+    """Compute the gradients in the exact mode, one part of the vocabulary at a time.
 
-    Each product has the same shape as in the other plans, a tile of rows by a part. More rows of a
-    part fit into memory than whole rows.
+    Each product has the shape that it has in the other plans, a tile of rows by a part.
     """
     head, wanted, index, s = inputs.head, inputs.wanted, inputs.index, inputs.statistics
     tiles, w = head.tiles, head.weight
@@ -165,8 +148,9 @@ def gradients_in_parts(inputs: BackwardInputs) -> HeadGradients:
     wide = (head.vocabulary.group is not None, len(all_windows) > 1, True)
     kinds = zip(wanted, wide, strict=True)
     sums = GradientTypes(*(head.dtype if dtype and is_wide else dtype for dtype, is_wide in kinds))
-    dhidden = None if sums.hidden is None else torch.zeros_like(head.hidden, dtype=sums.hidden)
-    dweight = None
+    dhidden = dweight = None
+    if sums.hidden is not None:
+        dhidden = head.hidden.new_empty(live, w.shape[1], dtype=sums.hidden)
     if sums.weight is not None:
         # The first window writes all of it.
         dweight = (torch.empty_like if all_windows else torch.zeros_like)(w, dtype=sums.weight)
@@ -199,7 +183,7 @@ def gradients_in_parts(inputs: BackwardInputs) -> HeadGradients:
             return out
 
         if dhidden is not None:
-            dhidden[at] = tree(share, 0, len(tiles.parts))[:n].to(dhidden.dtype)
+            dhidden[window] = tree(share, 0, len(tiles.parts))[:n].to(dhidden.dtype)
         else:
             for i in range(len(tiles.parts)):
                 share(i)
@@ -373,7 +357,7 @@ def gradients_from_stash(inputs: BackwardInputs) -> HeadGradients:
         rounded_product(stash.t(), _times_rows(x, of_rows), dweight, 1 / scale)
     if wanted.bias is not None:
         dbias = column_sum(_times_rows(stash, of_rows), head.dtype, scale).to(wanted.bias)
-    return inputs.gradients(dhidden, dweight, dbias)
+    return HeadGradients(dhidden, dweight, dbias)
 
 
 def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:

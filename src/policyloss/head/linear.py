@@ -15,7 +15,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_group
 from policyloss.functional.exact import is_exact, stays_eager
-from policyloss.head.backward import BackwardInputs, GradientTypes, at_rows, keep_probabilities
+from policyloss.head.backward import BackwardInputs, GradientTypes, keep_probabilities
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.plans import RECOMPUTE, STASH, Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Partials, Statistics, row_statistics
@@ -248,7 +248,9 @@ class _LinearLogprobs(torch.autograd.Function):
         routine = plan.kind.backward if head.tiles is None else plan.kind.exact
         assert routine is not None
         gradients = routine(inputs)
-        dhidden = None if gradients.hidden is None else gradients.hidden.view(ctx.shape)
+        dhidden = gradients.hidden
+        if dhidden is not None:
+            dhidden = at_rows(dhidden, index, ids.shape[0]).view(ctx.shape)
         return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
 
 
@@ -268,3 +270,8 @@ def _rows_with_gradient(index: Tensor | None, *derivatives: Tensor | None) -> Te
     """
     has_gradient = reduce(torch.bitwise_or, [d != 0 for d in derivatives if d is not None])
     return live_rows(has_gradient) if index is None else index[has_gradient[index]]
+
+
+def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:
+    """`x` `[R, …]` as rows `index` of `[n, …]`, the others 0; x itself if it holds all rows."""
+    return x if index is None else x.new_zeros(n, *x.shape[1:]).index_copy_(0, index, x)

@@ -41,6 +41,7 @@ GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows
 LEAST_ROWS = 128
 # The share of free memory that a plan may count on; the rest is the caller's and the allocator's.
 SHARE, STASH_SHARE = 0.8, 0.25
+CHOSEN = "chosen by the caller"
 
 BackwardRoutine = Callable[[BackwardInputs], HeadGradients]
 
@@ -48,9 +49,8 @@ BackwardRoutine = Callable[[BackwardInputs], HeadGradients]
 class PlanKind(NamedTuple):
     """The plans of one name, and the routines that compute their gradient.
 
-    sums: `linear_policy_loss` adds the gradient of each window to it in the forward, while the
-    window's logits exist; None if the gradient is computed in the backward. backward, exact: the
-    routine of the backward, otherwise and within `exact()`; None if there is no such backward.
+    sums: adds up the gradients of windows in the forward of `linear_policy_loss`; None if the
+    backward computes the gradient. backward, exact: its routine, and the one within `exact()`.
     """
 
     name: str
@@ -225,10 +225,8 @@ def _kind_of(plan: str | Plan, valid: tuple[PlanKind, ...]) -> PlanKind | None:
     allowed = [*names, FORWARD.name] if isinstance(plan, Plan) else ["auto", *names]
     if name not in allowed:
         early = " linear_logprobs cannot use the gradient early: the loss is yours."
-        names = names if isinstance(plan, Plan) else allowed
-        raise InputError(
-            unknown_name("plan", name, names) + (early if name == ONE_PASS.name else "")
-        )
+        message = unknown_name("plan", name, allowed)
+        raise InputError(message + early if name == ONE_PASS.name else message)
     return KINDS.get(name)
 
 
@@ -241,8 +239,8 @@ def _plan_without_choice(
     if not work.any_gradient:
         return _forward(head, work)
     if kind is STASH:
-        return _stash(head, work, "asked for")
-    return _recompute(head, work, "asked for") if kind is RECOMPUTE else None
+        return _stash(head, work, CHOSEN)
+    return _recompute(head, work, CHOSEN) if kind is RECOMPUTE else None
 
 
 def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
@@ -338,7 +336,7 @@ def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:
     if plan.kind is STASH:
         _check_stash(head)
     columns = plan.columns or _columns(head, work)
-    bare = Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for")
+    bare = Plan(plan.name, plan.rows, columns, plan.gathered, reason=CHOSEN)
     return _add_figures(head, work, bare)
 
 

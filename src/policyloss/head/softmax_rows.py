@@ -182,7 +182,7 @@ def blocks(z: Tensor) -> Iterator[slice]:
         start = stop
 
 
-def scale_logits(z: Tensor, scaling: Scaling) -> Tensor:
+def rescale(z: Tensor, scaling: Scaling) -> Tensor:
     """s of z: float32 (or float64), z itself if nothing is to be done."""
     s = z.to(compute_dtype(z))
     if scaling.bias is not None:
@@ -203,7 +203,7 @@ def _here(ids: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
-    s = scale_logits(z, scaling)
+    s = rescale(z, scaling)
     here, column = _here(ids, z)
     top = s.amax(-1)
     shifted = s - torch.where(top == -math.inf, 0, top).unsqueeze(-1)
@@ -234,7 +234,7 @@ def _block_gradient(
     It is possible if `out` has the right type and z is not needed a second time.
     spread: the rows' entropy and its derivative, None if it has none.
     """
-    s = scale_logits(z, scaling)
+    s = rescale(z, scaling)
     plain = spread is None and scaling.softcap is None and out.dtype == s.dtype
     log_p = torch.sub(s, lse.unsqueeze(-1), out=out) if plain else s - lse.unsqueeze(-1)
     d = through_scaling(policy_gradient(log_p, ids, dlogp, spread, target), z, scaling)
@@ -261,7 +261,7 @@ def policy_gradient(
 def through_scaling(d: Tensor, z: Tensor, scaling: Scaling) -> Tensor:
     """dz from ds, in place."""
     if scaling.softcap is not None:
-        capped = scale_logits(z, scaling._replace(inverse_temperature=1.0))
+        capped = rescale(z, scaling._replace(inverse_temperature=1.0))
         d.mul_(1 - (capped.clamp(min=-scaling.softcap) / scaling.softcap) ** 2)
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):

@@ -181,7 +181,7 @@ def explain_plan(
         if head != "logits":
             plan: Plan = call.run_without_head(scores, check=True)
             return plan
-        why = "asked for"
+        why = "chosen by the caller"
     except UnknownHeadError as error:
         if head == "fused":
             raise

@@ -59,7 +59,7 @@ def run_forward(
 ) -> Scored:
     """`run_model`, for a forward that calls the model with other arguments."""
     if check or head not in _known:
-        _known[head] = _observe_transformation(model, head, forward)
+        _known[head] = _observe(model, head, forward)
     known = _known[head]
     results: list[Any] = []
 
@@ -76,9 +76,7 @@ def run_forward(
 
 
 @torch.no_grad()
-def _observe_transformation(
-    model: Any, head: nn.Module, forward: Callable[[], Any]
-) -> Transformation:
+def _observe(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transformation:
     """The transformation of the logits, by running the model with a head that returns known logits.
 
     The random state is restored. A row of hidden states also checks that the head computes

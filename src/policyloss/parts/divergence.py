@@ -10,9 +10,8 @@ from torch import Tensor
 from policyloss.arguments import description
 from policyloss.errors import SpecError
 from policyloss.functional.divergence import KINDS, KindName, Measure, Top
-from policyloss.functional.masking import bound
-from policyloss.functional.ratio import LogClamp
-from policyloss.parts.validate import Part, Positive, log_clamp, within
+from policyloss.functional.masking import LogClamp, bound
+from policyloss.parts.validate import Part, Positive, limits, log_clamp
 from policyloss.parts.wording import bounds_in_words, spoken
 from policyloss.tokens import Tokens
 
@@ -57,8 +56,8 @@ class Divergence(Part):
     teaches: ClassVar[bool] = True
 
     kind: KindName
-    coef: Annotated[float, within(least=0, finite=True, hint="to leave it out, use kl=None.")]
-    beta: Annotated[float, within(least=0, most=1, hint="0: forward KL, 1: reverse KL.")] = 0.5
+    coef: Annotated[float, limits(least=0, finite=True, hint="to leave it out, use kl=None.")]
+    beta: Annotated[float, limits(least=0, most=1, hint="0: forward KL, 1: reverse KL.")] = 0.5
     weight: Annotated[str | None, _name_or_none] = None
     clamp: Annotated[LogClamp, log_clamp] = None
     weight_max: Positive | None = None

@@ -11,7 +11,7 @@ from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.masking import bound
 from policyloss.parts.divergence import Divergence
-from policyloss.parts.validate import Part, Positive, within
+from policyloss.parts.validate import Part, Positive, limits
 from policyloss.parts.wording import spoken
 from policyloss.tokens import Tokens
 
@@ -35,7 +35,7 @@ class KL(Part):
 
     estimator: Literal["k1", "k2", "k3", "abs"]
     coef: Annotated[
-        float, within(least=0, finite=True, hint="to leave the penalty out, use kl=None.")
+        float, limits(least=0, finite=True, hint="to leave the penalty out, use kl=None.")
     ]
     grad: Literal["value", "k2", "score"] = "value"
     weight: Literal["ratio", "detached_ratio"] | None = None

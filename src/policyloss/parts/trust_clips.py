@@ -15,7 +15,7 @@ from policyloss.errors import SpecError
 from policyloss.functional import trust
 from policyloss.functional.collectives import outside_level
 from policyloss.parts.ratio import TokenRatio
-from policyloss.parts.validate import NotNegative, Part, not_below, within
+from policyloss.parts.validate import NotNegative, Part, limits, not_below
 from policyloss.parts.wording import (
     NO_ADVANTAGE,
     Condition,
@@ -82,9 +82,9 @@ def _warn_of_bounds(owner: Any, field: str) -> None:
 
 # A little above 1 is no lower bound either, but is no percentage.
 LowerDistance: TypeAlias = Annotated[
-    float, within(least=0, hint=_HINT), partial(_no_percentage, below=2)
+    float, limits(least=0, hint=_HINT), partial(_no_percentage, below=2)
 ]
-UpperDistance: TypeAlias = Annotated[float, within(least=0, hint=_HINT), _warn_of_bounds]
+UpperDistance: TypeAlias = Annotated[float, limits(least=0, hint=_HINT), _warn_of_bounds]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Clip(TrustPart):
 
     eps_low: LowerDistance
     eps_high: UpperDistance = _SYMMETRIC
-    dual: Annotated[float, within(above=1, hint=_DUAL)] | None = None
+    dual: Annotated[float, limits(above=1, hint=_DUAL)] | None = None
 
     def __post_init__(self) -> None:
         if self.eps_high is _SYMMETRIC:
@@ -135,18 +135,19 @@ def clipped_surrogate(
     t: Tokens, eps_low: float, eps_high: float, dual: float | None = None
 ) -> Surrogate:
     """PPO's clip, with flags for the tokens that it limits."""
-    r, a = t.ratio, t.advantages
-    loss = trust.clipped(r, a, eps_low, eps_high, dual)
+    loss = trust.clipped(t.ratio, t.advantages, eps_low, eps_high, dual)
+    return _with_flags(t, loss, 1 + eps_high, 1 - eps_low, dual)
+
+
+def _with_flags(
+    t: Tokens, loss: Tensor, upper: float, lower: float, dual: float | None
+) -> Surrogate:
     if not t.flags:
         return Surrogate(loss)
     with torch.no_grad():
-        positive, negative = a > 0, a < 0
-        return Surrogate(
-            loss,
-            upper=positive & (r > 1 + eps_high),
-            lower=negative & (r < 1 - eps_low),
-            dual=None if dual is None else negative & (r > dual),
-        )
+        r, positive, negative = t.ratio, t.advantages > 0, t.advantages < 0
+        outer = None if dual is None else negative & (r > dual)
+        return Surrogate(loss, positive & (r > upper), negative & (r < lower), outer)
 
 
 def _stops(low: float, high: float) -> str:
@@ -176,24 +177,15 @@ class TwoSidedClip(TrustPart):
     delta: the largest ratio, for either sign of A.
     """
 
-    delta: Annotated[float, within(above=1, hint=_DELTA)]
+    delta: Annotated[float, limits(above=1, hint=_DELTA)]
     eps_low: LowerDistance = 0.2
     eps_high: UpperDistance = 0.2
 
     def __call__(self, t: Tokens) -> Surrogate:
-        r, a = t.ratio, t.advantages
-        high = 1 + self.eps_high
-        loss = trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)
-        if not t.flags:
-            return Surrogate(loss)
-        with torch.no_grad():
-            positive, negative = a > 0, a < 0
-            return Surrogate(
-                loss,
-                upper=positive & (r > min(self.delta, high)),
-                lower=negative & (r < 1 - self.eps_low),
-                dual=negative & (r > max(self.delta, high)),
-            )
+        a, delta = t.advantages, self.delta
+        loss = trust.two_sided_clipped(t.ratio, a, delta, self.eps_low, self.eps_high)
+        first, last = sorted((delta, 1 + self.eps_high))
+        return _with_flags(t, loss, first, 1 - self.eps_low, last)
 
     def sentence(self) -> str:
         first, last = sorted((self.delta, 1 + self.eps_high))
@@ -222,8 +214,8 @@ class DetachedClip(TrustPart):
     zeroes it for every token outside the bounds.
     """
 
-    ratio_min: Annotated[float, within(least=0, finite=True, hint=_RATIO)]
-    ratio_max: Annotated[float, within(above=0, hint=_RATIO), not_below("ratio_min")]
+    ratio_min: Annotated[float, limits(least=0, finite=True, hint=_RATIO)]
+    ratio_max: Annotated[float, limits(above=0, hint=_RATIO), not_below("ratio_min")]
     outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
 
     @classmethod
@@ -282,7 +274,7 @@ class ProbabilityBand(TrustPart):
     high: NotNegative
     sides: Literal["advantage", "both"] = "advantage"
     form: Literal["score", "ratio"] = "score"
-    cap: Annotated[float, within(above=0, hint=_CAP)] = 20.0
+    cap: Annotated[float, limits(above=0, hint=_CAP)] = 20.0
 
     @property
     def idle_fields(self) -> tuple[str, ...]:

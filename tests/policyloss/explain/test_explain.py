@@ -34,7 +34,7 @@ from cases import (
     swapped,
 )
 from policyloss.catalogue import PRESETS as NAMED
-from policyloss.explanations.formula import Formula, Line, formula
+from policyloss.explanations.formula import Formula, FormulaLine, formula
 from policyloss.explanations.framework_names import ELSEWHERE
 from policyloss.explanations.traits import fits, traits
 from policyloss.explanations.traps import TRAPS
@@ -172,7 +172,7 @@ def test_a_wrong_formula_is_noticed() -> None:
     printed = formula(pl.preset("dapo"))
     wrong = Formula(
         tuple(
-            Line(line.name, line.expression.replace("1 + 0.28", "1 + 0.2"))
+            FormulaLine(line.name, line.expression.replace("1 + 0.28", "1 + 0.2"))
             for line in printed.lines
         )
     )

@@ -17,13 +17,7 @@ from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, support_of
 from policyloss.head.head import Derivatives, Head, HeadRows, Index, operands
 from policyloss.head.matmul import Room, product
-from policyloss.head.softmax_rows import (
-    Scaling,
-    Statistics,
-    row_partials,
-    row_statistics,
-    scale_logits,
-)
+from policyloss.head.softmax_rows import Scaling, Statistics, rescale, row_partials, row_statistics
 from policyloss.head.teacher.rows import (
     Entries,
     PairRows,
@@ -137,7 +131,7 @@ class Comparison:
         else:
             partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
             lse = row_statistics(vocabulary.merge(partials, *here)).lse
-            both = (scale_logits(z, rows.scaling), scale_logits(*teacher))
+            both = (rescale(z, rows.scaling), rescale(*teacher))
             k = min(self.measure.k or 0, vocabulary.size)
             ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)
             values = values_at(teacher.u, ids, teacher.scaling, vocabulary)
@@ -175,11 +169,7 @@ class Comparison:
             keep &= torch.zeros_like(keep).scatter_(-1, least, True)
         if self.measure.top == "intersection" and k is not None:
             vocabulary = head.vocabulary
-            top = (
-                vocabulary.top(scale_logits(z, rows.scaling), min(k, vocabulary.size))
-                .sort(-1)
-                .values
-            )
+            top = vocabulary.top(rescale(z, rows.scaling), min(k, vocabulary.size)).sort(-1).values
             place = torch.searchsorted(top, ids.contiguous()).clamp(max=top.shape[-1] - 1)
             keep &= top.gather(-1, place) == ids
         return ids, keep, logp
