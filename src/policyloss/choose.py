@@ -48,7 +48,7 @@ QUESTIONS = (
             "reward": "a reward of each completion",
             "teacher_tokens": "a teacher's log-probabilities of the sampled tokens",
             "teacher_distribution": "a teacher's whole distribution, or its k best entries",
-            "reward_and_teacher": "a reward, and a teacher's log-probabilities beside it",
+            "reward_and_teacher": "a reward, and also a teacher's log-probabilities",
         },
     ),
     Question("critic", "Is there a critic?", {"no": "no", "yes": "yes, a value for each token"}),
@@ -108,7 +108,7 @@ _TIS = "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-po
 RULES = (
     ChoiceRule(
         {"signal": "teacher_distribution"},
-        "A whole distribution says more about a token than one log-probability does. This is its "
+        "A whole distribution holds more information than one log-probability. This is its "
         "exact reverse KL on the student's own completions; compute it in the head.",
         preset="opd_exact",
     ),
@@ -127,12 +127,12 @@ RULES = (
     ChoiceRule(
         {"critic": "yes"},
         "A critic gives each token an advantage of its own, so each token needs its own ratio. The "
-        "dual clip bounds what a token with a negative advantage and a large ratio can do.",
+        "dual clip bounds the loss of a token with a negative advantage and a large ratio.",
         preset="ppo_dual_clip",
     ),
     ChoiceRule(
         {"model": "moe", "updates": "several"},
-        "Experts are routed anew in every forward, which makes the ratios of single tokens jump. "
+        "Every forward routes the experts again, which makes the ratios of single tokens jump. "
         "The geometric mean over the sequence evens that out.",
         "GSPO, arXiv 2507.18071",
         preset="gspo",
@@ -174,9 +174,9 @@ RULES = (
     ),
     ChoiceRule(
         {"signal": _REWARD, "updates": "stale", "engine": "separate"},
-        "The weights that sampled are gone when the batch is trained on, so only what the engine "
-        "reported describes the policy that sampled. The ratio to rollout_logp holds staleness and "
-        "mismatch together, and needs no correction.",
+        "The weights that sampled are gone when the batch is trained on, so only the engine's "
+        "log-probabilities describe the policy that sampled. The ratio to rollout_logp holds "
+        "staleness and mismatch together, and needs no correction.",
         "LlamaRL, arXiv 2505.24034: the ratio to the policy that sampled",
         slots={"ratio": "pl.TokenRatio(anchor='rollout')"},
     ),

@@ -52,7 +52,7 @@ FORMULAS = {
     "ratio_mean": "Σ r / n, before clamping",
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
-    "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; `lab.doctor` says why",
+    "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; see `lab.doctor`",
     "nonfinite_tokens": ("valid tokens whose loss or any given log-probability is NaN or infinite"),
     "positive_logp_tokens": (
         "valid tokens with a given log-probability above 0.1, which no token "

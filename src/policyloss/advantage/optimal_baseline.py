@@ -69,7 +69,7 @@ def optimal_token_baseline(
     if cp_group is not None:
         if not bridge:
             raise InputError(
-                "bridge=False compares columns as they stand, which with cp_group are a shard's; "
+                "bridge=False compares columns, which with cp_group are the columns of a shard; "
                 "pass bridge=True."
             )
         others = (old_logp, sum_pi_squared, *(() if weights is None else (weights,)))

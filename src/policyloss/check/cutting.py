@@ -258,7 +258,7 @@ class Steps:
         raise InputError(
             "step_fn gave another gradient when it ran twice on the same batch (relative "
             f"difference {self.distance(again, self.full_gradient):.1e}), so no cut can be "
-            "judged: switch dropout off (model.eval()), seed what it samples, and leave the "
+            "judged: switch dropout off (model.eval()), seed its sampling, and leave the "
             "optimizer's step out."
         )
 

@@ -216,7 +216,7 @@ def weighing_words(weighing: Weighing, names: PieceNames, packed: bool) -> str:
     ]
     if weighing.full_law == "sum":
         return (
-            f"{words[0]} Remedy: the {names.many} add up to the whole as they are; sum them with "
+            f"{words[0]} Remedy: the {names.many} add up to the whole; sum them with "
             "no further weight."
         )
     if law.mean and weighing.loop in _HOW:

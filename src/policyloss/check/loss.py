@@ -214,7 +214,7 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
         numeric = (ends[0] - ends[1]) / (2 * step)
         if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
             return (
-                f"autograd says {analytic[i, j].item():.6g}, finite differences "
+                f"autograd gives {analytic[i, j].item():.6g}, finite differences "
                 f"{numeric.item():.6g} (row {i}, token {j})"
             )
     return ""

@@ -183,7 +183,7 @@ def _heading(e: Explanation) -> list[str]:
 def _formula(e: Explanation) -> list[str]:
     lines = [f"  {line}" for line in e.formula.lines]
     for c in e.formula.callables:
-        doc = f" It says: {c.doc}" if c.doc else ""
+        doc = f" Its docstring: {c.doc}" if c.doc else ""
         lines.append(
             f"{c.name} in the {c.slot} slot is a callable, whose formula cannot be printed.{doc}"
         )
@@ -191,8 +191,7 @@ def _formula(e: Explanation) -> list[str]:
         lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
     if any(line.name == "mask" for line in e.formula.lines):
         lines.append(
-            "Sums and counts follow the mask as it stands on their line: below `mask = mask & "
-            "keep`, the survivors."
+            "Sums and counts use the mask of their line: below `mask = mask & keep`, the survivors."
         )
     return lines
 
@@ -217,7 +216,7 @@ def shorten_sources(numbers: tuple[SourcedValue, ...]) -> list[str]:
 def _zero_lines(e: Explanation) -> list[str]:
     """When the policy term gives a token no gradient, in lines."""
     if not e.zero.known:
-        return ["A callable decides which tokens get no gradient, so nothing can be said here."]
+        return ["A callable decides which tokens get no gradient, so they are not known here."]
     lines, start = [], "The gradient is shared: a token gets exactly none where"
     if e.zero.alone:
         lines += ["A token gets exactly no gradient from the policy term where"]

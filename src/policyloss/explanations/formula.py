@@ -275,7 +275,7 @@ def _verdict(part: Any) -> _Verdict:
 
 def normalises(part: Any) -> bool:
     """Whether a correction divides the weights of the others, after all of them."""
-    return hasattr(part, "normalised")
+    return hasattr(part, "weight_formula")
 
 
 def _corrections(spec: LossSpec) -> _Slot:

@@ -144,7 +144,7 @@ def _forward(
             ) from error
     if not calls:
         raise UnknownHeadError(
-            f"{name} did not call what its get_output_embeddings() returns, a "
+            f"{name} did not call the module of its get_output_embeddings(), a "
             f"{type(head).__name__}, so its hidden states could not be caught. head='logits' uses "
             "the logits that the model makes itself."
         )

@@ -183,7 +183,7 @@ class ModelCall:
                 raise InputError(
                     f"position_ids begin again at {beginnings} places, so that a row holds several "
                     "sequences, and cu_seqlens is missing: pass them as one row [1, N] with "
-                    "cu_seqlens [S+1], which says where each begins."
+                    "cu_seqlens [S+1], the index at which each begins."
                 )
             for words, number in zip(places, wrong, strict=True):
                 if number:

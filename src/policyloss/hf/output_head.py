@@ -33,7 +33,7 @@ def language_model(model: Any) -> Any:
         if wrapped is None:
             raise UnknownHeadError(
                 f"model is a {type(model).__name__} without get_output_embeddings(), and so is "
-                "what it wraps (.module, ._orig_mod); pass a causal language model of Hugging Face."
+                "its .module or ._orig_mod; pass a causal language model of Hugging Face."
             )
         inside = wrapped
     return inside.get_base_model() if hasattr(inside, "get_base_model") else inside
