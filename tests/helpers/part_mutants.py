@@ -132,8 +132,8 @@ PARTS = (
     (
         "two_sided_clip_without_delta",
         _CLIPS,
-        "trust.two_sided_clipped(t.ratio, a, delta, self.eps_low, self.eps_high)",
-        "trust.two_sided_clipped(t.ratio, a, 1 + self.eps_high, self.eps_low, self.eps_high)",
+        "trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)",
+        "trust.two_sided_clipped(r, a, high, self.eps_low, self.eps_high)",
         _HAND + "test_trust",
     ),
     (

@@ -214,20 +214,21 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
 
 def _kind_of(plan: str | Plan, valid: tuple[PlanKind, ...]) -> PlanKind | None:
     """The kind of `plan`, None for "auto"; an error unless it is one of `valid`."""
-    names = [kind.name for kind in valid]
-    if not isinstance(plan, (str, Plan)):
+    name = plan.name if isinstance(plan, Plan) else plan
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    # Only the library chooses FORWARD, and a plan that it chose may be passed again.
+    other = kind is FORWARD if isinstance(plan, Plan) else name == "auto"
+    if kind in valid or other:
+        return kind
+    names = ["auto", *(kind.name for kind in valid)]
+    if not isinstance(name, str):
         raise InputError(
-            f"plan must be a name ('auto', {', '.join(map(repr, names))}) or a Plan, got "
+            f"plan must be a name ({', '.join(map(repr, names))}) or a Plan, got "
             f"{type(plan).__name__}."
         )
-    name = plan.name if isinstance(plan, Plan) else plan
-    # Only the library chooses FORWARD, and a plan that it chose may be passed again.
-    allowed = [*names, FORWARD.name] if isinstance(plan, Plan) else ["auto", *names]
-    if name not in allowed:
-        early = " linear_logprobs cannot use the gradient early: the loss is yours."
-        message = unknown_name("plan", name, allowed)
-        raise InputError(message + early if name == ONE_PASS.name else message)
-    return KINDS.get(name)
+    early = " linear_logprobs cannot use the gradient early: the loss is yours."
+    message = unknown_name("plan", name, names)
+    raise InputError(message + early if kind is ONE_PASS else message)
 
 
 def _plan_without_choice(

@@ -135,19 +135,18 @@ def clipped_surrogate(
     t: Tokens, eps_low: float, eps_high: float, dual: float | None = None
 ) -> Surrogate:
     """PPO's clip, with flags for the tokens that it limits."""
-    loss = trust.clipped(t.ratio, t.advantages, eps_low, eps_high, dual)
-    return _with_flags(t, loss, 1 + eps_high, 1 - eps_low, dual)
-
-
-def _with_flags(
-    t: Tokens, loss: Tensor, upper: float, lower: float, dual: float | None
-) -> Surrogate:
+    r, a = t.ratio, t.advantages
+    loss = trust.clipped(r, a, eps_low, eps_high, dual)
     if not t.flags:
         return Surrogate(loss)
     with torch.no_grad():
-        r, positive, negative = t.ratio, t.advantages > 0, t.advantages < 0
-        outer = None if dual is None else negative & (r > dual)
-        return Surrogate(loss, positive & (r > upper), negative & (r < lower), outer)
+        positive, negative = a > 0, a < 0
+        return Surrogate(
+            loss,
+            upper=positive & (r > 1 + eps_high),
+            lower=negative & (r < 1 - eps_low),
+            dual=None if dual is None else negative & (r > dual),
+        )
 
 
 def _stops(low: float, high: float) -> str:
@@ -182,10 +181,19 @@ class TwoSidedClip(TrustPart):
     eps_high: UpperDistance = 0.2
 
     def __call__(self, t: Tokens) -> Surrogate:
-        a, delta = t.advantages, self.delta
-        loss = trust.two_sided_clipped(t.ratio, a, delta, self.eps_low, self.eps_high)
-        first, last = sorted((delta, 1 + self.eps_high))
-        return _with_flags(t, loss, first, 1 - self.eps_low, last)
+        r, a = t.ratio, t.advantages
+        high = 1 + self.eps_high
+        loss = trust.two_sided_clipped(r, a, self.delta, self.eps_low, self.eps_high)
+        if not t.flags:
+            return Surrogate(loss)
+        with torch.no_grad():
+            positive, negative = a > 0, a < 0
+            return Surrogate(
+                loss,
+                upper=positive & (r > min(self.delta, high)),
+                lower=negative & (r < 1 - self.eps_low),
+                dual=negative & (r > max(self.delta, high)),
+            )
 
     def sentence(self) -> str:
         first, last = sorted((self.delta, 1 + self.eps_high))
