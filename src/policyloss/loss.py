@@ -21,7 +21,7 @@ from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon, weight_factors
 from policyloss.parts.correction import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import MeasuredCall, MetricsLevel, check_level, policy_metrics
 from policyloss.spec import LossSpec

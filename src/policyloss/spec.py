@@ -24,7 +24,7 @@ from policyloss.parts.data import (
     part_as_data,
     part_from_data,
 )
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.parts.validate import Finite, Part
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 

@@ -6,8 +6,7 @@ import math
 
 from policyloss.catalogue.named_loss import Preset, preset_from_text
 from policyloss.parts.aggregate import SeqMeanTokenMean, TokenMean
-from policyloss.parts.divergence import Divergence
-from policyloss.parts.kl import KL
+from policyloss.parts.kl import KL, Divergence
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Unbounded
 from policyloss.spec import LossSpec

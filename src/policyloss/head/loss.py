@@ -42,7 +42,7 @@ from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tenso
 from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
 from policyloss.parts.correction import GivenWeight
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK

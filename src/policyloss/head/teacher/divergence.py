@@ -20,7 +20,7 @@ from policyloss.head.softmax_rows import Statistics
 from policyloss.head.teacher.comparison import Comparison, comparison_of
 from policyloss.head.validate import check_logits, check_mask, check_softcap, inverse_temperature
 from policyloss.head.vocab_parallel import Vocabulary
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.teacher import Teacher, TopK
 
 
