@@ -106,7 +106,7 @@ def head_walk() -> Walk:
     from policyloss.head.matmul import rounded_product
     from policyloss.head.plans import loss_plan
     from policyloss.head.softmax_rows import row_gradient, row_partials
-    from policyloss.head.windows import Batch, batch_of, run_windows, token_windows
+    from policyloss.head.windows import TokenBatch, batch_of, run_windows, token_windows
     from policyloss.loss import loss_of, token_losses
 
     def call() -> None:
@@ -126,7 +126,7 @@ def head_walk() -> Walk:
         run_windows,
         Head.forward,
         row_partials,
-        Batch.gradients,
+        TokenBatch.gradients,
         token_losses,
         GradientSums.add,
         row_gradient,

@@ -73,7 +73,7 @@ def _rule_row(rule: ChoiceRule) -> list[str]:
     )
     preset = f"[`{rule.preset}`](presets/{rule.preset}.md)" if rule.preset else ""
     slots = ", ".join(f"`{slot}={part}`" for slot, part in rule.slots.items())
-    return [where or "elsewhere", preset or slots, rule.why, linked(rule.cited)]
+    return [where or "elsewhere", preset or slots, rule.why, linked(rule.citation)]
 
 
 def form() -> str:

@@ -26,8 +26,8 @@ from docs.performance_page import performance_pages
 from docs.what_if_page import what_if_pages
 from policyloss.catalogue import PRESETS, Preset
 from policyloss.catalogue.nearest import distance
-from policyloss.explanations import Explanation, shortened
-from policyloss.explanations.difference import Difference, shown
+from policyloss.explanations import Explanation, shorten_sources
+from policyloss.explanations.difference import Difference, show
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
 from policyloss_train.policy import FORMULAS as ROUTER_FORMULAS
@@ -145,9 +145,9 @@ def preset_page(e: Explanation) -> str:
     legend = "\n".join(f"- {_legend(meaning)}" for meaning in e.formula.vocabulary.values())
     reads = f"It reads {', '.join(f'`{name}`' for name in e.reads)}."
     advantages = f"Advantages: {linked(e.advantages)}"
-    rows = zip(e.numbers, shortened(e.numbers), strict=True)
+    rows = zip(e.numbers, shorten_sources(e.numbers), strict=True)
     numbers = [
-        [f"`{n.where}`", f"`{shown(n.value, n.where)}`", linked(source)] for n, source in rows
+        [f"`{n.where}`", f"`{show(n.value, n.where)}`", linked(source)] for n, source in rows
     ]
     return join(
         f"# {e.title}",

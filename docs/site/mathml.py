@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from policyloss.explanations.algebra.expression import COMPARISONS, Expression
-from policyloss.explanations.formula import Line
-from policyloss.parts.wording import number as number_text
+from policyloss.explanations.formula import FormulaLine
+from policyloss.parts.wording import number
 
 # A subscript after the first word; words of several letters are set upright.
 LETTERS = {
@@ -51,7 +51,7 @@ ATOM = 8
 FENCES = {"abs": ("|", "|"), "sg": ("[", "]"), "floor": ("⌊", "⌋")}
 
 
-def formula(lines: Sequence[Line]) -> str:
+def formula(lines: Sequence[FormulaLine]) -> str:
     """The lines of a formula below each other, aligned at their equals signs."""
     rows = "".join(
         f"<mtr><mtd>{_name(line.name)}</mtd><mtd><mo>=</mo></mtd><mtd>{expression(line.tree)}</mtd></mtr>"
@@ -62,7 +62,7 @@ def formula(lines: Sequence[Line]) -> str:
     )
 
 
-def symbols(lines: Sequence[Line]) -> str:
+def symbols(lines: Sequence[FormulaLine]) -> str:
     """What the letters of a formula stand for, as HTML."""
     used = [str(x.value) for line in lines for x in line.tree.walk() if x.operator == "name"]
     used += [line.name for line in lines]
@@ -115,13 +115,13 @@ def _name(name: str) -> str:
 
 
 def _number(value: float) -> str:
-    text = number_text(abs(value))
+    text = number(abs(value))
     if value in (float("inf"), float("-inf")):
         text = "∞"
     digits, _, power = text.partition("e")
     if power:
         text = f"<mn>{digits}</mn><mo>·</mo><msup><mn>10</mn><mn>{int(power)}</mn></msup>"
-        text = f'<mrow data-number="{number_text(abs(value))}">{text}</mrow>'
+        text = f'<mrow data-number="{number(abs(value))}">{text}</mrow>'
     else:
         text = f"<mn>{digits}</mn>"
     return f"<mo>−</mo>{text}" if value < 0 else text

@@ -90,7 +90,7 @@ TOPICS = (
         "pulls",
         "Parts: KL and divergence",
         "Parts for the slot `kl`: a pull to a reference model or to a teacher.",
-        ("parts.kl", "parts.divergence"),
+        ("parts.kl",),
         "KL",
     ),
     Topic(

@@ -241,7 +241,7 @@ def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> T
     Micro-batches without valid tokens are run too: other ranks may wait for their forward.
     """
     micro_batches = step._micro_batches
-    pack = Pack.of(micro_batches)
+    pack = StepPack.of(micro_batches)
     flat: dict[str, list[Tensor]] = {}
     for i, (micro, sequences) in enumerate(zip(micro_batches, pack.layouts, strict=True)):
         used = micro.is_used
@@ -269,7 +269,7 @@ def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> T
 
 
 def _flat(name: str, x: Any, i: int, sequences: Sequences) -> Tensor:
-    """The token-shaped tensor `x` of micro-batch `i` as it lies in the pack."""
+    """The token-shaped tensor `x` of micro-batch `i`, flattened for the pack."""
     if not isinstance(x, Tensor) or tuple(x.shape) != sequences.shape:
         actual = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(
@@ -305,8 +305,8 @@ def check_micro_batches(micro_batches: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """Micro-batches end to end, `[N]`, `[S+1]` and `[S]`, and the sequences of each micro-batch."""
+class StepPack:
+    """All micro-batches of a rank as one pack. layouts: the sequences of each micro-batch."""
 
     mask: Tensor
     cu_seqlens: Tensor
@@ -314,7 +314,7 @@ class Pack:
     layouts: list[Sequences]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[Mapping[str, Any]]) -> Pack:
+    def of(cls, micro_batches: Sequence[Mapping[str, Any]]) -> StepPack:
         """Check and pack one micro-batch or more."""
         layouts, masks, lengths, groups = [], [], [], []
         for i, data in enumerate(micro_batches):
@@ -350,7 +350,7 @@ def count_step(
     """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
     if group is None:
         _check_numbers([len(micro_batches)])
-        pack = Pack.of(micro_batches)
+        pack = StepPack.of(micro_batches)
         layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": cp_group}
         return Totals.count(pack.mask, **layout, dp_size=dp_size), len(micro_batches)
     share, members = _share(micro_batches, cp_group)
@@ -370,7 +370,7 @@ def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[T
     """
     if not micro_batches:
         return torch.tensor([0, 0, 0, -1]), torch.zeros(2, 0, dtype=torch.int64)
-    pack = Pack.of(micro_batches)
+    pack = StepPack.of(micro_batches)
     lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask)
     ids = pack.group_ids
     members = -1 if ids is None else ids.shape[0]

@@ -53,7 +53,7 @@ def tracing() -> Iterator[None]:
 
 
 def refuse_transforms() -> None:
-    """Raise inside a transform of `torch.func`, in which a saved slope cannot be used."""
+    """Raise inside a transform of `torch.func`, which cannot use gradients saved in a forward."""
     if not is_compiling() and torch._C._are_functorch_transforms_active():
         raise InputError(
             "policyloss cannot run inside a transform of torch.func (grad, vmap, jvp, …), because "
@@ -70,7 +70,7 @@ def description(x: Any) -> str:
 
 
 def fits_kind(x: Tensor, kind: Kind) -> bool:
-    """Whether a dtype is of this kind. Flags are numbers, but neither integers nor floats."""
+    """Whether a dtype is of this kind. A bool is a number, but no integer and no float."""
     if kind == "float":
         return x.is_floating_point()
     if kind == "integer":
@@ -152,14 +152,12 @@ def check_number(
     return cast(float, value)
 
 
-def check_integer(
-    name: str, value: Any, least: int, error: type[PolicyLossError] = InputError
-) -> int:
+def check_integer(name: str, value: Any, least: int) -> int:
     """`value` if it is a Python integer of at least `least` that 64 bits can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise error(f"{name} must be an integer, got {description(value)}.")
+        raise InputError(f"{name} must be an integer, got {description(value)}.")
     if not least <= value < 2**63:
-        raise error(
+        raise InputError(
             f"{name} must be an integer >= {least} and below 2**63, got {description(value)}."
         )
     return value

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def losses() -> dict[str, Any]:
+def read_losses() -> dict[str, Any]:
     """The contents of `losses.json`: the presets, and the losses to choose, by their code."""
     data: dict[str, Any] = json.loads(Path(__file__).with_name("losses.json").read_bytes())
     return data
@@ -48,7 +48,7 @@ QUESTIONS = (
             "reward": "a reward of each completion",
             "teacher_tokens": "a teacher's log-probabilities of the sampled tokens",
             "teacher_distribution": "a teacher's whole distribution, or its k best entries",
-            "reward_and_teacher": "a reward, and a teacher's log-probabilities beside it",
+            "reward_and_teacher": "a reward, and also a teacher's log-probabilities",
         },
     ),
     Question("critic", "Is there a critic?", {"no": "no", "yes": "yes, a value for each token"}),
@@ -98,9 +98,9 @@ class ChoiceRule:
         return all(answers[name] in values.split("|") for name, values in self.when.items())
 
     @property
-    def cited(self) -> str:
+    def citation(self) -> str:
         """The source of the rule."""
-        return self.source or str(losses()["presets"][self.preset]["paper"])
+        return self.source or str(read_losses()["presets"][self.preset]["paper"])
 
 
 _REWARD = "reward|reward_and_teacher"
@@ -108,7 +108,7 @@ _TIS = "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-po
 RULES = (
     ChoiceRule(
         {"signal": "teacher_distribution"},
-        "A whole distribution says more about a token than one log-probability does. This is its "
+        "A whole distribution holds more information than one log-probability. This is its "
         "exact reverse KL on the student's own completions; compute it in the head.",
         preset="opd_exact",
     ),
@@ -127,12 +127,12 @@ RULES = (
     ChoiceRule(
         {"critic": "yes"},
         "A critic gives each token an advantage of its own, so each token needs its own ratio. The "
-        "dual clip bounds what a token with a negative advantage and a large ratio can do.",
+        "dual clip bounds the loss of a token with a negative advantage and a large ratio.",
         preset="ppo_dual_clip",
     ),
     ChoiceRule(
         {"model": "moe", "updates": "several"},
-        "Experts are routed anew in every forward, which makes the ratios of single tokens jump. "
+        "Every forward routes the experts again, which makes the ratios of single tokens jump. "
         "The geometric mean over the sequence evens that out.",
         "GSPO, arXiv 2507.18071",
         preset="gspo",
@@ -174,9 +174,9 @@ RULES = (
     ),
     ChoiceRule(
         {"signal": _REWARD, "updates": "stale", "engine": "separate"},
-        "The weights that sampled are gone when the batch is trained on, so only what the engine "
-        "reported describes the policy that sampled. The ratio to rollout_logp holds staleness and "
-        "mismatch together, and needs no correction.",
+        "The weights that sampled are gone when the batch is trained on, so only the engine's "
+        "log-probabilities describe the policy that sampled. The ratio to rollout_logp holds "
+        "staleness and mismatch together, and needs no correction.",
         "LlamaRL, arXiv 2505.24034: the ratio to the policy that sampled",
         slots={"ratio": "pl.TokenRatio(anchor='rollout')"},
     ),
@@ -224,7 +224,7 @@ class Choice:
     @property
     def reasons(self) -> tuple[Reason, ...]:
         """A reason for each rule."""
-        return tuple(Reason(rule.why, rule.cited) for rule in self.rules)
+        return tuple(Reason(rule.why, rule.citation) for rule in self.rules)
 
     @property
     def spec(self) -> LossSpec:
@@ -235,7 +235,7 @@ class Choice:
 
     @property
     def _stored(self) -> dict[str, Any]:
-        stored: dict[str, Any] = losses()["chosen"][self.code]
+        stored: dict[str, Any] = read_losses()["chosen"][self.code]
         return stored
 
     @property
@@ -252,7 +252,7 @@ class Choice:
             return "zeros: the teacher is the only signal."
         if self.answers["critic"] == "yes":
             return "advantage.gae, with the values of the critic."
-        return str(losses()["presets"][self.preset]["advantages"])
+        return str(read_losses()["presets"][self.preset]["advantages"])
 
     @property
     def reads(self) -> list[str]:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 from policyloss import __version__
-from policyloss.choose import ARGUMENTS, losses
+from policyloss.choose import ARGUMENTS, read_losses
 from policyloss.commands import (
     HELP,
     JSON,
@@ -106,7 +106,7 @@ def all_commands() -> dict[str, Command]:
 
 def presets_command(words: Sequence[str]) -> int:
     """The named losses, one per line."""
-    rows = losses()["presets"]
+    rows = read_losses()["presets"]
     if read_words("presets", [JSON], words):
         names = ("title", "paper", "spec")
         _print_json([{"name": name, **{k: row[k] for k in names}} for name, row in rows.items()])
@@ -171,7 +171,7 @@ def _loss(name: str) -> Any:
     return read_loss(name)
 
 
-def overview() -> Parser:
+def overview_parser() -> Parser:
     """The parser without a command, whose help lists the commands."""
     about = "The loss functions of LLM reinforcement learning."
     top = Parser("policyloss", "COMMAND [options]", about)
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     name, *rest = words
     if name.startswith("-"):
-        overview().parse_args([name])
+        overview_parser().parse_args([name])
     command = OWN.get(name) or all_commands().get(name)
     if command is None and name in EXTRAS:
         raise PolicyLossError(f"policyloss {name} needs another package; {_install(name)}.")

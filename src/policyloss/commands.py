@@ -150,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise it as every other error of an input."""
+        """Raise an `InputError` instead of ending the process."""
         raise InputError(f"{message}. See {self.prog} --help.")
 
 
@@ -187,7 +187,7 @@ def _annotations(options: type) -> dict[str, Any]:
 
 @cache
 def _meanings(options: type) -> dict[str, tuple[str, str]]:
-    """Each field with its title and its docstring, which only the source has."""
+    """Each field with its title and its docstring, read from the source of the class."""
     meanings = {}
     for kind in reversed(options.__mro__[:-1]):
         source = textwrap.dedent(inspect.getsource(kind))
@@ -203,8 +203,8 @@ def _meanings(options: type) -> dict[str, tuple[str, str]]:
 
 
 def check_numbers(options: Any) -> None:
-    """Raise for a number that the annotation of its field does not allow, and for one that no run
-    could use, before a tensor or an optimizer meets it.
+    """Raise for a number that the annotation of its field does not allow, and for a number that no
+    run could use.
     """
     for name, hint in _annotations(options.__class__).items():
         value = getattr(options, name)

@@ -103,12 +103,9 @@ class Inputs:
         extras = {f"extras.{name}": x for name, x in (self.extras or {}).items()}
         return {name: x for name, x in {**plain, **extras}.items() if x is not None}
 
-    def tokens(self, logp: Tensor | None = None) -> Tokens:
-        """Check the tensors against each other, and return them as the parts read them.
-
-        logp: replaces the logp of the call.
-        """
-        logp = self.logp if logp is None else logp
+    def tokens(self) -> Tokens:
+        """Check the tensors against each other, and return them as the parts read them."""
+        logp = self.logp
         check_tensor("logp", logp, "float")
         layout = layout_fields(
             logp,

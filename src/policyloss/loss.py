@@ -13,7 +13,7 @@ from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum, weighted_total
 from policyloss.functional.correction import any_in_sequence
-from policyloss.functional.exact import arithmetic, is_exact
+from policyloss.functional.exact import arithmetic, must_stay_eager
 from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
@@ -21,7 +21,7 @@ from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import known_horizon, weight_factors
 from policyloss.parts.correction import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import MeasuredCall, MetricsLevel, check_level, policy_metrics
 from policyloss.spec import LossSpec
@@ -104,7 +104,7 @@ def loss_of(
     check_level(metrics)
     # Not `stays_eager`: all functions that it decorates share the code of its wrapper, and with it
     # dynamo's limit of recompilations.
-    if torch.compiler.is_compiling() and is_exact():
+    if must_stay_eager():
         eager: LossOutput = torch.compiler.disable(loss_of)(spec, inputs, step, metrics)  # type: ignore[no-untyped-call]
         return eager
     check_gradients(spec, inputs)
@@ -192,7 +192,7 @@ class TokenLosses(NamedTuple):
     """The three terms of the loss of each token.
 
     surrogate: the result of the trust part. kl: the KL terms before their coefficients, without a
-    teacher's divergence; None if there are none. loss: the sum of all terms, 0 where masked.
+    teacher's divergence; None without a KL. loss: the sum of all terms, 0 where masked.
     """
 
     surrogate: Surrogate

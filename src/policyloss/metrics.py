@@ -18,7 +18,7 @@ from policyloss import notebook
 from policyloss.arguments import check_group, description
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
-from policyloss.functional.exact import as_limbs, folded, is_exact
+from policyloss.functional.exact import arithmetic, as_limbs
 from policyloss.functional.masking import accumulator_dtype
 from policyloss.records import KINDS, Invalid, Record
 
@@ -106,7 +106,7 @@ class Metrics(Mapping[str, Record]):
         self._make: Callable[[], dict[str, Record]] | None = None
 
     @classmethod
-    def packed(cls, places: RecordPlaces, values: Tensor) -> Metrics:
+    def from_packed(cls, places: RecordPlaces, values: Tensor) -> Metrics:
         """The metrics whose parts lie in `values` `[K]`. Records are built when one is read."""
         metrics = cls()
         metrics._unpacked, metrics._packed = None, (places, values)
@@ -132,7 +132,7 @@ class Metrics(Mapping[str, Record]):
         return self._unpacked
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or pickle: the records, computed first if need be."""
+        """The state of a copy or pickle: the records, which are computed if they were not yet."""
         return {"_unpacked": self._records, "_packed": None, "_make": None}
 
     def __getitem__(self, name: str) -> Record:
@@ -164,7 +164,7 @@ class Metrics(Mapping[str, Record]):
         return Metrics(merged)
 
     def __radd__(self, other: object) -> Metrics:
-        """So that `sum(list_of_metrics)` works: 0 + metrics is metrics."""
+        """`0 + metrics` is `metrics`, so `sum(list_of_metrics)` works."""
         return self if other == 0 else NotImplemented
 
     def compute(self) -> dict[str, float]:
@@ -177,7 +177,7 @@ class Metrics(Mapping[str, Record]):
         if self._packed is not None and self._packed[1].device.type != "cpu":
             places, packed = self._packed
             # One copy to the host, and the quotients there.
-            return Metrics.packed(places, packed.cpu()).compute()
+            return Metrics.from_packed(places, packed.cpu()).compute()
         if not self._records:
             return {}
         values = [record.value for record in self._records.values()]
@@ -234,10 +234,10 @@ class Metrics(Mapping[str, Record]):
         sign = torch.tensor(signs, dtype=wide, device=numbers.device)
         sums = torch.where(is_sum.unsqueeze(-1), numbers, 0)
         dist.all_reduce(sums, group=group)
-        keeps_limbs = is_exact() or any(p.dim() for p, _ in flat)
+        has_limbs = any(p.dim() for p, _ in flat)
         extremes = all_max(numbers[:, 0] * sign, group) * sign
         parts = iter(
-            (total if keeps_limbs else folded(total)) if op == "sum" else extreme
+            (total if has_limbs else arithmetic().record_sum(total)) if op == "sum" else extreme
             for (_, op), total, extreme in zip(flat, sums, extremes, strict=True)
         )
         return Metrics({n: type(r)(*(next(parts) for _ in r.parts)) for n, r in records.items()})

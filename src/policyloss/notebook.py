@@ -21,14 +21,14 @@ def paragraphs(*texts: str) -> str:
     return "".join(f"<p>{escape(text)}</p>" for text in texts if text)
 
 
-def listed(texts: Iterable[str]) -> str:
-    """A list; nothing if there is nothing to list."""
+def html_list(texts: Iterable[str]) -> str:
+    """A bullet list; empty without texts."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 
-def preformatted(text: str) -> str:
-    """Text with its line breaks and spaces."""
+def html_text(text: str) -> str:
+    """Preformatted text: line breaks and spaces are kept."""
     return f"<pre>{escape(text)}</pre>"
 
 

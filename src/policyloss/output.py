@@ -45,8 +45,8 @@ class NotRegularError(OSError):
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """Open a regular file by `os.open`. Nothing else is opened: a pipe is not waited for, a device
-    not touched, and a link is followed only if `follow`.
+    """Open a regular file by `os.open`. A pipe, a device or a folder is an error, and so is a
+    link unless `follow`.
     """
     with suppress(FileNotFoundError):
         _refuse_other_kinds((os.stat if follow else os.lstat)(path).st_mode)
@@ -116,8 +116,8 @@ def is_running(pid: int) -> bool:
 
 
 def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
-    """Write `data` to `path`, and make its folder if there is none. argument: the name of the path
-    in an error.
+    """Write `data` to `path`, and create its folder if needed. argument: the name of the path in an
+    error.
 
     The bytes go to a temporary file in the target's folder first, which is then renamed to the
     target: a reader never sees half a file, and a full disk leaves the old file.

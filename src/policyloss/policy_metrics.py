@@ -19,7 +19,7 @@ from policyloss.arguments import description, is_compiling
 from policyloss.errors import InputError
 from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import k3
-from policyloss.functional.masking import beyond, count, extremes, fill, nonfinite
+from policyloss.functional.masking import count, extremes, fill, nonfinite, outside_clamp
 from policyloss.metrics import Metrics
 from policyloss.parts.correction import Combined
 from policyloss.parts.ratio import TokenRatio
@@ -52,7 +52,7 @@ FORMULAS = {
     "ratio_mean": "Σ r / n, before clamping",
     "ratio_max": "max r, before clamping",
     "ratio_min": "min r, before clamping",
-    "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; `lab.doctor` says why",
+    "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; see `lab.doctor`",
     "nonfinite_tokens": ("valid tokens whose loss or any given log-probability is NaN or infinite"),
     "positive_logp_tokens": (
         "valid tokens with a given log-probability above 0.1, which no token "
@@ -125,11 +125,10 @@ class MeasuredCall(NamedTuple):
 def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "all") -> Metrics:
     """Measure one call, under `torch.no_grad()`.
 
-    level: "all"; "basic", which is loss, tokens, clip_fraction, clip_fraction_dual and kl_old_k1;
-    or "none". Certain mistakes (`Invalid`) are counted at every level.
+    level: as `metrics` of `policy_loss`. Certain mistakes (`Invalid`) are counted at every level.
 
-    Sums over tokens are taken at once. What follows from them is computed when a metric is read,
-    unless the call is compiled or recorded: then all of it belongs to the call.
+    Sums over tokens are taken at once. Numbers derived from the sums are computed when a metric is
+    read, or at once if the call is compiled or recorded.
     """
     t, total, everything = call.t, arithmetic().total, level == "all"
     records: _Records = {}
@@ -245,7 +244,7 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, everything: bool) -> N
         records["ratio_max"] = (Max, lambda: torch.where(high == -torch.inf, high, high.exp()))
         records["ratio_min"] = (Min, lambda: torch.where(low == torch.inf, low, low.exp()))
         if t.log_clamp is not None:
-            records["clamped_tokens"] = (Sum, count(beyond(raw, t.log_clamp)))
+            records["clamped_tokens"] = (Sum, count(outside_clamp(raw, t.log_clamp)))
     if t.has("old_logp"):
         if raw is None or not _is_drift(spec):
             raw, growth = t.log_ratio_to("old"), None

@@ -42,8 +42,7 @@ from policyloss.parts.correction import (
     Truncate,
     Veto,
 )
-from policyloss.parts.divergence import Divergence
-from policyloss.parts.kl import KL
+from policyloss.parts.kl import KL, Divergence
 from policyloss.parts.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
     BySign,

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from policyloss.arguments import description, is_compiling
 from policyloss.errors import InputError, InputTypeError
-from policyloss.functional.exact import QUANTA, added, folded
+from policyloss.functional.exact import QUANTA, add, fold
 from policyloss.functional.masking import accumulator_dtype
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": added,
+    "sum": add,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -53,7 +53,7 @@ class Record:
     @property
     def value(self) -> Tensor:
         """The metric, as a 0-dim tensor on the device. NaN where nothing was counted."""
-        raise AssertionError("each record says what it stands for")  # pragma: no cover
+        raise AssertionError("each kind of record defines its value")  # pragma: no cover
 
     @property
     def wide(self) -> tuple[Tensor, ...]:
@@ -63,7 +63,7 @@ class Record:
     @property
     def numbers(self) -> tuple[Tensor, ...]:
         """The parts as 0-dim numbers, wide as in `wide`."""
-        return tuple(folded(p) if p.dim() else p for p in self.wide)
+        return tuple(fold(p) if p.dim() else p for p in self.wide)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -72,12 +72,12 @@ class Record:
 
     @classmethod
     def nothing(cls, device: torch.device, dtype: torch.dtype) -> Record:
-        """The record of no token at all, which changes nothing it is merged with."""
+        """The record of no token. Merging it changes nothing."""
         empty = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[cls.op]
         return cls(*(torch.full((), empty, device=device, dtype=dtype) for _ in fields(cls)))
 
     def merge(self, other: Record) -> Record:
-        """One record of both. Sums are in float64, so that long runs do not lose counts."""
+        """Merge two records. Sums are in float64, so long runs do not lose counts."""
         if type(self) is not type(other):
             raise InputTypeError(
                 f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of "
@@ -115,7 +115,7 @@ class Sum(Record):
 
     @property
     def value(self) -> Tensor:
-        return folded(self.total) if self.total.dim() else self.total
+        return fold(self.total) if self.total.dim() else self.total
 
 
 @dataclass(frozen=True)

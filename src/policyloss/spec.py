@@ -19,12 +19,12 @@ from policyloss.parts.data import (
     VARIANTS,
     check_depth,
     check_part,
-    decoded,
-    encoded,
     has_fields,
     known_parts,
+    part_as_data,
+    part_from_data,
 )
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.parts.validate import Finite, Part
 from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
@@ -277,15 +277,15 @@ class LossSpec(Part):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
-        kl = [encoded("kl", part) for part in self.kl_parts]
+        kl = [part_as_data("kl", part) for part in self.kl_parts]
         return {
-            "ratio": encoded("ratio", self.ratio),
-            "trust": encoded("trust", self.trust),
-            "correction": [encoded("correction", c) for c in self.correction],
+            "ratio": part_as_data("ratio", self.ratio),
+            "trust": part_as_data("trust", self.trust),
+            "correction": [part_as_data("correction", c) for c in self.correction],
             "rejected": self.rejected,
             "kl": kl if len(kl) > 1 else kl[0] if kl else None,
             "entropy_coef": self.entropy_coef,
-            "aggregate": encoded("aggregate", self.aggregate),
+            "aggregate": part_as_data("aggregate", self.aggregate),
         }
 
     @classmethod
@@ -303,9 +303,9 @@ class LossSpec(Part):
             if key == "correction" and not isinstance(value, (list, tuple)):
                 raise SpecError(f"correction must be a list of parts, got {value!r}.")
             if key in ("correction", "kl") and isinstance(value, (list, tuple)):
-                slots[key] = tuple(decoded(key, part) for part in value)
+                slots[key] = tuple(part_from_data(key, part) for part in value)
             elif key in VARIANTS and not (key == "kl" and value is None):
-                slots[key] = decoded(key, value)
+                slots[key] = part_from_data(key, value)
             else:
                 slots[key] = value
         return cls(**slots)

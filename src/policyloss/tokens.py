@@ -15,6 +15,7 @@ from policyloss.arguments import check_tensor, description, fits_kind, is_compil
 from policyloss.errors import InputError
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import (
+    LogClamp,
     bound,
     can_be_read,
     compute_dtype,
@@ -25,7 +26,6 @@ from policyloss.functional.masking import (
     neither_0_nor_1,
     shared_zero,
 )
-from policyloss.functional.ratio import LogClamp
 from policyloss.functional.segments import Sequences, group_index
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class Layout:
         return self.replace(memo={**self.memo, "lengths": lengths})
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of `x` over the valid tokens of each sequence, 0 for one that has none.
+        """The mean of `x` over the valid tokens of each sequence; 0 for a sequence without any.
         Token-shaped → `[S]`.
 
         `x` must be 0 at masked positions, as every tensor read from this object is.

@@ -1,4 +1,4 @@
-"""`value_loss`: the critic's clipped regression, aggregated and measured as the policy loss."""
+"""`value_loss`: the critic's clipped regression, averaged and measured like the policy loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def huber_error(error: Tensor, delta: float) -> Tensor:
     return inner * (size - 0.5 * inner)
 
 
-def clamped(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
+def clamp_value(x: Tensor, low: Tensor, high: Tensor, boundary: str) -> Tensor:
     """`x` within bounds; at a bound its slope is 1 ("pass") or ½ ("half")."""
     return x.clamp(low, high) if boundary == "pass" else torch.maximum(torch.minimum(x, high), low)
 
@@ -94,7 +94,7 @@ def value_loss(
         check_like("old_values", old_values, ("values", values))
     if clip is not None and old_values is not None:
         old = t.fill(old_values.detach())
-        clipped = f(clamped(value, old - clip, old + clip, boundary) - target)
+        clipped = f(clamp_value(value, old - clip, old + clip, boundary) - target)
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
-from policyloss.hf.forward import run
+from policyloss.hf.forward import run_model
 from policyloss.hf.output_head import Transformation, UnknownHeadError
 from policyloss_train.tasks.base import Task
 
@@ -85,7 +85,7 @@ def observe_head(model: PreTrainedModel) -> Transformation:
     )
     inputs = {"input_ids": torch.tensor([[0, 1, 0, 1]], device=model.device), "use_cache": False}
     try:
-        hidden, matrices, transformation = run(model, inputs, lambda *parts: parts).result
+        hidden, matrices, transformation = run_model(model, inputs, lambda *parts: parts).result
     except UnknownHeadError as error:
         raise wrong from error
     gap = (hidden - model.base_model(**inputs).last_hidden_state).abs().max()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from policyloss.explanations.formula import Formula
-from policyloss.functional.trust import draw
+from policyloss.functional.trust import draws
 
 
 class Evaluator:
@@ -179,5 +179,5 @@ PLAIN = {
     "min": _elementwise(torch.minimum),
     "where": _where,
     "floor": math.floor,
-    "draw": draw,
+    "draw": draws,
 }

@@ -201,8 +201,8 @@ HEAD = (
     (
         "support_of_the_first_rank",
         "policyloss/head/support.py",
-        "return Kept(rows, self.ids[place] - first)",
-        "return Kept(rows, self.ids[place])",
+        "return KeptEntries(rows, self.ids[place] - first)",
+        "return KeptEntries(rows, self.ids[place])",
         "test_support.py::test_the_entries_of_a_rank",
     ),
     (

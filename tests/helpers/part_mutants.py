@@ -33,7 +33,7 @@ PARTS = (
     ),
     (
         "divergence_weight_keeps_its_gradient",
-        "policyloss/parts/divergence.py",
+        "policyloss/parts/kl.py",
         "t.ratio.detach() if self.reads_ratio",
         "t.ratio if self.reads_ratio",
         "test_divergence.py::test_a_divergence_in_the_slot",

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import policyloss as pl
-from policyloss.choose import losses
+from policyloss.choose import read_losses
 from policyloss.cli import all_commands, main
 from policyloss.commands import OPTIONS, flag
 
@@ -67,14 +67,14 @@ def test_a_list_is_printed_about_as_soon_as_python_starts() -> None:
 
 
 def test_the_stored_losses_are_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
-    stored = losses()["presets"]
+    stored = read_losses()["presets"]
     assert list(stored) == list(pl.presets())
     for name, row in stored.items():
         explained = pl.explain(name)
         assert (row["title"], row["paper"]) == (explained.title, explained.paper), name
         assert pl.LossSpec.from_dict(row["spec"]) == pl.preset(name), name
         assert row["advantages"] == explained.advantages, name
-    for code, row in losses()["chosen"].items():
+    for code, row in read_losses()["chosen"].items():
         spec = eval(code, {"pl": pl})
         assert (pl.LossSpec.from_dict(row["spec"]), row["reads"]) == (spec, list(spec.reads)), code
 

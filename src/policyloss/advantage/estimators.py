@@ -28,7 +28,7 @@ from policyloss.advantage.groups import (
     of_all_ranks,
     per_sequence,
     whiten,
-    whitened,
+    whiten_by,
 )
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_combinatorial, passk_max_gap
@@ -309,7 +309,7 @@ def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
 
 
 def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:
-    return whitened(torch.where(lengths > 0, x, 0), lengths.to(x.dtype), eps=eps)
+    return whiten_by(torch.where(lengths > 0, x, 0), lengths.to(x.dtype), eps=eps)
 
 
 _NAMED: tuple[Callable[..., Any], ...] = (

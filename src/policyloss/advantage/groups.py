@@ -165,7 +165,7 @@ def group_advantages(
     check_choice("center", center, CENTERS)
     check_choice("scale", scale, SCALES)
     check_choice("single", single, ("zero", "raw"))
-    check_numbers(eps, ddof)
+    check_scale(eps, ddof)
     if weights is not None and center != "mean":
         raise InputError(f'weights belong to center="mean", not center={center!r}.')
     dtype = compute_dtype(rewards)
@@ -179,12 +179,12 @@ def group_advantages(
         _warn_of_single_groups(g)
     weight = weight_column[0][g.order] if weight_column else None
     alone_raw = (g.size == 1) & (single == "raw")
-    advantage = torch.where(alone_raw, g.rewards, _centered(g, center, weight))
+    advantage = torch.where(alone_raw, g.rewards, _center_rewards(g, center, weight))
     if scale is not None:
         spread = _spread(g, scale, ddof)
         if scale != "batch_std":
             spread = torch.where(alone_raw, 0 if scale == "mean" else 1, spread)
-        advantage = divided(advantage, spread, eps)
+        advantage = divide_by(advantage, spread, eps)
     return g.back(advantage, dtype)[this_rank]
 
 
@@ -206,7 +206,7 @@ def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) 
     return gather_rows(columns, statistics_group(group))
 
 
-def _centered(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:
+def _center_rewards(g: RankedGroups, center: Center, weight: Tensor | None) -> Tensor:
     if center is None:
         return g.rewards
     deviation = g.rewards - g.mean(weight)
@@ -227,7 +227,7 @@ def _spread(g: RankedGroups, scale: Scale, ddof: int) -> Tensor:
     return variance.sqrt().expand_as(g.rewards)
 
 
-def divided(x: Tensor, spread: Tensor, eps: float) -> Tensor:
+def divide_by(x: Tensor, spread: Tensor, eps: float) -> Tensor:
     """`x / (spread + eps)`, and `x` itself where the spread is exactly 0."""
     return torch.where(spread == 0, x, x / torch.where(spread == 0, 1, spread + eps))
 
@@ -275,7 +275,7 @@ def whiten(
     check_flag("mean", mean)
     mask = as_mask(mask, x, like_called="x")
     numbers, groups = fill(x.detach(), mask, compute_dtype(x)), shared_groups(group, cp_group)
-    return whitened(numbers, mask.to(accumulator_dtype(x.device)), *groups, mean=mean, eps=eps)
+    return whiten_by(numbers, mask.to(accumulator_dtype(x.device)), *groups, mean=mean, eps=eps)
 
 
 def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:
@@ -290,11 +290,11 @@ def shared_groups(group: Any, cp_group: Any) -> tuple[Any, Any]:
     return statistics_group(group), cp_group
 
 
-def whitened(
+def whiten_by(
     x: Tensor, weight: Tensor, *groups: Any, mean: bool = True, eps: float = 1e-8
 ) -> Tensor:
     """`whiten` for elements that count `weight` times, as an advantage counts once per token."""
-    check_numbers(eps, 1)
+    check_scale(eps, 1)
     center, variance = moments(x, weight, 1, *groups)
     # Centred in float64: in float32 a mean far from 0 would be rounded before it is subtracted.
     centred = x.to(center.dtype) - center
@@ -313,7 +313,7 @@ def check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
     check_like("group_ids", group_ids, ("rewards", rewards), "integer", "give one id each")
 
 
-def check_numbers(eps: float, ddof: int) -> None:
+def check_scale(eps: float, ddof: int) -> None:
     """Raise unless eps ≥ 0 and ddof is 0 or 1."""
     check_number("eps", eps, least=0)
     if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.advantage.groups import RankedGroups, check_numbers, check_rewards, rows_by_size
+from policyloss.advantage.groups import RankedGroups, check_rewards, check_scale, rows_by_size
 from policyloss.advantage.returns import reward_to_go, token_rewards, whole_sequences
 from policyloss.arguments import check_flag, check_like, check_tensor, description
 from policyloss.errors import InputError
@@ -64,12 +64,12 @@ def optimal_token_baseline(
     check_flag("zero_tail", zero_tail)
     check_flag("bridge", bridge)
     valid = _checked_mask(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
-    check_numbers(eps, 1)
+    check_scale(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
     if cp_group is not None:
         if not bridge:
             raise InputError(
-                "bridge=False compares columns as they stand, which with cp_group are a shard's; "
+                "bridge=False compares columns, which with cp_group are the columns of a shard; "
                 "pass bridge=True."
             )
         others = (old_logp, sum_pi_squared, *(() if weights is None else (weights,)))
@@ -147,7 +147,7 @@ def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
 
 
 def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """The index from which on only the longest row of a group has tokens. `[B, 1]`.
+    """The first index at which only the longest row of a group has a token. `[B, 1]`.
 
     For that row it is the second-largest length of the group, for all other rows inf.
     """

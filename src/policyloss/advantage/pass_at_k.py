@@ -12,9 +12,9 @@ from torch import Tensor
 
 from policyloss.advantage.groups import (
     RankedGroups,
-    check_numbers,
     check_rewards,
-    divided,
+    check_scale,
+    divide_by,
     of_all_ranks,
 )
 from policyloss.advantage.returns import linear_recurrence_reverse
@@ -49,7 +49,7 @@ def passk_max_gap(
     g = RankedGroups.of(r, ids)
     second = g.at((g.rank - 1).clamp(min=0))
     gap = torch.where(g.rank == g.size - 1, g.rewards - second, 0)
-    return g.back(gap if scale is None else divided(gap, g.std(ddof), eps), dtype)[this_rank]
+    return g.back(gap if scale is None else divide_by(gap, g.std(ddof), eps), dtype)[this_rank]
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def passk_combinatorial(
     # The k-th lowest is the worst a subset's best can be (and with n ≤ k, the highest is).
     flat = g.at((g.size - 1).clamp(max=k - 1)) == g.highest
     advantage = torch.where(flat, 0, mean_with - mean)
-    advantage = advantage if scale is None else divided(advantage, torch.where(flat, 0, std), eps)
+    advantage = advantage if scale is None else divide_by(advantage, torch.where(flat, 0, std), eps)
     return g.back(advantage + g.total(g.rewards * 0), dtype)[this_rank]
 
 
@@ -117,4 +117,4 @@ def _check_passk(
 ) -> None:
     check_rewards(rewards, group_ids)
     check_choice("scale", scale, ("std", None))
-    check_numbers(eps, ddof)
+    check_scale(eps, ddof)

@@ -69,7 +69,7 @@ def gae(
     check_tensor("rewards", rewards)
     check_tensor("values", values)
     if cp_group is not None:
-        layout, mask = _checked_layout("values", values, mask, cu_seqlens, cp_group)
+        layout, mask = _check_layout("values", values, mask, cu_seqlens, cp_group)
         dtype = compute_dtype(rewards, values)
         pack, reward = whole_sequences(rewards, mask, layout, positions, dtype, values)
         where = {"cu_seqlens": pack.cu_seqlens, "last_values": last_values}
@@ -78,7 +78,7 @@ def gae(
     if _runs_as_kernel(rewards, values, mask, last_values):
         return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
     with torch.no_grad():
-        layout, mask = _checked_layout("values", values, mask, cu_seqlens)
+        layout, mask = _check_layout("values", values, mask, cu_seqlens)
         dtype = compute_dtype(rewards, values)
         value = fill(values, mask, dtype)
         reward = token_rewards(rewards, mask, layout, dtype)
@@ -104,7 +104,7 @@ def discounted_returns(
     """
     _check_discount("gamma", gamma)
     check_tensor("rewards", rewards)
-    layout, mask = _checked_layout("mask", mask, mask, cu_seqlens, cp_group)
+    layout, mask = _check_layout("mask", mask, mask, cu_seqlens, cp_group)
     if cp_group is not None:
         pack, reward = whole_sequences(rewards, mask, layout, positions, compute_dtype(rewards))
         returns = discounted_returns(reward, pack.mask, gamma, cu_seqlens=pack.cu_seqlens)
@@ -115,7 +115,7 @@ def discounted_returns(
 
 def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch.dtype) -> Tensor:
     """Rewards per token, 0 at masked tokens; a sequence's reward goes to its last valid token."""
-    rewards = _checked_rewards(rewards, layout, mask)
+    rewards = _check_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         return fill(rewards.reshape(layout.shape), mask, dtype)
     n = mask.numel()
@@ -125,7 +125,7 @@ def token_rewards(rewards: Tensor, mask: Tensor, layout: Sequences, dtype: torch
     last = layout.max(torch.where(mask, position, -1))
     # A sequence without a valid token has no place for its reward: slot n, which is dropped.
     index = torch.where(last >= 0, last, n).long()
-    return _placed(rewards.reshape(-1).to(dtype), index, n).view(layout.shape)
+    return _place_at(rewards.reshape(-1).to(dtype), index, n).view(layout.shape)
 
 
 def _lambda_returns(
@@ -142,8 +142,8 @@ def _lambda_returns(
 
     At masked tokens, `z_t = z_{t+1}`.
     This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value
-    across masked tokens. in_rows: each row begins with its first valid token, as the exact mode
-    needs it.
+    across masked tokens. in_rows: the rows are laid out for the exact
+    mode: each begins with its first valid token.
     """
     if is_exact() and not in_rows:
         # The chunks of the scan follow from the place of a token, so each sequence becomes a row
@@ -171,7 +171,7 @@ def _lambda_returns(
     after = x.new_zeros(layout.count)
     if last_values is not None:
         after = _per_sequence(last_values, layout, x).to(x.dtype)
-        x = x + decay * _placed(after, ends, n)
+        x = x + decay * _place_at(after, ends, n)
     # 0·nan would leak a NaN into the sequence before, so the scan runs on finite numbers, and NaN
     # is put back by sequence.
     poison = layout.expand(layout.sum(x.view(layout.shape)) * 0)
@@ -192,7 +192,7 @@ def _ends(layout: Sequences, device: torch.device) -> Tensor:
     return torch.where(stop > start, stop - 1, layout.shape[0]).long()
 
 
-def _placed(s: Tensor, index: Tensor, n: int) -> Tensor:
+def _place_at(s: Tensor, index: Tensor, n: int) -> Tensor:
     """n zeros, with `s[i]` at `index[i]`; index n is dropped."""
     return s.new_zeros(n + 1).index_copy_(0, index, s)[:n]
 
@@ -228,7 +228,7 @@ def _gae_by_kernel(
         layout = Sequences(tuple(values.shape), cu_seqlens.to(values.device))
     if mask.shape != values.shape:
         mask = as_mask(mask, values)
-    rewards = _checked_rewards(rewards, layout, mask)
+    rewards = _check_rewards(rewards, layout, mask)
     if tuple(rewards.shape) in _token_shapes(layout):
         rewards = rewards.reshape(layout.shape)
     # Detached, because the kernel's launcher does not support gradients, and leaving gradient mode
@@ -251,7 +251,7 @@ def whole_sequences(
 
     Rewards per sequence are known on every rank and are returned unchanged, as `[S, 1]`.
     """
-    rewards = _checked_rewards(rewards, layout, mask)
+    rewards = _check_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
     columns = [x.to(dtype) for x in others]
     if tuple(rewards.shape) not in _token_shapes(layout):
@@ -261,10 +261,10 @@ def whole_sequences(
     return pack, pack.columns[-1].unsqueeze(0)
 
 
-def _checked_layout(
+def _check_layout(
     name: str, tokens: Tensor, mask: Tensor, cu_seqlens: Tensor | None, cp_group: Any = None
 ) -> tuple[Sequences, Tensor]:
-    """Where the sequences of `tokens` are, and the mask as bool."""
+    """The layout of the sequences of `tokens`, and the mask as bool; both are checked."""
     check_tensor(name, tokens)
     return Sequences.of(tokens, cu_seqlens, cp_group, name), as_mask(mask, tokens, like_called=name)
 
@@ -274,7 +274,7 @@ def _token_shapes(layout: Sequences) -> tuple[tuple[int, ...], ...]:
     return (layout.shape,) if layout.offsets is None else (layout.shape, (1, *layout.shape))
 
 
-def _checked_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor:
+def _check_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor:
     """`rewards` in an unambiguous shape: one per token, or one per sequence."""
     check_tensor("rewards", rewards, like=("mask", mask))
     if layout.cp_group is None:  # else all ranks compare their shapes, so that all of them raise

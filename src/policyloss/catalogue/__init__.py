@@ -84,7 +84,7 @@ def as_spec(spec: AnyLoss, called: str = "spec") -> LossSpec:
 
 
 def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
-    """The presets that are exactly `spec`, but for a horizon, which belongs to the run."""
+    """The presets that equal `spec`. Horizons are not compared: they belong to the run."""
     if spec.is_data and getattr(spec.aggregate, "horizon", None) is not None:
         spec = spec.with_fields(horizon=None)
     return tuple(p for p in PRESETS.values() if p.spec == spec)

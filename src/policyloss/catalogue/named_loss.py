@@ -14,10 +14,9 @@ from policyloss.spec import LossSpec
 class Preset:
     """A named loss.
 
-    sources: slot or slot.field → where the choice or number comes from; "advantage" → that of
-    `advantage`.
-    advantage: the estimator of `policyloss.advantage` that the loss is defined with; None if it
-    goes with any.
+    sources: maps a slot or "slot.field" to the source of that choice or number, and "advantage" to
+    the source of `advantage`.
+    advantage: the estimator of `policyloss.advantage` that the loss is defined with; None for any.
     """
 
     name: str
@@ -29,7 +28,7 @@ class Preset:
     advantage: str | None = None
 
 
-def described(spec: LossSpec, text: str) -> Preset:
+def preset_from_text(spec: LossSpec, text: str) -> Preset:
     """A preset from text: "name: title", "paper: …", then a source for each "slot" or "slot.field",
     for "advantage (its estimator)", and perhaps "note: …".
 

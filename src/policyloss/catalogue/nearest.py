@@ -1,4 +1,4 @@
-"""The preset that a loss is, or is a change of."""
+"""Find the preset that equals a loss, or from which it differs least."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FURTHEST = 4  # the largest distance of a small change
 
 
 def nearest_preset(spec: LossSpec) -> tuple[Preset | None, bool]:
-    """The preset that `spec` is (and True), or the one that it is a small change of (and False).
+    """The preset that equals `spec`, and True; or a preset that differs little, and False.
 
     A small change keeps the kind of the trust region and changes few other things. Among presets
     that all fit, the one that `spec` was made from is right; otherwise the nearest one, or None.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from policyloss.catalogue.named_loss import CLIP, PPO_EPSILON, Preset, described
+from policyloss.catalogue.named_loss import CLIP, PPO_EPSILON, Preset, preset_from_text
 from policyloss.parts.aggregate import LengthWeighted, SeqMeanTokenMean, TokenMean
 from policyloss.parts.correction import OPSM, Band, SequenceMask, Truncate
 from policyloss.parts.kl import KL
@@ -29,7 +29,7 @@ _DPPO_NOTE = (
 )
 
 OFF_POLICY: tuple[Preset, ...] = (
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, correction=Truncate(2.0), aggregate=TokenMean()),
         f"""
         tis: PPO with truncated importance sampling for the rollout mismatch
@@ -41,7 +41,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, correction=Truncate(2.0, level="product"), aggregate=TokenMean()),
         f"""
         seq_tis: PPO with truncated sequence-level importance sampling (product)
@@ -52,7 +52,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, correction=Band(0.5, 5.0), aggregate=TokenMean()),
         f"""
         icepop: PPO with IcePop: tokens whose engines disagree get no gradient
@@ -64,7 +64,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, correction=SequenceMask(0.999, 1.002), aggregate=TokenMean()),
         f"""
         seq_mask_tis: PPO with seq-mask-TIS: sequences whose engines drifted apart get no gradient
@@ -76,7 +76,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, correction=OPSM(1e-4), aggregate=SeqMeanTokenMean()),
         f"""
         opsm: GRPO with off-policy sequence masking
@@ -88,7 +88,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: as GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, correction=Truncate(math.inf), aggregate=TokenMean()),
         f"""
         decoupled_ppo: Decoupled PPO: clip against the proximal policy, weight by the behaviour
@@ -102,7 +102,7 @@ OFF_POLICY: tuple[Preset, ...] = (
             arXiv 2110.00641): GAE
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CovClip(), aggregate=TokenMean()),
         f"""
         clip_cov: Clip-Cov: PPO, and a few high-covariance tokens get no gradient
@@ -117,7 +117,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean, as verl
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CovKL(), aggregate=TokenMean()),
         """
         kl_cov: KL-Cov: importance sampling, and the highest-covariance tokens are held back
@@ -128,7 +128,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean, as verl
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=ProbabilityBand("tv", 0.2, 0.2), aggregate=TokenMean()),
         f"""
         dppo_tv: DPPO with the total-variation band
@@ -140,7 +140,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         note: {_DPPO_NOTE}
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=ProbabilityBand("kl", 0.05, 0.05), aggregate=TokenMean()),
         f"""
         dppo_kl: DPPO with the binary-KL band
@@ -152,7 +152,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         note: {_DPPO_NOTE}
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             ratio=TokenRatio(anchor="rollout", log_clamp=None),
             trust=ProbabilityBand("tv", 0.2, 0.2, form="ratio"),
@@ -171,7 +171,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         advantage (dr_grpo): prime-rl's default: reward minus the group's mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=Quadratic(0.1), aggregate=TokenMean()),
         """
         dro: DRO: advantage regression with a quadratic pull
@@ -184,7 +184,7 @@ OFF_POLICY: tuple[Preset, ...] = (
             the sampled rewards
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=TaperedNegative(1.0), aggregate=TokenMean()),
         """
         topr: TOPR: tapered off-policy REINFORCE
@@ -196,7 +196,7 @@ OFF_POLICY: tuple[Preset, ...] = (
             and Trinity use the token's.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             trust=BySign(Unbounded("current"), Clip(0.2, 0.2, dual=3.0)),
             aggregate=SeqMeanTokenMean(),
@@ -214,7 +214,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         note: The paper's KL penalty is a slot of its own: kl=KL('k3', coef).
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(ratio=SequenceRatio(), trust=Clip(2e-3, 2.5e-3), aggregate=LengthWeighted()),
         """
         luspo: LUSPO: GSPO weighted by length
@@ -226,7 +226,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         advantage (grpo): LUSPO, arXiv 2602.05261: as GSPO and GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             ratio=SequenceProduct(log_clamp=(math.log(1e-8), 20.0)),
             trust=GammaWeight(2.0, 3.0, 3.0, 2.0),
@@ -240,7 +240,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: TRL loss_type='vespo': global token mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(ratio=SequenceProduct(), trust=CLIP, aggregate=SeqMeanTokenMean()),
         """
         rloo_loss: RLOO's loss: PPO on the likelihood ratio of the whole sequence
@@ -252,7 +252,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         note: Elsewhere RLOO is only an advantage estimator: advantage.rloo.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=TwoSidedClip(4.0, 0.2, 0.2), aggregate=TokenMean()),
         """
         two_sided: Two-sided clipping: PPO with a bound on every ratio
@@ -261,7 +261,7 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             ratio=TokenRatio(anchor="rollout"),
             trust=Clip(math.inf, 1.0, dual=2.0),

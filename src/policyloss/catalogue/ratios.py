@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policyloss.catalogue.named_loss import CLIP, PPO_EPSILON, Preset, described
+from policyloss.catalogue.named_loss import CLIP, PPO_EPSILON, Preset, preset_from_text
 from policyloss.parts.aggregate import (
     SeqMeanTokenMean,
     SeqMeanTokenSum,
@@ -18,7 +18,7 @@ from policyloss.spec import LossSpec
 _GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
 
 BY_RATIO: tuple[Preset, ...] = (
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, aggregate=TokenMean()),
         f"""
         ppo: PPO, clipped surrogate
@@ -29,7 +29,7 @@ BY_RATIO: tuple[Preset, ...] = (
             with a critic
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=Clip(0.2, 0.2, dual=3.0), aggregate=TokenMean()),
         f"""
         ppo_dual_clip: PPO with dual clip
@@ -41,7 +41,7 @@ BY_RATIO: tuple[Preset, ...] = (
         advantage (gae): Ye et al. 2019, arXiv 1912.09729: PPO's actor and critic, advantages by GAE
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, kl=KL("k3", 0.04), aggregate=SeqMeanTokenMean()),
         f"""
         grpo: GRPO, clipped surrogate with a KL penalty in the loss
@@ -54,7 +54,7 @@ BY_RATIO: tuple[Preset, ...] = (
             standard deviation
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, aggregate=SeqMeanTokenSumNorm()),
         f"""
         dr_grpo: Dr. GRPO: GRPO without length and std normalisation
@@ -67,7 +67,7 @@ BY_RATIO: tuple[Preset, ...] = (
             divided by its deviation
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=Clip(0.2, 0.28), aggregate=TokenMean()),
         """
         dapo: DAPO: clip-higher and token mean
@@ -77,7 +77,7 @@ BY_RATIO: tuple[Preset, ...] = (
         advantage (grpo): DAPO, arXiv 2503.14476, equation 9: as GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=CLIP, aggregate=TokenMean()),
         f"""
         bnpo: Batch-normalised clipped loss: every token of the batch counts the same
@@ -88,7 +88,7 @@ BY_RATIO: tuple[Preset, ...] = (
             Here the whole step counts.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(ratio=SequenceRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
         f"""
         gspo: GSPO: sequence-level ratio and clip
@@ -99,7 +99,7 @@ BY_RATIO: tuple[Preset, ...] = (
         advantage (grpo): GSPO, arXiv 2507.18071, equation 6: as GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             ratio=SequenceRatio(grad="token"), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()
         ),
@@ -111,7 +111,7 @@ BY_RATIO: tuple[Preset, ...] = (
         aggregate: GSPO, equation 13: mean over sequences of token means
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(ratio=SegmentRatio(), trust=Clip(3e-4, 4e-4), aggregate=SeqMeanTokenMean()),
         f"""
         gspo_turn: GSPO over the turns of a dialogue
@@ -121,7 +121,7 @@ BY_RATIO: tuple[Preset, ...] = (
         aggregate: as GSPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=DetachedClip(0.0, 5.0), aggregate=TokenMean()),
         """
         cispo: CISPO: clipped importance weight, no token loses its gradient
@@ -134,7 +134,7 @@ BY_RATIO: tuple[Preset, ...] = (
             GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=DetachedClip(0.9, 1.1, outside="zero_by_sign"), aggregate=TokenMean()),
         """
         cispo_unified: CISPO with PPO's token mask
@@ -147,7 +147,7 @@ BY_RATIO: tuple[Preset, ...] = (
             GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             ratio=TokenRatio(anchor="rollout"),
             trust=DetachedClip(0.8, 1.2, outside="zero"),
@@ -165,7 +165,7 @@ BY_RATIO: tuple[Preset, ...] = (
         aggregate: token mean, as SkyRL's default
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
         """
         sapo: SAPO: a soft gate instead of a clip
@@ -176,7 +176,7 @@ BY_RATIO: tuple[Preset, ...] = (
         advantage (grpo): SAPO, arXiv 2511.20347: group-normalised, as GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=GeometricClip(0.4, 0.4), aggregate=SeqMeanTokenMean()),
         """
         gmpo: GMPO: geometric mean over the sequence, clipped per token in log space
@@ -186,7 +186,7 @@ BY_RATIO: tuple[Preset, ...] = (
         advantage (grpo): GMPO, arXiv 2507.20673: as GRPO
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
         """
         gpg: GPG: the plain policy gradient
@@ -197,7 +197,7 @@ BY_RATIO: tuple[Preset, ...] = (
             samples
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=Unbounded("logp"), aggregate=SeqMeanTokenSum()),
         """
         reinforce: REINFORCE
@@ -206,7 +206,7 @@ BY_RATIO: tuple[Preset, ...] = (
         aggregate: the gradient of the log-likelihood of a whole sequence: token sum, sequence mean
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             ratio=TokenRatio(anchor="rollout"), trust=Unbounded("ratio"), aggregate=TokenSum()
         ),

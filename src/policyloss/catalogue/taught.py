@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from policyloss.catalogue.named_loss import Preset, described
+from policyloss.catalogue.named_loss import Preset, preset_from_text
 from policyloss.parts.aggregate import SeqMeanTokenMean, TokenMean
-from policyloss.parts.divergence import Divergence
-from policyloss.parts.kl import KL
+from policyloss.parts.kl import KL, Divergence
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Unbounded
 from policyloss.spec import LossSpec
@@ -17,7 +16,7 @@ _ALONE = "no policy term of its own: 0 advantages leave the teacher alone, other
 _GKD_MEAN = "GKD, arXiv 2306.13649, equation 2: mean over outputs of token means"
 
 TAUGHT: tuple[Preset, ...] = (
-    described(
+    preset_from_text(
         LossSpec(trust=Unbounded("ratio"), aggregate=TokenMean()),
         """
         opd: On-policy distillation on the sampled tokens: the teacher's preference as advantage
@@ -31,7 +30,7 @@ TAUGHT: tuple[Preset, ...] = (
             tokens whose weight leaves a band: correction=Band(0.2, 5.0) has slime's numbers.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             trust=_NO_REWARD,
             kl=KL("k1", 1.0, grad="k2", anchor="teacher", clamp=None),
@@ -48,7 +47,7 @@ TAUGHT: tuple[Preset, ...] = (
             are left out.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=Unbounded("logp"), aggregate=TokenMean()),
         """
         iw_opd: IW-OPD: on-policy distillation with less weight behind a prefix that went apart
@@ -61,7 +60,7 @@ TAUGHT: tuple[Preset, ...] = (
             advantages make the difference.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             trust=Unbounded("ratio"), kl=KL("k2", 5e-3, anchor="teacher"), aggregate=TokenMean()
         ),
@@ -78,7 +77,7 @@ TAUGHT: tuple[Preset, ...] = (
             share is kl.coef; scale the advantages to weigh the reward.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             trust=_NO_REWARD,
             kl=KL(
@@ -106,7 +105,7 @@ TAUGHT: tuple[Preset, ...] = (
             teacher_logp is the same model's, read with the feedback in its prompt.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=_NO_REWARD, kl=Divergence("reverse", 1.0), aggregate=TokenMean()),
         f"""
         opd_exact: On-policy distillation by the exact reverse KL over the whole vocabulary
@@ -117,7 +116,7 @@ TAUGHT: tuple[Preset, ...] = (
         note: Compared with TRL's code.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=_NO_REWARD, kl=Divergence("jsd", 1.0), aggregate=SeqMeanTokenMean()),
         f"""
         gkd: GKD: the generalised Jensen-Shannon divergence on the student's own completions
@@ -129,7 +128,7 @@ TAUGHT: tuple[Preset, ...] = (
         note: Compared with TRL's code, which divides by tokens.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=_NO_REWARD, kl=Divergence("forward", 1.0), aggregate=SeqMeanTokenMean()),
         f"""
         gkd_forward: GKD with the forward KL: the student covers what the teacher would say
@@ -140,7 +139,7 @@ TAUGHT: tuple[Preset, ...] = (
         note: Compared with TRL's code at beta 0.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=_NO_REWARD, kl=Divergence("reverse", 1.0), aggregate=SeqMeanTokenMean()),
         f"""
         gkd_reverse: GKD with the reverse KL: the student avoids what the teacher would not say
@@ -152,7 +151,7 @@ TAUGHT: tuple[Preset, ...] = (
             tokens.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=_NO_REWARD, kl=Divergence("generalised", 1.0), aggregate=TokenMean()),
         f"""
         mopd_topk: Generalised KL on the entries that the teacher sent
@@ -165,7 +164,7 @@ TAUGHT: tuple[Preset, ...] = (
             with a teacher of all entries this is the reverse KL.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(trust=_NO_REWARD, kl=Divergence("forward", 1.0), aggregate=TokenMean()),
         f"""
         opsd: OPSD: the model that sees the solution teaches the model that does not
@@ -179,7 +178,7 @@ TAUGHT: tuple[Preset, ...] = (
             in its prompt.
         """,
     ),
-    described(
+    preset_from_text(
         LossSpec(
             ratio=TokenRatio(log_clamp=(-20.0, math.log(2.0))),
             trust=_NO_REWARD,

@@ -104,7 +104,7 @@ class Batch:
         return arguments
 
     def others(self, spec: LossSpec | None = None) -> dict[str, Any]:
-        """Every argument but logp. spec: tensors that it also differentiates require a gradient."""
+        """Every argument except logp; the tensors that `spec` differentiates require a gradient."""
         reads = () if spec is None else spec.reads
         return {
             name: x.detach().requires_grad_() if name in DIFFERENTIATED and name in reads else x

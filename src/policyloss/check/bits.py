@@ -206,15 +206,15 @@ def bits_check(
     if not any(x.numel() for x in expected):
         raise InputError("fn returned no log-probability at all; pass sequences that have some.")
     results = tuple(
-        _compared(name, expected, _run(fn, sequences, calls, "fn", name))
+        _compare_runs(name, expected, _run(fn, sequences, calls, "fn", name))
         for name, calls in arrangements.items()
     )
     other = None
     if callable(against):
         theirs = _run(against, sequences, [everyone], "against", "all together")
-        other = _compared("against", theirs, expected)
+        other = _compare_runs("against", theirs, expected)
     elif against is not None:
-        other = _compared("against", _numbers(against, n, "against"), expected)
+        other = _compare_runs("against", _numbers(against, n, "against"), expected)
     return BitsReport(results, other, n, sum(int(x.isnan().sum()) for x in expected))
 
 
@@ -269,7 +269,7 @@ def _numbers(x: Any, count: int, name: str) -> list[Tensor]:
     return tensors
 
 
-def _compared(name: str, expected: list[Tensor], actual: list[Tensor]) -> BitsResult:
+def _compare_runs(name: str, expected: list[Tensor], actual: list[Tensor]) -> BitsResult:
     """Compare two runs of the same sequences."""
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.shape != b.shape:

@@ -58,12 +58,12 @@ class CuttableBatch:
         index = torch.tensor(list(chosen), dtype=torch.int64)
         if self.cu_seqlens is None:
             by_size = {self.sequences.shape[0]: index}
-            return {name: _picked(x, by_size) for name, x in self.batch.items()}
+            return {name: _pick(x, by_size) for name, x in self.batch.items()}
         offsets = self.cu_seqlens.to("cpu", torch.int64)
         spans = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in chosen]
         tokens, n = torch.cat(spans), self.sequences.shape[0]
         by_size = {self.sequences.count: index, n: tokens}  # if N = S, a tensor is per token
-        micro = {name: _picked(x, by_size) for name, x in self.batch.items()}
+        micro = {name: _pick(x, by_size) for name, x in self.batch.items()}
         for name, x in self.batch.items():
             if isinstance(x, Tensor) and x.shape[:2] == (1, n):
                 micro[name] = x[:, tokens.to(x.device)]
@@ -71,7 +71,7 @@ class CuttableBatch:
         micro["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.cu_seqlens)
         return micro
 
-    def half_masked(self, sequence: int) -> dict[str, Any]:
+    def mask_half(self, sequence: int) -> dict[str, Any]:
         """One sequence alone, with the later half of its valid tokens masked."""
         micro = self.take([sequence])
         valid = micro["mask"] != 0
@@ -80,7 +80,7 @@ class CuttableBatch:
         micro["mask"] = torch.where(early, micro["mask"], torch.zeros_like(micro["mask"]))
         return micro
 
-    def checked(self, cuts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Cut]:
+    def check_cuts(self, cuts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Cut]:
         """The user's cuts, if each has every sequence once and no empty micro-batch."""
         if not isinstance(cuts, Mapping) or not cuts:
             raise InputError(
@@ -136,7 +136,7 @@ class CuttableBatch:
         return [*cut[:-1], [*cut[-1], *(self.lengths == 0).nonzero().flatten().tolist()]]
 
 
-def _picked(x: Any, by_size: dict[int, Tensor]) -> Any:
+def _pick(x: Any, by_size: dict[int, Tensor]) -> Any:
     """`x` at the indices for the size of its first dimension; other values are unchanged."""
     index = by_size.get(x.shape[0]) if isinstance(x, Tensor) and x.dim() else None
     return x if index is None else x[index.to(x.device)]
@@ -188,7 +188,7 @@ def _plain(gradient: Tensor) -> Tensor:
     return unsharded.detach().reshape(-1).to("cpu", torch.float64)
 
 
-class Ranks:
+class Peers:
     """The data-parallel ranks that run the check together; one if there are no others."""
 
     def __init__(self, group: Any = None) -> None:
@@ -200,7 +200,7 @@ class Ranks:
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
 
-    def agreed(self, number: float) -> float:
+    def agree(self, number: float) -> float:
         """The first rank's `number`, because ranks that take different branches would deadlock."""
         if self.size == 1:
             return number
@@ -226,7 +226,7 @@ class Steps:
     """The user's step on pieces of one batch; the tolerance follows from the gradient's dtype."""
 
     def __init__(
-        self, step_fn: StepFunction, batch: CuttableBatch, ranks: Ranks, tolerance: float | None
+        self, step_fn: StepFunction, batch: CuttableBatch, ranks: Peers, tolerance: float | None
     ) -> None:
         self._step_fn, self.batch, self.ranks = step_fn, batch, ranks
         self._alone: dict[tuple[int, ...], Tensor] = {}
@@ -258,7 +258,7 @@ class Steps:
         raise InputError(
             "step_fn gave another gradient when it ran twice on the same batch (relative "
             f"difference {self.distance(again, self.full_gradient):.1e}), so no cut can be "
-            "judged: switch dropout off (model.eval()), seed what it samples, and leave the "
+            "judged: switch dropout off (model.eval()), seed its sampling, and leave the "
             "optimizer's step out."
         )
 
@@ -288,5 +288,5 @@ class Steps:
 
     def distance(self, a: Tensor, b: Tensor) -> float:
         """`‖a − b‖ / ‖b‖`, the same on all ranks; inf if `a` is not finite."""
-        gap = self.ranks.agreed(float((a - b).norm() / b.norm()))
+        gap = self.ranks.agree(float((a - b).norm() / b.norm()))
         return gap if math.isfinite(gap) else math.inf

@@ -140,7 +140,7 @@ def _first_of_the_best(
 
 
 def fitted_weights(gradient: Tensor, alone: Tensor, tolerance: float) -> Tensor | None:
-    """The weights `[k]` of `alone` that give `gradient`; None if none fit, or several do."""
+    """The weights `[k]` of `alone` that give `gradient`; None unless they are unique."""
     scale = alone.norm(dim=1)
     unit = alone / scale[:, None]
     gram = unit @ unit.T
@@ -216,7 +216,7 @@ def weighing_words(weighing: Weighing, names: PieceNames, packed: bool) -> str:
     ]
     if weighing.full_law == "sum":
         return (
-            f"{words[0]} Remedy: the {names.many} add up to the whole as they are; sum them with "
+            f"{words[0]} Remedy: the {names.many} add up to the whole; sum them with "
             "no further weight."
         )
     if law.mean and weighing.loop in _HOW:

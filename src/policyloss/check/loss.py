@@ -31,7 +31,7 @@ from policyloss.totals import Totals
 
 
 @dataclass(frozen=True)
-class Result:
+class PropertyResult:
     """One property: whether it holds, and the evidence if it does not."""
 
     name: str
@@ -43,7 +43,7 @@ class Result:
 class CheckReport:
     """The result of `check_loss`: true if every property holds; `str()` is a table."""
 
-    results: tuple[Result, ...]
+    results: tuple[PropertyResult, ...]
 
     def __bool__(self) -> bool:
         return all(r.passed for r in self.results)
@@ -151,14 +151,14 @@ def check_loss(loss: AnyLoss, *, base: LossSpec | str | None = None, seed: int =
 
 def _run(
     name: str, check: Callable[[LossSpec, Batch], str], spec: LossSpec, batch: Batch
-) -> Result:
+) -> PropertyResult:
     try:
         problem = check(spec, batch)
     except PolicyLossError as error:
         problem = str(error)
     except Exception as error:  # a user's function may raise anything; the report shows it
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Result(name, not problem, problem)
+    return PropertyResult(name, not problem, problem)
 
 
 def _compare(
@@ -214,7 +214,7 @@ def _gradient(spec: LossSpec, batch: Batch) -> str:
         numeric = (ends[0] - ends[1]) / (2 * step)
         if not (numeric - analytic[i, j]).abs() <= 1e-6 * max(1.0, float(analytic[i, j].abs())):
             return (
-                f"autograd says {analytic[i, j].item():.6g}, finite differences "
+                f"autograd gives {analytic[i, j].item():.6g}, finite differences "
                 f"{numeric.item():.6g} (row {i}, token {j})"
             )
     return ""

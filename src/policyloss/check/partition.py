@@ -23,7 +23,7 @@ from torch import Tensor
 
 from policyloss import notebook
 from policyloss.check import diagnosis as words
-from policyloss.check.cutting import Cut, CuttableBatch, Ranks, StepFunction, Steps, flat_gradient
+from policyloss.check.cutting import Cut, CuttableBatch, Peers, StepFunction, Steps, flat_gradient
 from policyloss.check.diagnosis import (
     LOOP,
     RANKS,
@@ -56,7 +56,6 @@ class CutResult:
 class PartitionReport:
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
-    moved: whether the gradient depends on the split, the ranks, or tokens outside the mask.
     diagnosis: the explanations, one paragraph each. notes: limits of this batch.
     gradient: the gradient of the whole batch, `[P]` float64; pass it as `reference=` to a run on
     several ranks.
@@ -157,7 +156,7 @@ def partition_check(
     """
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
-    ranks, data = Ranks(group), CuttableBatch(batch)
+    ranks, data = Peers(group), CuttableBatch(batch)
     ranks.check_same(
         data.lengths.tolist(),
         0.0,
@@ -168,7 +167,7 @@ def partition_check(
             "batch needs 2 sequences with valid tokens to be cut, it has "
             f"{int((data.lengths > 0).sum())}."
         )
-    named = data.default_cuts() if cuts is None else data.checked(cuts)
+    named = data.default_cuts() if cuts is None else data.check_cuts(cuts)
     return _Check(Steps(step_fn, data, ranks, tolerance)).report(named, reference)
 
 
@@ -208,7 +207,7 @@ class _Check:
         alone, full_gradient = self.steps.alone([longest]), self.steps.full_gradient
         if n < 2 or not alone.any():
             return
-        half = self.steps.run_on([self.data.half_masked(longest)])
+        half = self.steps.run_on([self.data.mask_half(longest)])
         if all(abs(float(x.norm() / full_gradient.norm()) - 1) <= 1e-4 for x in (alone, half)):
             raise InputError(
                 f"step_fn gives every gradient the same norm, {float(full_gradient.norm()):.4g}, "
@@ -278,7 +277,7 @@ class _Check:
 
     def _result(self, name: str, pieces: int, gradient: Tensor, expected: Tensor) -> CutResult:
         difference = self.steps.distance(gradient, expected)
-        factor = self.ranks.agreed(float(gradient @ expected / (expected @ expected)))
+        factor = self.ranks.agree(float(gradient @ expected / (expected @ expected)))
         return CutResult(name, pieces, difference, factor, moved=difference > self.tolerance)
 
     def _explain(

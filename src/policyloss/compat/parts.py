@@ -30,7 +30,7 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
     epsilon: float
 
     def __post_init__(self) -> None:
-        validate.number(self, "epsilon", above=0, finite=True)
+        validate.check_field(self, "epsilon", above=0, finite=True)
 
     def __call__(self, t: Layout) -> Tensor:
         return super().__call__(t.with_lengths(t.lengths + self.epsilon))
@@ -59,7 +59,7 @@ def guard(mask: Tensor) -> float:
     return 1e-8 if mask.dtype == torch.float64 else 1e-30
 
 
-def share(x: Tensor, mask: Tensor) -> Tensor:
+def as_share(x: Tensor, mask: Tensor) -> Tensor:
     """`x` in the dtype of a framework's share of tokens: float64 if the mask is, else float32."""
     return x.to(torch.float64 if mask.dtype == torch.float64 else torch.float32)
 

@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 class _WithGradients(torch.autograd.Function):
-    """Gives `value` a backward that returns the known gradients of `leaves` (see `scaled`)."""
+    """Gives `value` a backward that returns the known gradients of `leaves` (see `scale_known`)."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, known: Sequence[Tensor], *leaves: Tensor) -> Tensor:
@@ -41,16 +41,16 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *scaled(ctx.saved_tensors, ctx.count, grads[0])
+        return None, None, *scale_known(ctx.saved_tensors, ctx.count, grads[0])
 
 
 def with_gradients(value: Tensor, known: Sequence[Tensor], leaves: Sequence[Tensor]) -> Tensor:
-    """`value` as a function of `leaves`, whose gradients are `known` (see `scaled`)."""
+    """`value` as a function of `leaves`, whose gradients are `known` (see `scale_known`)."""
     out: Tensor = _WithGradients.apply(value, known, *leaves)  # type: ignore[no-untyped-call]
     return out
 
 
-def scaled(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
+def scale_known(known: Sequence[Tensor], count: int, grad: Tensor | None) -> list[Tensor]:
     """The first `count` tensors of `known`, multiplied by `grad` and by the scale that may follow
     them in `known`: one product over the tokens for each.
     """
@@ -69,7 +69,7 @@ def requiring_grad(inputs: Inputs) -> tuple[str, ...]:
     return tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
 
 
-def numbers_of(totals: Totals, device: torch.device) -> dict[str, Tensor]:
+def totals_tensors(totals: Totals, device: torch.device) -> dict[str, Tensor]:
     """The totals as tensors, because their values change from step to step."""
     numbers: dict[str, Any] = {"totals.tokens": totals.tokens, "totals.sequences": totals.sequences}
     if isinstance(totals.groups, GroupTokens):
@@ -104,15 +104,15 @@ def tokens_and_totals(call: Call) -> tuple[Tokens, Totals | None]:
 
 
 class Results(NamedTuple):
-    """The loss of a call without a graph, its metrics, and the gradients of its leaves as `scaled`
-    takes them.
+    """The loss of a call without a graph, its metrics, and the gradients of its leaves, which are
+    the argument `known` of `scale_known`.
     """
 
     loss: Tensor
     metrics: Metrics
     known: list[Tensor]
 
-    def packed(self) -> Tensor:
+    def pack(self) -> Tensor:
         """The metrics as one tensor, and the loss, because there may be no metrics."""
         return RecordPlaces.pack(self.metrics, self.loss)
 

@@ -20,14 +20,14 @@ from policyloss.arguments import is_compiling
 from policyloss.catalogue import AnyLoss
 from policyloss.compiled.call import (
     Call,
-    numbers_of,
     requiring_grad,
     results_of,
-    scaled,
+    scale_known,
+    totals_tensors,
     with_gradients,
 )
-from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError, traced
-from policyloss.compiled.token_program import TokenKernels, source_of
+from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError, trace
+from policyloss.compiled.token_program import TokenKernels, kernel_source
 from policyloss.errors import PolicyLossError
 from policyloss.functional.collectives import outside_level
 from policyloss.functional.exact import is_exact
@@ -109,7 +109,7 @@ def _reason_to_skip(inputs: Inputs) -> str:
 
 
 def _refusal(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor]) -> str:
-    """Why the kernels do not support a call, without tracing it; "" if they may."""
+    """The reason why the kernels cannot run a call, found without tracing; "" if they may."""
     logp = inputs.logp
     if not spec.is_data:
         return "a slot of the spec holds a callable, which may do anything"
@@ -160,15 +160,15 @@ def fused_gradients(
     if results is None:
         return None
     call, loss, metrics, known = results
-    gradients = dict(zip(call.leaves, scaled(known, len(call.leaves), None), strict=True))
+    gradients = dict(zip(call.leaves, scale_known(known, len(call.leaves), None), strict=True))
     return LossOutput(loss, metrics), {n: g.to(call.tensors[n].dtype) for n, g in gradients.items()}
 
 
 def _results(
     spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
 ) -> tuple[Call, Tensor, Metrics, list[Tensor]] | None:
-    """The call, its loss and metrics, and the gradients as `scaled` takes them; None if the kernels
-    do not support the call.
+    """The call, its loss and metrics, and the gradients (`known` of `scale_known`); None if the
+    kernels do not support the call.
     """
     tensors_here = inputs.tensors()
     if _refusal(spec, inputs, tensors_here):
@@ -187,7 +187,7 @@ def _results(
             raise
         _of_spec(spec)[_key(level, call)] = _gave_up(error)
         return None
-    return call, loss, Metrics.packed(ready.places, packed), known
+    return call, loss, Metrics.from_packed(ready.places, packed), known
 
 
 def _gave_up(error: Exception) -> str:
@@ -200,7 +200,7 @@ def _gave_up(error: Exception) -> str:
 
 def _call(spec: LossSpec, inputs: Inputs, tensors: dict[str, Tensor], step: Totals | None) -> Call:
     if step is not None:
-        numbers = numbers_of(step, inputs.logp.device)
+        numbers = totals_tensors(step, inputs.logp.device)
         if not isinstance(spec.aggregate, PromptMean):  # the only one that reads them
             numbers = {name: x for name, x in numbers.items() if "groups" not in name}
         tensors = {**tensors, **numbers}
@@ -218,7 +218,7 @@ def _of_spec(spec: LossSpec) -> dict[tuple[Any, ...], _Kernels | str]:
 
 
 def _key(level: MetricsLevel, call: Call) -> tuple[Any, ...]:
-    """Equal for calls that share kernels."""
+    """A key that is equal for calls that share kernels."""
     shape = call.tensors["logp"].shape
     kinds = tuple([(name, x.dtype, _outline(x, shape)) for name, x in call.tensors.items()])
     return level, call.dp_size, call.leaves, kinds
@@ -254,10 +254,10 @@ def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Kernels | 
         named = dict(zip(call.tensors, tensors, strict=True))
         results = results_of(spec, level, call._replace(tensors=named))
         places.append(RecordPlaces(results.metrics))
-        return [results.loss, results.packed(), *results.known]
+        return [results.loss, results.pack(), *results.known]
 
     try:
-        run = TokenKernels(source_of(traced(function, list(tensors.values()))))
+        run = TokenKernels(kernel_source(trace(function, list(tensors.values()))))
     except (UnfitGraphError, PolicyLossError) as error:  # the eager path refuses a wrong call
         return str(error)
     except Exception as error:  # torch may raise anything while it traces

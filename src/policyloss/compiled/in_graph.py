@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from policyloss.arguments import tracing
 from policyloss.catalogue import as_spec
-from policyloss.compiled.call import Call, numbers_of, results_of, scaled, with_gradients
+from policyloss.compiled.call import Call, results_of, scale_known, totals_tensors, with_gradients
 from policyloss.errors import PolicyLossError
 from policyloss.functional.exact import is_exact
 from policyloss.inputs import CURRENT, DIFFERENTIATED, Inputs
@@ -85,7 +85,7 @@ def _results(
         step = resolve(totals)
         if step is not None:
             dp_size = step.dp_size
-            tensors = {**tensors, **numbers_of(step, logp.device)}
+            tensors = {**tensors, **totals_tensors(step, logp.device)}
     names = tuple(tensors)
     # All that the names of the metrics depend on.
     kind = f"{text} {level} {dp_size} {leaves} {names} {mask.dtype}"
@@ -93,7 +93,7 @@ def _results(
     if results is None:
         return None
     loss, packed, *gradients = results
-    output = LossOutput(loss, Metrics.packed(_places_of(kind), packed))
+    output = LossOutput(loss, Metrics.from_packed(_places_of(kind), packed))
     # Dynamo of torch 2.6 and 2.8 zips only equal lengths.
     return output, dict(zip(leaves if gradients else (), gradients, strict=True))
 
@@ -140,9 +140,9 @@ def _node(
         return None
     _places[kind] = RecordPlaces(results.metrics)
     loss, of_leaves = results.loss, [named[name] for name in leaves]
-    packed = results.packed()
+    packed = results.pack()
     if not differentiable:
-        gradients = scaled(results.known, len(leaves), None)
+        gradients = scale_known(results.known, len(leaves), None)
         return loss, packed, *(g.to(x.dtype) for g, x in zip(gradients, of_leaves, strict=True))
     return with_gradients(loss, results.known, of_leaves) if leaves else loss, packed
 
@@ -195,14 +195,14 @@ class InTwoStages(TorchDispatchMode):
 
 
 def _cut(x: Tensor, n: int) -> int | str | None:
-    """G, the number of partial results of a reduction or its symbol; None to leave it alone."""
+    """The number G of partial results of a reduction, or its symbol; None for no split."""
     if not all(isinstance(size, int) for size in x.shape):
         return str(x.shape[0]) if x.dim() == 2 else None
     return partials(x.shape[0] if x.dim() > 1 else 1, n) or None if x.numel() == n else None
 
 
 def partials(rows: int, n: int) -> int:
-    """A divisor of n between FEWEST and MOST, made of rows cut or joined evenly; 0 if none."""
+    """A divisor of n from FEWEST to MOST that cuts or joins rows evenly; 0 if n has none."""
     if rows > MOST:
         divisors = (k for k in range(rows // MOST, rows // FEWEST + 1) if k and rows % k == 0)
         return next((rows // k for k in divisors if rows // k <= MOST), 0)

@@ -20,7 +20,7 @@ class UnfitGraphError(Exception):
     """The reason why a graph cannot become two kernels."""
 
 
-def traced(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> GraphModule:
+def trace(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> GraphModule:
     """The operations of `function(*examples)`.
 
     The function runs once, on stand-ins that have shapes but no values, so it must not read a
@@ -160,7 +160,7 @@ class Writer:
             x = self.value(args[0], "tl.float32")
             return f"{x} != {x}"
         if name == "clamp":
-            return self._clamped(node, kind)
+            return self._clamp_text(node, kind)
         if name == "pow" and args[1] in (1, 2):
             x = self.value(args[0], kind)
             return x if args[1] == 1 else f"{x} * {x}"
@@ -170,8 +170,8 @@ class Writer:
         y = self.value(args[1], kind) if len(args) > 1 else ""
         return _ELEMENTWISE[name].format(x=x, y=y)
 
-    def _clamped(self, node: Node, kind: str) -> str:
-        """A NaN stays: no comparison with it holds."""
+    def _clamp_text(self, node: Node, kind: str) -> str:
+        """The text of a clamp. A NaN stays NaN, because no comparison with it holds."""
         bounds = dict(zip(("x", "min", "max"), node.args, strict=False)) | node.kwargs
         text = x = self.value(bounds["x"], kind)
         for bound, sign in (("min", "<"), ("max", ">")):
@@ -240,8 +240,8 @@ class TokenGraph:
         order = ("tl.float64", "tl.float32", "tl.int64", "tl.int32", "tl.int1")
         return next(kind for kind in order if kind in kinds)
 
-    def needed(self, targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]:
-        """All nodes that `targets` depend on, in order, without those behind `known`."""
+    def dependencies(self, targets: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]:
+        """The nodes that `targets` depend on, in order, without `known` and nodes before them."""
         stop, wanted = set(known), set()
         left = list(targets)
         while left:

@@ -40,11 +40,12 @@ BLOCK, SPAN, LAST_BLOCK, WARPS = 512, 4096, 256, 4
 _NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
 
 
-class Source(NamedTuple):
+class KernelSource(NamedTuple):
     """The text of both kernels, and the sizes of their arguments.
 
-    inputs: which arguments of the graph the first and the second kernel read. by_rows: a span is a
-    row. gradients: how many outputs are tokens. numbers: how many others, and packed ones.
+    inputs: the indices of the graph's arguments that the first and the second kernel read. by_rows:
+    whether a span is a row. gradients: the number of token-shaped outputs. numbers: the number of
+    other outputs, and of packed ones.
     """
 
     text: str
@@ -57,8 +58,8 @@ class Source(NamedTuple):
     packed: int
 
 
-def source_of(module: GraphModule) -> Source:
-    """The source of both kernels of a graph; raises an `UnfitGraphError` if there is none."""
+def kernel_source(module: GraphModule) -> KernelSource:
+    """The source of both kernels of a graph; an `UnfitGraphError` if the graph does not fit."""
     graph = TokenGraph(module)
     gradients = [n for n in graph.outputs if graph.kinds[n] == "tokens"]
     numbers = [n for n in graph.outputs if graph.kinds[n] != "tokens"]
@@ -68,7 +69,7 @@ def source_of(module: GraphModule) -> Source:
     first = _first_kernel(graph, gradients, by_rows)
     second = _second_kernel(graph, numbers)
     places = {node: i for i, node in enumerate(graph.inputs)}
-    return Source(
+    return KernelSource(
         f"{HELPERS}\n\n{first.text}\n\n{second.text}\n",
         [places[n] for n in first.inputs],
         [places[n] for n in second.inputs],
@@ -89,18 +90,18 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
     """The pass over the tokens: sums over rows first, in the order in which they are needed."""
     writer = Writer(graph)
     summed = [n.args[0] for n in graph.totals]
-    everything = graph.needed([*gradients, *summed])
+    everything = graph.dependencies([*gradients, *summed])
     inputs = [n for n in everything if n.op == "placeholder"]
     lines = writer.lines
     for i, node in enumerate(inputs):
         if graph.kinds[node] != "tokens":
             at = " + span" if graph.kinds[node] == "rows" else ""
             writer.names[node] = f"v{len(writer.names)}"
-            lines.append(f"    {writer.names[node]} = {_loaded(graph, node, f'in{i}{at}')}")
+            lines.append(f"    {writer.names[node]} = {_load_text(graph, node, f'in{i}{at}')}")
 
     def loop(targets: list[Node], finish: Callable[[str], None]) -> None:
-        """A pass over the span, in which `targets` and what they are made of exist."""
-        parts = graph.needed(targets, writer.names)
+        """Write a pass over the span that computes `targets` and all nodes they depend on."""
+        parts = graph.dependencies(targets, writer.names)
         apart = [n for n in parts if graph.kinds[n] != "tokens"]
         writer.write(apart, "    ")
         before = dict(writer.names)
@@ -110,7 +111,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
         for i, node in enumerate(inputs):
             if node in parts and graph.kinds[node] == "tokens":
                 writer.names[node] = f"v{len(writer.names)}"
-                loaded = _loaded(graph, node, f"in{i} + at", True)
+                loaded = _load_text(graph, node, f"in{i} + at", True)
                 lines.append(f"        {writer.names[node]} = {loaded}")
         writer.write(parts, "        ")
         finish("        ")
@@ -123,7 +124,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
         lines.append(f"    a{n} = {_beginning(graph, node)}")
         loop([node.args[0]], with_arguments(_gather, writer, node, f"a{n}"))
         writer.names[node] = f"r{n}"
-        lines.append(f"    r{n} = {_reduced(node, f'a{n}')}.to({graph.type_of(node)})")
+        lines.append(f"    r{n} = {_reduction_text(node, f'a{n}')}.to({graph.type_of(node)})")
     tokens = [n for n in graph.totals if graph.kinds[n.args[0]] == "tokens"]
     for n, node in enumerate(graph.totals):
         if node in tokens:
@@ -140,9 +141,9 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
     loop([*gradients, *(n.args[0] for n in tokens)], last_loop)
     for n, node in enumerate(graph.totals):
         if node in tokens:
-            value = _reduced(node, f"s{n}")
+            value = _reduction_text(node, f"s{n}")
         else:
-            writer.write(graph.needed([node.args[0]], writer.names), "    ")
+            writer.write(graph.dependencies([node.args[0]], writer.names), "    ")
             value = writer.value(node.args[0], _sum_type(graph, node))
         lines.append(f"    tl.store(partial + {n} * spans + span, ({value}).to(tl.float32))")
     arguments = [
@@ -162,7 +163,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
     return _Kernel("\n".join(text), inputs)
 
 
-def _loaded(graph: TokenGraph, node: Node, where: str, masked: bool = False) -> str:
+def _load_text(graph: TokenGraph, node: Node, where: str, masked: bool = False) -> str:
     mask = ", mask=live, other=0" if masked else ""
     kind = graph.type_of(node)
     # Flags are passed as bytes.
@@ -195,7 +196,7 @@ def _gather(writer: Writer, node: Node, into: str, indent: str) -> None:
     writer.lines.append(f"{indent}{into} = {text}")
 
 
-def _reduced(node: Node, block: str) -> str:
+def _reduction_text(node: Node, block: str) -> str:
     """The reduction of a block to one number. (Triton's maximum of a block ignores NaN.)"""
     if name_of(node) == "sum":
         return f"tl.sum({block})"
@@ -206,12 +207,12 @@ def _reduced(node: Node, block: str) -> str:
 def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
     """The pass over the partial results."""
     writer = Writer(graph)
-    targets = graph.needed([*numbers, *graph.packed], graph.totals)
+    targets = graph.dependencies([*numbers, *graph.packed], graph.totals)
     inputs = [n for n in targets if n.op == "placeholder"]
     lines = writer.lines
     for i, node in enumerate(inputs):
         writer.names[node] = f"v{len(writer.names)}"
-        lines.append(f"    {writer.names[node]} = {_loaded(graph, node, f'in{i}')}")
+        lines.append(f"    {writer.names[node]} = {_load_text(graph, node, f'in{i}')}")
     for n, node in enumerate(graph.totals):
         lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, tl.float64)")
     lines.append("    for at_first in range(0, spans, BLOCK):")
@@ -226,7 +227,7 @@ def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
         lines.append(f"        s{n} = {text}")
     for n, node in enumerate(graph.totals):
         writer.names[node] = f"t{n}"
-        lines.append(f"    t{n} = {_reduced(node, f's{n}')}.to({graph.type_of(node)})")
+        lines.append(f"    t{n} = {_reduction_text(node, f's{n}')}.to({graph.type_of(node)})")
     writer.write(targets, "    ")
     for i, node in enumerate(numbers):
         lines.append(f"    tl.store(numbers + {i}, {writer.value(node, 'tl.float32')})")
@@ -245,7 +246,7 @@ def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
 class TokenKernels:
     """The kernels of a graph, which Triton compiles when they first run."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: KernelSource) -> None:
         self.source = source
         # Triton reads the source of a kernel by its file name.
         name = f"<policyloss kernels {abs(hash(source.text)):x}>"
@@ -260,7 +261,7 @@ class TokenKernels:
     def __call__(self, tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
         """The outputs of the graph, numbers first: [loss, packed, *gradients, *scale].
 
-        tensors: the arguments of the graph. shape: that of the tokens.
+        tensors: the arguments of the graph. shape: the shape of the tokens.
         """
         source, like = self.source, tensors[0]
         n = math.prod(shape)
@@ -296,6 +297,6 @@ class TokenKernels:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """`x` as a kernel reads it: in order, and flags as bytes."""
+    """`x` in the form that a kernel reads: contiguous, and flags as bytes."""
     x = x if x.is_contiguous() else x.contiguous()
     return x.view(torch.uint8) if x.dtype == torch.bool else x

@@ -1,6 +1,6 @@
 """`explain` describes a loss in verifiable words; `diff` compares two losses."""
 
 from policyloss.explanations.difference import Difference, diff
-from policyloss.explanations.explanation import Explanation, explain, shortened
+from policyloss.explanations.explanation import Explanation, explain, shorten_sources
 
-__all__ = ["Difference", "Explanation", "diff", "explain", "shortened"]
+__all__ = ["Difference", "Explanation", "diff", "explain", "shorten_sources"]

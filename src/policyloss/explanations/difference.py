@@ -76,10 +76,10 @@ class Difference:
         rows = []
         for c in self.changes:
             rows.append((c.slot, c.a, c.b))
-            rows += [(f"{c.slot}.{f.field}", str(shown(f.a)), str(shown(f.b))) for f in c.fields]
+            rows += [(f"{c.slot}.{f.field}", str(show(f.a)), str(show(f.b))) for f in c.fields]
         meanings = [f"{c.slot}, {text}" for c in self.changes for text in c.meaning]
         table = notebook.table(("", self.a, self.b), rows)
-        return table + notebook.listed(meanings) + notebook.paragraphs(*self.notes)
+        return table + notebook.html_list(meanings) + notebook.paragraphs(*self.notes)
 
 
 def diff(a: AnyLoss, b: AnyLoss) -> Difference:
@@ -95,7 +95,7 @@ def diff(a: AnyLoss, b: AnyLoss) -> Difference:
     )
 
 
-def shown(value: Any, where: str = "") -> Any:
+def show(value: Any, where: str = "") -> Any:
     """A number as printed in formulas; other values unchanged.
 
     A horizon of None is "not set".
@@ -105,7 +105,7 @@ def shown(value: Any, where: str = "") -> Any:
         return number(value)
     if value is None and where.rpartition(".")[2] == "horizon":
         return "not set"
-    return f"({', '.join(str(shown(v)) for v in value)})" if isinstance(value, tuple) else value
+    return f"({', '.join(str(show(v)) for v in value)})" if isinstance(value, tuple) else value
 
 
 def plain(value: Any) -> Any:
@@ -152,7 +152,7 @@ def part_text(value: Any) -> str:
     if isinstance(value, tuple):
         return " + ".join(part_text(v) for v in value) or "none"
     if value is None or isinstance(value, (str, int, float)):
-        return "none" if value is None else str(shown(value))
+        return "none" if value is None else str(show(value))
     if not has_fields(value):
         return part_name(value)
     fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
@@ -163,7 +163,7 @@ def part_text(value: Any) -> str:
 def _value_text(value: Any) -> str:
     if has_fields(value):
         return part_text(value)
-    return str(shown(value)) if isinstance(value, (int, float)) else repr(value)
+    return str(show(value)) if isinstance(value, (int, float)) else repr(value)
 
 
 def _meaning(slot: str, a: LossSpec, b: LossSpec) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ def _notes(a: LossSpec, b: LossSpec) -> tuple[str, ...]:
 
 def _block(change: SlotChange) -> str:
     lines = [f"{change.slot}: {change.a} -> {change.b}"]
-    lines += [f"  {f.field}: {shown(f.a, f.field)} -> {shown(f.b, f.field)}" for f in change.fields]
+    lines += [f"  {f.field}: {show(f.a, f.field)} -> {show(f.b, f.field)}" for f in change.fields]
     for text in change.meaning:
         lines += textwrap.wrap(
             text, 100, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False

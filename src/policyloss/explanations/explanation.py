@@ -7,14 +7,14 @@ from typing import Any
 
 from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
-from policyloss.explanations.difference import plain, shown
+from policyloss.explanations.difference import plain, show
 from policyloss.explanations.formula import Formula, formula
 from policyloss.explanations.framework_names import FrameworkNames
-from policyloss.explanations.sources import Sourced, sources
+from policyloss.explanations.sources import SourcedValue, sources
 from policyloss.explanations.traits import describe, elsewhere
 from policyloss.explanations.traps import Trap, traps
 from policyloss.explanations.zero_gradient import Condition, ZeroGradient, zero_gradient
-from policyloss.notebook import heading, listed, paragraphs, preformatted, table
+from policyloss.notebook import heading, html_list, html_text, paragraphs, table
 from policyloss.output import section
 from policyloss.spec import LossSpec
 
@@ -43,7 +43,7 @@ class Explanation:
     advantage_source: str
     formula: Formula
     words: dict[str, str]
-    numbers: tuple[Sourced, ...]
+    numbers: tuple[SourcedValue, ...]
     reads: tuple[str, ...]
     zero: ZeroGradient
     elsewhere: tuple[FrameworkNames, ...]
@@ -115,21 +115,21 @@ class Explanation:
         title, *rest = _heading(self)
         remarks = [line for line in _formula(self) if not line.startswith("  ")]
         numbers = [
-            (n.where, shown(n.value), source)
-            for n, source in zip(self.numbers, shortened(self.numbers), strict=True)
+            (n.where, show(n.value), source)
+            for n, source in zip(self.numbers, shorten_sources(self.numbers), strict=True)
         ]
         sections = {
-            "Formula": preformatted(str(self.formula)) + paragraphs(*remarks),
-            "In words": listed(f"{slot}: {text}." for slot, text in self.words.items()),
+            "Formula": html_text(str(self.formula)) + paragraphs(*remarks),
+            "In words": html_list(f"{slot}: {text}." for slot, text in self.words.items()),
             "Reads": paragraphs(", ".join(self.reads)),
             "Numbers": table(("", "value", "source"), numbers),
-            "No gradient": preformatted("\n".join(_zero_lines(self))),
-            "Elsewhere": listed(
+            "No gradient": html_text("\n".join(_zero_lines(self))),
+            "Elsewhere": html_list(
                 f"{e.part}, {who}: {called}"
                 for e in self.elsewhere
                 for who, called in e.names.items()
             ),
-            "Traps": listed(trap.text for trap in self.traps),
+            "Traps": html_list(trap.text for trap in self.traps),
         }
         body = "".join(heading(name) + html for name, html in sections.items() if html)
         return heading(title) + paragraphs(*rest) + body
@@ -183,7 +183,7 @@ def _heading(e: Explanation) -> list[str]:
 def _formula(e: Explanation) -> list[str]:
     lines = [f"  {line}" for line in e.formula.lines]
     for c in e.formula.callables:
-        doc = f" It says: {c.doc}" if c.doc else ""
+        doc = f" Its docstring: {c.doc}" if c.doc else ""
         lines.append(
             f"{c.name} in the {c.slot} slot is a callable, whose formula cannot be printed.{doc}"
         )
@@ -191,21 +191,20 @@ def _formula(e: Explanation) -> list[str]:
         lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
     if any(line.name == "mask" for line in e.formula.lines):
         lines.append(
-            "Sums and counts follow the mask as it stands on their line: below `mask = mask & "
-            "keep`, the survivors."
+            "Sums and counts use the mask of their line: below `mask = mask & keep`, the survivors."
         )
     return lines
 
 
 def _numbers(e: Explanation) -> list[str]:
     width = max(len(n.where) for n in e.numbers)
-    values = [str(shown(n.value, n.where)) for n in e.numbers]
+    values = [str(show(n.value, n.where)) for n in e.numbers]
     column = max(len(v) for v in values)
-    rows = zip(e.numbers, values, shortened(e.numbers), strict=True)
+    rows = zip(e.numbers, values, shorten_sources(e.numbers), strict=True)
     return [f"  {n.where:<{width}}  {value:<{column}}  {source}" for n, value, source in rows]
 
 
-def shortened(numbers: tuple[Sourced, ...]) -> list[str]:
+def shorten_sources(numbers: tuple[SourcedValue, ...]) -> list[str]:
     """The sources, with "the same" for a long source that repeats the row above."""
     above = ["", *(n.source for n in numbers[:-1])]
     return [
@@ -217,7 +216,7 @@ def shortened(numbers: tuple[Sourced, ...]) -> list[str]:
 def _zero_lines(e: Explanation) -> list[str]:
     """When the policy term gives a token no gradient, in lines."""
     if not e.zero.known:
-        return ["A callable decides which tokens get no gradient, so nothing can be said here."]
+        return ["A callable decides which tokens get no gradient, so they are not known here."]
     lines, start = [], "The gradient is shared: a token gets exactly none where"
     if e.zero.alone:
         lines += ["A token gets exactly no gradient from the policy term where"]

@@ -15,13 +15,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from policyloss.explanations.algebra.derive import (
-    Derived,
+    DerivedFormula,
     Lines,
-    derived,
+    derive_formula,
     symbolic_tokens,
     with_names,
 )
-from policyloss.explanations.algebra.expression import Expression, bounded, constant, name, parse
+from policyloss.explanations.algebra.expression import Expression, clamp, constant, name, parse
 from policyloss.parts.data import is_part
 from policyloss.parts.wording import COMMON_NAMES, number
 from policyloss.spec import LossSpec
@@ -67,7 +67,7 @@ _RESERVED = COMMON_NAMES | {"entropy", "log_weight", "weight", "surrogate", "kl"
 _RESERVED |= {"loss", "exp", "log", "tokens"}
 
 
-class Line(NamedTuple):
+class FormulaLine(NamedTuple):
     """One line of a formula."""
 
     name: str
@@ -97,7 +97,7 @@ class Formula:
     callables: functions whose formula could not be derived.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[FormulaLine, ...]
     callables: tuple[CallableInSlot, ...] = ()
     # Second names of lines that two parts inside a part share.
     other_names: dict[str, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ def formula(spec: LossSpec) -> Formula:
     slots = lines_by_slot(spec).values()
     lines = [line for slot_lines, _ in slots for line in slot_lines]
     callables = tuple(c for _, unknown in slots for c in unknown)
-    of_trust = _derived("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
+    of_trust = _derive("trust", spec.trust, getattr(spec.ratio, "anchor", "old"))
     return Formula(_live(lines), callables, {} if of_trust is None else of_trust.other_names)
 
 
@@ -147,7 +147,7 @@ def lines_by_slot(spec: LossSpec) -> dict[str, _Slot]:
 
 
 # The lines of one slot, and the callables in it that could not be derived.
-_Slot = tuple[list[Line], list[CallableInSlot]]
+_Slot = tuple[list[FormulaLine], list[CallableInSlot]]
 
 
 def callable_name(part: Any) -> str:
@@ -161,7 +161,7 @@ def _unknown(slot: str, part: Any) -> CallableInSlot:
     return CallableInSlot(slot, callable_name(part), doc)
 
 
-def _live(lines: list[Line]) -> tuple[Line, ...]:
+def _live(lines: list[FormulaLine]) -> tuple[FormulaLine, ...]:
     """The lines that `loss` depends on."""
     needed, kept = {"loss"}, []
     for line in reversed(lines):
@@ -173,40 +173,43 @@ def _live(lines: list[Line]) -> tuple[Line, ...]:
     return tuple(reversed(kept))
 
 
-def _taken(label: str) -> bool:
+def _is_reserved(label: str) -> bool:
     return label in _RESERVED or label in VOCABULARY or keyword.iskeyword(label)
 
 
-def _derived(slot: str, part: Any, anchor: str = "old") -> Derived | None:
+def _derive(slot: str, part: Any, anchor: str = "old") -> DerivedFormula | None:
     """The formula of a part by its results; None if symbols cannot follow it."""
     # A part of the library is a value, so its lines never change; a user's function may read
     # anything.
-    return (_derived_once if is_part(slot, part) else _derived_anew)(part, anchor)
+    return (_derive_cached if is_part(slot, part) else _derive_uncached)(part, anchor)
 
 
-def _derived_anew(part: Any, anchor: str) -> Derived | None:
-    return derived(part, symbolic_tokens(anchor), _taken)
+def _derive_uncached(part: Any, anchor: str) -> DerivedFormula | None:
+    return derive_formula(part, symbolic_tokens(anchor), _is_reserved)
 
 
-_derived_once = lru_cache(maxsize=1024)(_derived_anew)
+_derive_cached = lru_cache(maxsize=1024)(_derive_uncached)
 
 
-def _renamed(lines: Lines, last: str) -> list[Line]:
+def _rename(lines: Lines, last: str) -> list[FormulaLine]:
     *before, (_, expression) = lines
-    return [*(Line(label, str(x)) for label, x in before), Line(last, str(expression))]
+    return [
+        *(FormulaLine(label, str(x)) for label, x in before),
+        FormulaLine(last, str(expression)),
+    ]
 
 
 def _of_slot(slot: str, part: Any, anchor: str, last: str) -> _Slot:
     """The lines of a part that returns one number per token; the last line is called `last`."""
-    of_part = _derived(slot, part, anchor)
+    of_part = _derive(slot, part, anchor)
     if of_part is None or "loss" not in of_part.lines:
-        return [Line(last, f"{callable_name(part)}(tokens)")], [_unknown(slot, part)]
-    return _renamed(of_part.lines["loss"], last), []
+        return [FormulaLine(last, f"{callable_name(part)}(tokens)")], [_unknown(slot, part)]
+    return _rename(of_part.lines["loss"], last), []
 
 
 def raw_log_ratio(part: Any) -> Expression | None:
     """The ratio slot's log-ratio before its clamp, as one expression; None if not derivable."""
-    of_part = _derived("ratio", part)
+    of_part = _derive("ratio", part)
     if of_part is None:
         return None
     *before, (_, expression) = of_part.lines["loss"]
@@ -217,8 +220,8 @@ def _ratio(spec: LossSpec) -> _Slot:
     limit = clamp_bounds(getattr(spec.ratio, "log_clamp", 20.0))
     low, high = (None if bound is None else constant(bound) for bound in limit)
     lines, callables = _of_slot("ratio", spec.ratio, "old", "log_ratio")
-    clamped = bounded(lines[-1].tree, low, high)
-    ratio = [Line("log_ratio", str(clamped)), Line("ratio", "exp(log_ratio)")]
+    clamped = clamp(lines[-1].tree, low, high)
+    ratio = [FormulaLine("log_ratio", str(clamped)), FormulaLine("ratio", "exp(log_ratio)")]
     return [*lines[:-1], *ratio], callables
 
 
@@ -230,7 +233,7 @@ def clamp_bounds(limit: Any) -> tuple[float | None, float | None]:
 
 
 def _kl(spec: LossSpec) -> _Slot:
-    lines: list[Line] = []
+    lines: list[FormulaLine] = []
     callables: list[CallableInSlot] = []
     for part, line in _pull_lines(spec):
         of_part, unknown = _of_slot("kl", part, getattr(spec.ratio, "anchor", "old"), line)
@@ -250,19 +253,19 @@ class _Verdict(NamedTuple):
     Either is empty if the correction has none.
     """
 
-    weight: list[Line]
-    keep: list[Line]
+    weight: list[FormulaLine]
+    keep: list[FormulaLine]
     derived: bool = True
 
 
 def _verdict(part: Any) -> _Verdict:
-    of_part = _derived("correction", part)
+    of_part = _derive("correction", part)
     if of_part is None:
-        before = Line("verdict", f"{callable_name(part)}(tokens)")
-        weight, keep = ([before, Line(key, f"verdict.{key}")] for key in ("weight", "keep"))
+        before = FormulaLine("verdict", f"{callable_name(part)}(tokens)")
+        weight, keep = ([before, FormulaLine(key, f"verdict.{key}")] for key in ("weight", "keep"))
         return _Verdict(weight, keep, derived=False)
     lines = of_part.lines
-    weight, keep = (_renamed(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
+    weight, keep = (_rename(lines[key], key) if key in lines else [] for key in ("weight", "keep"))
     if weight and weight[-1].expression == "1":  # a guard that passes on NaN, not a weight
         weight = []
     if keep and keep[-1].expression == "True":
@@ -272,11 +275,11 @@ def _verdict(part: Any) -> _Verdict:
 
 def normalises(part: Any) -> bool:
     """Whether a correction divides the weights of the others, after all of them."""
-    return hasattr(part, "normalised")
+    return hasattr(part, "weight_formula")
 
 
 def _corrections(spec: LossSpec) -> _Slot:
-    lines, callables = [Line("log_weight", "old_logp - rollout_logp")], []
+    lines, callables = [FormulaLine("log_weight", "old_logp - rollout_logp")], []
     written: set[str] = set()
     for part in spec.correction:
         if normalises(part):
@@ -289,17 +292,17 @@ def _corrections(spec: LossSpec) -> _Slot:
             last = stated[-1].tree
             joined = Expression(operator, (name(key), last)) if key in written else last
             lines += [line for line in stated[:-1] if line not in lines[-4:]]
-            lines.append(Line(key, str(joined)))
+            lines.append(FormulaLine(key, str(joined)))
             written.add(key)
     if spec.rejected != "keep" and "keep" in written:
         if spec.rejected == "drop_sequence":
-            lines.append(Line("keep", "~seq_any(~keep)"))
-        lines.append(Line("mask", "mask & keep"))
+            lines.append(FormulaLine("keep", "~seq_any(~keep)"))
+        lines.append(FormulaLine("mask", "mask & keep"))
     for part in spec.correction:
         if normalises(part):
             if "keep" in written:
-                lines.append(Line("weight", "where(keep, weight, 0)"))
-            lines.append(Line("weight", part.normalised("weight")))
+                lines.append(FormulaLine("weight", "where(keep, weight, 0)"))
+            lines.append(FormulaLine("weight", part.weight_formula("weight")))
     return lines, callables
 
 
@@ -323,8 +326,8 @@ def _loss(spec: LossSpec) -> _Slot:
     if spec.entropy_coef:
         policy += f" - {number(spec.entropy_coef)} * entropy"
     averaged = "surrogate" if policy == "surrogate" else "token_loss"
-    lines = [] if policy == "surrogate" else [Line("token_loss", policy)]
+    lines = [] if policy == "surrogate" else [FormulaLine("token_loss", policy)]
     if hasattr(spec.aggregate, "averaged"):
-        return [*lines, Line("loss", spec.aggregate.averaged(averaged))], []
+        return [*lines, FormulaLine("loss", spec.aggregate.averaged(averaged))], []
     unknown = _unknown("aggregate", spec.aggregate)
-    return [*lines, Line("loss", f"sum({unknown.name}(tokens) * {averaged})")], [unknown]
+    return [*lines, FormulaLine("loss", f"sum({unknown.name}(tokens) * {averaged})")], [unknown]

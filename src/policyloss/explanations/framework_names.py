@@ -269,7 +269,7 @@ entropy: a bonus | entropy
 """
 
 
-def _read(text: str) -> Iterator[FrameworkNames]:
+def _read_names(text: str) -> Iterator[FrameworkNames]:
     for entry in re.split(r"\n(?! )", text.strip()):
         head, *names = (" ".join(line.split()) for line in re.split(r"\n {4}(?! )", entry))
         part, _, described = head.partition(": ")
@@ -277,4 +277,4 @@ def _read(text: str) -> Iterator[FrameworkNames]:
         yield FrameworkNames(part, what, needs, dict(name.split(": ", 1) for name in names))
 
 
-ELSEWHERE = tuple(_read(_TEXT))
+ELSEWHERE = tuple(_read_names(_TEXT))

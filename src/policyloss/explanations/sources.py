@@ -14,7 +14,7 @@ from policyloss.spec import LossSpec
 DEFAULT = "library default"
 
 
-class Sourced(NamedTuple):
+class SourcedValue(NamedTuple):
     """One choice or number: its place ("trust" or "trust.eps_low"), its value, and its source."""
 
     where: str
@@ -22,9 +22,9 @@ class Sourced(NamedTuple):
     source: str
 
 
-def sources(spec: LossSpec, base: Preset | None) -> tuple[Sourced, ...]:
+def sources(spec: LossSpec, base: Preset | None) -> tuple[SourcedValue, ...]:
     """Every choice and number of `spec` with its source, compared with the preset `base` if any."""
-    rows: list[Sourced] = []
+    rows: list[SourcedValue] = []
     for slot in VARIANTS:
         if slot == "ratio" and not spec.reads_ratio:
             continue
@@ -49,32 +49,34 @@ def part_name(part: Any) -> str:
 
 def _of_part(
     slot: str, label: str, part: Any, other: Any, theirs: tuple[Any, ...], base: Preset | None
-) -> list[Sourced]:
+) -> list[SourcedValue]:
     name = part_name(part)
     if not has_fields(part):
-        return [Sourced(label, name, "your own function")]
+        return [SourcedValue(label, name, "your own function")]
     if base is not None and other is not None:
-        rows = [Sourced(label, name, base.sources.get(slot, DEFAULT))]
+        rows = [SourcedValue(label, name, base.sources.get(slot, DEFAULT))]
         for f in _fields_with_a_row(part, base, slot):
             rows += _field(slot, label, part, other, f, base)
         return rows
     if base is not None:
         had = " and ".join(part_name(t) for t in theirs) or "none"
-        rows = [Sourced(label, name, f"set by you (preset {base.name} has {had})")]
+        rows = [SourcedValue(label, name, f"set by you (preset {base.name} has {had})")]
     else:
         is_default = getattr(LossSpec(), slot, None) == part
-        rows = [Sourced(label, name, DEFAULT if is_default else "set by you")]
+        rows = [SourcedValue(label, name, DEFAULT if is_default else "set by you")]
     for f in _fields_with_a_row(part, None, slot):
         value = getattr(part, f.name)
         where = f"{label}.{f.name}"
         if has_fields(value):
             rows += _of_part(f"{slot}.{f.name}", where, value, None, (), None)
         else:
-            rows.append(Sourced(where, value, DEFAULT if value == f.default else "set by you"))
+            rows.append(SourcedValue(where, value, DEFAULT if value == f.default else "set by you"))
     return rows
 
 
-def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Preset) -> list[Sourced]:
+def _field(
+    slot: str, label: str, part: Any, other: Any, field: Any, base: Preset
+) -> list[SourcedValue]:
     value, theirs = getattr(part, field.name), getattr(other, field.name, field.default)
     where, key = f"{label}.{field.name}", f"{slot}.{field.name}"
     if has_fields(value):
@@ -83,17 +85,17 @@ def _field(slot: str, label: str, part: Any, other: Any, field: Any, base: Prese
     if value != theirs:
         left_open = field.name == "horizon" and theirs is None
         had = "leaves it to your run" if left_open else f"has {theirs!r}"
-        return [Sourced(where, value, f"set by you (preset {base.name} {had})")]
+        return [SourcedValue(where, value, f"set by you (preset {base.name} {had})")]
     of_slot = base.sources.get(slot, DEFAULT)
     if value == field.default and (field.name in GUARDS or isinstance(value, str)):
         of_slot = DEFAULT
-    return [Sourced(where, value, base.sources.get(key) or of_slot)]
+    return [SourcedValue(where, value, base.sources.get(key) or of_slot)]
 
 
 def _fields_with_a_row(part: Any, base: Preset | None, slot: str) -> list[Any]:
-    """The fields that get a row: numbers that have an effect, and choices that need a word.
+    """The fields that get a row: numbers that have an effect, and choices worth a row.
 
-    A choice needs one if it is not the default, or if it has a source.
+    A choice is worth a row if it is not the default, or if it has a source.
     """
 
     def worth(field: Any) -> bool:
@@ -106,9 +108,9 @@ def _fields_with_a_row(part: Any, base: Preset | None, slot: str) -> list[Any]:
     return [f for f in dataclasses.fields(part) if worth(f)]
 
 
-def _of_setting(spec: LossSpec, base: Preset | None, slot: str) -> Sourced:
+def _of_setting(spec: LossSpec, base: Preset | None, slot: str) -> SourcedValue:
     value = getattr(spec, slot)
     if base is not None and value == getattr(base.spec, slot):
-        return Sourced(slot, value, base.sources.get(slot, DEFAULT))
+        return SourcedValue(slot, value, base.sources.get(slot, DEFAULT))
     had = "" if base is None else f" (preset {base.name} has {getattr(base.spec, slot)!r})"
-    return Sourced(slot, value, f"set by you{had}")
+    return SourcedValue(slot, value, f"set by you{had}")

@@ -203,7 +203,7 @@ aggregate: LocalSeqMeanTokenMean
 """
 
 
-def _read(text: str) -> Iterator[Trap]:
+def _read_traps(text: str) -> Iterator[Trap]:
     for paragraph in re.split(r"\n(?! )", text.strip()):
         head, _, lines = paragraph.partition("\n")
         slot, _, alternatives = head.partition(": ")
@@ -211,4 +211,4 @@ def _read(text: str) -> Iterator[Trap]:
             yield Trap(slot, needs, " ".join(lines.split()))
 
 
-TRAPS = tuple(_read(_TEXT))
+TRAPS = tuple(_read_traps(_TEXT))

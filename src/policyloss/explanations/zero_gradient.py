@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from policyloss.explanations.algebra.expression import FALSE, binary, constant, unstopped
+from policyloss.explanations.algebra.expression import FALSE, binary, constant, without_stops
 from policyloss.explanations.formula import clamp_bounds, formula, raw_log_ratio, rejects
 from policyloss.parts.wording import NO_ADVANTAGE, Condition, Slopes
 from policyloss.spec import LossSpec
@@ -82,12 +82,12 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
 def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
     """The same slopes, with the names of the formula's lines."""
 
-    def renamed(conditions: Conditions | None) -> Conditions | None:
+    def rename(conditions: Conditions | None) -> Conditions | None:
         if conditions is None:
             return None
-        return tuple(c.renamed(lambda line: other_names.get(line, line)) for c in conditions)
+        return tuple(c.rename(lambda line: other_names.get(line, line)) for c in conditions)
 
-    return s._replace(through_logp=renamed(s.through_logp), through_ratio=renamed(s.through_ratio))
+    return s._replace(through_logp=rename(s.through_logp), through_ratio=rename(s.through_ratio))
 
 
 def _any_of(conditions: Conditions) -> str:
@@ -102,7 +102,7 @@ def _once(conditions: Conditions) -> Conditions:
 
 
 def _of_token(s: Slopes, clamp: Conditions) -> Conditions:
-    """Where a token that shares its gradient with no other gets none."""
+    """Where a token gets no gradient, if it shares its gradient with no other token."""
     if s.when:
         clamp = tuple(c.where(s.when) for c in clamp)
     if s.through_ratio is None:
@@ -131,7 +131,7 @@ def _beyond_clamp(part: Any) -> Conditions:
     raw = raw_log_ratio(part)
     if raw is None:
         return ()
-    value, bounds = unstopped(raw), zip("<>", clamp_bounds(part.log_clamp), strict=True)
+    value, bounds = without_stops(raw), zip("<>", clamp_bounds(part.log_clamp), strict=True)
     tests = [binary(sign, value, constant(bound)) for sign, bound in bounds if bound is not None]
     texts = [f"({test})" for test in tests if test != FALSE]
     return (Condition(" | ".join(texts), "the log-ratio is beyond its clamp"),) if texts else ()

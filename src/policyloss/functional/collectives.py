@@ -67,8 +67,8 @@ def gather_rows(columns: Sequence[Tensor], group: Any = None, **alike: int) -> G
     columns: `[n]` or `[n, k]` each, with the same n; each becomes `[Σn]` or `[Σn, K]`. Ranks may
     have different n, also 0, and different k: narrower columns are filled up with 0 (or False) to
     the width K of the widest.
-    alike: numbers that must be equal on all ranks, named by what they count. If they differ, every
-    rank raises an error.
+    alike: numbers that must be equal on all ranks, by name. If they differ, every rank raises an
+    error.
     This takes two collectives: the sizes, then all columns together. Numbers travel as 64 bits
     each, which keeps them exactly.
     """
@@ -149,7 +149,7 @@ def all_sum(x: Tensor, group: Any = None) -> Tensor:
 
 def all_max(x: Tensor, group: Any) -> Tensor:
     """The largest `x` of the ranks of `group`, element by element; NaN where a rank has NaN."""
-    # A maximum over ranks may lose a NaN, so whether there was one travels beside it.
+    # A maximum over ranks may lose a NaN, so a flag for NaN is reduced with it.
     pair = torch.stack([torch.where(x.isnan(), torch.inf, x), x.isnan().to(x.dtype)])
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     return torch.where(pair[1] > 0, torch.nan, pair[0])
@@ -167,7 +167,7 @@ def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Te
 
 
 def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
-    """A threshold pair: the k largest pairs, and no others, are not below it (see `at_least`).
+    """A threshold pair that the k largest pairs, and no others, reach (`reaches_threshold`).
 
     Its score is halfway between the k-th and the next score, so that scores may be computed again
     and differ in their last digits. If these two are equal, it is the k-th pair. Arguments as in
@@ -199,7 +199,7 @@ def _largest(
     return score.gather(0, index), tie.gather(0, index)
 
 
-def at_least(score: Tensor, tie: Tensor, least: tuple[Tensor, Tensor]) -> Tensor:
+def reaches_threshold(score: Tensor, tie: Tensor, least: tuple[Tensor, Tensor]) -> Tensor:
     """Where the pair (score, tie) is not below `least`."""
     return (score > least[0]) | ((score == least[0]) & (tie >= least[1]))
 

@@ -22,7 +22,7 @@ def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
 
 
 def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Where low ≤ x ≤ high (bool); None does not bind, and NaN is within, so that it shows."""
+    """A flag where low ≤ x ≤ high; None is no bound. NaN counts as within, so the loss shows it."""
     keep = torch.ones_like(x, dtype=torch.bool)
     if low is not None:
         keep = keep & ~(x < low)

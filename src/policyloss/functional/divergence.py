@@ -104,7 +104,7 @@ def on_support(
     keep: which entries belong to the support; None for all. With a tail, the entries outside the
     support count as one entry of probability 1 − Σ p, at least the rounding error of 1.
     """
-    student, teacher = (_kept(x, keep) for x in (student, teacher))
+    student, teacher = (_keep_entries(x, keep) for x in (student, teacher))
     if measure.has_tail:
         student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
     return terms(student, teacher, measure).sum(-1)
@@ -114,7 +114,7 @@ def support_slopes(
     student: Tensor, teacher: Tensor, measure: Measure, keep: Tensor | None = None
 ) -> Tensor:
     """The derivative of `on_support` by the student's log-probabilities. → `[..., K]`."""
-    student, teacher = (_kept(x, keep) for x in (student, teacher))
+    student, teacher = (_keep_entries(x, keep) for x in (student, teacher))
     p = student.exp()
     if not measure.has_tail:
         each = slopes(student, teacher, measure)
@@ -166,14 +166,14 @@ def _times(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _to_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """`log m − log p_s` and `log m − log p_t`, both exactly 0 where the two are equal."""
+    """`log m − log p_s` and `log m − log p_t`; both are exactly 0 where p_s equals p_t."""
     higher = gap > 0
     above = (1 - beta) * torch.expm1(-gap.clamp(min=0))
     nearer = torch.log1p(torch.where(higher, above, beta * torch.expm1(gap.clamp(max=0))))
     return nearer + torch.where(higher, gap, 0), nearer - torch.where(higher, 0, gap)
 
 
-def _kept(x: Tensor, keep: Tensor | None) -> Tensor:
+def _keep_entries(x: Tensor, keep: Tensor | None) -> Tensor:
     return x if keep is None else torch.where(keep, x, -torch.inf)
 
 

@@ -49,7 +49,7 @@ def limbs(x: Tensor) -> Tensor:
     return torch.stack(parts, -1)
 
 
-def folded(x: Tensor) -> Tensor:
+def fold(x: Tensor) -> Tensor:
     """The numbers that limbs stand for, `[..., 3]` → `[...]`."""
     high, middle, low = x.unbind(-1)
     return (high + middle) + low
@@ -60,7 +60,7 @@ def as_limbs(x: Tensor) -> Tensor:
     return x if x.dim() else torch.stack([x, torch.zeros_like(x), torch.zeros_like(x)])
 
 
-def added(a: Tensor, b: Tensor) -> Tensor:
+def add(a: Tensor, b: Tensor) -> Tensor:
     """`a + b`, each a 0-dim number or limbs."""
     return a + b if a.dim() == b.dim() else as_limbs(a) + as_limbs(b)
 
@@ -82,9 +82,9 @@ def unit_of(top: Tensor) -> Tensor:
 
 
 def exact_sum(x: Tensor, *groups: Any) -> Tensor:
-    """`Σ x` over this rank and those of every group, 0-dim, float64, without a gradient.
+    """`Σ x` over this rank and the ranks of every group, 0-dim, float64, without a gradient.
 
-    The same bits for every layout of the same numbers.
+    The result has the same bits for every layout of the same numbers.
     """
     flat = x.detach().reshape(-1).to(torch.float64)
     top = flat.abs().amax() if flat.numel() else flat.sum()
@@ -95,7 +95,7 @@ def exact_sum(x: Tensor, *groups: Any) -> Tensor:
     sums = limbs(flat / unit).sum(0)
     for group in shared:
         sums = all_sum(sums, group)
-    return folded(sums) * unit
+    return fold(sums) * unit
 
 
 class _ExactTotal(torch.autograd.Function):
@@ -124,11 +124,11 @@ def _exact_sequence_sum(x: Tensor, sequences: Sequences, group: Any) -> Tensor:
     else:
         how: Any = {"offsets": sequences.offsets, "axis": 0, "unsafe": True, "initial": 0}
         sums = torch.segment_reduce(parts.reshape(-1, parts.shape[-1]), "sum", **how)
-    return (folded(all_sum(sums, group)) * unit).to(x.dtype)
+    return (fold(all_sum(sums, group)) * unit).to(x.dtype)
 
 
 class _ExactSequenceSum(torch.autograd.Function):
-    """Its adjoint gives each token the gradient of its sequence."""
+    """The exact sum of each sequence. Its adjoint gives each token the gradient of its sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequences: Sequences) -> Tensor:
@@ -143,7 +143,7 @@ class _ExactSequenceSum(torch.autograd.Function):
 
 
 class _ExactSpread(torch.autograd.Function):
-    """Its adjoint is an exact sum on this rank."""
+    """`Sequences.spread` with an exact sum on this rank as its adjoint."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, sequences: Sequences) -> Tensor:
@@ -170,14 +170,14 @@ class Arithmetic:
     def totals_over(
         self, groups: Sequence[Any], *xs: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """The sum of each of `xs` over this rank and those of every group, 0-dim, in `dtype`."""
+        """The sums of `xs` over this rank and the ranks of every group, 0-dim each, in `dtype`."""
         sums = torch.stack([self.total(x, dtype=dtype) for x in xs])
         for group in groups:
             sums = all_sum(sums, group)
         return sums.unbind()
 
     def scaled_totals_over(self, groups: Sequence[Any], *xs: Tensor) -> tuple[Tensor, ...]:
-        """`totals_over` of numbers of any size; may take a collective more for each of `xs`."""
+        """`totals_over` for numbers of any size; may take one more collective for each of `xs`."""
         return self.totals_over(groups, *xs)
 
     def weighted_total(
@@ -189,7 +189,7 @@ class Arithmetic:
     def step_share(
         self, x: Tensor, weight: Tensor, shared: Tensor | None, loss: Tensor, dp_size: float
     ) -> Tensor:
-        """The part of the step's loss that `loss = Σ weight·x·shared` is: `loss / dp_size`.
+        """The share of this call, with `loss = Σ weight·x·shared`, in the step's: `loss / dp_size`.
 
         0-dim, or limbs `[3]`, which records merge.
         """
@@ -212,6 +212,10 @@ class Arithmetic:
         """`Sequences.expand` of numbers that carry a gradient."""
         return sequences.spread(s)
 
+    def record_sum(self, sums: Tensor) -> Tensor:
+        """A record's sum from its limbs `[3]`: 0-dim, or the limbs in the exact mode."""
+        return fold(sums)
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """`1 / (1 + e⁻ˣ)`."""
         return torch.sigmoid(x)
@@ -231,7 +235,7 @@ class _ExactArithmetic(Arithmetic):
     def totals_over(
         self, groups: Sequence[Any], *xs: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return tuple(map(folded, super().totals_over(groups, *xs)))
+        return tuple(map(fold, super().totals_over(groups, *xs)))
 
     def scaled_totals_over(self, groups: Sequence[Any], *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(exact_sum(x, *groups) for x in xs)
@@ -259,6 +263,9 @@ class _ExactArithmetic(Arithmetic):
         spread: Tensor = _ExactSpread.apply(s, sequences)  # type: ignore[no-untyped-call]
         return spread
 
+    def record_sum(self, sums: Tensor) -> Tensor:
+        return sums
+
     def sigmoid(self, x: Tensor) -> Tensor:
         # torch.sigmoid has other bits at the end of a tensor, on a CPU.
         return 1 / (1 + torch.exp(-x))
@@ -284,7 +291,7 @@ def arithmetic() -> Arithmetic:
 
 
 class _Block(ContextDecorator):
-    """The block that began last decides; threads may leave theirs in any order."""
+    """A context of `exact`. The context that began last decides; threads may end in any order."""
 
     def __init__(self, on: bool) -> None:
         self.arithmetic = _EXACT if on else _ORDINARY
@@ -321,16 +328,19 @@ def is_exact() -> bool:
     return _Mode.arithmetic.is_exact
 
 
-def stays_eager(function: F) -> F:
-    """`function`, which no compiler traces in the exact mode.
-
-    A compiler chooses kernels and the order of sums by itself, so the bits would depend on the
-    shape.
+def must_stay_eager() -> bool:
+    """Whether a compiler traces a call in the exact mode. Its choice of kernels and of the order of
+    sums would make the bits depend on the shape.
     """
+    return torch.compiler.is_compiling() and is_exact()
+
+
+def stays_eager(function: F) -> F:
+    """`function`, which no compiler traces in the exact mode."""
 
     @wraps(function)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and is_exact():
+        if must_stay_eager():
             return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 

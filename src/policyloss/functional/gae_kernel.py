@@ -24,7 +24,7 @@ TOKENS_PER_THREAD = 8
 
 @triton.jit
 def _then(decay_after, x_after, decay, x):
-    """Two steps of `y → x + decay·y` as one: first the step of the later tokens, then this one."""
+    """Compose two steps `y → x + decay·y`: the step of the later tokens runs first."""
     return decay * decay_after, x + decay * x_after
 
 
@@ -48,7 +48,7 @@ def _tokens(
 def _store_poison(
     mask_ptr, advantages_ptr, returns_ptr, begin, end, blocks, poison, BLOCK: tl.constexpr
 ):
-    """One NaN or inf makes the whole sequence NaN, so that no part of it looks sound."""
+    """Write NaN to a whole sequence that holds a NaN or inf."""
     tl.debug_barrier()
     for i in range(blocks):
         at = begin + (blocks - 1 - i).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -67,9 +67,9 @@ def _gae_kernel(
 
     `for t in reversed(valid): A[t] = r[t] + gamma*V[t+1] - V[t] + gamma*lam*A[t+1]`,
     and `returns = A + V`.
-    What is scanned is `z_t = (1−λ)·V_t + λ·(r_t + γ·z_{t+1})` at valid tokens and `z_t = z_{t+1}`
-    at masked ones; then `returns_t = r_t + γ·z_{t+1}`. The scan runs over the token *after* each
-    token, so that it yields z_{t+1} in the place of t.
+    The scan computes `z_t = (1−λ)·V_t + λ·(r_t + γ·z_{t+1})` at valid tokens and `z_t = z_{t+1}`
+    at masked ones; then `returns_t = r_t + γ·z_{t+1}`. At index t it reads token t+1, so its result
+    at t is z_{t+1}.
     """
     sequence = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = returns_ptr.dtype.element_ty

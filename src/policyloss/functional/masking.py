@@ -11,6 +11,8 @@ from torch import Tensor
 
 from policyloss.arguments import is_compiling
 
+LogClamp = float | tuple[float | None, float | None] | None
+
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any of `tensors` is float64, else float32: half precision is never subtracted."""
@@ -52,7 +54,7 @@ def difference(
     return torch.where(mask, a.to(dtype) - b.to(dtype), zero)
 
 
-def bound(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | None) -> Tensor:
+def bound(log_ratio: Tensor, limit: LogClamp) -> Tensor:
     """Clamp a log-ratio: None is no clamp, a number ±number, a pair (low, high)."""
     if limit is None:
         return log_ratio
@@ -86,7 +88,7 @@ def holds(condition: Tensor) -> bool:
 
 
 def count(flags: Tensor) -> Tensor:
-    """How many of `flags` are True, or of numbers not 0.
+    """The number of `flags` that are True; for numbers, the number that are not 0.
 
     (`flags.sum()` would copy them to int64 first; a compiler sums int32 lanes best.)
     """
@@ -96,24 +98,24 @@ def count(flags: Tensor) -> Tensor:
 
 
 def neither_0_nor_1(mask: Tensor) -> Tensor:
-    """How many entries are neither 0 nor 1: only those make `m·(1 − m)` zero. 0-dim."""
+    """The number of entries that are neither 0 nor 1, 0-dim: `m·(1 − m)` is 0 only at 0 and 1."""
     return count(mask * (1 - mask) != 0)
 
 
 def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest and the smallest of the valid tokens; (−inf, inf) if there are none."""
+    """The largest and the smallest of the valid tokens; (−inf, inf) without a valid token."""
     if x.numel() == 0:
         return x.new_full((), -torch.inf), x.new_full((), torch.inf)
     return torch.where(mask, x, -torch.inf).amax(), torch.where(mask, x, torch.inf).amin()
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """How many of `x` are NaN or infinite: only for these is `x - x` not 0."""
+    """The number of entries of `x` that are NaN or infinite: `x - x` is 0 for all others."""
     return count(x - x)
 
 
-def beyond(log_ratio: Tensor, limit: float | tuple[float | None, float | None] | None) -> Tensor:
-    """Where a log-ratio lies outside its clamp (bool); NaN does not."""
+def outside_clamp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
+    """A flag where a log-ratio lies outside its clamp; False for NaN."""
     if isinstance(limit, (int, float)):
         return log_ratio.abs() > limit
     return (log_ratio - bound(log_ratio, limit)).abs() > 0

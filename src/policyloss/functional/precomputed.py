@@ -15,8 +15,8 @@ from policyloss.functional.triton_modules import kernels
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.autograd.function.once_differentiable`, without its cost where it has nothing to do.
 
-    The gradients are constants there: a derivative of them would be wrong, so it is an error. Only
-    a backward that records itself (`create_graph=True`) could ask for one.
+    The gradients are constants, so a second derivative would be wrong and is an error. Only a
+    backward with `create_graph=True` could need one.
     """
     refusing = torch.autograd.function.once_differentiable(backward)
 
@@ -64,7 +64,7 @@ def _scaled_gradient(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     narrow = x.device.type == "cuda" and x.is_contiguous() and x.dtype != torch.float64
     kernel = kernels("policyloss.functional.scale_kernel") if narrow else None
     if kernel is not None:
-        kernel.scaled(x, factor, out)
+        kernel.write_scaled(x, factor, out)
     else:
         torch.mul(x, factor, out=out)
     return out

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.masking import bound, where_equal
+from policyloss.functional.masking import LogClamp, bound, where_equal
 from policyloss.functional.precomputed import first_derivative_only
-
-LogClamp = float | tuple[float | None, float | None] | None
 
 
 class _BoundedExp(torch.autograd.Function):
     """`exp(clamp(d))`, with its slope saved for the backward.
 
-    The slope is known with the value: it is the value inside the bounds, and 0 beyond. Saving it
-    spares what autograd would need to compute it again. Without a (tight) clamp the value may
+    The slope is the value inside the bounds, and 0 beyond. Saving it takes less memory than the
+    tensors from which autograd would compute it. Without a (tight) clamp the value may
     overflow; a token that a trust region cut off (gradient 0) then keeps gradient 0 instead of
     0·inf.
     """

@@ -16,7 +16,7 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit
-def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+def _scale_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     """Write `x * factor` of one block to `out`; in place, a factor of 1 leaves nothing to write."""
     if IN_PLACE:  # noqa: SIM102 (the first is known to the compiler, the second is not)
         if tl.load(factor_ptr).to(tl.float32) == 1:
@@ -27,12 +27,12 @@ def _scaled_kernel(x_ptr, factor_ptr, out_ptr, n, IN_PLACE: tl.constexpr, BLOCK:
     tl.store(out_ptr + at, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-def scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
+def write_scaled(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Write `x * factor` to `out`: contiguous, of one size, at most float32; factor 0-dim."""
     n = x.numel()
     if n:
         in_place = x.data_ptr() == out.data_ptr()
         with on_device_of(x):
-            _scaled_kernel[(triton.cdiv(n, BLOCK),)](
+            _scale_kernel[(triton.cdiv(n, BLOCK),)](
                 x, factor, out, n, IN_PLACE=in_place, BLOCK=BLOCK, num_warps=WARPS
             )

@@ -69,7 +69,7 @@ def segment_sum(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a sum of `x`: that of `x`, but int64 for flags and integers (exact counts)."""
+    """The dtype of a sum of `x`: int64 for flags and integers (exact counts), else `x.dtype`."""
     return x.dtype if x.is_floating_point() else torch.int64
 
 

@@ -19,6 +19,6 @@ def kernels(module: str) -> Any:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which the current device, where kernels are launched, is that of x."""
+    """A context in which kernels are launched on the device of x."""
     elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else nullcontext()

@@ -49,8 +49,7 @@ def _clip_formula(
 class _Clipped(torch.autograd.Function):
     """`_clip_formula` with its slope in r: −A where the loss equals −A·r, else 0.
 
-    The slope is known with the value, so it is saved; autograd would save six tensors and select
-    among them to compute it again.
+    The slope is saved for the backward; autograd would save six tensors to compute it again.
     """
 
     @staticmethod
@@ -223,7 +222,7 @@ def tapered_negative(
 
 
 def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
-    """`positive` where A > 0, else `negative`; a NaN of either shows, also where not taken."""
+    """`positive` where A > 0, else `negative`; NaN where either is NaN."""
     take_positive = torch.where(advantages > 0, ~negative.isnan(), positive.isnan())
     return torch.where(take_positive, positive, negative)
 
@@ -265,7 +264,7 @@ def step_covariance(advantages: Tensor, logp: Tensor, means: dict[str, Tensor]) 
     return torch.where(at_mean & ~cov.isnan(), 0, cov)
 
 
-def draw(seed: int, *keys: Tensor) -> Tensor:
+def draws(seed: int, *keys: Tensor) -> Tensor:
     """A non-negative random int64 for each token, made from `seed` and the bits of `keys` only.
 
     A token gets the same draw padded or packed, in any micro-batch and on any rank, which a random

@@ -1,30 +1,24 @@
 """The gradients of hidden states, weight and bias from the derivatives of all rows.
 
 `dZ = row_gradient(logits, dlogp, dentropy)`, then `dhidden = dZ @ weight`,
-`dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`. The routine of each plan:
-
-    one_pass            GradientSums          each window adds its share while its logits exist
-    stash               gradients_from_stash  from the probabilities that the forward kept
-    recompute           gradients_by_columns  from recomputed logits, some columns at a time
-    recompute, exact()  gradients_in_parts    from recomputed logits, in tiles
-
-The first backward of "stash" overwrites the stash: another one, through a retained graph,
-recomputes the logits.
+`dweight = dZ.T @ hidden`, `dbias = dZ.sum(0)`. `plans.KINDS` lists the routine of each plan.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from policyloss.head.head import Derivatives, Head, Index, Rows, half_scale, windows
+from policyloss.head.head import Derivatives, Head, HeadRows, Index, half_scale, windows
 from policyloss.head.matmul import Room, add_product, product, rounded_product
 from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradient
-from policyloss.head.teacher.comparison import Compared
+from policyloss.head.teacher.comparison import Compared, Comparison
+from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import tree
 
 
@@ -44,17 +38,14 @@ class GradientTypes(NamedTuple):
         )
 
 
-TeacherColumns = Callable[[slice], Compared]
-
-
 def _times(derivatives: Derivatives, scale: float) -> list[Tensor | None]:
     return [None if d is None else d * scale for d in derivatives]
 
 
-class Gradients(NamedTuple):
-    """The gradients of some rows `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
+class HeadGradients(NamedTuple):
+    """The gradients of some hidden states `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
 
-    None for a gradient that is not wanted.
+    None for a gradient that is not needed.
     """
 
     hidden: Tensor | None
@@ -62,21 +53,58 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def gradients_by_columns(
-    head: Head,
-    rows: Rows,
-    s: Statistics,
-    derivatives: Derivatives,
-    columns: int,
-    wanted: GradientTypes,
-    teacher: TeacherColumns | None = None,
-) -> Gradients:
+@dataclass(frozen=True)
+class BackwardInputs:
+    """The inputs of a routine that computes gradients in a backward.
+
+    index: the R rows to differentiate, None for all. statistics, derivatives, divergences (with a
+    teacher): of all rows. rows, columns: how many rows of logits, or columns of R rows, fit into
+    memory. stash: the probabilities and the slopes of the divergence, `[R, V]` each, if kept.
+    """
+
+    head: Head
+    wanted: GradientTypes
+    index: Tensor | None
+    statistics: Statistics
+    derivatives: Derivatives
+    rows: int
+    columns: int
+    stash: tuple[Tensor | None, Tensor | None]
+    comparison: Comparison | None
+    divergences: PairStatistics | Entries | None
+
+    def select(self) -> tuple[HeadRows, Statistics, list[Tensor | None]]:
+        """The rows at `index`, their statistics and their derivatives."""
+        at = slice(None) if self.index is None else self.index
+        derivatives = [None if d is None else d[at] for d in self.derivatives]
+        return self.head.rows(at), self.statistics.of_rows(at), derivatives
+
+    def teacher_columns(self) -> Callable[[slice], Compared] | None:
+        """The comparison of the rows at `index` for given columns; None without a teacher."""
+        comparison, divergences = self.comparison, self.divergences
+        if comparison is None or divergences is None:
+            return None
+        at = slice(None) if self.index is None else self.index
+        numbers = type(divergences)(*(x[at] for x in divergences))
+        room = comparison.room(numbers.divergence.shape[0], self.columns)
+        is_full, first = isinstance(numbers, PairStatistics), self.head.vocabulary.first
+
+        def compare(c: slice) -> Compared:
+            teacher = comparison.teacher_rows(at, room, c) if is_full else None
+            return Compared(comparison.measure, numbers, teacher, first + c.start)
+
+        return compare
+
+
+def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
     """Compute the logits again, for all rows and some vocabulary entries at a time.
 
-    The gradient of an entry is then one product, and no sum of it is kept: this uses the least
-    memory of all plans. Only `dhidden` is summed, in float32. teacher: the same columns of the
-    teacher of `rows`.
+    This uses the least memory of all plans: the gradient of an entry is one product. Only `dhidden`
+    is summed, in float32.
     """
+    head, wanted, columns = inputs.head, inputs.wanted, inputs.columns
+    teacher = inputs.teacher_columns()
+    rows, s, derivatives = inputs.select()
     x, w = rows.hidden, head.weight
     scale = half_scale(x.dtype, *derivatives)
     derivatives = _times(derivatives, scale)
@@ -101,36 +129,28 @@ def gradients_by_columns(
             dbias[c] = column_sum(dz, head.dtype, scale)
     if dhidden is not None:
         dhidden = head.vocabulary.sum_shares(dhidden).to(wanted.hidden)
-    return Gradients(dhidden, dweight, dbias)
+    return HeadGradients(dhidden, dweight, dbias)
 
 
-def gradients_in_parts(
-    head: Head,
-    index: Tensor | None,
-    s: Statistics,
-    derivatives: Derivatives,
-    rows: int,
-    wanted: GradientTypes,
-) -> Gradients:
-    """Compute the gradients in the exact mode, with the logits of one part of the vocabulary at a
-    time.
+def gradients_in_parts(inputs: BackwardInputs) -> HeadGradients:
+    """Compute the gradients in the exact mode, one part of the vocabulary at a time.
 
-    Each product has the same shape as in the other plans, a tile of rows by a part. index: the
-    rows that have a gradient, None for all. s, derivatives: cover all rows, not only `index`.
-    rows: how many whole rows of logits fit into memory; of a part, more rows fit.
+    Each product has the shape that it has in the other plans, a tile of rows by a part.
     """
+    head, wanted, index, s = inputs.head, inputs.wanted, inputs.index, inputs.statistics
     tiles, w = head.tiles, head.weight
     assert tiles is not None
     live = head.ids.shape[0] if index is None else index.shape[0]
     largest = max(c.stop - c.start for c in tiles.parts)
-    all_windows = windows(live, rows * (w.shape[0] // largest), tiles)
+    all_windows = windows(live, inputs.rows * (w.shape[0] // largest), tiles)
     room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
     # Sums over ranks or windows are rounded at the end.
     wide = (head.vocabulary.group is not None, len(all_windows) > 1, True)
     kinds = zip(wanted, wide, strict=True)
     sums = GradientTypes(*(head.dtype if dtype and is_wide else dtype for dtype, is_wide in kinds))
-    dhidden = None if sums.hidden is None else torch.zeros_like(head.hidden, dtype=sums.hidden)
-    dweight = None
+    dhidden = dweight = None
+    if sums.hidden is not None:
+        dhidden = head.hidden.new_empty(live, w.shape[1], dtype=sums.hidden)
     if sums.weight is not None:
         # The first window writes all of it.
         dweight = (torch.empty_like if all_windows else torch.zeros_like)(w, dtype=sums.weight)
@@ -139,7 +159,7 @@ def gradients_in_parts(
     def add(window: slice) -> None:
         at = window if index is None else index[window]
         of_rows, here = head.rows(at), s.of_rows(at)
-        of_window = [None if d is None else d[at] for d in derivatives]
+        of_window = [None if d is None else d[at] for d in inputs.derivatives]
         x, n = of_rows.hidden, window.stop - window.start
 
         def share(i: int) -> Tensor:
@@ -163,7 +183,7 @@ def gradients_in_parts(
             return out
 
         if dhidden is not None:
-            dhidden[at] = tree(share, 0, len(tiles.parts))[:n].to(dhidden.dtype)
+            dhidden[window] = tree(share, 0, len(tiles.parts))[:n].to(dhidden.dtype)
         else:
             for i in range(len(tiles.parts)):
                 share(i)
@@ -173,7 +193,7 @@ def gradients_in_parts(
     if dhidden is not None:
         dhidden = tiles.sum_shares(dhidden, head.vocabulary)
     results = zip((dhidden, dweight, dbias), wanted, strict=True)
-    return Gradients(*(None if x is None else x.to(dtype) for x, dtype in results))
+    return HeadGradients(*(None if x is None else x.to(dtype) for x, dtype in results))
 
 
 def column_sum(dz: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -209,7 +229,13 @@ class GradientSums:
         self.filled = 0
 
     def add(
-        self, at: Index, rows: Rows, z: Tensor, room: Room, s: Statistics, derivatives: Derivatives
+        self,
+        at: Index,
+        rows: HeadRows,
+        z: Tensor,
+        room: Room,
+        s: Statistics,
+        derivatives: Derivatives,
     ) -> None:
         """Add one window with the logits z.
 
@@ -262,7 +288,7 @@ class GradientSums:
         if self.bias is not None:
             self.bias += column_sum(dz, self.head.dtype, scale)
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> HeadGradients:
         """The gradients of all windows together."""
         self._flush()
         if self.weight is None and self.wanted.weight is not None:
@@ -272,7 +298,7 @@ class GradientSums:
             hidden = tiles.sum_shares(hidden, vocabulary)
         elif hidden is not None:
             hidden = vocabulary.sum_shares(hidden)
-        return Gradients(hidden, self.weight, self.bias)
+        return HeadGradients(hidden, self.weight, self.bias)
 
 
 def _one_index(places: list[Index], ids: Tensor) -> Index:
@@ -286,7 +312,7 @@ def _one_index(places: list[Index], ids: Tensor) -> Index:
     return torch.cat([everywhere[at] for at in places])
 
 
-def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> None:
+def keep_probabilities(z: Tensor, out: Tensor, rows: HeadRows, s: Statistics) -> None:
     """Write `p / temperature`, the gradient of −logp away from the target, to `out` in its type.
 
     Rounded probabilities are as good as a rounded gradient. Rounded logits would not be: an error
@@ -296,24 +322,18 @@ def keep_probabilities(z: Tensor, out: Tensor, rows: Rows, s: Statistics) -> Non
     row_gradient(z, out, nowhere, s, -one, None, rows.scaling)
 
 
-def gradients_from_stash(
-    head: Head,
-    rows: Rows,
-    s: Statistics,
-    derivatives: Derivatives,
-    kept: tuple[Tensor | None, Tensor | None],
-    wanted: GradientTypes,
-) -> Gradients:
-    """The gradients from the tensors that the forward kept, `[R, V]` each: the probabilities, and
-    the derivatives of the divergence by the logits.
+def gradients_from_stash(inputs: BackwardInputs) -> HeadGradients:
+    """The gradients from the stash of the forward.
 
     The gradient of the logits overwrites the probabilities. Forward and backward take three
     matmuls, and the teacher's.
     """
+    head, wanted = inputs.head, inputs.wanted
+    rows, s, derivatives = inputs.select()
     x, w = rows.hidden, head.weight
     scale = half_scale(x.dtype, *derivatives)
     dlogp, dentropy, ddivergence = (*_times(derivatives, scale), None)[:3]
-    probabilities, slopes = kept
+    probabilities, slopes = inputs.stash
     # The gradient of the logits is `of_rows[:, None] * stash`. Scaling the hidden states is
     # cheaper than another read and write of the stash.
     of_rows: Tensor | None = None
@@ -337,7 +357,7 @@ def gradients_from_stash(
         rounded_product(stash.t(), _times_rows(x, of_rows), dweight, 1 / scale)
     if wanted.bias is not None:
         dbias = column_sum(_times_rows(stash, of_rows), head.dtype, scale).to(wanted.bias)
-    return Gradients(dhidden, dweight, dbias)
+    return HeadGradients(dhidden, dweight, dbias)
 
 
 def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
@@ -346,7 +366,7 @@ def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
 
 
 def _probabilities_to_gradients(
-    stash: Tensor, rows: Rows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
+    stash: Tensor, rows: HeadRows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
 ) -> None:
     """Turn the kept probabilities of all rows, q = p/temperature, into dz, in place.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.matmul import Room, mixed, product
+from policyloss.head.matmul import Room, product, sums_half_in_float32
 from policyloss.head.softmax_rows import (
     Partials,
     Scaling,
@@ -24,7 +24,7 @@ from policyloss.head.softmax_rows import (
     row_partials,
     row_statistics,
 )
-from policyloss.head.support import Kept, Support
+from policyloss.head.support import KeptEntries, Support
 from policyloss.head.tiles import Tiles
 from policyloss.head.vocab_parallel import Vocabulary
 
@@ -81,20 +81,24 @@ class Head:
         columns = self.weight.shape[0] if columns is None else columns
         return Room(rows, columns, self.hidden, self.dtype)
 
-    def rows(self, index: Index) -> Rows:
+    def rows(self, index: Index) -> HeadRows:
         """The rows at `index`."""
         first = self.vocabulary.first
         ids = self.ids[index]
         kept = None if self.support is None else self.support.of_rows(index, first)
-        return Rows(self.hidden[index], ids - first if first else ids, self.scaling(index), kept)
+        return HeadRows(
+            self.hidden[index], ids - first if first else ids, self.scaling(index), kept
+        )
 
-    def forward(self, rows: Rows, room: Room, entropy: bool = True) -> tuple[Tensor, Statistics]:
+    def forward(
+        self, rows: HeadRows, room: Room, entropy: bool = True
+    ) -> tuple[Tensor, Statistics]:
         """The logits of `rows`, in `room`, and their statistics."""
         z = self.logits(rows, room)
         p = self.window_partials(rows, z, entropy)
         return z, row_statistics(p if isinstance(p, Partials) else self.merge([(rows.ids, p)]))
 
-    def window_partials(self, rows: Rows, z: Tensor, entropy: bool) -> Partials | Tensor:
+    def window_partials(self, rows: HeadRows, z: Tensor, entropy: bool) -> Partials | Tensor:
         """The numbers of one window from which, with its ids, `merge` computes partials."""
         if self.tiles is not None:
             return self.tiles.partials(z, rows.ids, rows.scaling, entropy)
@@ -113,7 +117,7 @@ class Head:
         ids = torch.cat([ids for ids, _ in windows])
         return tiles.merge(torch.cat(tables, -1), ids, self.vocabulary)
 
-    def logits(self, rows: Rows, room: Room) -> Tensor:
+    def logits(self, rows: HeadRows, room: Room) -> Tensor:
         """The logits of `rows`, in `room`."""
         n, columns = rows.hidden.shape[0], self.weight.shape[0]
         z = room.logits(n, columns)
@@ -126,7 +130,7 @@ class Head:
         return z
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """Some rows of a head.
 
     hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: the scaling of the
@@ -137,17 +141,17 @@ class Rows(NamedTuple):
     hidden: Tensor
     ids: Tensor
     scaling: Scaling
-    kept: Kept | None = None
+    kept: KeptEntries | None = None
     compared: Compared | None = None
 
-    def of_rows(self, rows: slice) -> Rows:
+    def of_rows(self, rows: slice) -> HeadRows:
         """Some of the rows, without a teacher; their logits are already computed."""
         assert self.compared is None
-        return Rows(self.hidden[rows], self.ids[rows], self.scaling.of_rows(rows))
+        return HeadRows(self.hidden[rows], self.ids[rows], self.scaling.of_rows(rows))
 
-    def of_columns(self, columns: slice) -> Rows:
+    def of_columns(self, columns: slice) -> HeadRows:
         """The same rows and some vocabulary entries, without a teacher."""
-        return Rows(self.hidden, self.ids - columns.start, self.scaling.of_columns(columns))
+        return HeadRows(self.hidden, self.ids - columns.start, self.scaling.of_columns(columns))
 
     def dlogits(self, z: Tensor, room: Room, s: Statistics, derivatives: Derivatives) -> Tensor:
         """The gradient of the logits z, in the type of hidden, written over z."""
@@ -201,7 +205,7 @@ def operands(
     cast = operand_dtype(hidden)
     if cast is not None:
         x, w = x.to(cast), w.to(cast)
-    if not mixed(x):
+    if not sums_half_in_float32(x):
         x, w = x.to(compute_dtype(x)), w.to(compute_dtype(w))
     return x, w, b
 

@@ -95,7 +95,7 @@ def store_partials(out_ptr, row, R, top, total, z_row, bias_ptr, softcap, scale,
 
 
 @triton.jit
-def _merged(top, total, moment, u, scale, ENTROPY: tl.constexpr, GUARDED: tl.constexpr):
+def _merge_tile(top, total, moment, u, scale, ENTROPY: tl.constexpr, GUARDED: tl.constexpr):
     """The running reference, sum and moment of each lane `[L]` after the tile `u` `[L, K, E]`.
 
     All are in powers of two.
@@ -135,11 +135,11 @@ def _walk(
     for start in range(0, full, K * L * E):
         column = start + within
         u = load_logits(z_row, bias_ptr, softcap, column, column < V, False)
-        top, total, moment = _merged(top, total, moment, u, scale, ENTROPY, GUARDED)
+        top, total, moment = _merge_tile(top, total, moment, u, scale, ENTROPY, GUARDED)
     if full < V:
         column = full + within
         u = load_logits(z_row, bias_ptr, softcap, column, column < V, True)
-        top, total, moment = _merged(top, total, moment, u, scale, ENTROPY, True)
+        top, total, moment = _merge_tile(top, total, moment, u, scale, ENTROPY, True)
     row_top, back, decay = row_decay(top)
     row_moment = 0.0
     if ENTROPY:

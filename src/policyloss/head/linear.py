@@ -6,6 +6,7 @@ The logits of all tokens are never in memory at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -14,19 +15,12 @@ from torch import Tensor
 
 from policyloss.arguments import check_group
 from policyloss.functional.exact import is_exact, stays_eager
-from policyloss.head.backward import (
-    GradientTypes,
-    TeacherColumns,
-    gradients_by_columns,
-    gradients_from_stash,
-    gradients_in_parts,
-    keep_probabilities,
-)
+from policyloss.head.backward import BackwardInputs, GradientTypes, keep_probabilities
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
-from policyloss.head.plans import Plan, Work, free_bytes, logprob_plan
+from policyloss.head.plans import RECOMPUTE, STASH, Plan, Work, free_bytes, logprob_plan
 from policyloss.head.softmax_rows import Partials, Statistics, row_statistics
 from policyloss.head.support import Support, SupportArgument
-from policyloss.head.teacher.comparison import Compared, Comparison, compute_rows, start_checks
+from policyloss.head.teacher.comparison import Comparison, compute_rows, start_checks
 from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
@@ -174,7 +168,7 @@ class _LinearLogprobs(torch.autograd.Function):
         comparison = outputs.comparison
         zeros = torch.zeros(n, device=hidden.device, dtype=head.dtype)
         logp, spread, lse = zeros, zeros.clone(), zeros.clone()
-        kept = [plan.keeps_probabilities and x for x in (outputs.logp, comparison is not None)]
+        kept = [plan.kind is STASH and x for x in (outputs.logp, comparison is not None)]
         shape = (live, head.weight.shape[0])
         stash, slopes = (head.weight.new_empty(shape) if keep else None for keep in kept)
         room = head.room(min(plan.rows, live))
@@ -233,48 +227,31 @@ class _LinearLogprobs(torch.autograd.Function):
         dlogp, dentropy, ddivergence = grads
         if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
-        # A second backward through a retained graph has no stash, and recomputes the logits.
-        stash, ctx.stash = ctx.stash, (None, None)
-        if all(kept is None for kept in stash):
-            index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
-        if head.tiles is not None:
-            everywhere = Statistics(logp, spread, lse)
-            gradients = gradients_in_parts(
-                head, index, everywhere, (dlogp, dentropy), ctx.plan.rows, wanted
-            )
-            dhidden = gradients.hidden
+        plan, stash = ctx.plan, ctx.stash
+        if plan.kind is STASH:
+            # The gradient overwrites the stash: a second backward recomputes the logits.
+            ctx.plan, ctx.stash = replace(plan, name=RECOMPUTE.name), (None, None)
         else:
-            at = slice(None) if index is None else index
-            rows = head.rows(at)
-            s = Statistics(logp[at], None if dentropy is None else spread[at], lse[at])
-            derivatives = [None if d is None else d[at] for d in (dlogp, dentropy, ddivergence)]
-            if all(kept is None for kept in stash):
-                teacher = _teacher_of(ctx, head, at)
-                gradients = gradients_by_columns(
-                    head, rows, s, derivatives, ctx.plan.columns, wanted, teacher
-                )
-            else:
-                gradients = gradients_from_stash(head, rows, s, derivatives, stash, wanted)
-            dhidden = gradients.hidden
-            dhidden = None if dhidden is None else at_rows(dhidden, index, ids.shape[0])
-        dhidden = None if dhidden is None else dhidden.view(ctx.shape)
+            index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
+        inputs = BackwardInputs(
+            head,
+            wanted,
+            index,
+            Statistics(logp, None if dentropy is None else spread, lse),
+            (dlogp, dentropy, ddivergence),
+            plan.rows,
+            plan.columns,
+            stash,
+            ctx.comparison,
+            ctx.known,
+        )
+        routine = plan.kind.backward if head.tiles is None else plan.kind.exact
+        assert routine is not None
+        gradients = routine(inputs)
+        dhidden = gradients.hidden
+        if dhidden is not None:
+            dhidden = at_rows(dhidden, index, ids.shape[0]).view(ctx.shape)
         return dhidden, gradients.weight, gradients.bias, None, None, None, None, None
-
-
-def _teacher_of(ctx: Any, head: Head, at: Index) -> TeacherColumns | None:
-    """The teacher of the rows at `at`, by columns of the vocabulary; None without one."""
-    comparison, known = ctx.comparison, ctx.known
-    if comparison is None or known is None:
-        return None
-    numbers = type(known)(*(x[at] for x in known))
-    room = comparison.room(numbers.divergence.shape[0], ctx.plan.columns)
-
-    def columns(c: slice) -> Compared:
-        is_full = isinstance(numbers, PairStatistics)
-        teacher = comparison.teacher_rows(at, room, c) if is_full else None
-        return Compared(comparison.measure, numbers, teacher, head.vocabulary.first + c.start)
-
-    return columns
 
 
 def write_at(numbers: Any, at: Index, known: Any, n: int) -> Any:

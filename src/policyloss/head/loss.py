@@ -15,7 +15,7 @@ from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
-from policyloss.head.backward import GradientSums, GradientTypes
+from policyloss.head.backward import GradientTypes
 from policyloss.head.head import Head
 from policyloss.head.linear import (
     HEAD_OPTIONS,
@@ -31,7 +31,7 @@ from policyloss.head.support import SupportArgument
 from policyloss.head.teacher.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.validate import check_mask
 from policyloss.head.windows import (
-    Batch,
+    TokenBatch,
     batch_of,
     entropy_has_slope,
     run_windows,
@@ -42,7 +42,7 @@ from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tenso
 from policyloss.loss import LossOutput, loss_of, ready_spec
 from policyloss.metrics import refuse_invalid
 from policyloss.parts.correction import GivenWeight
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
@@ -119,7 +119,7 @@ def linear_policy_loss(
         skip_zero_advantage,
     )
     batch, work, chosen = call.decide(plan)
-    if batch is None or chosen.computes_gradient_in_backward:
+    if batch is None or chosen.kind.sums is None:
         return call.compose(chosen, metrics)
     return call.run_windows(batch, work, chosen, metrics)
 
@@ -197,7 +197,7 @@ class _HeadLoss:
     on_policy: bool
     skip: bool
 
-    def decide(self, plan: str | Plan) -> tuple[Batch | None, Work, Plan]:
+    def decide(self, plan: str | Plan) -> tuple[TokenBatch | None, Work, Plan]:
         """Find the rows that matter, and choose the plan.
 
         The batch is None if a window does not determine the gradient of its tokens.
@@ -263,7 +263,7 @@ class _HeadLoss:
         return self.inputs.replace(**known, **old)
 
     def run_windows(
-        self, batch: Batch, work: Work, plan: Plan, metrics: MetricsLevel
+        self, batch: TokenBatch, work: Work, plan: Plan, metrics: MetricsLevel
     ) -> HeadOutput:
         """The loss window by window; a window's gradient is computed while its logits exist."""
         head, tokens = self.head, self.inputs.logp.shape
@@ -275,7 +275,8 @@ class _HeadLoss:
 
         def run(check: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
             everything = plan.gathered >= work.with_gradient
-            sums = GradientSums(head, wanted, plan.gathered, all_gathered=everything)
+            assert plan.kind.sums is not None
+            sums = plan.kind.sums(head, wanted, plan.gathered, all_gathered=everything)
             known = run_windows(head, batch, all_windows, sums, self.comparison, check)
             gradients = sums.gradients()  # by now the memory of the logits is free
             pairs = zip(self.sources, gradients, strict=True)

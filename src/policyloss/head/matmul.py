@@ -18,12 +18,12 @@ WIDE_BYTES = 64 << 20  # of float32 sums that are not yet rounded
 CPU_BYTES = 63 << 20  # of logits, in any plan; with the blocks they are worked on in, 64 MiB
 
 
-def mixed(a: Tensor) -> bool:
+def sums_half_in_float32(a: Tensor) -> bool:
     """Whether the device multiplies half precision into float32: CUDA, since torch 2.8."""
     return a.device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
-def _aligned(a: Tensor) -> bool:
+def _needs_alignment(a: Tensor) -> bool:
     """Whether a dimension that is not a multiple of 8 makes products slow: half precision on CUDA.
 
     Such products take up to eight times as long.
@@ -47,7 +47,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
     A vocabulary of 50257 entries is multiplied as 50240 and 17.
     """
-    if _aligned(a):
+    if _needs_alignment(a):
         if (cut := _cut(a.shape[0])) is not None:
             for part in cut:
                 product(a[part], b, out[part])
@@ -62,7 +62,7 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> None:
             return
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
-    elif mixed(a) and out.dtype == torch.float32:
+    elif sums_half_in_float32(a) and out.dtype == torch.float32:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     elif a.element_size() < out.element_size():
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
@@ -113,7 +113,7 @@ def _sums_in_float32() -> Iterator[None]:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
     """`total += (a @ b)·scale` in total's precision."""
-    if _aligned(a):
+    if _needs_alignment(a):
         if (cut := _cut(a.shape[0])) is not None:
             for part in cut:
                 add_product(total[part], a[part], b, scale)
@@ -124,7 +124,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None
             return
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=scale)
-    elif mixed(a) and total.dtype == torch.float32:
+    elif sums_half_in_float32(a) and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=total.dtype, alpha=scale, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=scale)

@@ -7,6 +7,7 @@ size. One unit of matmul is 2·N·V·D floating-point operations.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,14 +15,19 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError, unknown_name
-from policyloss.head.backward import GradientTypes
+from policyloss.head.backward import (
+    BackwardInputs,
+    GradientSums,
+    GradientTypes,
+    HeadGradients,
+    gradients_by_columns,
+    gradients_from_stash,
+    gradients_in_parts,
+)
 from policyloss.head.head import Head
 from policyloss.head.matmul import CPU_BYTES, WIDE_BYTES
 from policyloss.head.softmax_rows import explain_kernels
 from policyloss.head.teacher.comparison import Comparison
-
-LOSS_PLANS = ("one_pass", "recompute", "stash")
-LOGPROB_PLANS = ("recompute", "stash")
 
 # Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated
 # weight gradient; beyond 4096 there is little left to gain. The forward alone has no such passes,
@@ -35,6 +41,30 @@ GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows
 LEAST_ROWS = 128
 # The share of free memory that a plan may count on; the rest is the caller's and the allocator's.
 SHARE, STASH_SHARE = 0.8, 0.25
+CHOSEN = "chosen by the caller"
+
+BackwardRoutine = Callable[[BackwardInputs], HeadGradients]
+
+
+class PlanKind(NamedTuple):
+    """The plans of one name, and the routines that compute their gradient.
+
+    sums: adds up the gradients of windows in the forward of `linear_policy_loss`; None if the
+    backward computes the gradient. backward, exact: its routine, and the one within `exact()`.
+    """
+
+    name: str
+    sums: type[GradientSums] | None
+    backward: BackwardRoutine | None
+    exact: BackwardRoutine | None
+
+
+ONE_PASS = PlanKind("one_pass", GradientSums, None, None)
+RECOMPUTE = PlanKind("recompute", None, gradients_by_columns, gradients_in_parts)
+STASH = PlanKind("stash", None, gradients_from_stash, None)
+# Computes no gradient, unless the caller passes it to a call that needs one.
+FORWARD = PlanKind("forward", GradientSums, gradients_by_columns, gradients_in_parts)
+KINDS = {kind.name: kind for kind in (ONE_PASS, RECOMPUTE, STASH, FORWARD)}
 
 
 @dataclass(frozen=True)
@@ -68,14 +98,9 @@ class Plan:
     kernels: str = ""
 
     @property
-    def computes_gradient_in_backward(self) -> bool:
-        """Whether the backward computes the gradient, and not only scales that of the forward."""
-        return self.name in ("recompute", "stash")
-
-    @property
-    def keeps_probabilities(self) -> bool:
-        """Whether the forward keeps probabilities for the backward."""
-        return self.name == "stash"
+    def kind(self) -> PlanKind:
+        """The routines of plans of this name."""
+        return KINDS[self.name]
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
@@ -159,59 +184,64 @@ def free_bytes(like: Tensor) -> int:
 
 def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     """The plan of `linear_logprobs`."""
-    early = " linear_logprobs cannot use the gradient early: the loss is yours."
-    _name_of(plan, LOGPROB_PLANS, early if plan == "one_pass" else "")
+    kind = _kind_of(plan, (RECOMPUTE, STASH))
     why = "the loss on logp is not known here"
-    return _plan_without_choice(head, work, plan) or _stash_or_recompute(head, work, why)
+    return _plan_without_choice(head, work, plan, kind) or _stash_or_recompute(head, work, why)
 
 
 def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) -> Plan:
     """The plan of `linear_policy_loss`. reach: the tokens that a token's loss depends on, "token",
     "sequence" or "batch"; why: the reason for "batch", for messages.
     """
-    name = _name_of(plan, LOSS_PLANS)
-    if name == "one_pass" and reach == "batch":
+    kind = _kind_of(plan, (ONE_PASS, RECOMPUTE, STASH))
+    if kind is ONE_PASS and reach == "batch":
         raise InputError(
             f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'."
         )
-    sequences = name == "one_pass" and reach == "sequence"
+    sequences = kind is ONE_PASS and reach == "sequence"
     if isinstance(plan, Plan) and sequences and plan.rows < work.longest:
         raise InputError(
             f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, "
             f"and one has {work.longest} tokens."
         )
-    only = _plan_without_choice(head, work, plan)
+    only = _plan_without_choice(head, work, plan, kind)
     if only is not None:
         return only
     if reach == "batch":
         return _stash_or_recompute(head, work, why)
-    return _one_pass(head, work, reach, forced=name == "one_pass")
+    return _one_pass(head, work, reach, forced=kind is ONE_PASS)
 
 
-def _name_of(plan: str | Plan, valid: tuple[str, ...], why: str = "") -> str:
-    """The name of `plan`. Raise an error that ends in `why` unless it is one of `valid`."""
-    if not isinstance(plan, (str, Plan)):
+def _kind_of(plan: str | Plan, valid: tuple[PlanKind, ...]) -> PlanKind | None:
+    """The kind of `plan`, None for "auto"; an error unless it is one of `valid`."""
+    name = plan.name if isinstance(plan, Plan) else plan
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    # Only the library chooses FORWARD, and a plan that it chose may be passed again.
+    other = kind is FORWARD if isinstance(plan, Plan) else name == "auto"
+    if kind in valid or other:
+        return kind
+    names = ["auto", *(kind.name for kind in valid)]
+    if not isinstance(name, str):
         raise InputError(
-            f"plan must be a name ('auto', {', '.join(map(repr, LOSS_PLANS))}) or a Plan, got "
+            f"plan must be a name ({', '.join(map(repr, names))}) or a Plan, got "
             f"{type(plan).__name__}."
         )
-    name = plan.name if isinstance(plan, Plan) else plan
-    # Only the library chooses "forward", and a plan that it chose may be passed again.
-    if name not in valid and name != ("forward" if isinstance(plan, Plan) else "auto"):
-        raise InputError(
-            unknown_name("plan", name, valid if isinstance(plan, Plan) else ("auto", *valid)) + why
-        )
-    return name
+    early = " linear_logprobs cannot use the gradient early: the loss is yours."
+    message = unknown_name("plan", name, names)
+    raise InputError(message + early if kind is ONE_PASS else message)
 
 
-def _plan_without_choice(head: Head, work: Work, plan: str | Plan) -> Plan | None:
+def _plan_without_choice(
+    head: Head, work: Work, plan: str | Plan, kind: PlanKind | None
+) -> Plan | None:
     """The plan if the caller has chosen one or nothing needs a gradient; else None."""
     if isinstance(plan, Plan):
         return _complete_plan(head, work, plan)
     if not work.any_gradient:
         return _forward(head, work)
-    make = {"stash": _stash, "recompute": _recompute}.get(plan)
-    return None if make is None else make(head, work, "asked for")
+    if kind is STASH:
+        return _stash(head, work, CHOSEN)
+    return _recompute(head, work, CHOSEN) if kind is RECOMPUTE else None
 
 
 def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
@@ -241,7 +271,7 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
     if reach == "sequence":
         known = "windows hold whole sequences"
     reason = f"{known}, so it is known as soon as its logits are"
-    return _add_figures(head, work, Plan("one_pass", rows, 0, gathered, reason=reason))
+    return _add_figures(head, work, Plan(ONE_PASS.name, rows, 0, gathered, reason=reason))
 
 
 def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
@@ -254,7 +284,7 @@ def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
 
 def _recompute(head: Head, work: Work, reason: str) -> Plan:
     rows = _rows(head, work, GPU_LEAST_ROWS)
-    return _add_figures(head, work, Plan("recompute", rows, _columns(head, work), reason=reason))
+    return _add_figures(head, work, Plan(RECOMPUTE.name, rows, _columns(head, work), reason=reason))
 
 
 def _columns(head: Head, work: Work) -> int:
@@ -281,12 +311,12 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
     _check_stash(head)
     # The backward needs more room than windows of both models' logits do.
     rows = _rows(head, work, GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS)
-    return _add_figures(head, work, Plan("stash", rows, _columns(head, work), reason=reason))
+    return _add_figures(head, work, Plan(STASH.name, rows, _columns(head, work), reason=reason))
 
 
 def _forward(head: Head, work: Work) -> Plan:
     rows, reason = _rows(head, work, GPU_FORWARD_ROWS), "nothing requires a gradient"
-    return _add_figures(head, work, Plan("forward", rows, 0, reason=reason))
+    return _add_figures(head, work, Plan(FORWARD.name, rows, 0, reason=reason))
 
 
 def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:
@@ -296,17 +326,18 @@ def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:
             f"plan has rows={plan.rows}, columns={plan.columns}; give at least one row."
         )
     too_few = plan.gathered < min(plan.rows, work.with_gradient)
-    if plan.gathered and (plan.name != "one_pass" or head.hidden.dtype == torch.float16 or too_few):
+    half = head.hidden.dtype == torch.float16
+    if plan.gathered and (plan.kind is not ONE_PASS or half or too_few):
         raise InputError(
             f"plan has gathered={plan.gathered} with name={plan.name!r}, rows={plan.rows} and "
             f"{head.hidden.dtype} hidden states; only one_pass gathers, at least as many rows as "
             "a window holds, and not in float16, which is scaled window by window. Use "
             "gathered=0."
         )
-    if plan.keeps_probabilities:
+    if plan.kind is STASH:
         _check_stash(head)
     columns = plan.columns or _columns(head, work)
-    bare = Plan(plan.name, plan.rows, columns, plan.gathered, reason="asked for")
+    bare = Plan(plan.name, plan.rows, columns, plan.gathered, reason=CHOSEN)
     return _add_figures(head, work, bare)
 
 
@@ -361,13 +392,13 @@ def _add_figures(head: Head, work: Work, plan: Plan) -> Plan:
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
     of_teacher = forward * work.teacher_matmul
     extra = _window_bytes(head, work, plan.rows)
-    if plan.name == "one_pass":
+    if plan.kind is ONE_PASS:
         extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
-    elif plan.keeps_probabilities:
+    elif plan.kind is STASH:
         share = forward  # everything kept is multiplied
         kept = work.computed * head.vocabulary.largest * head.weight.element_size()
         extra += kept * work.stashes
-    elif plan.name == "recompute":
+    elif plan.kind is RECOMPUTE:
         backward += 1
         of_teacher += share * work.teacher_matmul
         n, d = work.with_gradient, head.hidden.shape[1]
@@ -375,7 +406,7 @@ def _add_figures(head: Head, work: Work, plan: Plan) -> Plan:
         wide = WIDE_BYTES if _accumulator_bytes(head, work) else 0
         columns = min(plan.columns, head.weight.shape[0])
         extra = max(extra, n * columns * _logit_bytes(head, work) + sums + wide)
-    elif plan.name == "forward":
+    else:
         backward = 0
     return replace(
         plan,

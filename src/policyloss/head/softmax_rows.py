@@ -51,7 +51,7 @@ class Scaling(NamedTuple):
         """The same for some of the vocabulary."""
         return self if self.bias is None else self._replace(bias=self.bias[columns])
 
-    def repeated(self, count: int) -> Scaling:
+    def repeat_rows(self, count: int) -> Scaling:
         """The same where each row has become `count` rows that follow each other."""
         t = self.inverse_temperature
         if not isinstance(t, Tensor):
@@ -114,7 +114,7 @@ def row_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Par
         return partials
     if z.shape[0] == 1 and z.device.type == "cpu":
         # Several threads share the sum of a lone row, in another order than in several rows.
-        twice = row_partials(z.expand(2, -1), ids.expand(2), scaling.repeated(2), entropy)
+        twice = row_partials(z.expand(2, -1), ids.expand(2), scaling.repeat_rows(2), entropy)
         return Partials(*(None if x is None else x[:1] for x in twice))  # type: ignore[arg-type]
     parts = [_block_partials(z[b], ids[b], scaling.of_rows(b), entropy) for b in blocks(z)]
     return concatenate(parts)
@@ -182,7 +182,7 @@ def blocks(z: Tensor) -> Iterator[slice]:
         start = stop
 
 
-def scaled(z: Tensor, scaling: Scaling) -> Tensor:
+def rescale(z: Tensor, scaling: Scaling) -> Tensor:
     """s of z: float32 (or float64), z itself if nothing is to be done."""
     s = z.to(compute_dtype(z))
     if scaling.bias is not None:
@@ -203,7 +203,7 @@ def _here(ids: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
-    s = scaled(z, scaling)
+    s = rescale(z, scaling)
     here, column = _here(ids, z)
     top = s.amax(-1)
     shifted = s - torch.where(top == -math.inf, 0, top).unsqueeze(-1)
@@ -234,7 +234,7 @@ def _block_gradient(
     It is possible if `out` has the right type and z is not needed a second time.
     spread: the rows' entropy and its derivative, None if it has none.
     """
-    s = scaled(z, scaling)
+    s = rescale(z, scaling)
     plain = spread is None and scaling.softcap is None and out.dtype == s.dtype
     log_p = torch.sub(s, lse.unsqueeze(-1), out=out) if plain else s - lse.unsqueeze(-1)
     d = through_scaling(policy_gradient(log_p, ids, dlogp, spread, target), z, scaling)
@@ -261,7 +261,7 @@ def policy_gradient(
 def through_scaling(d: Tensor, z: Tensor, scaling: Scaling) -> Tensor:
     """dz from ds, in place."""
     if scaling.softcap is not None:
-        capped = scaled(z, scaling._replace(inverse_temperature=1.0))
+        capped = rescale(z, scaling._replace(inverse_temperature=1.0))
         d.mul_(1 - (capped.clamp(min=-scaling.softcap) / scaling.softcap) ** 2)
     t = scaling.inverse_temperature
     if isinstance(t, Tensor):
@@ -283,18 +283,18 @@ def kernels_for(z: Tensor, scaling: Scaling, module: str = "policyloss.head.kern
     """
     if scaling.restricted and scaling.softcap is not None:
         return None
-    return None if _unsuited(z.device, z.dtype) else kernels(module)
+    return None if _reason_against_kernels(z.device, z.dtype) else kernels(module)
 
 
 def explain_kernels(device: torch.device, dtype: torch.dtype) -> str:
     """The code that computes on such rows of logits, and the reason if it is not Triton."""
-    why = _unsuited(device, dtype)
+    why = _reason_against_kernels(device, dtype)
     if not why and kernels("policyloss.head.kernels") is None:
         why = "Triton is not installed"
     return f"plain PyTorch, because {why}" if why else "Triton kernels"
 
 
-def _unsuited(device: torch.device, dtype: torch.dtype) -> str:
+def _reason_against_kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Why the kernels cannot work on such logits; "" if they can."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}"

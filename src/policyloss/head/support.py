@@ -20,7 +20,7 @@ from policyloss.head.softmax_rows import ABSENT
 SupportArgument = tuple[Tensor, Tensor]
 
 
-class Kept(NamedTuple):
+class KeptEntries(NamedTuple):
     """The row `[K]` and the column of the logits `[K]` of every kept entry of some rows."""
 
     rows: Tensor
@@ -74,13 +74,13 @@ class Support(NamedTuple):
             )
         return cls(ids, offsets)
 
-    def of_rows(self, index: Tensor | slice, first: int) -> Kept:
+    def of_rows(self, index: Tensor | slice, first: int) -> KeptEntries:
         """The kept entries of the tokens at `index`. first: this rank's first vocabulary entry."""
         starts, lengths = self.offsets[:-1][index], self.offsets.diff()[index]
         rows = torch.repeat_interleave(lengths)
         before = lengths.cumsum(0) - lengths
         place = torch.arange(rows.shape[0], device=rows.device) + (starts - before)[rows]
-        return Kept(rows, self.ids[place] - first)
+        return KeptEntries(rows, self.ids[place] - first)
 
     def faults(self, ids: Tensor, valid: Tensor | None, size: int) -> Tensor:
         """Count the tokens outside their own support, and the support's ids outside the vocabulary.

@@ -207,13 +207,13 @@ class Tiles(NamedTuple):
         if as_rows and kernels_for(z, scaling) is not None:
             # A kernel computes each row by itself, so it can take the parts as rows.
             starts = torch.arange(0, z.shape[1], size, device=z.device)
-            of_rows = scaling.repeated(count)
+            of_rows = scaling.repeat_rows(count)
             ids = (ids.unsqueeze(-1) - starts).view(-1)
             p = row_partials(z.view(-1, size), ids, of_rows, entropy)
-            return _stacked(p).view(-1, z.shape[0], count).movedim(-1, 0)
+            return _stack(p).view(-1, z.shape[0], count).movedim(-1, 0)
         cuts = ((c, scaling.of_columns(c)) for c in self.parts)
         parts = [row_partials(z[:, c], ids - c.start, of_c, entropy) for c, of_c in cuts]
-        return torch.stack([_stacked(p) for p in parts])
+        return torch.stack([_stack(p) for p in parts])
 
     def sum_shares(self, x: Tensor, vocabulary: Vocabulary) -> Tensor:
         """The shares of all ranks together."""
@@ -282,5 +282,5 @@ def _tree_of(x: Tensor) -> Tensor:
     return x[0]
 
 
-def _stacked(p: Partials) -> Tensor:
+def _stack(p: Partials) -> Tensor:
     return torch.stack([x for x in (p.max, p.sum, p.target, p.moment) if x is not None])

@@ -49,7 +49,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or
     token-shaped) known beforehand.
 
@@ -207,7 +207,7 @@ class _SingleTokens(Sequences):
     sum_here = max = expand = runs = _refuse  # type: ignore[assignment]
 
 
-def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> Batch:
+def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> TokenBatch:
     """Fill in all of `t` that does not depend on logp."""
     weight, corrections = None, spec.correction
     if spec.corrections_by_logp:
@@ -224,10 +224,12 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
         if spec.reach == "sequence":
             silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
-    return Batch(spec, t, step, weight, corrections, live, on_policy)
+    return TokenBatch(spec, t, step, weight, corrections, live, on_policy)
 
 
-def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = None) -> list[Window]:
+def token_windows(
+    batch: TokenBatch, work: Work, rows: int, tiles: Tiles | None = None
+) -> list[Window]:
     """Rows in any order: first the rows with a gradient, then the rows for the metrics alone (if
     `work` counts them), which share the last window of the others if they fit into it.
     """
@@ -252,7 +254,7 @@ def token_windows(batch: Batch, work: Work, rows: int, tiles: Tiles | None = Non
     return all_windows
 
 
-def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
+def sequence_windows(batch: TokenBatch, work: Work, rows: int) -> list[Window]:
     """Complete sequences, first the ones with a gradient; a window holds as many as fit `rows`.
 
     Reads lengths back.
@@ -269,14 +271,14 @@ def sequence_windows(batch: Batch, work: Work, rows: int) -> list[Window]:
         chosen = [i for i, n in enumerate(lengths) if n > 0 and (live[i] > 0) == backward]
         if not backward and work.computed == work.with_gradient:
             continue
-        for members in _packed(chosen, lengths, rows):
+        for members in _fill_windows(chosen, lengths, rows):
             spans = [(starts[i], stops[i]) for i in members]
             count = sum(lengths[i] for i in members)
             all_windows.append(_window_of(batch, spans, count, backward))
     return all_windows
 
 
-def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]]:
+def _fill_windows(members: list[int], lengths: list[int], rows: int) -> list[list[int]]:
     """Members in order, split where the next one would not fit."""
     bins: list[list[int]] = []
     filled = 0
@@ -289,7 +291,9 @@ def _packed(members: list[int], lengths: list[int], rows: int) -> list[list[int]
     return bins
 
 
-def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward: bool) -> Window:
+def _window_of(
+    batch: TokenBatch, spans: list[tuple[int, int]], count: int, backward: bool
+) -> Window:
     mask = batch.rows
     tokens = torch.cat([torch.arange(a, b) for a, b in spans]).to(mask.device, non_blocking=True)
     ends = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
@@ -302,7 +306,7 @@ def _window_of(batch: Batch, spans: list[tuple[int, int]], count: int, backward:
 
 def run_windows(
     head: Head,
-    batch: Batch,
+    batch: TokenBatch,
     all_windows: list[Window],
     sums: GradientSums,
     comparison: Comparison | None,

@@ -80,7 +80,7 @@ def policy_loss(
     call = ModelCall.of(
         model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
-    arguments = call.aligned(
+    arguments = call.check_tensors(
         {"old_logp": old_logp, "advantages": advantages, "mask": mask, **tensors}
     )
     options: dict[str, Any] = {"totals": totals, "metrics": metrics}
@@ -98,7 +98,7 @@ def policy_loss(
         return HeadOutput(loss.loss, loss.metrics, out.logp.detach(), out.entropy.detach())
 
     out: HeadOutput = call.result(head, arguments["mask"], scores, from_logits)
-    return replace(out, logp=call.shaped(out.logp), entropy=call.shaped(out.entropy))
+    return replace(out, logp=call.per_token(out.logp), entropy=call.per_token(out.entropy))
 
 
 def logprobs(
@@ -129,7 +129,7 @@ def logprobs(
     call = ModelCall.of(
         model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
-    live = call.aligned({"mask": call.default_mask() if mask is None else mask})
+    live = call.check_tensors({"mask": call.default_mask() if mask is None else mask})
 
     def scores(*head: Any) -> LogProbs:
         operands = call.operands(temperature, vocab_group, *head)
@@ -140,8 +140,8 @@ def logprobs(
         return logprobs_of_logits(at, call.ids, warmth, entropy=entropy, **live)
 
     out: LogProbs = call.result(head, live["mask"], scores, from_logits)
-    spread = None if out.entropy is None else call.shaped(out.entropy)
-    return LogProbs(call.shaped(out.logp), spread)
+    spread = None if out.entropy is None else call.per_token(out.entropy)
+    return LogProbs(call.per_token(out.logp), spread)
 
 
 def explain_plan(
@@ -170,7 +170,7 @@ def explain_plan(
     call = ModelCall.of(
         model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
     )
-    aligned = call.aligned(tensors)
+    aligned = call.check_tensors(tensors)
 
     def scores(*head: Any) -> Plan:
         operands = call.operands(temperature, vocab_group, *head)
@@ -179,9 +179,9 @@ def explain_plan(
     try:
         check_choice("head", head, HEADS)
         if head != "logits":
-            plan: Plan = call.fused(scores, check=True)
+            plan: Plan = call.run_without_head(scores, check=True)
             return plan
-        why = "asked for"
+        why = "chosen by the caller"
     except UnknownHeadError as error:
         if head == "fused":
             raise

@@ -40,7 +40,9 @@ class Scored(NamedTuple):
 Scores = Callable[[Tensor, Matrices, Transformation], Any]
 
 
-def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = False) -> Scored:
+def run_model(
+    model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = False
+) -> Scored:
     """`model(**inputs)`, with `scores(hidden, matrices, transformation)` instead of its head.
 
     hidden: the input of the head, `[B, T, D]`, with more columns if the head has an adapter
@@ -49,15 +51,15 @@ def run(model: Any, inputs: Mapping[str, Any], scores: Scores, *, check: bool = 
     wrappers (DDP, FSDP) look for it there.
     check: observe the transformation of the logits again; otherwise only the first call does.
     """
-    return run_with(model, output_head(model), lambda: model(**inputs), scores, check=check)
+    return run_forward(model, output_head(model), lambda: model(**inputs), scores, check=check)
 
 
-def run_with(
+def run_forward(
     model: Any, head: nn.Module, forward: Callable[[], Any], scores: Scores, *, check: bool = False
 ) -> Scored:
-    """`run`, for a forward that calls the model with other arguments."""
+    """`run_model`, for a forward that calls the model with other arguments."""
     if check or head not in _known:
-        _known[head] = _observed(model, head, forward)
+        _known[head] = _observe(model, head, forward)
     known = _known[head]
     results: list[Any] = []
 
@@ -70,11 +72,11 @@ def run_with(
         return with_matrices(head, hidden, use)
 
     output = _forward(model, head, forward, in_its_place)
-    return Scored(_anchored(results[0], logits_of(output)), output)
+    return Scored(_attach(results[0], logits_of(output)), output)
 
 
 @torch.no_grad()
-def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transformation:
+def _observe(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transformation:
     """The transformation of the logits, by running the model with a head that returns known logits.
 
     The random state is restored. A row of hidden states also checks that the head computes
@@ -104,7 +106,7 @@ def _observed(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transf
     devices = [row.device for row in head.parameters() if row.is_cuda][:1]
     with torch.random.fork_rng(devices):
         output = _forward(model, head, forward, probe)
-    return Transformation.seen_in(model, probes[0], logits_of(output))
+    return Transformation.observed_in(model, probes[0], logits_of(output))
 
 
 def _forward(
@@ -117,7 +119,7 @@ def _forward(
     name = type(language_model(model)).__name__
     calls = 0
 
-    def called(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def replacement(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         nonlocal calls
         calls += 1
         if calls > 1 or args or kwargs or hidden.dim() != 3:
@@ -128,7 +130,7 @@ def _forward(
             )
         return in_its_place(hidden)
 
-    with as_forward_of(head, called):
+    with as_forward_of(head, replacement):
         try:
             output = forward()
         except PolicyLossError:
@@ -142,7 +144,7 @@ def _forward(
             ) from error
     if not calls:
         raise UnknownHeadError(
-            f"{name} did not call what its get_output_embeddings() returns, a "
+            f"{name} did not call the module of its get_output_embeddings(), a "
             f"{type(head).__name__}, so its hidden states could not be caught. head='logits' uses "
             "the logits that the model makes itself."
         )
@@ -178,7 +180,7 @@ def _differentiable(result: Any) -> list[Tensor]:
     return [x for x in fields if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _anchored(result: Any, logits: Any) -> Any:
+def _attach(result: Any, logits: Any) -> Any:
     """The result, with its tensors that carry a gradient attached to the model's output."""
     if not (isinstance(logits, Tensor) and logits.requires_grad):
         return result
@@ -205,7 +207,7 @@ _tried: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 Positions = Callable[[Tensor], Tensor | None]
 
 
-def counted_positions(attention_mask: Tensor) -> Tensor | None:
+def left_padded_positions(attention_mask: Tensor) -> Tensor | None:
     """The positions of tokens if some row has its padding on the left, where counting the row's
     entries would be wrong; None leaves them to the model. `[B, T]`
     """
@@ -263,7 +265,7 @@ def _tries(
         live = torch.ones_like(tokens)
         left, right = torch.cat([padding, tokens])[None], torch.cat([tokens, padding])[None]
         mask = torch.cat([torch.zeros_like(padding), live])[None]
-        more = {"position_ids": counted_positions(mask)} if takes_positions else {}
+        more = {"position_ids": left_padded_positions(mask)} if takes_positions else {}
         after = _hidden(model, left, attention_mask=mask, **more, **plain)[0]
         before = _hidden(model, right, attention_mask=mask.flip(1), **plain)[0]
         return {"left": _same(after[2:], alone), "right": _same(before[:n], alone)}
@@ -276,7 +278,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _hidden(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
-    caught: Tensor = run(
+    caught: Tensor = run_model(
         model, {"input_ids": input_ids, **inputs}, lambda hidden, *others: (hidden,)
     ).result[0]
     return caught

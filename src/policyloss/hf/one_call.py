@@ -15,7 +15,7 @@ from torch import Tensor
 from policyloss.arguments import check_choice, check_tensor, description, fits_kind
 from policyloss.errors import InputError
 from policyloss.head.validate import read_later
-from policyloss.hf.forward import Scores, check_layout, counted_positions, logits_of, run
+from policyloss.hf.forward import Scores, check_layout, left_padded_positions, logits_of, run_model
 from policyloss.hf.output_head import Matrices, Transformation, UnknownHeadError, language_model
 
 HEADS = ("fused", "auto", "logits")
@@ -47,7 +47,7 @@ class ModelCall:
         cu_seqlens: Tensor | None,
     ) -> ModelCall:
         """The arguments, checked, as the model takes them."""
-        tokens, count = _checked_ids(input_ids, logits_to_keep, cu_seqlens)
+        tokens, count = _check_input_ids(input_ids, logits_to_keep, cu_seqlens)
         _check_like("attention_mask", attention_mask, tokens)
         packed = cu_seqlens is not None
         taken = inspect.signature(language_model(model).forward).parameters
@@ -60,7 +60,7 @@ class ModelCall:
         elif cu_seqlens is not None:
             inputs["position_ids"] = _positions_in(cu_seqlens, tokens)
         elif attention_mask is not None and "position_ids" in taken and not model_inputs:
-            counted = counted_positions(attention_mask)
+            counted = left_padded_positions(attention_mask)
             inputs |= {} if counted is None else {"position_ids": counted}
         inputs = {name: x for name, x in inputs.items() if x is not None}
         ids = tokens[:, tokens.shape[1] - count :]
@@ -81,7 +81,7 @@ class ModelCall:
         kept = x[:, x.shape[1] - count - 1 : -1]
         return kept if self.cu_seqlens is None else kept.reshape(-1, x.shape[-1])
 
-    def aligned(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def check_tensors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of a call, checked to belong to the predicted tokens; of a pack flat, with
         the `cu_seqlens` that belong to them.
         """
@@ -139,11 +139,11 @@ class ModelCall:
     def default_mask(self) -> Tensor:
         """The tokens that a token of their own sequence predicts, `[B, n]`."""
         predicted = torch.ones(self.row, dtype=torch.bool, device=self.ids.device)
-        for places in self._unpredicted().values():
+        for places in self._unpredicted_places().values():
             predicted = predicted & ~places
         return predicted
 
-    def _unpredicted(self) -> dict[str, Tensor]:
+    def _unpredicted_places(self) -> dict[str, Tensor]:
         """Where no token of the same sequence predicts a token, `[B, n]`, by the words for it."""
         live, places = self.inputs.get("attention_mask"), {}
         if live is not None:
@@ -173,7 +173,7 @@ class ModelCall:
         The counts are sent to the host now and read later, while the device works.
         """
         check_tensor("mask", mask)
-        trained, places = mask.reshape(self.row).bool(), self._unpredicted()
+        trained, places = mask.reshape(self.row).bool(), self._unpredicted_places()
         counts = [(trained & x).sum() for x in places.values()]
         numbers = read_later(torch.stack([self._new_beginnings(), *counts]))
 
@@ -183,7 +183,7 @@ class ModelCall:
                 raise InputError(
                     f"position_ids begin again at {beginnings} places, so that a row holds several "
                     "sequences, and cu_seqlens is missing: pass them as one row [1, N] with "
-                    "cu_seqlens [S+1], which says where each begins."
+                    "cu_seqlens [S+1], the index at which each begins."
                 )
             for words, number in zip(places, wrong, strict=True):
                 if number:
@@ -195,16 +195,16 @@ class ModelCall:
 
         return refuse
 
-    def shaped(self, x: Tensor) -> Tensor:
+    def per_token(self, x: Tensor) -> Tensor:
         """One number per predicted token, in their shape."""
         return x.view(self.row)
 
-    def fused(self, scores: Scores, check: bool = False) -> Any:
+    def run_without_head(self, scores: Scores, check: bool = False) -> Any:
         """Run the model with `scores` instead of its head."""
         if self.counts_positions is not None:
             packed = self.cu_seqlens is not None
             check_layout(self.model, self.inputs, packed, self.counts_positions)
-        return run(self.model, self.inputs, scores, check=check).result
+        return run_model(self.model, self.inputs, scores, check=check).result
 
     def result(self, head: str, mask: Tensor, scores: Scores, from_logits: Any) -> Any:
         """The result of the chosen head for the tokens in `mask`."""
@@ -217,14 +217,14 @@ class ModelCall:
     def _result(self, head: str, scores: Scores, from_logits: Any) -> Any:
         if head != "logits":
             try:
-                return self.fused(scores)
+                return self.run_without_head(scores)
             except UnknownHeadError:
                 if head == "fused":
                     raise
         return from_logits(logits_of(self.model(**self.inputs)))
 
 
-def _checked_ids(
+def _check_input_ids(
     input_ids: Any, logits_to_keep: int | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, int]:
     """The tokens `[B, T]`, and how many of each row count as predicted."""

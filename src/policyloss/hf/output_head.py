@@ -33,7 +33,7 @@ def language_model(model: Any) -> Any:
         if wrapped is None:
             raise UnknownHeadError(
                 f"model is a {type(model).__name__} without get_output_embeddings(), and so is "
-                "what it wraps (.module, ._orig_mod); pass a causal language model of Hugging Face."
+                "its .module or ._orig_mod; pass a causal language model of Hugging Face."
             )
         inside = wrapped
     return inside.get_base_model() if hasattr(inside, "get_base_model") else inside
@@ -100,7 +100,7 @@ class Transformation(NamedTuple):
         return {"temperature": temperature / self.scale, "softcap": softcap}
 
     @classmethod
-    def seen_in(cls, model: Any, before: Tensor, after: Any) -> Transformation:
+    def observed_in(cls, model: Any, before: Tensor, after: Any) -> Transformation:
         """The transformation of the logits `before` into the model's `after`, out of those that its
         configuration allows.
         """
@@ -220,7 +220,7 @@ def _of_adapters(head: Any, hidden: Tensor, use: Product) -> Tensor:
     seconds = [head.lora_B[name] for name in names]
     wide = torch.cat([hidden, *(_first_product(head, name, hidden) for name in names)], -1)
 
-    def used(wide: Tensor) -> Tensor:
+    def use_wide(wide: Tensor) -> Tensor:
         weight, bias = plain_matrices(base)
         columns = [second.weight.to(weight.dtype) for second in seconds]
         for name, second in zip(names, seconds, strict=True):
@@ -229,7 +229,7 @@ def _of_adapters(head: Any, hidden: Tensor, use: Product) -> Tensor:
                 bias = shift if bias is None else bias + shift.to(bias.dtype)
         return use(wide, Matrices(torch.cat([weight, *columns], 1), bias))
 
-    return _inside([base, *seconds], wide, used)
+    return _inside([base, *seconds], wide, use_wide)
 
 
 def _products(head: Any) -> list[str]:

@@ -28,8 +28,8 @@ from policyloss.parts.validate import (
     NotNegative,
     Part,
     Positive,
+    limits,
     not_below,
-    within,
 )
 from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
@@ -54,16 +54,16 @@ class Corrected(NamedTuple):
     keep: Tensor | None = None
 
 
-def _weighted(level: str) -> str:
+def _weight_sentence(level: str) -> str:
     return f"the policy term is weighted by the {LEVELS[level]} exp(old_logp - rollout_logp)"
 
 
 def _at_level(t: Tokens, level: str) -> Tensor:
     reduce = {"token": "token", "geomean": "mean", "product": "sum"}[level]
-    return _reduced(t, t.log_weight(), reduce)
+    return _reduce_over_ranks(t, t.log_weight(), reduce)
 
 
-def _reduced(t: Tokens, x: Tensor, reduce: str) -> Tensor:
+def _reduce_over_ranks(t: Tokens, x: Tensor, reduce: str) -> Tensor:
     """`correction.reduced` over context-parallel ranks; a mean is one all-reduce."""
     if reduce == "mean":
         return t.sequences.expand(t.sequence_mean(x))
@@ -76,7 +76,7 @@ class Truncate(Part):
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
-    high: Annotated[float, within(above=0, hint="math.inf is no truncation."), not_below("low")]
+    high: Annotated[float, limits(above=0, hint="math.inf is no truncation."), not_below("low")]
     low: LowerBound = 0.0
     level: Level = "token"
     log_clamp: Positive | None = 20.0
@@ -91,8 +91,8 @@ class Truncate(Part):
 
     def sentence(self) -> str:
         if math.isinf(self.high):
-            return f"{_weighted(self.level)}, whatever its size"
-        return f"{_weighted(self.level)}, kept {interval_in_words(self.low, self.high)}"
+            return f"{_weight_sentence(self.level)}, whatever its size"
+        return f"{_weight_sentence(self.level)}, kept {interval_in_words(self.low, self.high)}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Band(Part):
 
     def sentence(self) -> str:
         within = interval_in_words(self.low, self.high)
-        return f"{_weighted(self.level)}, and rejected unless that is {within}"
+        return f"{_weight_sentence(self.level)}, and rejected unless that is {within}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class DivergenceMask(Part):
     low: Finite | None = None
     level: Literal["token", "sequence"] = "token"
     weight: Literal["token"] | None = "token"
-    floor: Annotated[float, within(above=0, below=0.5)] = 1e-6  # the smallest probability
+    floor: Annotated[float, limits(above=0, below=0.5)] = 1e-6  # the smallest probability
     log_clamp: Positive | None = 20.0
 
     @property
@@ -184,7 +184,7 @@ class DivergenceMask(Part):
     def __call__(self, t: Tokens) -> Corrected:
         old, rollout = t.anchor_logp("old"), t.anchor_logp("rollout")
         each = kl.binary_divergence(old, rollout, self.divergence, self.floor)
-        stat = _reduced(t, each, "token" if self.level == "token" else "mean")
+        stat = _reduce_over_ranks(t, each, "token" if self.level == "token" else "mean")
         keep = correction.within(stat, self.low, self.high)
         if self.weight is None:
             return Corrected(correction.nan_where_undecided(stat), keep)
@@ -225,7 +225,7 @@ class Reject(Part):
 
     def __call__(self, t: Tokens) -> Corrected:
         estimate = kl.estimate(t.log_weight(), self.estimator)
-        stat = _reduced(t, estimate, self.reduce)
+        stat = _reduce_over_ranks(t, estimate, self.reduce)
         return Corrected(
             correction.nan_where_undecided(stat), correction.within(stat, self.low, self.high)
         )
@@ -250,7 +250,7 @@ class Veto(Part):
     """
 
     reads_logp: ClassVar[bool] = False
-    low: Annotated[float, within(above=0, finite=True)] | None = 1e-4
+    low: Annotated[float, limits(above=0, finite=True)] | None = 1e-4
     high: Annotated[Positive, not_below("low")] | None = None
 
     def __post_init__(self) -> None:
@@ -328,7 +328,7 @@ class SelfNormalise(Part):
     def sentence(self) -> str:
         return f"the weights are divided by their mean over the step's {self.over}"
 
-    def normalised(self, weight: str) -> str:
+    def weight_formula(self, weight: str) -> str:
         """The weight after all corrections, as a formula."""
         mean = f"token_mean({weight})" if self.over == "tokens" else f"(sum({weight} / L) / B)"
         return f"where({weight} > 0, {weight} / {mean}, 0)"

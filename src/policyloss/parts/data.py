@@ -23,7 +23,7 @@ P = TypeVar("P")
 
 
 def has_fields(part: Any) -> bool:
-    """Whether `part` is a dataclass, as every part of the library is, and no plain callable."""
+    """Whether `part` is a dataclass, like every part of the library, not a plain callable."""
     return dataclasses.is_dataclass(part) and not isinstance(part, type)
 
 
@@ -81,7 +81,7 @@ def kind(part: Any) -> type:
     return next((each for each in type(part).__mro__ if each in ours), type(part))
 
 
-def encoded(slot: str, part: Any) -> dict[str, Any]:
+def part_as_data(slot: str, part: Any) -> dict[str, Any]:
     """A part as plain data: its type's name and its fields."""
     name = next((name for name, known in known_parts(slot).items() if known is type(part)), None)
     if name is None:
@@ -94,7 +94,7 @@ def encoded(slot: str, part: Any) -> dict[str, Any]:
 
 def _encode_value(slot: str, value: Any) -> Any:
     if is_part(slot, value):  # a part may be made of parts of the same slot
-        return encoded(slot, value)
+        return part_as_data(slot, value)
     if isinstance(value, tuple):
         return [_encode_value(slot, v) for v in value]
     if isinstance(value, float) and math.isinf(value):
@@ -112,8 +112,8 @@ def check_depth(data: Any) -> None:
         raise SpecError(f"data is nested too deeply to be a loss: more than {DEEPEST} levels.")
 
 
-def decoded(slot: str, data: Any) -> Any:
-    """The inverse of `encoded`; an error names the valid types and fields."""
+def part_from_data(slot: str, data: Any) -> Any:
+    """The inverse of `part_as_data`; an error names the valid types and fields."""
     variants: dict[str, Any] = known_parts(slot)
     if not isinstance(data, Mapping) or "type" not in data:
         raise SpecError(
@@ -146,7 +146,7 @@ def decoded(slot: str, data: Any) -> Any:
 
 def _decode_value(slot: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return decoded(slot, value)
+        return part_from_data(slot, value)
     if isinstance(value, list):
         return tuple(_decode_value(slot, v) for v in value)
     return float(value) if value in ("inf", "-inf") else value

@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from policyloss.functional.context_parallel import turns
-from policyloss.functional.masking import bound
-from policyloss.functional.ratio import LogClamp
+from policyloss.functional.masking import LogClamp, bound
 from policyloss.parts.validate import Part, Positive, log_clamp
 from policyloss.parts.wording import ANCHORS, Condition, number
 from policyloss.tokens import Tokens

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import trust
-from policyloss.functional.collectives import at_least, kth_largest, least_of_largest
+from policyloss.functional.collectives import kth_largest, least_of_largest, reaches_threshold
 from policyloss.functional.trust import step_covariance, step_means
 from policyloss.parts.trust_clips import (
     Clip,
@@ -37,7 +37,7 @@ from policyloss.parts.trust_clips import (
     bounds_of_clip,
     clipped_surrogate,
 )
-from policyloss.parts.validate import Positive, Real, not_below, within
+from policyloss.parts.validate import Positive, Real, limits, not_below
 from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
 from policyloss.tokens import Tokens
 
@@ -71,9 +71,9 @@ def _is_seed(owner: CovClip, field: str) -> None:
         )
 
 
-Fraction: TypeAlias = Annotated[float, within(above=0, most=1, hint="It is a share of the tokens.")]
-_FinitePositive: TypeAlias = Annotated[float, within(above=0, finite=True)]
-_FiniteNotNegative: TypeAlias = Annotated[float, within(least=0, finite=True)]
+Fraction: TypeAlias = Annotated[float, limits(above=0, most=1, hint="It is a share of the tokens.")]
+_FinitePositive: TypeAlias = Annotated[float, limits(above=0, finite=True)]
+_FiniteNotNegative: TypeAlias = Annotated[float, limits(least=0, finite=True)]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Quadratic(TrustPart):
 
     follows_advantage: ClassVar[bool] = False
     beta: Annotated[
-        float, within(above=0, finite=True, hint="beta scales the pull to the anchor policy.")
+        float, limits(above=0, finite=True, hint="beta scales the pull to the anchor policy.")
     ]
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -226,7 +226,7 @@ class CovClip(TrustPart):
     fraction: Fraction = 2e-4
     cov_low: Real = 1.0
     cov_high: Annotated[Real, not_below("cov_low")] = 5.0
-    seed: Annotated[int, within(least=0), _is_seed] = 0
+    seed: Annotated[int, limits(least=0), _is_seed] = 0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the draw from which a candidate is dropped."""
@@ -256,7 +256,7 @@ class CovClip(TrustPart):
         return t.mask & unclipped & inside & ~r.isnan()
 
     def _draws(self, t: Tokens) -> Tensor:
-        return trust.draw(self.seed, t.anchor_logp(t.anchor), t.advantages)
+        return trust.draws(self.seed, t.anchor_logp(t.anchor), t.advantages)
 
     def formula(self, anchor: str) -> list[tuple[str, Any]]:
         """The lines that lead to the surrogate, each a text or a part; `anchor` is the ratio's."""
@@ -301,7 +301,7 @@ class CovKL(TrustPart):
     follows_advantage: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "cov_threshold", "draw_threshold")
     fraction: Fraction = 2e-4
-    coef: Annotated[float, within(least=0, finite=True)] = 1.0
+    coef: Annotated[float, limits(least=0, finite=True)] = 1.0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the threshold of the penalty.
@@ -317,15 +317,15 @@ class CovKL(TrustPart):
     def __call__(self, t: Tokens) -> Surrogate:
         stats = t.batch_statistics(self)
         least = stats["cov_threshold"], stats["draw_threshold"]
-        return self.penalised(t, t.mask & at_least(*self._score(t, stats), least))
+        return self.penalise(t, t.mask & reaches_threshold(*self._score(t, stats), least))
 
-    def penalised(self, t: Tokens, chosen: Tensor) -> Surrogate:
+    def penalise(self, t: Tokens, chosen: Tensor) -> Surrogate:
         """The loss with the penalty on the `chosen` tokens."""
         penalty = torch.where(chosen, self.coef * t.log_ratio.abs(), 0)
         return Surrogate(-t.advantages * t.ratio + penalty, upper=chosen)
 
     def _score(self, t: Tokens, stats: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return _covariance(t, stats), trust.draw(0, t.anchor_logp(t.anchor), t.logp.detach())
+        return _covariance(t, stats), trust.draws(0, t.anchor_logp(t.anchor), t.logp.detach())
 
     def formula(self, anchor: str) -> list[tuple[str, str]]:
         """The lines that lead to the surrogate."""

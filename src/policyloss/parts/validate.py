@@ -1,7 +1,7 @@
 """Checks of the fields of parts; each error names the field, its value and the fix.
 
 A part that extends `Part` is checked when it is made, by the annotations of its fields: the words
-of a `Literal`, and the checks of an `Annotated` type, such as `Annotated[float, within(above=0)]`.
+of a `Literal`, and the checks of an `Annotated` type, such as `Annotated[float, limits(above=0)]`.
 A field whose annotation ends in `| None` may also be None.
 """
 
@@ -42,7 +42,7 @@ class Part:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        """Refuse a field that the part does not have, before its `__init__` does without a word."""
+        """Refuse a field that the part does not have, with an error that names its fields."""
         for name in values.keys() - cls.__dataclass_fields__.keys():
             names = [field.name for field in dataclasses.fields(cls)]
             raise SpecTypeError(unknown_name(f"{cls.__name__} field", name, names))
@@ -75,20 +75,20 @@ def _unless_none(check: Check, owner: Any, field: str) -> None:
         check(owner, field)
 
 
-def number(owner: Any, field: str, **bounds: Any) -> None:
+def check_field(owner: Any, field: str, **bounds: Any) -> None:
     """Check that `owner.field` is a number within the bounds of `check_number`."""
     check_number(
         f"{type(owner).__name__}.{field}", getattr(owner, field), error=SpecError, **bounds
     )
 
 
-def within(**bounds: Any) -> Check:
-    """The check of `number` with these bounds."""
-    return partial(number, **bounds)
+def limits(**bounds: Any) -> Check:
+    """A check that a field is a number within these bounds (see `check_number`)."""
+    return partial(check_field, **bounds)
 
 
 def not_below(low: str) -> Check:
-    """The check that a field is at least the field called `low`, if neither is None."""
+    """A check that a field is at least the field called `low`, if neither is None."""
     return partial(_not_below, low=low)
 
 
@@ -121,8 +121,8 @@ def log_clamp(owner: Any, field: str) -> None:
         )
 
 
-Real: TypeAlias = Annotated[float, within()]
-Finite: TypeAlias = Annotated[float, within(finite=True)]
-Positive: TypeAlias = Annotated[float, within(above=0)]
-NotNegative: TypeAlias = Annotated[float, within(least=0)]
-LowerBound: TypeAlias = Annotated[float, within(least=0, finite=True)]
+Real: TypeAlias = Annotated[float, limits()]
+Finite: TypeAlias = Annotated[float, limits(finite=True)]
+Positive: TypeAlias = Annotated[float, limits(above=0)]
+NotNegative: TypeAlias = Annotated[float, limits(least=0)]
+LowerBound: TypeAlias = Annotated[float, limits(least=0, finite=True)]

@@ -30,7 +30,7 @@ class Condition(NamedTuple):
     expression: str
     meaning: str
 
-    def renamed(self, change: Callable[[str], str]) -> Condition:
+    def rename(self, change: Callable[[str], str]) -> Condition:
         """The same condition with other names for the lines of the part it belongs to."""
 
         def of_match(match: re.Match[str]) -> str:
@@ -80,7 +80,7 @@ def _on_side(condition: Condition, side: str) -> tuple[Condition, ...]:
     other = _BEGINNINGS["negative" if side == "positive" else "positive"]
     if condition.expression.startswith(other):
         return ()
-    here = condition.renamed(lambda line: f"{line}_{side}")
+    here = condition.rename(lambda line: f"{line}_{side}")
     begins = condition.expression.startswith(_BEGINNINGS[side])
     return (here if begins else here.where(SIDES[side]),)
 
@@ -101,7 +101,7 @@ def spoken(x: float) -> str:
 
 
 def interval_in_words(low: float, high: float) -> str:
-    """Where a number that is never negative may lie, in words."""
+    """The allowed interval of a number that is never negative, in words."""
     if math.isinf(high):
         return f"at least {spoken(low)}" if low > 0 else "anywhere"
     both = low > 0 and not math.isinf(low)

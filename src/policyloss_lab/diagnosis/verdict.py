@@ -113,7 +113,7 @@ class Diagnosis:
     def _repr_html_(self) -> str:
         return (
             notebook.heading(f"{self.title} (confidence {self.confidence:.0%})")
-            + notebook.listed(self.evidence)
+            + notebook.html_list(self.evidence)
             + notebook.paragraphs(*self._advice())
             + notebook.table(("explains", "other cause", "hypothesis"), self._rivals())
         )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from policyloss.catalogue import PRESETS
 from policyloss.errors import PolicyLossError
-from policyloss.functional.ratio import LogClamp
+from policyloss.functional.masking import LogClamp
 from policyloss.parts.correction import DivergenceMask, Reject
 from policyloss.parts.data import VARIANTS, has_fields
 

@@ -25,7 +25,7 @@ from policyloss.explanations.algebra.expression import Expression
 from policyloss.explanations.formula import VOCABULARY
 from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
 from policyloss.output import check_output, write_output
-from policyloss.parts.data import VARIANTS, encoded
+from policyloss.parts.data import VARIANTS, part_as_data
 from policyloss.spec import LossSpec
 from policyloss_lab.commands import Explore
 from policyloss_lab.explore.fields import Field, fields_of, limits, start, start_number
@@ -126,7 +126,7 @@ def _part(slot: str, of: Template, nodes: _Nodes) -> dict[str, Any]:
     return {
         "about": (of.part.__doc__ or "").split("\n\n")[0].replace("\n    ", " "),
         "fields": [_field(slot, of.part, field) for field in fields_of(of.part)],
-        "start": encoded(slot, start(of.part)),
+        "start": part_as_data(slot, start(of.part)),
         "words_if_infinite": {name: list(words) for name, words in of.words_if_infinite.items()},
         "keys": [[key, list(options)] for key, options in of.keys.items()],
         # The index of a variant encodes its options; the last key varies fastest.

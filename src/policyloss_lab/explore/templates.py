@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from policyloss.errors import PolicyLossError
 from policyloss.explanations.algebra.derive import Lines
 from policyloss.explanations.algebra.expression import Expression, name, negative
-from policyloss.explanations.formula import Line, lines_by_slot
+from policyloss.explanations.formula import FormulaLine, lines_by_slot
 from policyloss.explanations.framework_names import ELSEWHERE
 from policyloss.explanations.traits import traits
 from policyloss.parts.aggregate import TokenSum
@@ -146,7 +146,7 @@ def _spec_with(part: Any, anchor: str = "old") -> LossSpec:
     return LossSpec(trust=Unbounded()).replace(**{slot: part})
 
 
-def _part_lines(spec: LossSpec, slot: str) -> list[Line]:
+def _part_lines(spec: LossSpec, slot: str) -> list[FormulaLine]:
     """The lines that a part adds to the formula."""
     if slot == "aggregate":
         return lines_by_slot(spec)["loss"][0][-1:]
@@ -155,7 +155,7 @@ def _part_lines(spec: LossSpec, slot: str) -> list[Line]:
     return lines_by_slot(spec)[slot][0]
 
 
-def _side_lines() -> list[Line]:
+def _side_lines() -> list[FormulaLine]:
     """The line of `BySign`, with "positive" and "negative" for the losses of its sides."""
     sides = {"positive": Unbounded("ratio"), "negative": Unbounded("logp")}
     both = lines_by_slot(LossSpec(trust=BySign(**sides)))["trust"][0][-1]
@@ -163,7 +163,7 @@ def _side_lines() -> list[Line]:
         lines_by_slot(LossSpec(trust=side))["trust"][0][-1].tree: name(word)
         for word, side in sides.items()
     }
-    return [Line(both.name, str(both.tree.replaced(meanings.get)))]
+    return [FormulaLine(both.name, str(both.tree.substitute(meanings.get)))]
 
 
 def _open(x: Expression, part: type) -> Expression:
@@ -185,7 +185,7 @@ def _replaced(x: Expression, parameters: dict[float, Expression]) -> Expression:
             return negative(parameters[-value])
         return parameters.get(value)
 
-    return x.replaced(change)
+    return x.substitute(change)
 
 
 def _words(slot: str, part: Any) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def joints() -> dict[str, Any]:
     }
 
 
-def _correction_lines(*corrections: Any, **slots: Any) -> list[Line]:
+def _correction_lines(*corrections: Any, **slots: Any) -> list[FormulaLine]:
     return lines_by_slot(LossSpec(correction=corrections, **slots))["correction"][0]
 
 
@@ -265,5 +265,5 @@ def _token_losses() -> Iterator[tuple[str, Lines]]:
         yield key, [(label, _replaced(x, parameters)) for label, x in lines]
 
 
-def _trees(lines: list[Line]) -> Lines:
+def _trees(lines: list[FormulaLine]) -> Lines:
     return [(line.name, line.tree) for line in lines]

@@ -136,7 +136,9 @@ class WhatIf:
         columns, rows = self.table()
         refused = [f"{', '.join(names)}: {why}" for why, names in self.not_tried().items()]
         table = notebook.table([column.name for column in columns], rows)
-        return notebook.listed([*self.verdict(), *self.notes]) + table + notebook.listed(refused)
+        return (
+            notebook.html_list([*self.verdict(), *self.notes]) + table + notebook.html_list(refused)
+        )
 
     @property
     def about(self) -> str:

@@ -159,7 +159,7 @@ class HeadWeight:
         for batch in model_batches(tokens, self.model):
             call = ModelCall.of(self.model, batch.ids, batch.attention_mask, None, None, None, None)
             # The hidden states before the head, and the head.
-            before, matrices, known = call.fused(lambda *caught: caught)
+            before, matrices, known = call.run_without_head(lambda *caught: caught)
             states.append(call.predicting(before)[batch.mask])
             ids.append(call.ids[batch.mask])
             places.append(batch.place)

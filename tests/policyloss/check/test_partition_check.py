@@ -340,7 +340,7 @@ def test_packs_are_cut_between_sequences() -> None:
     assert micro["advantages"].tolist() == pytest.approx([0.3, 0.1])
     assert micro["note"] is batch["note"]
     assert micro["eos"] is batch["eos"]
-    assert data.half_masked(2)["mask"].tolist() == [True, False, False]
+    assert data.mask_half(2)["mask"].tolist() == [True, False, False]
     assert data.lengths.tolist() == [1, 0, 3]
     assert data.positions.tolist() == [2, 0, 3]
     # The one without a valid token rides along.

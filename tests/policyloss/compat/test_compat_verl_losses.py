@@ -17,7 +17,7 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.compat import verl
-from policyloss.compat.parts import guard, share
+from policyloss.compat.parts import as_share, guard
 from policyloss.compat.trl.parts import WrittenKL
 from policyloss.compat.verl.distillation import register_distillation
 
@@ -134,7 +134,7 @@ def test_the_guard_of_a_float64_mask_is_kept() -> None:
     )
     assert float(verl.agg_loss(x, mask.bool(), "seq-mean-token-mean")) == 1.0
     assert (guard(mask), guard(mask.bool()), guard(mask.float())) == (1e-8, 1e-30, 1e-30)
-    assert share(x, mask.float()).dtype == torch.float32
+    assert as_share(x, mask.float()).dtype == torch.float32
 
 
 def test_meanings_that_changed_between_releases() -> None:

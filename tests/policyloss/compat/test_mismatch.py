@@ -132,18 +132,18 @@ def test_bounded_weight_truncates_or_zeroes():
 
 def test_normalised_over_tokens_and_sequences():
     w = tensor([1, 2], [6, 0], [0, 0])
-    scaled, factor = mismatch.normalised(w, means(), "tokens")
+    scaled, factor = mismatch.normalise(w, means(), "tokens")
     assert factor.item() == 3  # (1 + 2 + 6) / 3
     assert scaled.tolist() == [[1 / 3, 2 / 3], [2, 0], [0, 0]]
-    _, factor = mismatch.normalised(w, means(), "sequences")
+    _, factor = mismatch.normalise(w, means(), "sequences")
     assert factor.item() == 3.75  # (1.5 + 6) / 2
 
 
 def test_normalised_has_epsilon_in_the_mean_over_the_tokens_of_one_process():
     w = tensor([1, 2], [6, 0], [0, 0])
-    assert mismatch.normalised(w, means(epsilon=1.0), "tokens")[1].item() == 9 / 4
+    assert mismatch.normalise(w, means(epsilon=1.0), "tokens")[1].item() == 9 / 4
     # Each sequence's own mean has it, (1 + 2) / 3 and 6 / 2; the mean of the two has not.
-    assert mismatch.normalised(w, means(epsilon=1.0), "sequences")[1].item() == 2
+    assert mismatch.normalise(w, means(epsilon=1.0), "sequences")[1].item() == 2
 
 
 def test_normalised_over_ranks(monkeypatch):
@@ -153,15 +153,15 @@ def test_normalised_over_ranks(monkeypatch):
         mismatch, "all_sum", lambda x, group: x + others[x.item()] if group == "two ranks" else x
     )
     w = tensor([1, 2], [6, 0], [0, 0])
-    assert mismatch.normalised(w, means(epsilon=1.0), "tokens", group="two ranks")[1].item() == 5
+    assert mismatch.normalise(w, means(epsilon=1.0), "tokens", group="two ranks")[1].item() == 5
 
 
 def test_weights_that_are_all_zero_stay_so():
     zero = torch.zeros(3, 2, dtype=torch.float64)
-    scaled, factor = mismatch.normalised(zero, means(), "tokens")
+    scaled, factor = mismatch.normalise(zero, means(), "tokens")
     assert factor.item() == 1
     assert torch.equal(scaled, zero)
-    assert mismatch.normalised(zero + 1e-9, means(epsilon=1e-8), "tokens")[1].item() == 1
+    assert mismatch.normalise(zero + 1e-9, means(epsilon=1e-8), "tokens")[1].item() == 1
     for epsilon in (0.0, TINY, 1e-8):
         found = mismatch.weight_spread(zero, means(epsilon), 2.0)
         assert {name: x.item() for name, x in found.items()} == {
@@ -207,7 +207,7 @@ def test_weight_spread_by_hand():
 def test_spread_of_one_token_is_zero():
     # With epsilon 1, E[x²] − E[x]² of a single 2 would be 4/2 − 1 = 1.
     one = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    assert mismatch.spread(tensor([2, 7]), means(1.0, one), 0.0, 5.0).item() == 0
+    assert mismatch.clamped_deviation(tensor([2, 7]), means(1.0, one), 0.0, 5.0).item() == 0
 
 
 def test_weights_by_sequence_by_hand():
@@ -326,13 +326,13 @@ def test_the_share_outside_a_band():
 def test_epsilon_in_the_mean_of_a_sequence():
     # Sums 4 and 6 over two tokens and one, epsilon 1: 4/3 and 3; without it 2 and 6.
     x, m = tensor([3, 1], [6, 0], [0, 0]), means(1.0)
-    assert m.reduced(x, "mean")[:, 0].tolist() == [4 / 3, 3, 0]
+    assert m.reduce(x, "mean")[:, 0].tolist() == [4 / 3, 3, 0]
     assert reduced(x, "mean", m.valid, m.lengths, m.sequences)[:, 0].tolist() == [2, 6, 0]
 
 
 def test_only_a_mean_needs_the_lengths():
     x, m = tensor([3, 1], [6, 9], [9, 9]), means()
-    x = m.filled(x)
+    x = m.fill(x)
     assert reduced(x, "token", m.valid, None, m.sequences).equal(x)
     assert reduced(x, "sum", m.valid, None, m.sequences)[:, 0].tolist() == [4, 6, 0]
     assert reduced(x, "max", m.valid, None, m.sequences)[:, 0].tolist() == [3, 6, -inf]

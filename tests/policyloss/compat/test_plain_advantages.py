@@ -12,13 +12,13 @@ from policyloss.advantage import discounted_returns, gae, group_advantages, rloo
 from policyloss.advantage.returns import reward_to_go
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
+    combine_rewards,
     less_baseline,
     over_tokens,
     plain_gae,
     plain_returns,
     plain_whiten,
     sequence_scores,
-    weighted_sum,
 )
 from policyloss.errors import InputError
 
@@ -78,7 +78,7 @@ def test_in_float64_plain_and_exact_agree():
     g = PlainGroups.stacked(rewards, ids)
     close(g.centered, group_advantages(rewards, ids, scale=None, single="raw"), atol=1e-13)
     close(
-        g.scaled(g.centered, 0.0), group_advantages(rewards, ids, eps=0.0, single="raw"), atol=1e-12
+        g.scale(g.centered, 0.0), group_advantages(rewards, ids, eps=0.0, single="raw"), atol=1e-12
     )
     close(g.zero_alone(rloo(rewards, ids, single="raw")), rloo(rewards, ids))
 
@@ -89,7 +89,7 @@ def test_rounding_shows_where_plain_differs_from_exact():
     rewards, ids, residue = torch.full((3,), 0.9), torch.zeros(3).long(), 2**-24
     g = PlainGroups.stacked(rewards, ids)
     assert (g.centered == residue).all()
-    close(g.scaled(g.centered, 1e-6), [residue / (math.sqrt(1.5) * residue + 1e-6)] * 3, atol=1e-8)
+    close(g.scale(g.centered, 1e-6), [residue / (math.sqrt(1.5) * residue + 1e-6)] * 3, atol=1e-8)
     assert (group_advantages(rewards, ids) == 0).all()
 
 
@@ -97,7 +97,7 @@ def test_a_group_of_one_divides_by_a_float32_number():
     g = PlainGroups.stacked(float64([5.0, 1.0, 3.0]), torch.tensor([0, 1, 1]))
     # 1 + 1e-6 in float32 is 1 + 8·2⁻²³; in the group of two the deviation is √2.
     close(
-        g.scaled(g.centered, 1e-6),
+        g.scale(g.centered, 1e-6),
         [5 / (1 + 8 * 2**-23), -1 / (math.sqrt(2) + 1e-6), 1 / (math.sqrt(2) + 1e-6)],
         atol=1e-15,
     )
@@ -202,17 +202,17 @@ def test_reward_to_go_by_hand():
 
 def test_weighted_sum_has_float32_weights():
     parts = [float64([1.0, 2.0]), float64([10.0, 20.0])]
-    close(weighted_sum(parts), [11, 22])
+    close(combine_rewards(parts), [11, 22])
     tenth = torch.tensor(0.1, dtype=torch.float32).item()
-    close(weighted_sum(parts, [2, 0.1]), [2 + 10 * tenth, 4 + 20 * tenth], atol=1e-15)
+    close(combine_rewards(parts, [2, 0.1]), [2 + 10 * tenth, 4 + 20 * tenth], atol=1e-15)
     with pytest.raises(InputError, match=r"one number per reward \(2\), got 3"):
-        weighted_sum(parts, [1, 2, 3])
+        combine_rewards(parts, [1, 2, 3])
 
 
 def test_no_rows():
     none, ids = torch.zeros(0), torch.zeros(0).long()
     for g in (PlainGroups.stacked(none, ids), PlainGroups.indexed(none, ids)):
-        assert g.per_nonzero().shape == g.scaled(g.centered, 1e-6).shape == (0,)
+        assert g.per_nonzero().shape == g.scale(g.centered, 1e-6).shape == (0,)
 
 
 @walked(

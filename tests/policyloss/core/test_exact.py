@@ -16,7 +16,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import LOCAL, PRESETS, SPECS, assert_same, make_batch, run, step_totals
-from policyloss.functional.exact import QUANTA, added, arithmetic, exact_total, folded, limbs
+from policyloss.functional.exact import QUANTA, add, arithmetic, exact_total, fold, limbs
 from policyloss.functional.segments import Sequences
 from policyloss.metrics import Metrics
 from policyloss.records import Stat, Sum
@@ -57,7 +57,7 @@ def test_each_limb_is_a_small_multiple_of_its_quantum():
     for part, quantum, before in zip(parts.unbind(-1), QUANTA, (math.inf, *QUANTA), strict=False):
         assert torch.equal((part / quantum).round() * quantum, part)
         assert float(part.abs().max()) <= before / 2
-    assert torch.equal(folded(parts), torch.tensor(numbers(500), dtype=torch.float64))
+    assert torch.equal(fold(parts), torch.tensor(numbers(500), dtype=torch.float64))
 
 
 def test_a_total_is_the_exact_sum_in_any_order():
@@ -68,7 +68,7 @@ def test_a_total_is_the_exact_sum_in_any_order():
             random.Random(seed).shuffle(values)
             sums = [arithmetic().total(torch.tensor(part)) for part in (values[:7], values[7:1000])]
             sums.append(arithmetic().total(torch.tensor(values[1000:])))
-            assert float(folded(sums[0] + sums[1] + sums[2])) == truth
+            assert float(fold(sums[0] + sums[1] + sums[2])) == truth
 
 
 def test_plain_sums_depend_on_the_order():
@@ -83,14 +83,14 @@ def test_plain_sums_depend_on_the_order():
 @walked("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_stays_loud(bad):
     with pl.exact():
-        assert math.isnan(float(folded(arithmetic().total(torch.tensor([1.0, bad, 2.0])))))
+        assert math.isnan(float(fold(arithmetic().total(torch.tensor([1.0, bad, 2.0])))))
 
 
 def test_numbers_combined_with_limbs():
     three = torch.tensor([1.0, 0.25, 0.0], dtype=torch.float64)
     two = torch.tensor(2.0, dtype=torch.float64)
-    assert added(three, two).tolist() == [3.0, 0.25, 0.0]
-    assert added(two, three).tolist() == [3.0, 0.25, 0.0]
+    assert add(three, two).tolist() == [3.0, 0.25, 0.0]
+    assert add(two, three).tolist() == [3.0, 0.25, 0.0]
     merged = Metrics({"a": Stat(three, torch.tensor(2))}) + Metrics({"a": Stat(two, two)})
     assert merged.compute() == {"a": 3.25 / 4}
     assert (Metrics({"a": Sum(three)}) + Metrics({"a": Sum(two)})).compute() == {"a": 3.25}

@@ -431,7 +431,7 @@ def test_packed_metrics_are_the_same_records() -> None:
     only where the numbers lie is another.
     """
     metrics = run(FULL, make_batch(seed=5)).records
-    packed = pl.Metrics.packed(RecordPlaces(metrics), RecordPlaces.pack(metrics))
+    packed = pl.Metrics.from_packed(RecordPlaces(metrics), RecordPlaces.pack(metrics))
     assert list(packed) == list(metrics)
     assert len(packed) == len(metrics)
     assert_same(packed.compute(), metrics.compute(), tol=0, what="metric")
@@ -457,7 +457,7 @@ def test_a_shared_count_is_packed_once_and_stays_exact() -> None:
     )
     values = RecordPlaces.pack(metrics, torch.tensor(7.0))
     assert values.tolist() == [1.5, 2**31 - 1, 3.0, 7.0]
-    assert pl.Metrics.packed(RecordPlaces(metrics), values).compute() == {
+    assert pl.Metrics.from_packed(RecordPlaces(metrics), values).compute() == {
         "a": 1.5 / (2**31 - 1),
         "b": 3 / (2**31 - 1),
         "n": 2**31 - 1,

@@ -34,7 +34,7 @@ from cases import (
     swapped,
 )
 from policyloss.catalogue import PRESETS as NAMED
-from policyloss.explanations.formula import Formula, Line, formula
+from policyloss.explanations.formula import Formula, FormulaLine, formula
 from policyloss.explanations.framework_names import ELSEWHERE
 from policyloss.explanations.traits import fits, traits
 from policyloss.explanations.traps import TRAPS
@@ -172,7 +172,7 @@ def test_a_wrong_formula_is_noticed() -> None:
     printed = formula(pl.preset("dapo"))
     wrong = Formula(
         tuple(
-            Line(line.name, line.expression.replace("1 + 0.28", "1 + 0.2"))
+            FormulaLine(line.name, line.expression.replace("1 + 0.28", "1 + 0.2"))
             for line in printed.lines
         )
     )
@@ -341,8 +341,8 @@ def test_a_callable_that_symbols_cannot_follow_is_named_and_not_invented() -> No
     text = str(e)
     assert "surrogate = branching(tokens)" in text
     assert (
-        "branching in the trust slot is a callable, whose formula cannot be printed. It says: "
-        "Minus the" in text
+        "branching in the trust slot is a callable, whose formula cannot be printed. Its "
+        "docstring: Minus the" in " ".join(text.split())
     )
     assert "your_function in the correction slot is a callable" in text
     assert numbers(e)["trust"] == ("branching", "your own function")

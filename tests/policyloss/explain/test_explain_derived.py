@@ -16,7 +16,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import AGGREGATES, CORRECTIONS, KLS, RATIOS, TRUSTS, make_batch, swapped
-from policyloss.explanations.algebra.derive import derived, symbolic_tokens
+from policyloss.explanations.algebra.derive import derive_formula, symbolic_tokens
 from policyloss.explanations.algebra.expression import Expression, name, parse
 from policyloss.explanations.formula import formula
 from policyloss.functional import trust as functional_trust
@@ -255,7 +255,7 @@ def test_a_name_of_the_vocabulary_is_not_given_to_a_line() -> None:
 
 def test_a_change_of_the_code_changes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     def surrogate() -> str:
-        made = derived(pl.Clip(0.2, 0.28), symbolic_tokens("old"), lambda label: False)
+        made = derive_formula(pl.Clip(0.2, 0.28), symbolic_tokens("old"), lambda label: False)
         assert made is not None
         return str(made.lines["loss"][-1][1])
 

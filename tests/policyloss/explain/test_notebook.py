@@ -10,7 +10,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch, run
-from policyloss.check.loss import CheckReport, Result
+from policyloss.check.loss import CheckReport, PropertyResult
 from policyloss.check.partition import CutResult, PartitionReport
 
 EVIL = '<script>alert("x")</script> & <b'
@@ -80,7 +80,7 @@ SHOWN = {
     ),
     "same": (pl.diff("ppo", "bnpo"), ["ppo and bnpo are the same loss."]),
     "check": (
-        CheckReport((Result("good", True), Result("bad", False, EVIL))),
+        CheckReport((PropertyResult("good", True), PropertyResult("bad", False, EVIL))),
         ["good", "ok", "bad", "FAIL", EVIL, "1 of 2 properties hold."],
     ),
     "partition": (

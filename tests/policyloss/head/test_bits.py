@@ -318,7 +318,7 @@ def test_the_kernels_walk_parts_of_a_vocabulary(monkeypatch, vocab):
     Equal parts without a bias are rows of one launch, each with the temperature of its row.
     """
     pytest.importorskip("interpreted")
-    monkeypatch.setattr(softmax_rows, "_unsuited", lambda *_: "")
+    monkeypatch.setattr(softmax_rows, "_reason_against_kernels", lambda *_: "")
     case = peaked_case(2, vocab, 16, torch.float32, seed=1)
     bias, rates = (case.bias if vocab == 300 else None), torch.linspace(0.5, 0.9, 2, device=DEVICE)
 

@@ -30,7 +30,7 @@ def test_cut_products_are_whole_products(
     """Where a device wants multiples of 8, every element is still written once,
     in a strided output too.
     """
-    monkeypatch.setattr(products, "_aligned", lambda a: True)
+    monkeypatch.setattr(products, "_needs_alignment", lambda a: True)
     a, b, total = matrices(*size)
     room = torch.full((size[0], size[2] + 5), torch.nan, dtype=torch.float64)
     out = room[:, : size[2]]
@@ -49,7 +49,7 @@ def test_the_shapes_that_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None
     assert products._cut(50257) == (slice(0, 50240), slice(50240, 50257))
     assert products._cut(50304) is None
     assert products._cut(17) is None
-    monkeypatch.setattr(products, "_aligned", lambda a: True)
+    monkeypatch.setattr(products, "_needs_alignment", lambda a: True)
     seen: list[tuple[int, ...]] = []
     whole = torch.mm
 

@@ -16,7 +16,7 @@ from interpreted import DEVICE
 from torch import Tensor
 from walk import walked
 
-from policyloss.functional.scale_kernel import scaled as scaled_copy
+from policyloss.functional.scale_kernel import write_scaled as scaled_copy
 from policyloss.head import kernels, tiles
 from policyloss.head import softmax_rows as rows
 from policyloss.head.kernels import row_partials
@@ -61,7 +61,7 @@ def scalings(vocabulary: int, rows: int = ROWS) -> dict[str, Scaling]:
     }
 
 
-def scaled(z: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+def write_scaled(z: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """s in float64, and the derivative of s with respect to z."""
     u = z.double() + (0 if scaling.bias is None else scaling.bias.double())
     slope = torch.ones_like(u)
@@ -74,7 +74,7 @@ def scaled(z: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
 
 
 def expected_partials(z: Tensor, ids: Tensor, scaling: Scaling) -> Partials:
-    s, _ = scaled(z, scaling)
+    s, _ = write_scaled(z, scaling)
     top = s.max(-1).values
     shift = s - top[:, None]
     e = shift.exp()
@@ -93,7 +93,7 @@ def expected_gradient(
     """lse, entropy and dz in float64; dz from the formula `g·(1[y] − p) − h·p·(log p + H)` times
     ds/dz.
     """
-    s, slope = scaled(z, scaling)
+    s, slope = write_scaled(z, scaling)
     lse = s.logsumexp(-1)
     log_p = s - lse[:, None]
     p = log_p.exp()
@@ -117,7 +117,7 @@ def row_gradient(
     scaling: Scaling,
 ) -> None:
     """The kernel, given the log-probability of each row's own id from float64."""
-    s, _ = scaled(z, scaling)
+    s, _ = write_scaled(z, scaling)
     column = ids.clamp(0, z.shape[1] - 1)[:, None]
     log_p = s.gather(1, column).squeeze(1) - s.logsumexp(-1)
     statistics = rows.Statistics(log_p.float(), entropy, lse)

@@ -289,7 +289,7 @@ class Wrong(nn.Linear):
     ("model", "words"),
     [
         (lambda: Twice(), "in call 2 of a forward"),
-        (lambda: Never(), "did not call what its get_output_embeddings"),
+        (lambda: Never(), "did not call the module of its get_output_embeddings"),
         (lambda: Silent(), "returns NoneType"),
         (lambda: Plain(head=Wrong(16, 60, dtype=torch.float64)), "does not give hidden @ weight.T"),
         (lambda: Plain(lambda z: z.view(3, 9, 60)), "fails where there are none"),

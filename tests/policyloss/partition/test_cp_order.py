@@ -208,7 +208,7 @@ def test_the_numbers_that_losses_exchange(said: Said) -> None:
             "every rank must give as many sequences, but the ranks gave [3, 3, 2, 3]",
         ),
         ("mixed", "packed ones as [S, 1]"),
-        ("columns", "bridge=False compares columns as they stand"),
+        ("columns", "bridge=False compares columns, which"),
         (
             "name",
             "group must be a process group, \"local\" (this rank alone) or None, got 'world'",

@@ -18,7 +18,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import PRESETS, Batch, make_batch, run
-from policyloss.explanations.formula import Formula, Line
+from policyloss.explanations.formula import Formula, FormulaLine
 from policyloss.explanations.traits import elsewhere
 from policyloss.parts.data import VARIANTS
 
@@ -97,7 +97,7 @@ def test_any_composition_is_computed_and_written_down(
     data = spec.to_dict()
     assert pl.LossSpec.from_dict(page.evaluate("(spec) => policyloss.check(spec)", data)) == spec
     lines = [
-        Line(*text.split(" = ", 1))
+        FormulaLine(*text.split(" = ", 1))
         for text in page.evaluate("(spec) => policyloss.formula(spec)", data)
     ]
     loss = Evaluator(Formula(tuple(lines)), batch).names["loss"].item()

@@ -59,7 +59,7 @@ def filled(x: Expression, part: Any) -> Expression:
             return constant(-values[str(node.arguments[0].value)])
         return constant(values[str(node.value)]) if str(node.value) in values else None
 
-    return x.replaced(change)
+    return x.substitute(change)
 
 
 RATIO, TRUST = pl.SequenceRatio("token", "rollout", (-3.5, 2.25)), pl.Clip(0.15, 0.45, dual=2.75)

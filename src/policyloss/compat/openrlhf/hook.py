@@ -16,7 +16,7 @@ from policyloss.compat.openrlhf import losses
 from policyloss.compat.openrlhf.corrections import check_release
 from policyloss.head.head import LogProbs
 from policyloss.head.linear import linear_logprobs
-from policyloss.hf.forward import run_with
+from policyloss.hf.forward import run_forward
 from policyloss.hf.output_head import Matrices, Transformation, output_head
 
 ACTOR = "openrlhf.models.actor"
@@ -125,7 +125,7 @@ def actor_forward(
             x = theirs.gather_and_pad_tensor(x, ring_attn_group, pad_len, indices, *sequences.shape)
         return x[:, :-1]
 
-    scored = run_with(
+    scored = run_forward(
         self.model,
         output_head(self.model),
         lambda: self.model(tokens, **inputs, **mm_inputs),

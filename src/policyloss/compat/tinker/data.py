@@ -27,7 +27,7 @@ _PLACES = ("device", "layout", "pin_memory")  # of the machine that traced the l
 Rows = Sequence[dict[str, Tensor]]
 
 
-class Packed(NamedTuple):
+class PackedData(NamedTuple):
     """Data end to end. logp: the current policy's, if known. tensors: the optional arguments of
     `policy_loss`.
     """
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
     tensors: dict[str, Any]
 
 
-def pack(spec: LossSpec, data: Sequence[Any], logprobs: Sequence[Tensor] | None) -> Packed:
+def pack(spec: LossSpec, data: Sequence[Any], logprobs: Sequence[Tensor] | None) -> PackedData:
     """Check the data and pack them. logprobs: the current policy's, whose lengths must fit."""
     rows = [{key: x.to_torch() for key, x in d.loss_fn_inputs.items()} for d in data]
     if not rows:
@@ -78,7 +78,7 @@ def pack(spec: LossSpec, data: Sequence[Any], logprobs: Sequence[Tensor] | None)
     ends = torch.tensor([0, *(n for (n,) in shapes)]).cumsum(0)
     logp = None if logprobs is None else torch.cat(list(logprobs))
     advantages, old_logp = _join(rows, "advantages", expand=True), tensors.pop("old_logp", None)
-    return Packed(logp, mask != 0, ends, advantages, old_logp, tensors)
+    return PackedData(logp, mask != 0, ends, advantages, old_logp, tensors)
 
 
 def _join(rows: Rows, key: str, expand: bool = False) -> Tensor:

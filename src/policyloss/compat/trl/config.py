@@ -221,17 +221,17 @@ def _trust(config: Any, loss_type: str) -> Any:
             return DetachedClip(0.0, high)  # the cap itself, not 1 + epsilon_high
     if loss_type == "sapo":
         with naming(config, *SAPO):
-            return SoftGate(*(_rounded(option(config, name)) for name in SAPO))
-    numbers = [_rounded(option(config, name)) for name in VESPO]
+            return SoftGate(*(_round(option(config, name)) for name in SAPO))
+    numbers = [_round(option(config, name)) for name in VESPO]
     k_positive, decay_positive, k_negative, decay_negative = numbers
-    least = _rounded(1e-4)
+    least = _round(1e-4)
     with naming(config, *VESPO):
         return GammaWeight(
             k_positive, max(decay_positive, least), k_negative, max(decay_negative, least)
         )
 
 
-def _rounded(number: float) -> float:
+def _round(number: float) -> float:
     """`number` in torch's default dtype, to which TRL's `torch.where` rounds it."""
     return torch.tensor(float(number)).item()
 

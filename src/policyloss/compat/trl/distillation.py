@@ -67,8 +67,8 @@ def chunked_divergence(
     hidden: `[N, D]` of either model, weight: `[V, D]`, bias: `[V]`. The scale multiplies a model's
     logits, bias included, before its softcap.
     """
-    hidden, bias = _scaled(student_hidden, student_bias, student_logit_scale)
-    states, offsets = _scaled(teacher_hidden, teacher_bias, teacher_logit_scale)
+    hidden, bias = _scale(student_hidden, student_bias, student_logit_scale)
+    states, offsets = _scale(teacher_hidden, teacher_bias, teacher_logit_scale)
     teacher = Teacher(states, teacher_weight, offsets, temperature, teacher_final_logit_softcapping)
     softcap = student_final_logit_softcapping
     divergence = linear_divergence(
@@ -118,11 +118,11 @@ def chunked_divergence_loss(
     )
     divergence, entropy = chunked_divergence(
         hidden,
-        _gathered(student_lm_head_weight, hidden),
-        _gathered(student_lm_head_bias, hidden),
+        _gather(student_lm_head_weight, hidden),
+        _gather(student_lm_head_bias, hidden),
         of_teacher,
-        _gathered(teacher_lm_head_weight, of_teacher),
-        _gathered(teacher_lm_head_bias, of_teacher),
+        _gather(teacher_lm_head_weight, of_teacher),
+        _gather(teacher_lm_head_bias, of_teacher),
         beta,
         temperature,
         student_logit_scale,
@@ -135,12 +135,12 @@ def chunked_divergence_loss(
     return divergence.sum() / items, entropy.sum(), count
 
 
-def _gathered(x: Any, like: Tensor) -> Any:
+def _gather(x: Any, like: Tensor) -> Any:
     """The complete tensor of a DTensor in the dtype of `like`; other values are unchanged."""
     return x.full_tensor().to(like.dtype) if hasattr(x, "full_tensor") else x
 
 
-def _scaled(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+def _scale(hidden: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
     """Hidden states and bias that give logits `scale` times as large."""
     if scale == 1:
         return hidden, bias

@@ -57,11 +57,11 @@ def explain_config(config: Any) -> str:
         "Options beside the policy loss": _extra(config),
     }
     sections = {
-        title: [f"- {_shown(config, *names)}: {text}" for text, (ok, names) in lines.items() if ok]
+        title: [f"- {_show(config, *names)}: {text}" for text, (ok, names) in lines.items() if ok]
         for title, lines in described.items()
     }
     sections["Options without effect"] = [
-        f"- {_shown(config, name)}: {why}"
+        f"- {_show(config, name)}: {why}"
         for why, (acts, names) in _acting(config).items()
         for name in names
         if not acts and is_set(config, name)
@@ -71,7 +71,7 @@ def explain_config(config: Any) -> str:
     return "\n\n".join(["The loss of a TRL GRPOConfig", *lists, str(explain(spec))])
 
 
-def _shown(config: Any, *names: str) -> str:
+def _show(config: Any, *names: str) -> str:
     """`epsilon=0.2 (default)`."""
     return ", ".join(
         f"{name}={option(config, name)!r}{'' if is_set(config, name) else ' (default)'}"

@@ -23,7 +23,7 @@ from policyloss.compat.trl.parts import at_the_end, last, likelihood_loss
 from policyloss.errors import SpecError
 from policyloss.head.linear import linear_logprobs
 from policyloss.head.loss import HeadOutput
-from policyloss.hf.forward import run_with
+from policyloss.hf.forward import run_forward
 from policyloss.hf.output_head import Matrices, Transformation, language_model
 
 UTILS, DISTILLATION = "trl.trainer.utils", "trl.trainer.distillation_trainer"
@@ -104,7 +104,7 @@ def add_fused_lm_head(
 
         called = {"use_cache": False, **kwargs}
         head = self.get_output_embeddings()
-        scored = run_with(self, head, lambda: own_forward(*args, **called), scores)
+        scored = run_forward(self, head, lambda: own_forward(*args, **called), scores)
         aux_loss = getattr(scored.output, "aux_loss", None)
         coef = getattr(config, "router_aux_loss_coef", 0.0)
         per_token = (scored.result.logp, scored.result.entropy)

@@ -66,8 +66,8 @@ class PlainGroups:
         r = rewards[order].float()
         assert groups.offsets is not None
         count = groups.offsets.diff().to(r.dtype)
-        mean = _added_up(r, groups.offsets) / count.clamp(min=1)
-        squares = _added_up((r - groups.expand(mean)).square(), groups.offsets)
+        mean = _segment_sums(r, groups.offsets) / count.clamp(min=1)
+        squares = _segment_sums((r - groups.expand(mean)).square(), groups.offsets)
         std = (squares / (count - 1).clamp(min=1)).sqrt()
         alone = count == 1
         statistics = (count, torch.where(alone, 0, mean), torch.where(alone, 1, std))
@@ -79,7 +79,7 @@ class PlainGroups:
         """`r − μ`, and r itself for a group of one."""
         return self.rewards - self.mean
 
-    def scaled(self, x: Tensor, eps: float) -> Tensor:
+    def scale(self, x: Tensor, eps: float) -> Tensor:
         """`x / (σ + eps)`; for a group of one, `1 + eps` is rounded to float32."""
         alone = (torch.ones((), device=x.device) + eps).to(x.dtype)
         return x / torch.where(self.size == 1, alone, self.std + eps)
@@ -94,7 +94,7 @@ class PlainGroups:
         return torch.where(self.size > 1, x, 0)
 
 
-def _added_up(x: Tensor, offsets: Tensor) -> Tensor:
+def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
     """Sums of segments, one number after another in the dtype of `x`."""
     return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
 
@@ -192,7 +192,7 @@ def less_baseline(returns: Tensor, baseline: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+def combine_rewards(parts: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
     """`Σ_k w_k·x_k`, added in this order, with float32 weights (default: 1)."""
     if weights is not None and len(weights) != len(parts):
         raise InputError(

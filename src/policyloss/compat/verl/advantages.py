@@ -25,6 +25,7 @@ from policyloss.arguments import check_number, check_scalar
 from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
+    combine_rewards,
     less_baseline,
     over_tokens,
     plain_gae,
@@ -32,9 +33,8 @@ from policyloss.compat.verl.advantage_numbers import (
     plain_whiten,
     sequence_lengths,
     sequence_scores,
-    weighted_sum,
 )
-from policyloss.compat.verl.settings import read, read_number, since
+from policyloss.compat.verl.settings import read_field, read_number, since
 from policyloss.errors import InputError
 from policyloss.functional.masking import fill
 from policyloss.tokens import as_mask
@@ -104,10 +104,10 @@ class Normalised(Grouped):
     norm_adv_by_std_in_grpo: bool = True
     config: Any = None
 
-    def normalised(self, groups: PlainGroups) -> Tensor:
-        """The rewards minus their group's mean, divided by its deviation unless that is off."""
+    def normalise(self, groups: PlainGroups) -> Tensor:
+        """The rewards minus their group's mean, divided by the group's deviation if that is on."""
         centered = groups.centered
-        return groups.scaled(centered, self.epsilon) if self.norm_adv_by_std_in_grpo else centered
+        return groups.scale(centered, self.epsilon) if self.norm_adv_by_std_in_grpo else centered
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ def compute_grpo_outcome_advantage(call: Normalised) -> AdvantageResult:
     """GRPO: the reward minus its group's mean, divided by the group's deviation unless
     `norm_adv_by_std_in_grpo` is False.
     """
-    return call.outcome(call.normalised(call.groups))
+    return call.outcome(call.normalise(call.groups))
 
 
 @drop_in_of(Normalised)
 def compute_grpo_vectorized_outcome_advantage(call: Normalised) -> AdvantageResult:
     """GRPO with statistics in float32."""
-    return call.outcome(call.normalised(PlainGroups.indexed(call.scores, call.ids)))
+    return call.outcome(call.normalise(PlainGroups.indexed(call.scores, call.ids)))
 
 
 @drop_in_of(GdpoCall, ignores_others=True)
@@ -197,8 +197,8 @@ def compute_gdpo_outcome_advantage(call: GdpoCall) -> AdvantageResult:
         device = call.token_level_rewards.device
         rewards, weights = _reward_components(call.config, call.non_tensor_batch, device)
     groups = (PlainGroups.stacked(reward, call.ids) for reward in rewards)
-    parts = [over_tokens(call.normalised(group), call.response_mask) for group in groups]
-    return _whitened(weighted_sum(parts, weights), call.response_mask)
+    parts = [over_tokens(call.normalise(group), call.response_mask) for group in groups]
+    return _whiten(combine_rewards(parts, weights), call.response_mask)
 
 
 @drop_in_of(Normalised, ignores_others=True)
@@ -206,7 +206,7 @@ def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
     """Pass@k: the best row of a group gets its margin over the second. As in verl,
     `config.norm_adv_by_std_in_grpo` has an effect, the argument has none.
     """
-    by_std = read(call.config, "norm_adv_by_std_in_grpo", True)
+    by_std = read_field(call.config, "norm_adv_by_std_in_grpo", True)
     groups, ids = call.groups, call.ids
     if 1 in Counter(ids.tolist()).values():
         raise InputError(
@@ -214,14 +214,14 @@ def compute_grpo_passk_outcome_advantage(call: Normalised) -> AdvantageResult:
             "least 2 samples."
         )
     margin = passk_max_gap(groups.rewards, ids, scale=None, group="local")
-    return call.outcome(groups.scaled(margin, call.epsilon) if by_std else margin)
+    return call.outcome(groups.scale(margin, call.epsilon) if by_std else margin)
 
 
 @drop_in_of(Configured, ignores_others=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(call: Configured) -> AdvantageResult:
     """REINFORCE++-baseline: the reward minus its group's mean, whitened over the valid tokens."""
     centered = over_tokens(call.groups.centered, call.response_mask)
-    return _whitened(centered, call.response_mask)
+    return _whiten(centered, call.response_mask)
 
 
 @drop_in_of(Configured, ignores_others=True)
@@ -253,7 +253,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     gamma = read_number(config, "gamma")
     holes: Literal["bridge", "cut"] = "bridge" if since(release, "0.9.0") else "cut"
     returns = plain_returns(token_level_rewards, response_mask, gamma, holes=holes)
-    return _whitened(returns, response_mask)[0], returns
+    return _whiten(returns, response_mask)[0], returns
 
 
 @drop_in
@@ -321,7 +321,7 @@ def group_numbers(index: Any, rows: Tensor) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=rows.device)
 
 
-def _whitened(x: Tensor, mask: Tensor) -> AdvantageResult:
+def _whiten(x: Tensor, mask: Tensor) -> AdvantageResult:
     tokens = fill(plain_whiten(x, mask), as_mask(mask, x))
     return tokens, tokens
 
@@ -330,7 +330,7 @@ def _reward_components(
     config: Any, non_tensor_batch: Any, device: torch.device
 ) -> tuple[list[Tensor], list[float] | None]:
     """The rewards named by `config.gdpo_reward_keys`, `[B]` each in float32, and their weights."""
-    keys = read(config, "gdpo_reward_keys")
+    keys = read_field(config, "gdpo_reward_keys")
     if not keys:
         raise InputError(
             "config.gdpo_reward_keys is missing; GDPO needs the names of its rewards in "
@@ -342,7 +342,7 @@ def _reward_components(
             f"gdpo_reward_keys {missing} are not in non_tensor_batch, which has "
             f"{sorted(non_tensor_batch)}."
         )
-    weights = read(config, "gdpo_reward_weights")
+    weights = read_field(config, "gdpo_reward_weights")
     columns = (non_tensor_batch[key] for key in keys)
     numbers = [column.tolist() if hasattr(column, "tolist") else list(column) for column in columns]
     rewards = [torch.tensor(n, dtype=torch.float32, device=device) for n in numbers]

@@ -14,11 +14,11 @@ from policyloss.arguments import check_choice, description
 from policyloss.compat.arguments import drop_in
 from policyloss.compat.parts import (
     as_count,
+    as_share,
     guard,
     guarded_mean,
     mask_or_all,
     seq_mean_token_mean,
-    share,
 )
 from policyloss.errors import InputError, unknown_name
 from policyloss.inputs import Inputs
@@ -142,7 +142,7 @@ KL_ESTIMATORS: dict[str, Literal["k1", "k2", "k3", "abs"]] = {
 }
 
 
-def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
+def kl_part(kl_penalty: str) -> KL:
     """The KL part with this name in verl; a name that ends with "+" has the gradient of k2."""
     if not isinstance(kl_penalty, str):
         raise InputError(
@@ -158,7 +158,7 @@ def kl_part(kl_penalty: str, coef: float = 1.0) -> KL:
     estimator = KL_ESTIMATORS[name]
     clamp, value_clamp = (20.0, 10.0) if estimator == "k3" else (None, None)
     grad: Literal["k2", "value"] = "k2" if name != kl_penalty else "value"
-    return KL(estimator, coef, grad=grad, clamp=clamp, value_clamp=value_clamp)
+    return KL(estimator, 1.0, grad=grad, clamp=clamp, value_clamp=value_clamp)
 
 
 def _kl_of_tokens(logprob: Tensor, ref_logprob: Tensor, part: KL) -> Tensor:
@@ -187,4 +187,4 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 def mean(record: Any, mask: Tensor) -> Tensor:
     """A share with verl's guard in the denominator: 0 if nothing is valid."""
-    return share(guarded_mean(record, guard(mask)), mask)
+    return as_share(guarded_mean(record, guard(mask)), mask)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.compat.verl.aggregation import kl_penalty
-from policyloss.compat.verl.settings import PREFIX, read
+from policyloss.compat.verl.settings import PREFIX, read_field
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, on_support, terms
 
@@ -43,7 +43,7 @@ def compute_forward_kl_topk(
     top = student.topk(ids.shape[-1], -1).indices
     chosen = student.gather(-1, ids)
     masses = {"student_mass": chosen.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
-    least = read(read(config, "distillation_loss"), "log_prob_min_clamp")
+    least = read_field(read_field(config, "distillation_loss"), "log_prob_min_clamp")
     if least is not None:
         chosen, teacher = chosen.clamp(min=least), teacher.clamp(min=least)
     shared = (ids.unsqueeze(-1) == top.unsqueeze(-2)).any(-1)
@@ -80,7 +80,9 @@ def _estimate(name: str) -> Any:
         config: Any, distillation_config: Any, model_output: Any, data: Any
     ) -> tuple[Tensor, dict[str, Any]]:
         """The estimate of each token of a response `[B, T]`, and the mean of its modulus."""
-        by_gradient = read(read(distillation_config, "distillation_loss"), "use_policy_gradient")
+        by_gradient = read_field(
+            read_field(distillation_config, "distillation_loss"), "use_policy_gradient"
+        )
         if name == "k1" and not by_gradient:
             raise InputError(
                 f'loss_mode="{PREFIX}k1" has a gradient that does not depend on the teacher; set '

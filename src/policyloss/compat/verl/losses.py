@@ -18,7 +18,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_choice
 from policyloss.compat.arguments import drop_in, drop_in_of
-from policyloss.compat.parts import guard, share, union_share
+from policyloss.compat.parts import as_share, guard, union_share
 from policyloss.compat.verl.aggregation import aggregation, mean
 from policyloss.compat.verl.parts import (
     GeometricMeanWeight,
@@ -38,7 +38,7 @@ from policyloss.compat.verl.settings import (
     clip_range,
     either,
     policy_options,
-    read,
+    read_field,
     read_number,
     since,
 )
@@ -94,7 +94,7 @@ class LossCall:
 
     def loss(self, spec: LossSpec) -> LossOutput:
         """The result of `spec` with verl's aggregation and counts and the weights of this call."""
-        info = either(read(self.config, "global_batch_info"), {})
+        info = either(read_field(self.config, "global_batch_info"), {})
         part, totals = aggregation(self.loss_agg_mode, self.response_mask, **info)
         spec = spec.replace(aggregate=part)
         if self.rollout_is_weights is not None:
@@ -116,7 +116,7 @@ class LossCall:
         """The loss of `spec` and verl's metrics.
 
         clipped, lower: the limits whose shares add up to `pg_clipfrac` and to `pg_clipfrac_lower`
-        (see `share`); None if this loss does not report the metric. drift: the estimator of
+        (see `as_share`); None if this loss does not report the metric. drift: the estimator of
         `ppo_kl`, with the log-ratios clamped as in `spec`.
         """
         out = self.loss(spec)
@@ -195,7 +195,7 @@ class SequenceMeanCall(LossCall):
 
 
 def _ppo(call: LossCall) -> LossResult:
-    dual = check_dual(read(call.config, "clip_ratio_c", 3.0))
+    dual = check_dual(read_field(call.config, "clip_ratio_c", 3.0))
     clip = trust.Clip(*clip_range(call.config), dual)
     return call.result(LossSpec(trust=clip), CLIPPED, ("dual",))
 
@@ -207,7 +207,7 @@ def compute_policy_loss_vanilla(call: LossCall) -> LossResult:
 
 
 def _probability_band(call: LossCall, divergence: Literal["tv", "kl"]) -> LossResult:
-    cap = read(call.config, "clip_ratio_c", 20.0)
+    cap = read_field(call.config, "clip_ratio_c", 20.0)
     band = trust.ProbabilityBand(divergence, *clip_range(call.config), cap=cap)
     return call.result(LossSpec(trust=band), CLIPPED, ("dual",))
 
@@ -276,7 +276,7 @@ def compute_policy_loss_kl_cov(call: LossCall) -> LossResult:
 def _options(call: LossCall, defaults: dict[str, float]) -> list[Any]:
     """These options of `config.policy_loss`, in this order."""
     options = policy_options(call.config)
-    return [either(read(options, name), default) for name, default in defaults.items()]
+    return [either(read_field(options, name), default) for name, default in defaults.items()]
 
 
 @drop_in_of(LossCall)
@@ -295,7 +295,7 @@ def compute_policy_loss_geo_mean(call: LossCall) -> LossResult:
     out = call.loss_of(spec, Totals(0, call.response_mask.shape[0]))
     mask = as_mask(call.response_mask, call.log_prob)
     outside = outside_by_sign(call.log_ratio, *band, call.advantages.detach(), mask, epsilon)
-    positive, negative = (share(x, call.response_mask) for x in outside)
+    positive, negative = (as_share(x, call.response_mask) for x in outside)
     return out.loss, call.report(positive, negative, call.drift())
 
 
@@ -304,7 +304,7 @@ def compute_policy_loss_dro(call: LossCall) -> LossResult:
     """verl's DRO (direct reward optimisation): `Quadratic(dro_beta)`, with `dro_beta` from
     `config.policy_loss`.
     """
-    beta = read(policy_options(call.config), "dro_beta")
+    beta = read_field(policy_options(call.config), "dro_beta")
     if beta is None or beta <= 0:
         raise SpecError(f"policy_loss.dro_beta must be a positive number for DRO, got {beta!r}.")
     return call.result(LossSpec(TokenRatio(log_clamp=None), trust.Quadratic(beta)))
@@ -347,13 +347,13 @@ def compute_policy_loss_bypass_mode(call: LossCall) -> LossResult:
     weights, the rejection and the loss. Its `loss_type` "ppo_clip" is the vanilla loss without
     weights on the tokens that are not rejected; "reinforce" is the REINFORCE loss with weights.
     """
-    options = read(policy_options(call.config), "rollout_correction")
+    options = read_field(policy_options(call.config), "rollout_correction")
     if options is None:
         raise SpecError(
             'policy_loss.rollout_correction is missing; loss_mode "bypass_mode" reads its settings '
             "from there."
         )
-    loss_type = read(options, "loss_type", "ppo_clip")
+    loss_type = read_field(options, "loss_type", "ppo_clip")
     losses = {"ppo_clip": _ppo, "reinforce": _reinforce}
     check_choice("rollout_correction.loss_type", loss_type, losses, SpecError)
     tensors = (call.log_prob.detach(), call.old_log_prob, call.response_mask)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.functional import trust
-from policyloss.functional.masking import accumulator_dtype, beyond
+from policyloss.functional.masking import accumulator_dtype, outside_clamp
 from policyloss.parts.correction import Corrected, GivenWeight
 from policyloss.parts.trust import CovClip, CovKL, GeometricClip, Surrogate
 from policyloss.tokens import Tokens
@@ -39,7 +39,7 @@ def outside_by_sign(
     """The shares of valid tokens outside [-eps_low, eps_high] with A > 0, and with A < 0. epsilon:
     as in `masked_mean`.
     """
-    outside = beyond(log_ratio, (-eps_low, eps_high))
+    outside = outside_clamp(log_ratio, (-eps_low, eps_high))
     positive, negative = outside & (advantages > 0), outside & (advantages < 0)
     return masked_mean(positive, mask, epsilon), masked_mean(negative, mask, epsilon)
 
@@ -145,4 +145,4 @@ class LocalCovKL:
             k = max(1, int(len(a) * self.part.fraction))
             top = trust.covariance(logp, a, logp.mean(), a.mean()).topk(k).indices
             chosen[tuple(t.mask.nonzero()[top].unbind(1))] = True
-        return self.part.penalised(t, chosen)
+        return self.part.penalise(t, chosen)

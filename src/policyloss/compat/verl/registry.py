@@ -29,7 +29,7 @@ from policyloss.compat.verl.settings import (
     OLDEST,
     PREFIX,
     either,
-    read,
+    read_field,
     since,
     warn_of_overridden,
     with_horizon_of,
@@ -78,7 +78,7 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
         _check_terms_of_verl(name, complete_spec, call.config, call.loss_agg_mode)
         policy_term = _policy_term(name, complete_spec, call.rollout_is_weights)
         warn_of_overridden(name, complete_spec, call.config, call.loss_agg_mode)
-        info = either(read(call.config, "global_batch_info"), {})
+        info = either(read_field(call.config, "global_batch_info"), {})
         out = call.loss_of(policy_term, step_totals(call.response_mask, info))
         # verl averages reported numbers over micro-batches, which is wrong for counts, sums and
         # extremes.
@@ -145,7 +145,7 @@ def _check_terms_of_verl(name: str, spec: LossSpec, config: Any, loss_agg_mode: 
     """Raise unless verl adds the KL and the entropy bonus of `spec`, and averages them alike."""
     if spec.kl is not None:
         _check_kl(name, spec.kl, config)
-    if spec.entropy_coef and read(config, "entropy_coeff", 0.0) != spec.entropy_coef:
+    if spec.entropy_coef and read_field(config, "entropy_coeff", 0.0) != spec.entropy_coef:
         raise SpecError(
             f"policyloss/{name} has an entropy bonus, which verl adds itself: set "
             f"actor.entropy_coeff={spec.entropy_coef}."
@@ -169,9 +169,9 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
         )
     plus = "+" if kl.grad == "k2" else ""
     kinds = [f"{theirs}{plus}" for theirs, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
-    used = read(config, "use_kl_loss", False)
-    kind = read(config, "kl_loss_type", "")
-    coef = read(config, "kl_loss_coef")
+    used = read_field(config, "use_kl_loss", False)
+    kind = read_field(config, "kl_loss_type", "")
+    coef = read_field(config, "kl_loss_coef")
     if not used or kind not in kinds or coef != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "

@@ -30,7 +30,7 @@ from policyloss.compat.verl.rollout_thresholds import (
     rejection_rules,
     weight_bounds,
 )
-from policyloss.compat.verl.settings import read, since
+from policyloss.compat.verl.settings import read_field, since
 from policyloss.errors import InputError, SpecError
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.kl import estimate
@@ -91,8 +91,8 @@ def compute_rollout_correction_weights(
     check_choice("rollout_is", rollout_is, LEVELS, SpecError)
     low, high = weight_bounds(rollout_is_threshold)
     means = means_of(response_mask)
-    log_weight = means.reduced(means.filled(log_ratio), LEVELS[rollout_is])
-    raw = means.filled(importance_weight(log_weight, SAFETY_BOUND))
+    log_weight = means.reduce(means.fill(log_ratio), LEVELS[rollout_is])
+    raw = means.fill(importance_weight(log_weight, SAFETY_BOUND))
     weights = measures.bounded_weight(raw, low, high)
     metrics = compute_is_metrics(
         weights,
@@ -110,7 +110,7 @@ def compute_rollout_correction_weights(
     if rollout_is_batch_normalize:
         dist = torch.distributed
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        weights, factor = measures.normalised(weights, means, f"{rollout_is}s", group)
+        weights, factor = measures.normalise(weights, means, f"{rollout_is}s", group)
         metrics["rollout_is_batch_norm_factor"] = float(factor)
     return weights, metrics
 
@@ -166,7 +166,7 @@ def compute_rollout_rejection_mask(
         return response_mask, {}
     rules = rejection_rules(rollout_rs, rollout_rs_threshold, release)
     means = means_of(response_mask)
-    log_weight = bound(means.filled(log_ratio), SAFETY_BOUND)
+    log_weight = bound(means.fill(log_ratio), SAFETY_BOUND)
     kept = means.valid
     metrics: Metrics = {}
     for rule in rules:
@@ -184,7 +184,7 @@ def compute_rollout_rejection_mask(
 def _apply(rule: RejectionRule, log_weight: Tensor, means: Means) -> tuple[Tensor, Metrics]:
     """The tokens that one rule keeps, and its metrics."""
     estimates = estimate(log_weight, rule.estimator, as_written="exp(d) - 1 - d")
-    stat, dtype = means.reduced(estimates, rule.reduce), log_weight.dtype
+    stat, dtype = means.reduce(estimates, rule.reduce), log_weight.dtype
     keep = within(stat, rule.low, rule.high)
     by_sequence = rule.option not in TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
     of_sequence, nonempty = stat[:, 0] if by_sequence else None, means.nonempty
@@ -314,7 +314,7 @@ def correction_options(config: Any, release: str | None) -> dict[str, Any]:
         "rollout_rs": None,
         "rollout_rs_threshold": None,
     }
-    options = {name: read(config, name, default) for name, default in defaults.items()}
+    options = {name: read_field(config, name, default) for name, default in defaults.items()}
     return {**options, "release": release}
 
 

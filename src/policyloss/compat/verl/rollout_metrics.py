@@ -58,19 +58,19 @@ class Means:
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """`Σ x / (n + epsilon)` over the n valid tokens, 0-dim; flags are float32."""
-        return self.filled(x).sum() / (self.mask.sum() + self.epsilon)
+        return self.fill(x).sum() / (self.mask.sum() + self.epsilon)
 
     def of_sequences(self, x: Tensor) -> Tensor:
         """`Σ x / (L + epsilon)` over the L valid tokens of each sequence. `[S]`."""
-        return self.sequences.sum(self.filled(x)) / (self.lengths + self.epsilon)
+        return self.sequences.sum(self.fill(x)) / (self.lengths + self.epsilon)
 
-    def reduced(self, x: Tensor, how: str) -> Tensor:
+    def reduce(self, x: Tensor, how: str) -> Tensor:
         """`x` per "token", or the "sum", "mean" or "max" of its sequence at every token."""
         if how == "mean":
             return self.sequences.expand(self.of_sequences(x))
         return reduced(x, how, self.valid, None, self.sequences)
 
-    def filled(self, x: Tensor) -> Tensor:
+    def fill(self, x: Tensor) -> Tensor:
         """`x` where valid, 0 elsewhere, in the dtype of `x` times the mask."""
         x = x.float() if x.dtype == torch.bool else x
         return fill(x, self.valid, torch.result_type(x, self.mask))
@@ -129,7 +129,7 @@ def policy_gap(
     mean_rollout_logp = means.of_sequences(rollout_logp)
     difference = mean_rollout_logp - mean_logp
     token_weight = importance_weight(d, log_clamp)
-    log_likelihood_ratio = means.sequences.sum(means.filled(d))
+    log_likelihood_ratio = means.sequences.sum(means.fill(d))
     return {
         **gap,
         "kl": means.of_tokens(estimate(d, "k1")),
@@ -156,7 +156,7 @@ def bounded_weight(weight: Tensor, low: float | None, high: float) -> Tensor:
     )
 
 
-def normalised(weight: Tensor, means: Means, over: str, group: Any = None) -> tuple[Tensor, Tensor]:
+def normalise(weight: Tensor, means: Means, over: str, group: Any = None) -> tuple[Tensor, Tensor]:
     """`weight` divided by its mean, and that mean: over the valid "tokens", or over the mean
     weights of the "sequences" with a valid token.
 
@@ -165,7 +165,7 @@ def normalised(weight: Tensor, means: Means, over: str, group: Any = None) -> tu
     its last division.
     """
     if over == "tokens":
-        x, counted = means.filled(weight), means.mask
+        x, counted = means.fill(weight), means.mask
     else:
         x, counted = means.of_sequences(weight), means.nonempty
     total, count = all_sum(x.sum(), group), all_sum(counted.sum(), group)
@@ -201,7 +201,7 @@ def sequence_weight_limits(
     }
 
 
-def spread(x: Tensor, means: Means, low: float, high: float) -> Tensor:
+def clamped_deviation(x: Tensor, means: Means, low: float, high: float) -> Tensor:
     """√(E[x²] − E[x]²) over valid tokens, `x` clamped to [low, high]; 0 for a single token."""
     clamped = x.clamp(min=low, max=high)
     variance = means.of_tokens(clamped.square()) - means.of_tokens(clamped).square()
@@ -220,7 +220,7 @@ def weight_spread(weight: Tensor, means: Means, high: float) -> Statistics:
     square = square.to(accumulator_dtype(square.device))
     return {
         "mean": means.of_tokens(weight),
-        "std": spread(weight, means, 0.0, high),
+        "std": clamped_deviation(weight, means, 0.0, high),
         "eff_sample_size": torch.where(mean == 0, 0, 1 / square),
     }
 
@@ -249,7 +249,7 @@ def rejection_statistics(
         limits = {"max": largest, "min": smallest, **_beyond(means.of_tokens, stat, low, high)}
     statistics = {
         "mean": means.of_tokens(stat),
-        "std": spread(stat, means, 0.0 if low is None else low, high),
+        "std": clamped_deviation(stat, means, 0.0 if low is None else low, high),
         "fraction_low": stat.new_zeros(()),
         **limits,
     }

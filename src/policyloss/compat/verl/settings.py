@@ -56,7 +56,7 @@ _ESTIMATORS = {
 _MISSING = object()
 
 
-def read(config: Any, name: str, default: Any = None) -> Any:
+def read_field(config: Any, name: str, default: Any = None) -> Any:
     """A field of a verl config (a dataclass, an OmegaConf node or a mapping), or `default`."""
     if config is None:
         raise InputError(
@@ -71,7 +71,7 @@ def read(config: Any, name: str, default: Any = None) -> Any:
 
 def read_number(config: Any, name: str) -> float:
     """A field of a verl config that must be a number."""
-    value = read(config, name)
+    value = read_field(config, name)
     if value is None:
         raise InputError(f"config.{name} is missing; it must be a number.")
     check_scalar(f"config.{name}", value)
@@ -96,7 +96,7 @@ def either(value: Any, default: Any) -> Any:
 
 def policy_options(config: Any) -> Any:
     """`config.policy_loss`, the options that only one loss reads."""
-    options = read(config, "policy_loss")
+    options = read_field(config, "policy_loss")
     if options is None:
         raise InputError("config.policy_loss is missing; this loss reads its settings from there.")
     return options
@@ -104,8 +104,8 @@ def policy_options(config: Any) -> Any:
 
 def clip_range(config: Any) -> tuple[float, float]:
     """`clip_ratio_low` and `clip_ratio_high`; the default of each is `clip_ratio`."""
-    both = read(config, "clip_ratio")
-    low, high = (either(read(config, f"clip_ratio_{side}"), both) for side in ("low", "high"))
+    both = read_field(config, "clip_ratio")
+    low, high = (either(read_field(config, f"clip_ratio_{side}"), both) for side in ("low", "high"))
     if low is None or high is None:
         raise InputError(
             "config.clip_ratio is missing; set it, or both clip_ratio_low and clip_ratio_high."
@@ -140,8 +140,8 @@ def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: st
 def _overridden_numbers(spec: LossSpec, actor: Any) -> Iterator[str]:
     for option, (default, fields) in _TRUST_OPTIONS.items():
         section, _, name = option.rpartition(".")
-        config = read(actor, section) if section else actor
-        value = None if config is None else read(config, name, default)
+        config = read_field(actor, section) if section else actor
+        value = None if config is None else read_field(config, name, default)
         if value is None or value == default_of(config, name, default):
             continue
         if any(getattr(spec.trust, field, None) != value for field in fields):
@@ -150,7 +150,8 @@ def _overridden_numbers(spec: LossSpec, actor: Any) -> Iterator[str]:
 
 def with_horizon_of(config: Any, name: str, spec: LossSpec) -> LossSpec:
     """`spec` with the horizon `actor.loss_scale_factor`; an error if it has another one."""
-    tokens, chosen = read(config, "loss_scale_factor"), getattr(spec.aggregate, "horizon", None)
+    tokens = read_field(config, "loss_scale_factor")
+    chosen = getattr(spec.aggregate, "horizon", None)
     if spec.needs_horizon and tokens is None:
         raise SpecError(
             f"{PREFIX}{name} divides by the generation budget of your run, which verl does not "
@@ -172,17 +173,17 @@ def check_config(config: Any) -> None:
     A warning is issued if the preset is defined with other advantages than
     `algorithm.adv_estimator` computes, and an error is raised if a horizon is missing.
     """
-    actor = read(read(config, "actor_rollout_ref"), "actor")
-    mode = str(read(read(actor, "policy_loss"), "loss_mode", ""))
+    actor = read_field(read_field(config, "actor_rollout_ref"), "actor")
+    mode = str(read_field(read_field(actor, "policy_loss"), "loss_mode", ""))
     name = mode.removeprefix(PREFIX)
     if name == mode or name not in PRESETS:
         return
     with_horizon_of(actor, name, PRESETS[name].spec)
-    algorithm = read(config, "algorithm")
-    adv_estimator = read(algorithm, "adv_estimator", "gae")
+    algorithm = read_field(config, "algorithm")
+    adv_estimator = read_field(algorithm, "adv_estimator", "gae")
     chosen = str(getattr(adv_estimator, "value", adv_estimator))
     estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
-    if estimator == "grpo" and not read(algorithm, "norm_adv_by_std_in_grpo", True):
+    if estimator == "grpo" and not read_field(algorithm, "norm_adv_by_std_in_grpo", True):
         estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
     check_advantages(mode, name, estimator, setting, _setting_for)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from policyloss.explanations.algebra.expression import TRUE, Expression, name, parse, unstopped
+from policyloss.explanations.algebra.expression import TRUE, Expression, name, parse, without_stops
 from policyloss.explanations.algebra.symbols import (
     Symbol,
     SymbolicSequences,
@@ -76,8 +76,8 @@ class _Recorder:
         self.suffix = ""
 
     def record(self, expression: Expression, label: str) -> None:
-        self.labels.setdefault(unstopped(expression), label + self.suffix)
-        self.every_label[label + self.suffix] = unstopped(expression)
+        self.labels.setdefault(without_stops(expression), label + self.suffix)
+        self.every_label[label + self.suffix] = without_stops(expression)
 
     def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
         """The result of a part that states its formula.
@@ -91,11 +91,11 @@ class _Recorder:
                 lines[label] = with_names(parse(line), lines)
             else:
                 lines[label] = expression_of(_runnable(line, self)(t).loss)
-            self.labels[unstopped(lines[label])] = label + self.suffix
+            self.labels[without_stops(lines[label])] = label + self.suffix
             self.record(lines[label], label)
-            self.stated.add(unstopped(lines[label]))
+            self.stated.add(without_stops(lines[label]))
         last: Any = Symbol(lines[label])
-        self.stated.discard(unstopped(lines[label]))
+        self.stated.discard(without_stops(lines[label]))
         return Corrected(keep=last) if label == "keep" else Surrogate(last)
 
     @contextmanager
@@ -127,7 +127,7 @@ class _Recorder:
             sys.setprofile(before)
 
 
-class Derived(NamedTuple):
+class DerivedFormula(NamedTuple):
     """The derived formula of a part.
 
     lines: for each result of the part ("loss" alone, or the fields of a `Corrected`) the lines that
@@ -139,7 +139,7 @@ class Derived(NamedTuple):
     other_names: dict[str, str]
 
 
-def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | None:
+def derive_formula(part: Any, t: Tokens, taken: Callable[[str], bool]) -> DerivedFormula | None:
     """The formula of the result of `part` for `t`; None if symbols cannot follow it.
 
     taken: whether a name already has a meaning.
@@ -151,26 +151,26 @@ def derived(part: Any, t: Tokens, taken: Callable[[str], bool]) -> Derived | Non
         if isinstance(result, Surrogate):
             result = result.loss
         fields = result._asdict() if hasattr(result, "_asdict") else {"loss": result}
-        roots = {key: _known(expression_of(x)) for key, x in fields.items() if x is not None}
+        roots = {key: _simplify(expression_of(x)) for key, x in fields.items() if x is not None}
     except Exception:  # a user's function may do anything; then it is printed as its name
         return None
-    labels = {_known(expression): label for expression, label in recorder.labels.items()}
-    stated = {_known(expression) for expression in recorder.stated}
+    labels = {_simplify(expression): label for expression, label in recorder.labels.items()}
+    stated = {_simplify(expression) for expression in recorder.stated}
     usable = {x: label for x, label in labels.items() if label.isidentifier() and not taken(label)}
-    chosen = _chosen(roots, usable, stated)
-    every = {label: chosen.get(_known(x), label) for label, x in recorder.every_label.items()}
-    return Derived(
+    chosen = _choose_lines(roots, usable, stated)
+    every = {label: chosen.get(_simplify(x), label) for label, x in recorder.every_label.items()}
+    return DerivedFormula(
         _in_order(roots, chosen), {label: line for label, line in every.items() if label != line}
     )
 
 
 def with_names(x: Expression, meanings: dict[str, Expression]) -> Expression:
     """`x` with each name that has a meaning replaced by it."""
-    return x.replaced(lambda y: meanings.get(str(y.value)) if y.operator == "name" else None)
+    return x.substitute(lambda y: meanings.get(str(y.value)) if y.operator == "name" else None)
 
 
-def _known(x: Expression) -> Expression:
-    return x.replaced(_KNOWN.get)
+def _simplify(x: Expression) -> Expression:
+    return x.substitute(_KNOWN.get)
 
 
 def _runnable(part: Any, recorder: _Recorder) -> Any:
@@ -182,14 +182,14 @@ def _runnable(part: Any, recorder: _Recorder) -> Any:
     written = copy.copy(part)
     for field in dataclasses.fields(part):
         object.__setattr__(
-            written, field.name, _written(field.name, getattr(part, field.name), recorder)
+            written, field.name, _write(field.name, getattr(part, field.name), recorder)
         )
     return written
 
 
-def _written(field: str, value: Any, recorder: _Recorder) -> Any:
+def _write(field: str, value: Any, recorder: _Recorder) -> Any:
     if isinstance(value, tuple):
-        return tuple(_written(field, v, recorder) for v in value)
+        return tuple(_write(field, v, recorder) for v in value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Written(value)
     if callable(value) and has_fields(value):
@@ -204,7 +204,7 @@ def _written(field: str, value: Any, recorder: _Recorder) -> Any:
     return value
 
 
-def _chosen(
+def _choose_lines(
     roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]
 ) -> dict[Expression, str]:
     """The subexpressions that get a line of their own, and its name.
@@ -215,7 +215,7 @@ def _chosen(
 
     def count(x: Expression) -> None:
         uses[x] += 1
-        if uses[x] == 1 or unstopped(x) not in labels:
+        if uses[x] == 1 or without_stops(x) not in labels:
             for argument in x.arguments:
                 count(argument)
 
@@ -223,12 +223,12 @@ def _chosen(
         count(root)
     chosen: dict[Expression, str] = {}
     for x in uses:
-        label = labels.get(unstopped(x))
+        label = labels.get(without_stops(x))
         trivial = x.is_leaf or x.operator == "negative" or x.calls("sg")
         if label is None or label in chosen.values() or trivial:
             continue
         joins_tests = _joins_tests(x) and x not in roots.values()
-        if uses[x] > 1 or joins_tests or unstopped(x) in stated:
+        if uses[x] > 1 or joins_tests or without_stops(x) in stated:
             chosen[x] = label
     return chosen
 

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from policyloss.parts.wording import number as number_text
+from policyloss.parts.wording import number
 
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 # Python's precedences: a comparison binds weakest, a power strongest.
@@ -88,7 +88,7 @@ class Expression:
         for argument in self.arguments:
             yield from argument.walk()
 
-    def replaced(self, change: Callable[[Expression], Expression | None]) -> Expression:
+    def substitute(self, change: Callable[[Expression], Expression | None]) -> Expression:
         """A copy with subexpressions replaced, from the top.
 
         change: returns the replacement of a subexpression, or None to descend into it.
@@ -96,7 +96,7 @@ class Expression:
         other = change(self)
         if other is not None:
             return other
-        arguments = tuple(argument.replaced(change) for argument in self.arguments)
+        arguments = tuple(argument.substitute(change) for argument in self.arguments)
         return Expression(self.operator, arguments, self.value)
 
 
@@ -126,7 +126,7 @@ def _text(x: Expression, least: int = 0) -> str:
     if x.operator in ("name", "boolean"):
         text = str(x.value)
     elif x.operator == "number":
-        text = number_text(float(x.value))
+        text = number(float(x.value))
         precedence = _UNARY if text.startswith("-") else _ATOM
     elif x.operator == "call":
         text = f"{x.value}({', '.join(_text(argument) for argument in x.arguments)})"
@@ -160,24 +160,24 @@ _BINARY: dict[type, str] = {
 
 def parse(text: str) -> Expression:
     """The expression with this text."""
-    return _parsed(ast.parse(text, mode="eval").body)
+    return _parse(ast.parse(text, mode="eval").body)
 
 
-def _parsed(node: ast.expr) -> Expression:
+def _parse(node: ast.expr) -> Expression:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return Expression(_BINARY[type(node.op)], (_parsed(node.left), _parsed(node.right)))
+        return Expression(_BINARY[type(node.op)], (_parse(node.left), _parse(node.right)))
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _BINARY:
-        sides = (_parsed(node.left), _parsed(node.comparators[0]))
+        sides = (_parse(node.left), _parse(node.comparators[0]))
         return Expression(_BINARY[type(node.ops[0])], sides)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Invert)):
-        inner = _parsed(node.operand)
+        inner = _parse(node.operand)
         if isinstance(node.op, ast.Invert):
             return Expression("~", (inner,))
         if inner.operator == "number":
             return constant(-float(inner.value))
         return Expression("negative", (inner,))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return call(node.func.id, *(_parsed(argument) for argument in node.args))
+        return call(node.func.id, *(_parse(argument) for argument in node.args))
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return boolean(node.value)
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
@@ -198,18 +198,18 @@ _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 
 def stop(x: Expression) -> Expression:
     """`x` with its gradient stopped."""
-    return call("sg", unstopped(x)) if x.carries_gradient else x
+    return call("sg", without_stops(x)) if x.carries_gradient else x
 
 
-def unstopped(x: Expression) -> Expression:
+def without_stops(x: Expression) -> Expression:
     """`x` without the stops of gradients in it: the same value."""
     if x.is_leaf:
         return x
-    arguments = [unstopped(argument) for argument in x.arguments]
-    return arguments[0] if x.calls("sg") else _built(x, arguments)
+    arguments = [without_stops(argument) for argument in x.arguments]
+    return arguments[0] if x.calls("sg") else _rebuild(x, arguments)
 
 
-def _built(x: Expression, arguments: list[Expression]) -> Expression:
+def _rebuild(x: Expression, arguments: list[Expression]) -> Expression:
     if x.operator == "call":
         return function(str(x.value), *arguments)
     if len(arguments) == 1:
@@ -227,7 +227,7 @@ def function(called: str, *arguments: Expression) -> Expression:
         return arguments[0]
     node = call(called, *arguments)
     if _stops_inside(*arguments) and not node.carries_gradient and not node.is_boolean:
-        return call("sg", unstopped(node))
+        return call("sg", without_stops(node))
     return node
 
 
@@ -239,7 +239,7 @@ def where(condition: Expression, yes: Expression, no: Expression) -> Expression:
         return condition
     node = call("where", condition, yes, no)
     if _stops_inside(yes, no) and not node.carries_gradient:
-        return call("sg", call("where", condition, unstopped(yes), unstopped(no)))
+        return call("sg", call("where", condition, without_stops(yes), without_stops(no)))
     return node
 
 
@@ -248,7 +248,7 @@ def _stops_inside(*arguments: Expression) -> bool:
     return any(x.calls("sg") for argument in arguments for x in argument.walk())
 
 
-def bounded(x: Expression, low: Expression | None, high: Expression | None) -> Expression:
+def clamp(x: Expression, low: Expression | None, high: Expression | None) -> Expression:
     """`x` within bounds; None, infinities and a bound that `x` cannot reach do not bind."""
     if low is not None and (_is(low, -math.inf) or _never_below(x, low)):
         low = None
@@ -289,7 +289,7 @@ def invert(x: Expression) -> Expression:
 def binary(operator: str, a: Expression, b: Expression) -> Expression:
     """`a` and `b`, joined by an operator."""
     if operator in COMPARISONS:
-        return _compared(operator, unstopped(a), unstopped(b))
+        return _comparison(operator, without_stops(a), without_stops(b))
     if operator in ("&", "|"):
         neutral = TRUE if operator == "&" else FALSE
         if TRUE in (a, b) or FALSE in (a, b):
@@ -308,7 +308,7 @@ def binary(operator: str, a: Expression, b: Expression) -> Expression:
     return Expression(operator, (a, b))
 
 
-def _compared(operator: str, a: Expression, b: Expression) -> Expression:
+def _comparison(operator: str, a: Expression, b: Expression) -> Expression:
     if b.operator == "number":
         if a.operator == "number":
             x, y = _value(a), _value(b)

@@ -50,7 +50,7 @@ class Written(float):
         return Written(-float(self), algebra.negative(self.expression))
 
 
-def _computed(operator: str, a: Any, b: Any) -> Any:
+def _compute(operator: str, a: Any, b: Any) -> Any:
     if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return NotImplemented
     x, y = float(a), float(b)
@@ -121,7 +121,7 @@ def _define(owner: type, compute: Callable[..., Any], operators: dict[str, str])
             setattr(owner, f"__r{method}__", lambda right, left, f=result: f(left, right))
 
 
-_define(Written, _computed, _ARITHMETIC)
+_define(Written, _compute, _ARITHMETIC)
 _define(Symbol, _binary, {**_ARITHMETIC, **_COMPARISONS, "and": "&", "or": "|", "pow": "**"})
 
 
@@ -129,16 +129,16 @@ def _call(called: str, *arguments: Any) -> Symbol:
     return Symbol(function(called, *(expression_of(x) for x in arguments)))
 
 
-def _bounded(x: Any, *limits: Any, **named: Any) -> Symbol:
+def _clamp(x: Any, *limits: Any, **named: Any) -> Symbol:
     """`x.clamp(low, high)`, or with `min=` and `max=`."""
     both = {**dict(zip(("min", "max"), limits, strict=False)), **named}
     low, high = (
         None if both.get(end) is None else expression_of(both[end]) for end in ("min", "max")
     )
-    return Symbol(algebra.bounded(expression_of(x), low, high))
+    return Symbol(algebra.clamp(expression_of(x), low, high))
 
 
-def _converted(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+def _convert(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
     if any(isinstance(a, Symbol) for a in args):
         raise NotDerivableError("a symbol is converted to the dtype of another")
     return x
@@ -155,11 +155,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     },
     **{called: partial(_call, "max") for called in ("max", "maximum")},
     **{called: partial(_call, "min") for called in ("min", "minimum")},
-    **dict.fromkeys(("clamp", "clip"), _bounded),
-    **dict.fromkeys(("to", "float", "double", "contiguous"), _converted),
-    "clamp_min": lambda x, least: _bounded(x, min=least),
-    "clamp_max": lambda x, most: _bounded(x, max=most),
-    "relu": lambda x: _bounded(x, min=0),
+    **dict.fromkeys(("clamp", "clip"), _clamp),
+    **dict.fromkeys(("to", "float", "double", "contiguous"), _convert),
+    "clamp_min": lambda x, least: _clamp(x, min=least),
+    "clamp_max": lambda x, most: _clamp(x, max=most),
+    "relu": lambda x: _clamp(x, min=0),
     "expm1": lambda x: _binary("-", _call("exp", x), 1),
     "square": lambda x: x**2,
     "pow": lambda x, y: _binary("**", x, y),

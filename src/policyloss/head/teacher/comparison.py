@@ -15,9 +15,9 @@ from torch import Tensor
 from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, support_of
-from policyloss.head.head import Derivatives, Head, Index, Rows, operands
+from policyloss.head.head import Derivatives, Head, HeadRows, Index, operands
 from policyloss.head.matmul import Room, product
-from policyloss.head.softmax_rows import Scaling, Statistics, row_partials, row_statistics, scaled
+from policyloss.head.softmax_rows import Scaling, Statistics, rescale, row_partials, row_statistics
 from policyloss.head.teacher.rows import (
     Entries,
     PairRows,
@@ -54,7 +54,7 @@ class Compared(NamedTuple):
     first: int = 0
 
     def write_gradient(
-        self, z: Tensor, out: Tensor, rows: Rows, s: Statistics, derivatives: Derivatives
+        self, z: Tensor, out: Tensor, rows: HeadRows, s: Statistics, derivatives: Derivatives
     ) -> None:
         """Write the gradient of the logits z to `out`, as `Rows.write_gradient` does."""
         of_rows = (z, out, rows.ids, s, derivatives, rows.scaling)
@@ -113,8 +113,8 @@ class Comparison:
         product(rows.hidden, weight.t(), u)
         return PairRows(u, rows.scaling if columns is None else rows.scaling.of_columns(columns))
 
-    def compared(
-        self, head: Head, rows: Rows, at: Index, z: Tensor, room: Room | None, entropy: bool
+    def compare_rows(
+        self, head: Head, rows: HeadRows, at: Index, z: Tensor, room: Room | None, entropy: bool
     ) -> tuple[Statistics, Compared]:
         """The student's statistics and the divergence of the rows at `at`. z: their logits."""
         vocabulary, here = head.vocabulary, (rows.ids, z.shape[1])
@@ -131,7 +131,7 @@ class Comparison:
         else:
             partials = row_partials(teacher.u, rows.ids, teacher.scaling, False)
             lse = row_statistics(vocabulary.merge(partials, *here)).lse
-            both = (scaled(z, rows.scaling), scaled(*teacher))
+            both = (rescale(z, rows.scaling), rescale(*teacher))
             k = min(self.measure.k or 0, vocabulary.size)
             ids, keep = support_of(*both, str(self.measure.top), k, vocabulary.top)
             values = values_at(teacher.u, ids, teacher.scaling, vocabulary)
@@ -157,7 +157,7 @@ class Comparison:
             )
 
     def _known_entries(
-        self, head: Head, rows: Rows, at: Index, z: Tensor
+        self, head: Head, rows: HeadRows, at: Index, z: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The entries of a `TopK`, which of them count, and the teacher's log-probabilities."""
         assert self.known is not None
@@ -169,7 +169,7 @@ class Comparison:
             keep &= torch.zeros_like(keep).scatter_(-1, least, True)
         if self.measure.top == "intersection" and k is not None:
             vocabulary = head.vocabulary
-            top = vocabulary.top(scaled(z, rows.scaling), min(k, vocabulary.size)).sort(-1).values
+            top = vocabulary.top(rescale(z, rows.scaling), min(k, vocabulary.size)).sort(-1).values
             place = torch.searchsorted(top, ids.contiguous()).clamp(max=top.shape[-1] - 1)
             keep &= top.gather(-1, place) == ids
         return ids, keep, logp
@@ -182,7 +182,7 @@ def compute_rows(
     room: Room,
     teacher_room: Room | None,
     entropy: bool,
-) -> tuple[Rows, Tensor, Statistics]:
+) -> tuple[HeadRows, Tensor, Statistics]:
     """The rows at `at` with their teacher's numbers, their logits in `room`, and their statistics.
 
     teacher_room: memory for the teacher's logits.
@@ -191,7 +191,7 @@ def compute_rows(
     if comparison is None:
         return rows, *head.forward(rows, room, entropy)
     z = head.logits(rows, room)
-    s, compared = comparison.compared(head, rows, at, z, teacher_room, entropy)
+    s, compared = comparison.compare_rows(head, rows, at, z, teacher_room, entropy)
     return rows._replace(compared=compared), z, s
 
 

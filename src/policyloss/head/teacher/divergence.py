@@ -13,14 +13,14 @@ from torch import Tensor
 from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.divergence import KindName, Top
-from policyloss.head.head import Head, Rows
+from policyloss.head.head import Head, HeadRows
 from policyloss.head.linear import Outputs, head_of, rows_with_gradient
 from policyloss.head.plans import Plan
 from policyloss.head.softmax_rows import Statistics
 from policyloss.head.teacher.comparison import Comparison, comparison_of
 from policyloss.head.validate import check_logits, check_mask, check_softcap, inverse_temperature
 from policyloss.head.vocab_parallel import Vocabulary
-from policyloss.parts.divergence import Divergence
+from policyloss.parts.kl import Divergence
 from policyloss.teacher import Teacher, TopK
 
 
@@ -117,8 +117,10 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, z: Tensor, head: Head, comparison: Comparison, valid: Tensor | None
     ) -> Tensor:
         everywhere = slice(None)
-        rows = Rows(z, head.ids, head.scaling(everywhere))
-        s, compared = comparison.compared(head, rows, everywhere, z.detach(), None, entropy=False)
+        rows = HeadRows(z, head.ids, head.scaling(everywhere))
+        s, compared = comparison.compare_rows(
+            head, rows, everywhere, z.detach(), None, entropy=False
+        )
         ctx.save_for_backward(z, valid)
         ctx.rows, ctx.s = rows._replace(hidden=head.hidden, compared=compared), s
         value = compared.numbers.divergence

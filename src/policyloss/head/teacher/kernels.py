@@ -54,7 +54,7 @@ def _load_pair(
 
 
 @triton.jit
-def _shifted(top, x):
+def _shift_tile(top, x):
     """The running reference of each lane after the tile x `[L, K, E]`; x − reference, the powers,
     and the factor of the sums so far.
     """
@@ -81,12 +81,12 @@ def _add_tile(
         z_row, u_row, z_bias_ptr, u_bias_ptr, z_softcap, u_softcap, z_scale, u_scale, column, V,
         MASKED,
     )  # fmt: skip
-    top_s, shift, e_s, back, decay_s = _shifted(top_s, s)
+    top_s, shift, e_s, back, decay_s = _shift_tile(top_s, s)
     if ENTROPY:
         moment = (moment + total_s * tl.maximum(back, NOTHING)) * decay_s
         moment += _lane_sum(tl.where(e_s > 0, e_s * shift, 0.0))
     total_s = total_s * decay_s + _lane_sum(e_s)
-    top_t, _, e_t, _, decay_t = _shifted(top_t, t)
+    top_t, _, e_t, _, decay_t = _shift_tile(top_t, t)
     total_t = total_t * decay_t + _lane_sum(e_t)
     if FORM == 0:
         cross = cross * decay_t + _lane_sum(tl.where(e_t > 0, e_t * (t - s), 0.0))

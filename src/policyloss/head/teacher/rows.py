@@ -26,10 +26,10 @@ from policyloss.head.softmax_rows import (
     blocks,
     kernels_for,
     policy_gradient,
+    rescale,
     row_gradient,
     row_partials,
     row_statistics,
-    scaled,
     target_gradient,
     through_scaling,
     without_silent_rows,
@@ -149,8 +149,8 @@ def _log_probabilities(
     z: Tensor, lse: Tensor, scaling: Scaling, teacher: PairRows, teacher_lse: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities of a block of rows, of the student and of the teacher."""
-    u = scaled(teacher.u[rows], teacher.scaling.of_rows(rows)).to(lse.dtype)
-    return scaled(z, scaling) - lse.unsqueeze(-1), u - teacher_lse.unsqueeze(-1)
+    u = rescale(teacher.u[rows], teacher.scaling.of_rows(rows)).to(lse.dtype)
+    return rescale(z, scaling) - lse.unsqueeze(-1), u - teacher_lse.unsqueeze(-1)
 
 
 class Entries(NamedTuple):
@@ -182,7 +182,7 @@ def values_at(z: Tensor, ids: Tensor, scaling: Scaling, vocabulary: Vocabulary) 
     here = (column >= 0) & (column < z.shape[1])
     column = torch.where(here, column, 0)
     bias = None if scaling.bias is None else scaling.bias[column]
-    values = scaled(z.gather(1, column), scaling._replace(bias=bias))
+    values = rescale(z.gather(1, column), scaling._replace(bias=bias))
     return (
         values if vocabulary.group is None else vocabulary.sum_shares(torch.where(here, values, 0))
     )
