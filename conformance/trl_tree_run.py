@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,7 @@ def samples() -> list[dict[str, Any]]:
 
 def packed(plain: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """The row that TRL packs of them."""
-    from trl.experimental.async_grpo.packing import TreeRow
-
-    row = TreeRow()
+    row = import_module("trl.experimental.async_grpo.packing").TreeRow()
     for group, sample in enumerate(plain):
         tensors = {n: torch.tensor(x) for n, x in sample.items() if isinstance(x, list)}
         row.add({**tensors, "advantage": sample["advantage"], "group_id": group})
