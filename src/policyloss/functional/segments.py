@@ -252,11 +252,11 @@ class Sequences:
         return arithmetic().expand(s, self) if s.requires_grad else self.spread(s)
 
     def spread(self, s: Tensor) -> Tensor:
-        """`expand`, whose adjoint sums in torch's order; of a pack also of rows, `[S, …]`."""
+        """`expand`, whose adjoint sums in torch's order."""
         if self.offsets is None or self.ids is None:
             return s.unsqueeze(-1).expand(self.shape)
         spread: Tensor = _Spread.apply(s, self.offsets, self.ids)  # type: ignore[no-untyped-call]
-        return spread.view(*self.shape, *s.shape[1:])
+        return spread.view(self.shape)
 
     def runs(self, mask: Tensor) -> Sequences:
         """The same tokens of this rank, split into the contiguous runs of `mask` (turns).

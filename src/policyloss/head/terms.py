@@ -89,26 +89,29 @@ def distinct_rows(
     state = index.reshape(-1).to(torch.int64)
     state = state if valid is None else torch.where(valid, state, 0)
     _check_range(state, states.shape[0])
-    keys, per_term = [state, flat], None
+    key, per_term = _numbered(state, flat), None
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         per_term = temperature.reshape(-1)
-        keys.append(per_term.double().view(torch.int64))
-    table = torch.stack(keys)
-    table = table if valid is None else torch.where(valid, table, -1)
-    _, row_of_term, counts = torch.unique(table, dim=1, return_inverse=True, return_counts=True)
+        key = _numbered(key, per_term)
+    key = key if valid is None else torch.where(valid, key, -1)
+    _, row_of_term, counts = torch.unique(key, return_inverse=True, return_counts=True)
     order, bounds = row_of_term.argsort(stable=True), torch.nn.functional.pad(counts, (1, 0))
     terms = Terms(order, Sequences(tuple(order.shape), bounds.cumsum(0), row_of_term[order]))
-    # Rows are sorted by their hidden state, so the rows of a hidden state are a segment.
     state = terms.first(state)
-    every = torch.arange(states.shape[0] + 1, device=state.device)
-    users = Sequences(tuple(state.shape), torch.searchsorted(state, every), state)
     return DistinctRows(
-        users.spread(states),
+        # The adjoint of either adds up rows in a fixed order, but only on its own device.
+        states[state] if states.is_cuda else states.index_select(0, state),
         terms.first(flat),
         temperature if per_term is None else terms.first(per_term),
         None if valid is None else terms.first(valid),
         terms,
     )
+
+
+def _numbered(a: Tensor, b: Tensor) -> Tensor:
+    """A number for each pair, equal for equal pairs. `[M]`, `[M]` → `[M]`."""
+    first, second = (torch.unique(x, return_inverse=True)[1] for x in (a, b))
+    return first * a.shape[0] + second
 
 
 def _check_range(index: Tensor, states: int) -> None:
