@@ -110,8 +110,8 @@ def distinct_rows(
 
 def _numbered(a: Tensor, b: Tensor) -> Tensor:
     """A number for each pair, equal for equal pairs. `[M]`, `[M]` → `[M]`."""
-    first, second = (torch.unique(x, return_inverse=True)[1] for x in (a, b))
-    return first * a.shape[0] + second
+    ranks: list[Tensor] = [torch.unique(x, return_inverse=True)[1] for x in (a, b)]
+    return ranks[0] * a.shape[0] + ranks[1]
 
 
 def _check_range(index: Tensor, states: int) -> None:
