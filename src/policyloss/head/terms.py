@@ -51,9 +51,9 @@ class Terms(NamedTuple):
         """The terms of some rows, in the order of these rows."""
         assert self.rows.offsets is not None
         offsets = self.rows.offsets
-        lengths = offsets.diff()[at]
+        # The terms of rows, as the kept entries of tokens, are lists that lie end to end.
         members = Support(self.order, offsets).of_rows(at, 0)
-        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        bounds = torch.nn.functional.pad(offsets.diff()[at], (1, 0)).cumsum(0)
         shape = tuple(members.rows.shape)
         return Terms(members.columns, Sequences(shape, bounds, members.rows))
 
