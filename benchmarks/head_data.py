@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """One batch: hidden [B, T, D] and weight [V, D] are leaves; ids, old_logp, mask [B, T];
-    advantages [B] (gathered: [B, T]).
+    advantages [B] (gathered: [B, T]). index: in a tree, the distinct hidden state of each token.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Case:
     advantages: Tensor
     mask: Tensor
     statistics: Statistics
+    index: Tensor | None = None
 
     @property
     def device(self) -> str:
@@ -131,7 +132,7 @@ def make(shape: Shape, device: str, seed: int = 0) -> dict[str, Case]:
     dense = Case(
         "dense", leaf, weight.requires_grad_(), ids.view(grid), old, advantages, mask, statistics
     )
-    return {case.name: case for case in (dense, *_masked(dense), _long(dense))}
+    return {case.name: case for case in (dense, *_masked(dense), _long(dense), _tree(dense))}
 
 
 def _peaked(
@@ -237,4 +238,22 @@ def _long(dense: Case) -> Case:
         old_logp=old,
         mask=mask,
         advantages=dense.advantages[:2],
+    )
+
+
+def _tree(dense: Case, branches: int = 8) -> Case:
+    """The same tokens as `branches` sequences whose first half is the first one's, unrolled."""
+    length = dense.ids.numel() // branches
+    every = torch.arange(branches * length, device=dense.ids.device).view(branches, length)
+    every[:, : length // 2] = every[0, : length // 2]
+    return replace(
+        dense,
+        name="tree",
+        hidden=dense.hidden.detach().flatten(0, 1)[every].requires_grad_(),
+        ids=dense.ids.flatten()[every],
+        old_logp=dense.old_logp.flatten()[every],
+        mask=torch.ones_like(every, dtype=torch.bool),
+        advantages=dense.advantages.repeat(branches)[:branches],
+        statistics=Statistics(*(x[every.flatten()] for x in dense.statistics)),
+        index=torch.unique(every, return_inverse=True)[1],
     )

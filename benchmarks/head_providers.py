@@ -29,7 +29,7 @@ SPECS = {
     "entropy": PPO.replace(entropy_coef=ENTROPY_COEF),
     "gspo": pl.preset("gspo").replace(trust=pl.Clip(GSPO_EPS, GSPO_EPS)),
 }
-DENSE, FORWARD, MASKED = "dense", "forward only", "masked"
+DENSE, FORWARD, MASKED, TREE = "dense", "forward only", "masked", "tree"
 # The same without peers: a product runs at a higher clock after one that left the device cool.
 IN_TURNS = "forward only, in turns with its floor"
 THREE, ONE = "three bare matmuls", "one bare matmul"
@@ -62,7 +62,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All of them, in the order of the tables."""
-    return [*_floors(), *_ours(), *_eager(), *_peer_heads(), *_masked(), *_forward()]
+    return [*_floors(), *_ours(), *_eager(), *_peer_heads(), *_masked(), *_tree(), *_forward()]
 
 
 # Ours ---------------------------------------------------------------------------------------------
@@ -91,6 +91,22 @@ def ours(loss: str, plan: str, skip_zero_advantage: bool = False) -> Make:
         return run
 
     return make
+
+
+def ours_tree(case: Case, _: Path) -> Run:
+    """`linear_policy_loss` on the distinct hidden states, with an index."""
+    assert case.index is not None
+    order = case.index.flatten().argsort(stable=True)
+    place = order[torch.searchsorted(case.index.flatten()[order], torch.unique(case.index))]
+    states = case.hidden.detach().flatten(0, 1)[place].requires_grad_()
+
+    def run() -> Result:
+        tensors = (case.ids, case.old_logp, case.advantages, case.mask)
+        out = pl.linear_policy_loss(PPO, states, case.weight, *tensors, index=case.index)
+        d_states, d_weight = torch.autograd.grad(out.loss, (states, case.weight))
+        return Result(out.loss.detach(), out.logp, out.entropy, d_states, d_weight)
+
+    return run
 
 
 def ours_forward(case: Case, _: Path) -> Run:
@@ -421,6 +437,19 @@ def _masked() -> list[Entry]:
             **rows,
         ),
         entry(f"TRL, chunked, {QUARTER}, rows gathered", QUARTER, make=trl_chunked, **rows),
+    ]
+
+
+# A tree -------------------------------------------------------------------------------------------
+
+UNROLLED, SHARED = "policyloss, unrolled", "policyloss, index="
+
+
+def _tree() -> list[Entry]:
+    of_tree: dict[str, Any] = {"group": TREE, "case": "tree", "kind": "ours"}
+    return [
+        Entry(UNROLLED, ours("dual clip", "auto"), ("T18",), plan="auto", **of_tree),
+        Entry(SHARED, ours_tree, ("T18",), **of_tree),
     ]
 
 

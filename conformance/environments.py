@@ -112,6 +112,7 @@ PEERS = {
                 "conformance.trl_run",
                 "conformance.trl_head_run",
                 "conformance.trl_ranks_run",
+                "conformance.trl_tree_run",
             ),
             minutes=2,
         ),

@@ -264,6 +264,7 @@ def head_section(run: Run, device: str) -> str:
             DENSE_NOTE,
         ),
         _group(groups, "masked", "three bare matmuls", "### Masked tokens", MASKED_NOTE),
+        _group(groups, "tree", "policyloss, unrolled", "### A tree of trajectories", TREE_NOTE),
         _group(
             groups,
             "forward only",
@@ -302,6 +303,11 @@ MASKED_NOTE = (
     "We drop tokens that do not count before the first product; tokens at zero advantage get a "
     "forward for the metrics and no backward, or neither (`skip_zero_advantage=True`). The others "
     "are given their rows gathered before the clock starts."
+)
+
+TREE_NOTE = (
+    "Eight sequences share the first half of their tokens: unrolled, and as 4.5/8 of the hidden "
+    "states with `index=`."
 )
 
 

@@ -196,6 +196,8 @@ class MicroBatch(Mapping[str, Any]):
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
+        In a tree, mask and all other tensors have one entry per loss term; pass the micro-batch's
+        `index=micro["index"]` as you pass its ids.
         tensors: more tensors, or replacements of the micro-batch's tensors (`entropy=…`). Only
         `mask`, `advantages` and `old_logp` may be None in the result.
         """

@@ -25,7 +25,7 @@ from benchmarks import (
     head_targets,
 )
 from benchmarks.head_data import Case, Shape
-from benchmarks.head_providers import IN_TURNS, OURS, QUARTER, THREE, Entry
+from benchmarks.head_providers import IN_TURNS, OURS, QUARTER, SHARED, THREE, UNROLLED, Entry
 from benchmarks.head_reference import Result
 
 import policyloss as pl
@@ -78,6 +78,7 @@ def test_masks_and_zero_advantages(cases: dict[str, Case]) -> None:
         QUARTER: 0.5,
         "agentic": 0.2,
         "two sequences": 1.0,
+        "tree": 1.0,
     }
     assert shares == pytest.approx(expected)
     assert (cases[QUARTER].advantages == 0).tolist() == [True, False, False, False]
@@ -177,7 +178,9 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     status, run = run_tiny(tmp_path)
     assert run["failures"] == []
     assert status == 0
-    assert set(run["groups"]) == {"dense", "masked", "forward only", IN_TURNS, "from logits"}
+    assert set(run["groups"]) == {
+        *("dense", "masked", "tree", "forward only", IN_TURNS, "from logits")
+    }
     dense = run["groups"]["dense"]
     assert {
         THREE,
@@ -200,7 +203,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
         by_what["share of the matmul rate, dense"]["measured"]
         == dense[THREE]["median_ms"] / dense[OURS]["median_ms"]
     )
-    assert {t["id"] for t in run["targets"]} == {"C1"}
+    assert {t["id"] for t in run["targets"]} == {"C1", "T18"}
     assert run["shape"] == {"sequences": 4, "length": 40, "vocabulary": 61, "hidden": 16}
     assert run["environment"]["torch"] == torch.__version__
 
@@ -208,6 +211,14 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
 def test_a_part_of_a_run(tmp_path: Path) -> None:
     _, run = run_tiny(tmp_path, "--only", "t6")
     assert set(run["groups"]) == {"forward only", IN_TURNS}
+
+
+def test_a_tree_and_its_unrolled_batch_are_right(tmp_path: Path) -> None:
+    """Both are compared with float64, in their gradients by the distinct hidden states too."""
+    status, run = run_tiny(tmp_path, "--only", "t18")
+    assert (status, run["failures"], set(run["groups"])) == (0, [], {"tree"})
+    assert set(run["groups"]["tree"]) == {SHARED, UNROLLED}
+    assert all(p["errors"]["d_hidden"] < 1e-5 for p in run["groups"]["tree"].values())
 
 
 def scaled_gradient(case: Case, folder: Path) -> head_providers.Run:
@@ -443,10 +454,11 @@ def test_cpu_targets() -> None:
             THREE: provider("floor", 90.0),
             f"policyloss, {QUARTER}": provider("ours", 50.0),
         },
+        "tree": {SHARED: provider("ours", 60.0), UNROLLED: provider("ours", 100.0)},
     }
     measured = [t["measured"] for t in head_targets.cpu_targets(groups, live=0.4)]
-    # 90 / 100; 90·0.4 / 50; a thirty-second of a GiB; the faster of the two peers.
-    assert measured == pytest.approx([0.9, 0.72, 32, 1.2])
+    # 90 / 100; 90·0.4 / 50; a thirty-second of a GiB; the faster of the two peers; 60 / 100.
+    assert measured == pytest.approx([0.9, 0.72, 32, 1.2, 0.6])
 
 
 # The page -----------------------------------------------------------------------------------------

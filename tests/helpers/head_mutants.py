@@ -12,7 +12,8 @@ _ERRORS, _CALLS, _COMPOSED = (
     "test_head_composed.py::",
 )
 
-_HF, _ADAPTERS = "test_hf_calls.py::", "test_hf_adapters.py::"
+_HF, _ADAPTERS, _TREES = "test_hf_calls.py::", "test_hf_adapters.py::", "test_hf_trees.py::"
+_TERMS = "test_head_terms.py::"
 
 HEAD = (
     (
@@ -365,5 +366,103 @@ HEAD = (
         "return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)",
         "return weight",
         _COMPOSED + "test_an_average_with_one_weight_per_row",
+    ),
+    (
+        "terms_of_other_temperatures_share_a_row",
+        "policyloss/head/terms.py",
+        "key = _numbered(key, per_term)",
+        "key = key",
+        _TERMS + "test_packed_terms_and_all_parts",
+    ),
+    (
+        "terms_ids_do_not_part_rows",
+        "policyloss/head/terms.py",
+        "key, per_term = _numbered(state, flat), None",
+        "key, per_term = state, None",
+        _TERMS + "test_a_gradient_by_hand",
+    ),
+    (
+        "terms_masked_terms_keep_their_row",
+        "policyloss/head/terms.py",
+        "key = key if valid is None else torch.where(valid, key, -1)",
+        "key = key",
+        _TERMS + "test_distinct_rows_are_computed_once",
+    ),
+    (
+        "terms_masked_index_is_read",
+        "policyloss/head/terms.py",
+        "state = state if valid is None else torch.where(valid, state, 0)",
+        "state = state",
+        _TERMS + "test_packed_terms_and_all_parts",
+    ),
+    (
+        "terms_rows_in_the_order_of_the_call",
+        "policyloss/head/terms.py",
+        "return torch.empty_like(by_row).scatter(0, self.order, by_row)",
+        "return by_row",
+        _TERMS + "test_logprobs_and_entropy",
+    ),
+    (
+        "terms_flags_in_the_order_of_the_call",
+        "policyloss/head/terms.py",
+        "return self.rows.sum(flags[self.order]) > 0",
+        "return self.rows.sum(flags) > 0",
+        _TERMS + "test_distinct_rows_are_computed_once",
+    ),
+    (
+        "terms_derivatives_of_the_first_alone",
+        "policyloss/head/windows.py",
+        "derivatives = [None if d is None else shared.rows.sum(d) for d in derivatives]",
+        "derivatives = [None if d is None else d[shared.rows.offsets[:-1]] for d in derivatives]",
+        _TERMS + "test_packed_terms_and_all_parts",
+    ),
+    (
+        "terms_rejected_have_a_logp",
+        "policyloss/head/windows.py",
+        "torch.where(valid, shared.rows.expand(x), 0)",
+        "shared.rows.expand(x)",
+        _TERMS + "test_rejected_terms_have_no_logp",
+    ),
+    (
+        "terms_of_sequences_in_windows",
+        "policyloss/head/loss.py",
+        'if spec.reach == "sequence" and self.head.terms is not None:',
+        "if False:",
+        _TERMS + "test_every_preset_under_every_plan",
+    ),
+    (
+        "terms_index_beyond_the_states",
+        "policyloss/head/terms.py",
+        "outside = (index < 0) | (index >= states)",
+        "outside = index < 0",
+        _TERMS + "test_wrong_arguments",
+    ),
+    (
+        "terms_place_of_a_row",
+        "policyloss/head/validate.py",
+        "return int(head.of_terms(rows).to(torch.uint8).argmax())",
+        "return int(rows.to(torch.uint8).argmax())",
+        _TERMS + "test_wrong_arguments",
+    ),
+    (
+        "hf_shifts_a_tree",
+        "policyloss/hf/one_call.py",
+        "            return x\n",
+        "            pass\n",
+        _TREES + "test_a_tree_is_its_samples",
+    ),
+    (
+        "hf_takes_the_logits_of_a_tree",
+        "policyloss/hf/one_call.py",
+        'if self.index is not None and head != "fused":',
+        "if False:",
+        _TREES + "test_wrong_arguments",
+    ),
+    (
+        "hf_positions_of_a_tree_must_rise",
+        "policyloss/hf/one_call.py",
+        "one_each = self.cu_seqlens is None and self.index is None",
+        "one_each = self.cu_seqlens is None",
+        _TREES + "test_a_tree_is_its_samples",
     ),
 )

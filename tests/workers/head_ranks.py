@@ -46,6 +46,8 @@ FULL = pl.LossSpec(
     aggregate=pl.SeqMeanTokenMean(),
 )
 
+TREE_SPEC = FULL.replace(ratio=pl.TokenRatio())
+
 
 def given(batch: HeadBatch) -> dict[str, Any]:
     """What the loss takes beside hidden states, weight and ids;
@@ -239,6 +241,22 @@ def support_of(batch: HeadBatch) -> tuple[Tensor, Tensor]:
     return kept.nonzero()[:, 1], torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
 
 
+def tree_of(cut: Cut) -> tuple[HeadBatch, Tensor]:
+    """The batch with its first sequence's beginning in two others, and an index of its states; the
+    frozen policies keep their distance.
+    """
+    batch = cut.batch()
+    index, ids = torch.arange(batch.ids.numel()).view(batch.ids.shape), batch.ids.clone()
+    for row, depth in ((1, 3), (4, 5)):
+        index[row, :depth], ids[row, : depth - 1] = index[0, :depth], ids[0, : depth - 1]
+    states = batch.hidden.flatten(0, 1)[index]
+    logp = contract(states, batch.weight, ids, bias=cut.bias).logp
+    shift = logp - contract(batch.hidden, batch.weight, batch.ids, bias=cut.bias).logp
+    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp")
+    tokens = batch.tokens.map(lambda x: (x + shift).clamp(max=-1e-3), *names)
+    return dataclasses.replace(batch, ids=ids, tokens=tokens), index
+
+
 def vocabulary(rank: int, ranks: int, group: Any) -> dict[str, Any]:
     """The vocabulary over all ranks."""
     said: dict[str, Any] = {}
@@ -253,6 +271,10 @@ def vocabulary(rank: int, ranks: int, group: Any) -> dict[str, Any]:
         said[f"support: {name}, loss"] = head_loss(
             FULL, sharded(cut, rank), cut.batch(), **call, **support
         )
+        tree, index = tree_of(cut)
+        for plan in LOSS_PLANS:
+            call = {"totals": "local", "vocab_group": group, "plan": plan, "index": index}
+            said[f"tree: {name}, {plan}"] = head_loss(TREE_SPEC, sharded(cut, rank), tree, **call)
         for case, arguments in logprob_cases(first).items():
             said[f"logprobs: {name}, {case}"] = head_logprobs(
                 sharded(cut, rank), cut.batch(), group, **arguments

@@ -9,6 +9,7 @@ tiles           products of fixed shapes and sums in a fixed order: the exact mo
 head            `Head`: the logits of any rows and their statistics; the windows that rows are
                 split into
 validate        checks of the arguments
+terms           loss terms that share hidden states (`index=`), as distinct rows
 teacher/        the teacher's head, and the divergence of each row of the student from it;
                 `linear_divergence` and `divergence`
 plans           the order of a call's matmuls, the tensors it keeps, and the reason

@@ -30,6 +30,7 @@ from policyloss.head.vocab_parallel import Vocabulary
 
 if TYPE_CHECKING:
     from policyloss.head.teacher.comparison import Compared
+    from policyloss.head.terms import Terms
 
 Index = Tensor | slice
 # d loss / d (logp, entropy, divergence), `[R]` each; the divergence only with a teacher.
@@ -52,6 +53,7 @@ class Head:
     hidden: `[N, D]` and weight: `[V, D]` have the same type. ids: `[N]`, in the vocabulary of all
     ranks. inverse_temperature: a number or `[N]`. support: the vocabulary entries that each token
     was drawn from; None for all. tiles: the shapes of the products in the exact mode, else None.
+    terms: the loss terms that read each row; None if each row has one, its token.
     """
 
     hidden: Tensor
@@ -63,11 +65,20 @@ class Head:
     vocabulary: Vocabulary
     support: Support | None = None
     tiles: Tiles | None = None
+    terms: Terms | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of logits and statistics: float32, or float64 if the hidden states are."""
         return compute_dtype(self.hidden)
+
+    def row_flags(self, flags: Tensor) -> Tensor:
+        """Which rows a flagged term reads. Flat, one per term → `[N]`, bool."""
+        return flags if self.terms is None else self.terms.any(flags)
+
+    def of_terms(self, x: Tensor) -> Tensor:
+        """One number per term, flat, of one per row `[N]`; carries the gradient."""
+        return x if self.terms is None else self.terms.expand(x)
 
     def scaling(self, index: Index) -> Scaling:
         """The scaling of the logits of these rows."""

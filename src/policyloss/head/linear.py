@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from policyloss.arguments import check_group
+from policyloss.errors import InputError
 from policyloss.functional.exact import is_exact, stays_eager
 from policyloss.head.backward import BackwardInputs, GradientTypes, keep_probabilities
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
@@ -22,6 +23,7 @@ from policyloss.head.softmax_rows import Partials, Statistics, row_statistics
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.teacher.comparison import Comparison, compute_rows, start_checks
 from policyloss.head.teacher.rows import Entries, PairStatistics
+from policyloss.head.terms import distinct_rows
 from policyloss.head.tiles import Tiles
 from policyloss.head.validate import (
     check_ids,
@@ -48,6 +50,7 @@ def linear_logprobs(
     softcap: float | None = None,
     vocab_group: Any = None,
     support: SupportArgument | None = None,
+    index: Tensor | None = None,
 ) -> LogProbs:
     """Log-probability of each token under `softmax(hidden @ weight.T)`, and the entropy.
 
@@ -66,13 +69,19 @@ def linear_logprobs(
     the complete gradient of hidden. support: `(ids, offsets)`, the vocabulary entries that the
     sampler of each token kept: `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens,
     row by row); softmax, entropy and gradient are then over the kept entries alone.
+    index: `[M]` or any shape, the hidden state that predicts each id, counted over all of hidden,
+    if hidden states serve several loss terms (a tree of trajectories with common prefixes). ids,
+    mask, temperature and the results then have the shape of index, and the logits of terms with the
+    same hidden state, id and temperature are computed once.
     Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
-    sources = (hidden, weight, bias)
-    outputs = rows_with_gradient(sources, head, mask, plan, Outputs(entropy=entropy))
-    return LogProbs(outputs[0].view(ids.shape), outputs[1].view(ids.shape) if entropy else None)
+    options = (bias, temperature, softcap, vocab_group, support, index)
+    head, sources, rows = head_and_sources(hidden, weight, ids, mask, *options)
+    outputs = rows_with_gradient(sources, head, rows, plan, Outputs(entropy=entropy))
+    logp, spread = (None if x is None else head.of_terms(x).view(ids.shape) for x in outputs[:2])
+    assert logp is not None
+    return LogProbs(logp, spread)
 
 
 class Outputs(NamedTuple):
@@ -85,8 +94,8 @@ class Outputs(NamedTuple):
 
 # Hidden states, weight and bias of the caller, to which the gradients go.
 Sources = tuple[Tensor, Tensor, Tensor | None]
-# The options of `head_of`.
-HEAD_OPTIONS = ("bias", "temperature", "softcap", "vocab_group", "support")
+# The options of `head_and_sources`.
+HEAD_OPTIONS = ("bias", "temperature", "softcap", "vocab_group", "support", "index")
 
 
 def rows_with_gradient(
@@ -101,6 +110,36 @@ def rows_with_gradient(
     chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)
     start = partial(start_checks, head, outputs.comparison, valid)
     return _LinearLogprobs.apply(*sources, head, index, chosen, outputs, start)  # type: ignore[no-untyped-call]
+
+
+def head_and_sources(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    vocab_group: Any = None,
+    support: SupportArgument | None = None,
+    index: Tensor | None = None,
+) -> tuple[Head, Sources, Tensor | None]:
+    """The head of a call, its sources, and the mask of its rows: with an index, of the distinct
+    rows that its terms read.
+    """
+    of_call = (bias, temperature, softcap, vocab_group, support)
+    if index is None:
+        return head_of(hidden, weight, ids, *of_call), (hidden, weight, bias), mask
+    if support is not None:
+        raise InputError(
+            "index and support were passed together, but the terms of a row may have several "
+            "supports; leave out one of them."
+        )
+    check_matrices(hidden, weight, bias)
+    rows = distinct_rows(index, hidden, ids, temperature, mask)
+    options = (bias, rows.temperature, softcap, vocab_group)
+    head = replace(head_of(rows.hidden, weight, rows.ids, *options), terms=rows.terms)
+    return head, (rows.hidden, weight, bias), rows.mask
 
 
 def head_of(

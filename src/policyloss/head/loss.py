@@ -21,7 +21,7 @@ from policyloss.head.linear import (
     HEAD_OPTIONS,
     Outputs,
     Sources,
-    head_of,
+    head_and_sources,
     live_rows,
     rows_with_gradient,
     work_of,
@@ -83,6 +83,7 @@ def linear_policy_loss(
     skip_zero_advantage: bool = False,
     support: SupportArgument | None = None,
     teacher: Teacher | TopK | Tensor | None = None,
+    index: Tensor | None = None,
     metrics: MetricsLevel = "all",
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
@@ -104,14 +105,19 @@ def linear_policy_loss(
     teacher: the model that the spec's `Divergence` compares with, in the same windows: a `Teacher`
     (hidden states and a head), a `TopK`, or computed logits `[..., V]`. With a `Teacher`,
     "one_pass" takes four matmuls. The teacher gets no gradient.
+    index: the hidden state of each loss term, as in `linear_logprobs`; every tensor but hidden,
+    weight and bias then has the shape of index, `[B, T]` or packed `[M]` with `cu_seqlens` over
+    terms. A loss of sequences takes "recompute" or "stash", and a teacher is an error.
     """
     check_level(metrics)
     spec = ready_spec(spec)
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group, support)
+    options = (bias, temperature, softcap, vocab_group, support, index)
+    head, sources, rows = head_and_sources(hidden, weight, ids, mask, *options)
     call = _HeadLoss(
         spec,
-        (hidden, weight, bias),
+        sources,
         head,
+        rows,
         _inputs(head, ids, old_logp, advantages, mask, tensors),
         resolve(totals),
         comparison_of_spec(spec, teacher, head, tuple(ids.shape)),
@@ -146,15 +152,15 @@ def explain_plan(
     are read back to the host. With `vocab_group`, every rank must call this function.
     """
     of_head = {name: arguments.pop(name) for name in HEAD_OPTIONS if name in arguments}
-    head = head_of(hidden, weight, ids, **of_head)
-    sources, tokens = (hidden, weight, of_head.get("bias")), tuple(ids.shape)
+    head, sources, rows = head_and_sources(hidden, weight, ids, mask, **of_head)
+    tokens = tuple(ids.shape)
     if spec is None:
         outputs = Outputs()
         if teacher is not None:
             part = Divergence(arguments.pop("kind", "reverse"), 1.0, **arguments)
             outputs = Outputs(False, False, comparison_of(teacher, part.measure, head, tokens))
-        index = live_rows(check_mask(mask, ids))
-        return logprob_plan(head, work_of(sources, head, index, outputs), plan)
+        live = live_rows(check_mask(rows, head.ids.view(sources[0].shape[:-1])))
+        return logprob_plan(head, work_of(sources, head, live, outputs), plan)
     if advantages is None or mask is None:
         raise InputError("explain_plan of a loss needs advantages and mask: they select the rows.")
     check_level(arguments.pop("metrics", "all"))
@@ -162,8 +168,8 @@ def explain_plan(
     inputs = _inputs(head, ids, old_logp, advantages, mask, arguments)
     step, comparison = resolve(totals), comparison_of_spec(spec, teacher, head, tokens)
     on_policy = isinstance(old_logp, str)
-    call = _HeadLoss(spec, sources, head, inputs, step, comparison, on_policy, skip_zero_advantage)
-    return call.decide(plan)[2]
+    options = (step, comparison, on_policy, skip_zero_advantage)
+    return _HeadLoss(spec, sources, head, rows, inputs, *options).decide(plan)[2]
 
 
 def _inputs(
@@ -183,14 +189,16 @@ def _inputs(
 class _HeadLoss:
     """A loss on the log-probabilities of a head.
 
-    sources: hidden, weight and bias with their gradients. inputs: of `policy_loss`, with zeros for
-    logp. step: the totals, None if this call is the whole step. on_policy: whether old_logp is the
-    logp of this call. skip: whether to compute only the tokens that may have a gradient.
+    sources: hidden, weight and bias with their gradients. rows: the mask of the head's rows.
+    inputs: of `policy_loss`, with zeros for logp. step: the totals, None if this call is the whole
+    step. on_policy: whether old_logp is the logp of this call. skip: whether to compute only the
+    tokens that may have a gradient.
     """
 
     spec: LossSpec
     sources: Sources
     head: Head
+    rows: Tensor | None
     inputs: Inputs
     step: Totals | None
     comparison: Comparison | None
@@ -211,10 +219,11 @@ class _HeadLoss:
         valid = t.mask.reshape(-1)
         reach, why = self._reach()
         batch = None if reach == "batch" else batch_of(self.spec, t, self.step, self.on_policy)
-        rows, live = (valid, valid) if batch is None else (batch.rows, batch.live)
+        terms = (valid, valid) if batch is None else (batch.rows, batch.live)
+        rows, live = map(self.head.row_flags, terms)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
-        counts = (valid.shape[0], with_gradient if self.skip else computed, with_gradient)
+        counts = (rows.shape[0], with_gradient if self.skip else computed, with_gradient)
         work = Work.of(GradientTypes.of(*self.sources), *counts, self.comparison, longest=most)
         return batch, work, loss_plan(self.head, work, plan, reach, why)
 
@@ -237,6 +246,8 @@ class _HeadLoss:
             )
         if spec.reach == "sequence" and self.inputs.cp_group is not None:
             return "batch", "a sequence's tokens lie on several ranks"
+        if spec.reach == "sequence" and self.head.terms is not None:
+            return "batch", "with index, sequences may share hidden states"
         return spec.reach, ""
 
     def compose(self, plan: Plan, metrics: MetricsLevel) -> HeadOutput:
@@ -247,10 +258,11 @@ class _HeadLoss:
                 f"({plan.reason})."
             )
         outputs = Outputs(entropy=True, comparison=self.comparison)
-        flat = rows_with_gradient(self.sources, self.head, self.inputs.mask, plan, outputs)
+        flat = rows_with_gradient(self.sources, self.head, self.rows, plan, outputs)
         computed = zip(("logp", *DIFFERENTIATED), flat, strict=True)
         tokens = self.inputs.logp.shape
-        known = {name: x.view(tokens) for name, x in computed if x is not None}
+        of_terms = self.head.of_terms
+        known = {name: of_terms(x).view(tokens) for name, x in computed if x is not None}
         detached = {name: x.detach() for name, x in known.items()}
         if not entropy_has_slope(self.spec):
             known["entropy"] = detached["entropy"]
@@ -270,7 +282,9 @@ class _HeadLoss:
         if self.spec.reach == "sequence":
             all_windows = sequence_windows(batch, work, plan.rows)
         else:
-            all_windows = token_windows(batch, work, plan.rows, head.tiles)
+            all_windows = token_windows(head, batch, work, plan.rows)
+            if head.terms is not None:
+                all_windows = [window.with_terms(head.terms) for window in all_windows]
         wanted = GradientTypes.of(*self.sources)
 
         def run(check: bool) -> tuple[dict[str, Tensor], list[Tensor]]:

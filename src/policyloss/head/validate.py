@@ -69,7 +69,7 @@ def refuse_values(numbers: list[int], head: Head, valid: Tensor | None) -> None:
     if lowest < 0 or highest >= size:
         worst = lowest if lowest < 0 else highest
         there = head.ids == worst if valid is None else (head.ids == worst) & valid
-        place = int(there.to(torch.uint8).argmax())
+        place = _first_place(there, head)
         raise InputError(
             f"ids holds {worst} at position {place} (counted over all tokens), but the vocabulary "
             f"has {size} entries, 0 to {size - 1}. Positions that are no tokens (padding, −100) "
@@ -86,11 +86,16 @@ def refuse_values(numbers: list[int], head: Head, valid: Tensor | None) -> None:
             "must be False in mask."
         )
     if any(unusable) and isinstance(rate, Tensor):
-        place = int(unusable_temperatures(rate, valid).to(torch.uint8).argmax())
+        place = _first_place(unusable_temperatures(rate, valid), head)
         raise InputError(
-            f"temperature holds {float(1 / rate[place])} at position {place} (counted over all "
-            "tokens); it must be a positive number wherever mask is True."
+            f"temperature holds {float(1 / head.of_terms(rate)[place])} at position {place} "
+            "(counted over all tokens); it must be a positive number wherever mask is True."
         )
+
+
+def _first_place(rows: Tensor, head: Head) -> int:
+    """The first token, or term, whose row is flagged."""
+    return int(head.of_terms(rows).to(torch.uint8).argmax())
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:

@@ -23,7 +23,7 @@ from policyloss.head.backward import GradientSums
 from policyloss.head.head import Head, Index, windows
 from policyloss.head.plans import Work
 from policyloss.head.teacher.comparison import Comparison, compute_rows, start_checks
-from policyloss.head.tiles import Tiles
+from policyloss.head.terms import Terms
 from policyloss.loss import corrected_tokens, token_losses, with_ratio
 from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
 from policyloss.spec import LossSpec
@@ -37,7 +37,8 @@ class Window(NamedTuple):
 
     tokens: all positions that the loss reads, masked positions included; place: the indices of the
     rows in `tokens`; cu_seqlens: the bounds of the sequences in `tokens`. All three are None if
-    every token is a row and needs no other token.
+    every token is a row and needs no other token. terms: with shared rows, their terms, which are
+    the `tokens`.
     """
 
     rows: Index
@@ -46,6 +47,12 @@ class Window(NamedTuple):
     tokens: Tensor | None = None
     place: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    terms: Terms | None = None
+
+    def with_terms(self, terms: Terms) -> Window:
+        """The same rows, and those of all `terms` that read them."""
+        of_rows = terms.of_rows(self.rows)
+        return self._replace(tokens=of_rows.order, terms=of_rows)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class TokenBatch:
         if window.place is not None:
             room = known["logp"].new_zeros(self.rows[at].shape[0])
             known = {name: room.index_copy(0, window.place, x) for name, x in known.items()}
-        shape = (1, -1) if window.tokens is None else (-1,)
+        shape = (1, -1) if window.cu_seqlens is None else (-1,)
         raw: dict[str, Tensor | None] = {
             name: None if x is None else x.reshape(-1)[at].view(shape)
             for name, x in self.tokens.raw.items()
@@ -227,9 +234,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
     return TokenBatch(spec, t, step, weight, corrections, live, on_policy)
 
 
-def token_windows(
-    batch: TokenBatch, work: Work, rows: int, tiles: Tiles | None = None
-) -> list[Window]:
+def token_windows(head: Head, batch: TokenBatch, work: Work, rows: int) -> list[Window]:
     """Rows in any order: first the rows with a gradient, then the rows for the metrics alone (if
     `work` counts them), which share the last window of the others if they fit into it.
     """
@@ -237,9 +242,10 @@ def token_windows(
     order = None
     if n != work.tokens:
         # Sorted, not searched for: their numbers are known, so nothing has to be read back.
-        idle = (~batch.rows).to(torch.uint8) + (~batch.live).to(torch.uint8)
+        counted, live = head.row_flags(batch.rows), head.row_flags(batch.live)
+        idle = (~counted).to(torch.uint8) + (~live).to(torch.uint8)
         order = torch.argsort(idle, stable=True)
-    moved, others = windows(n, rows, tiles), work.computed - n
+    moved, others = windows(n, rows, head.tiles), work.computed - n
     all_windows = [
         Window(w if order is None else order[w], w.stop - w.start, w.stop - w.start) for w in moved
     ]
@@ -248,7 +254,7 @@ def token_windows(
         last = order[moved[-1].start : work.computed]
         all_windows[-1] = all_windows[-1]._replace(rows=last, size=last.shape[0])
         return all_windows
-    for w in windows(others, rows, tiles):
+    for w in windows(others, rows, head.tiles):
         assert order is not None
         all_windows.append(Window(order[n + w.start : n + w.stop], w.stop - w.start, 0))
     return all_windows
@@ -312,7 +318,7 @@ def run_windows(
     comparison: Comparison | None,
     check: bool,
 ) -> dict[str, Tensor]:
-    """logp, entropy and, with a teacher, divergence of every row, flat; 0 in rows of no window.
+    """logp, entropy and, with a teacher, divergence of every token, flat; 0 in no window.
 
     The gradients are added to `sums`, each window's while its logits exist. check: raise if a value
     of the ids, temperatures or the teacher cannot be used.
@@ -320,7 +326,7 @@ def run_windows(
     finish_checks: Callable[[], None] | None = None
     names = ("logp", "entropy") if comparison is None else ("logp", "entropy", "divergence")
     known = {
-        name: torch.zeros(head.ids.shape[0], dtype=head.dtype, device=head.hidden.device)
+        name: torch.zeros(batch.rows.shape[0], dtype=head.dtype, device=head.hidden.device)
         for name in names
     }
     most = max((w.size for w in all_windows), default=0)
@@ -331,10 +337,16 @@ def run_windows(
         here = {"logp": s.logp, "entropy": s.entropy}
         if rows.compared is not None:
             here["divergence"] = rows.compared.numbers.divergence
+        at, shared = window.rows, window.terms
+        if shared is not None:
+            at, valid = shared.order, batch.rows[shared.order]
+            here = {name: torch.where(valid, shared.rows.expand(x), 0) for name, x in here.items()}
         for name, x in here.items():
-            known[name][window.rows] = x
+            known[name][at] = x
         if window.moved and any(sums.wanted):
             derivatives = batch.gradients(window, here)
+            if shared is not None:
+                derivatives = [None if d is None else shared.rows.sum(d) for d in derivatives]
             at = window.rows
             if window.moved < window.size:
                 first = slice(window.moved)
@@ -343,7 +355,7 @@ def run_windows(
                 derivatives = [None if d is None else d[first] for d in derivatives]
             sums.add(at, rows, z, room, s, derivatives)
         if check and finish_checks is None:
-            finish_checks = start_checks(head, comparison, batch.rows)
+            finish_checks = start_checks(head, comparison, head.row_flags(batch.rows))
     if finish_checks is not None:
         finish_checks()
     return known

@@ -45,6 +45,8 @@ def policy_loss(
     logits_to_keep: int | None = None,
     position_ids: Tensor | None = None,
     model_inputs: Mapping[str, Any] | None = None,
+    index: Tensor | None = None,
+    ids: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     head: HeadName = "fused",
     totals: Totals | Literal["local"] | None = None,
@@ -73,13 +75,18 @@ def policy_loss(
     position_ids: passed to the model unchanged. model_inputs: other arguments of the model
     (pixel_values). head: "fused" replaces the model's head, and raises an error if it cannot;
     "logits" computes the loss from the model's own logits; "auto" is "fused" if the head can be
-    replaced, else "logits". Other arguments as in `linear_policy_loss`. The loss does not include
-    the router loss of an MoE model.
+    replaced, else "logits".
+    index, ids: `[M]`, or both of any other shape: the input token, counted over all of input_ids,
+    whose hidden state predicts each loss term, and the term's token. Nothing is shifted then, and
+    every tensor of a loss has the shape of index; cu_seqlens are the bounds of the terms. This
+    trains a tree of trajectories with common prefixes in one row: position_ids and model_inputs
+    carry its depths and its attention.
+    Other arguments as in `linear_policy_loss`. The loss does not include the router loss of an MoE
+    model.
     """
     cu_seqlens = tensors.get("cu_seqlens")
-    call = ModelCall.of(
-        model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
-    )
+    inputs = (input_ids, attention_mask, logits_to_keep, position_ids, model_inputs)
+    call = ModelCall.of(model, *inputs, cu_seqlens, index, ids)
     arguments = call.check_tensors(
         {"old_logp": old_logp, "advantages": advantages, "mask": mask, **tensors}
     )
@@ -112,6 +119,8 @@ def logprobs(
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
     model_inputs: Mapping[str, Any] | None = None,
+    index: Tensor | None = None,
+    ids: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     head: HeadName = "fused",
     vocab_group: Any = None,
@@ -120,15 +129,14 @@ def logprobs(
     """The log-probability of every predicted token `input_ids[:, 1:]`, and the entropy.
 
     mask: `[B, T-1]` (with logits_to_keep=n `[B, n]`), the predicted tokens to compute; by default
-    all tokens that a token of the same sequence predicts. The result is 0 at other tokens. Other
-    arguments as in `policy_loss` of this module and in `linear_logprobs`, which replaces the
-    model's head.
+    all tokens that a token of the same sequence predicts, and all terms of an index. The result is
+    0 at other tokens. Other arguments as in `policy_loss` of this module and in `linear_logprobs`,
+    which replaces the model's head.
     Returns `LogProbs(logp, entropy)`, `[B, T-1]` or `[B, n]` each, float32; entropy is None without
     `entropy=True`.
     """
-    call = ModelCall.of(
-        model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
-    )
+    inputs = (input_ids, attention_mask, logits_to_keep, position_ids, model_inputs)
+    call = ModelCall.of(model, *inputs, cu_seqlens, index, ids)
     live = call.check_tensors({"mask": call.default_mask() if mask is None else mask})
 
     def scores(*head: Any) -> LogProbs:
@@ -153,6 +161,8 @@ def explain_plan(
     logits_to_keep: int | None = None,
     position_ids: Tensor | None = None,
     model_inputs: Mapping[str, Any] | None = None,
+    index: Tensor | None = None,
+    ids: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     head: HeadName = "auto",
     vocab_group: Any = None,
@@ -167,9 +177,8 @@ def explain_plan(
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}
     cu_seqlens = tensors.get("cu_seqlens")
-    call = ModelCall.of(
-        model, input_ids, attention_mask, logits_to_keep, position_ids, model_inputs, cu_seqlens
-    )
+    inputs = (input_ids, attention_mask, logits_to_keep, position_ids, model_inputs)
+    call = ModelCall.of(model, *inputs, cu_seqlens, index, ids)
     aligned = call.check_tensors(tensors)
 
     def scores(*head: Any) -> Plan:

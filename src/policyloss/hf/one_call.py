@@ -25,15 +25,17 @@ HEADS = ("fused", "auto", "logits")
 class ModelCall:
     """One call of a model. inputs: the arguments of the model. ids: the predicted tokens, `[B, n]`,
     or `[N-1]` of a pack, whose sequences begin at `cu_seqlens`. counts_positions: whether the model
-    takes positions; None if the caller passes the layout, which is then not checked.
+    takes positions; None if the caller passes the layout, which is then not checked. index: the
+    caller's, the input token that predicts each of `ids`; None if each token predicts the next.
     """
 
     model: Any
     inputs: dict[str, Any]
     ids: Tensor
-    row: tuple[int, int]
+    row: tuple[int, ...]
     cu_seqlens: Tensor | None
     counts_positions: bool | None
+    index: Tensor | None = None
 
     @classmethod
     def of(
@@ -45,8 +47,19 @@ class ModelCall:
         position_ids: Tensor | None,
         model_inputs: Mapping[str, Any] | None,
         cu_seqlens: Tensor | None,
+        index: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> ModelCall:
         """The arguments, checked, as the model takes them."""
+        if index is not None:
+            if not isinstance(ids, Tensor) or logits_to_keep is not None:
+                raise InputError(
+                    "index needs ids, the token that each term predicts, and no logits_to_keep; "
+                    f"got ids={description(ids)}, logits_to_keep={logits_to_keep!r}."
+                )
+            cu_seqlens = None  # of the terms, not of the model's input
+        elif ids is not None:
+            raise InputError("ids needs index, the input token that predicts each of them.")
         tokens, count = _check_input_ids(input_ids, logits_to_keep, cu_seqlens)
         _check_like("attention_mask", attention_mask, tokens)
         packed = cu_seqlens is not None
@@ -63,21 +76,27 @@ class ModelCall:
             counted = left_padded_positions(attention_mask)
             inputs |= {} if counted is None else {"position_ids": counted}
         inputs = {name: x for name, x in inputs.items() if x is not None}
-        ids = tokens[:, tokens.shape[1] - count :]
-        row = (ids.shape[0], ids.shape[1])
         own_layout = position_ids is not None or bool(model_inputs)
         tried = None if own_layout else "position_ids" in taken
+        if ids is not None:
+            return cls(model, inputs, ids, tuple(ids.shape), None, tried, index)
+        ids = tokens[:, tokens.shape[1] - count :]
+        row = (ids.shape[0], ids.shape[1])
         return cls(model, inputs, ids.reshape(-1) if packed else ids, row, cu_seqlens, tried)
 
     def predicting(self, x: Tensor) -> Tensor:
-        """The rows that predict `ids`, of one row per input token: `[B, T, X]` → `[B, n, X]`."""
-        count = self.row[1]
+        """The rows that predict `ids`, of one row per input token: `[B, T, X]` → `[B, n, X]`; with
+        an index, all rows.
+        """
         if x.shape[:2] != self.inputs["input_ids"].shape:
             raise InputError(
                 f"{type(language_model(self.model)).__name__} has {tuple(x.shape)} before its head "
                 f"or as logits; [B, T, …] with [B, T] = {tuple(self.inputs['input_ids'].shape)}, "
                 "the shape of input_ids, was expected."
             )
+        if self.index is not None:
+            return x
+        count = self.row[1]
         kept = x[:, x.shape[1] - count - 1 : -1]
         return kept if self.cu_seqlens is None else kept.reshape(-1, x.shape[-1])
 
@@ -85,6 +104,8 @@ class ModelCall:
         """The tensors of a call, checked to belong to the predicted tokens; of a pack flat, with
         the `cu_seqlens` that belong to them.
         """
+        if self.index is not None:  # the head checks the shapes of terms
+            return dict(tensors)
         for name, x in tensors.items():
             if name == "mask" or name.endswith("_logp"):
                 self._check_token_shaped(name, x)
@@ -118,6 +139,7 @@ class ModelCall:
             "hidden": self.predicting(hidden),
             "weight": weight,
             "ids": self.ids,
+            "index": self.index,
             "bias": parts.bias,
             "vocab_group": vocab_group,
             **known.options(self.flat(temperature)),
@@ -146,6 +168,8 @@ class ModelCall:
     def _unpredicted_places(self) -> dict[str, Tensor]:
         """Where no token of the same sequence predicts a token, `[B, n]`, by the words for it."""
         live, places = self.inputs.get("attention_mask"), {}
+        if self.index is not None:  # the caller names the token that predicts each term
+            return {}
         if live is not None:
             live = live.bool()
             places["where attention_mask is 0 (padding)"] = ~live[:, 1:]
@@ -160,7 +184,8 @@ class ModelCall:
     def _new_beginnings(self) -> Tensor:
         """How often `position_ids` begin again within a row without cu_seqlens."""
         positions, live = self.inputs.get("position_ids"), self.inputs.get("attention_mask")
-        if self.cu_seqlens is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+        one_each = self.cu_seqlens is None and self.index is None
+        if not one_each or not isinstance(positions, Tensor) or positions.dim() != 2:
             return self.ids.new_zeros(())  # more dimensions are those of images
         falls = positions.diff() < 0
         if live is not None:
@@ -209,6 +234,8 @@ class ModelCall:
     def result(self, head: str, mask: Tensor, scores: Scores, from_logits: Any) -> Any:
         """The result of the chosen head for the tokens in `mask`."""
         check_choice("head", head, HEADS)
+        if self.index is not None and head != "fused":
+            raise InputError(f"index needs head='fused', got head={head!r}.")
         refuse = self._refusal(mask)
         out = self._result(head, scores, from_logits)
         refuse()

@@ -181,6 +181,25 @@ def test_supports_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
 
 
 @pytest.mark.parametrize(("count", "name"), SHARDED)
+def test_a_tree_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
+    """Its terms share hidden states; on one process the batch is unrolled."""
+    cut = CUTS[count][name]
+    batch, index = ranks_of.tree_of(cut)
+    states = leaf(batch.hidden)
+    leaves = {"hidden": states, "weight": leaf(batch.weight), "bias": leaf(cut.bias)}
+    values = contract(
+        ids=batch.ids,
+        mask=batch.tokens.mask,
+        **{**leaves, "hidden": states.flatten(0, 1)[index]},
+    )
+    out = pl.policy_loss(ranks_of.TREE_SPEC, values.logp, entropy=values.entropy, **given(batch))
+    seen = {"logp": values.logp.detach(), "metrics": out.metrics.compute()}
+    expected = numbers(out.loss, leaves, **seen)
+    for plan in LOSS_PLANS:
+        check_shards(said, f"tree: {name}, {plan}", expected, cut)
+
+
+@pytest.mark.parametrize(("count", "name"), SHARDED)
 def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -> None:
     cut, first = CUTS[count][name], name == FIRST[count]
     plain = cache(lambda spec: on_one(spec, cut.batch(), cut.bias))

@@ -226,6 +226,11 @@ def comparison_of(
             "exact() does not cover a teacher: the comparison of two distributions has no fixed "
             "order of sums. Leave the mode for this call."
         )
+    if head.terms is not None:
+        raise InputError(
+            "index and teacher were passed together, but a teacher has one row per token; leave "
+            "out one of them."
+        )
     entries = head.weight.shape[0]
     if isinstance(teacher, TopK):
         return _of_top_k(teacher, measure, head, tokens)
