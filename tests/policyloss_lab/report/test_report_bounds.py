@@ -346,7 +346,7 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
 
 def test_the_bounds_are_documented() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/report.md").read_text(encoding="utf-8")
-    table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
+    table = page.split("## Bounds for large runs", 1)[1].split("\n## ", 1)[0]
     counts = (
         "DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET ALL_POINTS "
         "HISTOGRAMS BINS TOKEN_BUDGET ALL_TOKENS ROWS"
