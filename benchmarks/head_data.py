@@ -169,7 +169,7 @@ def _strength(centre: Tensor, noise: Tensor, weight: Tensor) -> float:
 def _sampled(
     hidden: Tensor, weight: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Statistics]:
-    """Tokens drawn from the very distributions, and the exact statistics of every row."""
+    """Tokens drawn from these distributions, and the exact statistics of every row."""
     ids = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
     logp, entropy, lse = (
         torch.empty(hidden.shape[0], dtype=torch.float64, device=hidden.device) for _ in range(3)
