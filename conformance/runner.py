@@ -148,7 +148,7 @@ def _one_side_raised(
     for name, value in everything(ours).items():
         if not is_finite(value):
             score.fail(
-                "ours is not finite where a defect says what we do instead", case, output=name
+                "ours is not finite although a defect declares our result", case, output=name
             )
     _seen(score, whole, case, {"error": {"theirs": theirs.refusal, "ours": _example(ours)}})
 
@@ -169,7 +169,7 @@ def _both_ran(
             continue
         if not is_finite(value):
             score.fail(
-                "ours is not finite where a defect says what we do instead",
+                "ours is not finite although a defect declares our result",
                 case,
                 output=name,
                 **_details(difference),

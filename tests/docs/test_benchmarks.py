@@ -192,7 +192,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
             assert p["p20_ms"] <= p["median_ms"] <= p["p80_ms"], name
             assert p["kind"] != "ours" or p["errors"], name
             assert p.get("same_bits", True), name
-    # float32 d hidden and d weight; beside them the loss, and logp and entropy of 160 tokens.
+    # float32 d hidden and d weight; also the loss, and logp and entropy of 160 tokens.
     gradients = 4 * (4 * 40 * 16 + 61 * 16)
     assert dense[OURS]["output_bytes"] == gradients + 4 + 2 * 4 * 160
     by_what = {t["what"]: t for t in run["targets"]}
@@ -479,7 +479,7 @@ def test_the_page_is_drawn_from_the_run(pages: dict[str, str]) -> None:
 def test_the_page_before_the_first_run(tmp_path: Path) -> None:
     pages = performance_page.performance_pages(tmp_path / "none")
     assert set(pages) == {"docs/performance.md"}
-    assert "No run has been written down yet." in pages["docs/performance.md"]
+    assert "No run has been recorded yet." in pages["docs/performance.md"]
 
 
 def test_the_page_has_the_kept_runs_of_loss_and_gae() -> None:

@@ -1,5 +1,5 @@
-"""Texts are written for reading: lines that fit a page, an index in order,
-names that say what a thing is.
+"""Texts are written for reading: lines that fit a page, an index in order, names that describe a
+thing.
 """
 
 from __future__ import annotations

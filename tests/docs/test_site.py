@@ -1,5 +1,5 @@
-"""The site: every page is reached, links lead somewhere, formulas are typeset as they are printed,
-curves are what the loss computes, and every public name has an example that runs.
+"""The site: every page is reached, links have targets, formulas are typeset as they are printed,
+curves show the loss, and every public name has an example that runs.
 """
 
 from __future__ import annotations

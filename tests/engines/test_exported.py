@@ -36,7 +36,7 @@ def reward(example, completion):
 
 
 def python(*words: object) -> None:
-    """Run Python with these words, and show what it printed if it fails."""
+    """Run Python with these arguments, and show its output if it fails."""
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -52,7 +52,7 @@ def python(*words: object) -> None:
 
 @dataclass
 class Exported:
-    """A run and what was exported from it. scored: every prompt and completion, in order."""
+    """A run and its export. scored: every prompt and completion, in order."""
 
     base: Path
     merged: Path

@@ -1,5 +1,5 @@
-"""The engine of the trainer beside the vLLM that is installed: its calls fit, and a real one sleeps
-and wakes with new weights as far as a CPU can, and says which tokens it kept.
+"""The engine of the trainer and the installed vLLM: its calls fit, and a real vLLM sleeps and wakes
+with new weights as far as a CPU can, and reports the tokens it kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A server that speaks the endpoints of vLLM that the trainer uses, with a tiny model; and that
-fails as it is told.
+"""A server with the endpoints of vLLM that the trainer uses, a tiny model, and faults on request.
 
-It holds a model of its own, which it loads from the folders it is told of, as vLLM does.
+It has its own model, which it loads from the folders in requests, as vLLM does.
 """
 
 from __future__ import annotations

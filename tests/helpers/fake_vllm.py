@@ -1,5 +1,5 @@
-"""A stand-in for the package vllm: it records what is asked of it, and refuses what vLLM on a GPU
-could not do, such as to sample without weights.
+"""A stand-in for the package vllm: it records its calls, and refuses calls that vLLM on a GPU could
+not serve, such as sampling without weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def likeliest(one: Completed, count: int, vocabulary: int) -> list[list[tuple[in
 
 
 class _LLM:
-    """awake: the memory that it has. good: of that, what holds something that can be used."""
+    """awake: the memory that it has. good: the parts of that with usable contents."""
 
     def __init__(self, calls: list[Call], folder: str) -> None:
         from transformers import AutoModelForCausalLM

@@ -453,8 +453,9 @@ MUTANTS = (
 def places_of(mutant: Mutant, source: str) -> list[tuple[int, int]]:
     """Where `mutant.old` stands in `source`, wherever the formatter has put the ends of its lines.
 
-    White space matches any white space, none beside punctuation, and a closing bracket may follow
-    a comma. Indentation before `old` and the end of the line after it match as they are written.
+    White space matches any white space, or none next to punctuation, and a closing bracket may
+    follow a comma. Indentation before `old` and the end of the line after it match as they are
+    written.
     """
     indent = re.match(r"[ ]*", mutant.old)
     words = re.findall(r"\w+|[^\w\s]", mutant.old)

@@ -213,7 +213,7 @@ def _not_reduced(micro_batches: list[Batch]) -> nn.Module:
 
 
 def _answer(step: Step, batch: Batch, **options: Any) -> dict[str, Any]:
-    """What a report says, in plain values that can be saved."""
+    """The contents of a report, in plain values that can be saved."""
     try:
         report = pl.partition_check(step, batch, **options)
     except pl.InputError as error:

@@ -305,9 +305,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def fresh_import() -> dict[str, Any]:
-    """What a new interpreter says of `import policyloss`,
-    with every framework made impossible to import.
-    """
+    """The output of `import policyloss` in a new interpreter that cannot import any framework."""
     path = {"PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=path, capture_output=True, text=True, check=False
@@ -383,7 +381,7 @@ def test_the_functional_module_lists_its_names() -> None:
 
 
 def test_every_module_of_explain_is_used_by_the_package() -> None:
-    """Data that only the documentation reads lies in docs/, not in what is installed."""
+    """Data that only the documentation reads is in docs/, not in the installed packages."""
     used = set().union(*(imports_of(module) for module in FILES))
     inside = {
         name

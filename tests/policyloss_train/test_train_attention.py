@@ -331,7 +331,7 @@ def test_a_model_that_learns_by_varlen_samples_as_before(kind: str) -> None:
 def test_rows_are_sorted_and_cut_by_hand() -> None:
     """Budget 20. 9 8 | 8·… : 9 and 8 take 2 × 9 = 18 places; a third would take 27. 5, 5 and 4 take
     15 places with one of padding; 2 would be the fourth, 20 places with 4 of padding, a fifth: it
-    fits. 1 alone begins anew, because 25 places are over the budget.
+    fits. 1 begins another micro-batch, because 25 places are over the budget.
     """
     lengths = [5, 9, 1, 4, 8, 5, 2]
     assert Rows().cut(lengths, 20) == [[1, 4], [0, 5, 3, 6], [2]]

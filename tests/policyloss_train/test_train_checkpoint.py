@@ -449,7 +449,7 @@ def said(folder: Path) -> Said:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What one process has at the checkpoint, and after training on."""
+    """The state of one process at the checkpoint, and after more training."""
     model, optimizer = train_ranks.trained(None)
     state, _ = train_ranks.state_of(model, optimizer)
     held = {name: x.clone() for name, x in checkpoint.flatten(state).items()}
@@ -519,8 +519,8 @@ def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> No
 
 
 def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None:
-    """The same state: one index, but for where the rows are. A file of each rank, and what one
-    process wrote is a rank's.
+    """The same state: one index, but for where the rows are. Each rank writes a file, and the file
+    of one process is that of a single rank.
     """
     one, two, four = (
         checkpoint.check_index(folder / name / "step_000003", sums=True)

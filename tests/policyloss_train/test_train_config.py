@@ -1,4 +1,4 @@
-"""Options of a run: what the command line gives, what is refused and how it says so."""
+"""Options of a run: the parsed command line, and the errors of invalid options."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_learning_rates_follow_the_model() -> None:
 
 
 def test_options_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
-    """All options as TOML give what they give as words, and a word beats the file."""
+    """All options in TOML equal the options on the command line, which beats the file."""
     file = tmp_path / "run.toml"
     file.write_text(
         'loss = "dapo"\n"loss.trust.eps-high" = 0.3\n"loss.entropy_coef" = 0.01\nlr = 1\n'

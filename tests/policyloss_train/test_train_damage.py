@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(arguments: list[str]) -> str:
     """ "" if the command ends as it should: by success, or by exit code 2 and one message.
-    Else what it did.
+    Else a description.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -167,8 +167,8 @@ HALVES = pytest.mark.parametrize("half", [0, pytest.param(1, marks=SLOW)])
 
 @THIRDS
 def test_every_value_of_a_configuration(folder: Path, tmp_path: Path, third: int) -> None:
-    """What is read is a configuration or an error of ours;
-    all values at all places, without a command around it.
+    """The reader returns a configuration or raises our error, for all values at all places, without
+    a command around it.
     """
     data = json.loads((folder / "run" / "config.json").read_text())
     results: dict[str, str] = {}
@@ -351,7 +351,7 @@ def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
             save_file(tensors, path / "rank00000.safetensors")
             body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
             del body["tensors"][name]
-            if other is not None:  # the index says what the file holds
+            if other is not None:  # the index describes the contents of the file
                 piece = {"file": "rank00000.safetensors", "first": 0, "rows": other.shape[0]}
                 dtype = str(other.dtype).removeprefix("torch.")
                 body["tensors"][name] = {

@@ -48,7 +48,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def rewritten(run: Path, at: dict[str, Any] | None = None, **options: Any) -> Path:
-    """The same run with other options in its config.json, and other contents beside them."""
+    """The same run with other options in its config.json, and other files next to it."""
     contents = json.loads((run / "config.json").read_text()) | (at or {})
     contents["config"] |= options
     (run / "config.json").write_text(json.dumps(contents))
@@ -78,7 +78,7 @@ def test_options_that_changed_are_listed_with_both_values(
     assert "--task is x.jsonl, and the run has sort" in said
     assert "--dynamic-sampling is True, and the run has False" in said
     assert "--loss is gspo, and the run has dapo" in said
-    # What the other loss would change.
+    # Options that the other loss would change.
     assert "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said
     assert "--extend" in said
     assert "--seed" not in said  # typed, and as it was
@@ -111,8 +111,8 @@ def test_the_whole_command_again_with_resume_goes_on(run: Path, model: str) -> N
 
 
 def test_the_options_of_a_run_are_the_starting_point_of_another(run: Path) -> None:
-    """What is named wins; what followed the model, the loss or the longest completion, follows
-    again.
+    """Named options win; defaults that followed the model, the loss or the longest completion
+    follow again.
     """
     reward = SMALL["reward"]
     stored = stored_options(run)[0].to_dict()
@@ -335,7 +335,7 @@ INSIDE = (
 def test_links_and_pipes_are_refused(
     name: str, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What they lead to keeps its bytes, and nobody waits for a pipe."""
+    """The targets of links keep their bytes, and no read waits for a pipe."""
     outside, inside = tmp_path / "outside", run / name
     if inside.exists():
         shutil.move(inside, outside)
@@ -359,9 +359,7 @@ def test_links_and_pipes_are_refused(
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    """Each of the writers, by itself: what a crash left under a temporary name may be a link to
-    anywhere.
-    """
+    """Each of the writers, by itself: a temporary name left by a crash may be a link."""
     outside, folder = tmp_path / "outside", tmp_path / "run"
     outside.write_text("somebody's file")
     folder.mkdir()
@@ -407,7 +405,7 @@ def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A crash between two renames leaves `.step_000002.old`;
-    a user may call a copy what he likes.
+    a user may give a copy any name.
     """
     aside = run / "checkpoints" / ".step_000002.old"
     (run / "checkpoints" / "step_000002").rename(aside)
@@ -541,9 +539,9 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     assert "3 checkpoints of 0.002 GB need 0.006 GB" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- what is not there
+# ---------------------------------------------------------------- missing files
 
-# What an option that may name a file, a folder or code is set to where there is none.
+# Values of options that name a file, a folder or code that does not exist.
 NOWHERE = {
     "loss": "/nowhere/loss.json",
     "task": "/nowhere/task.jsonl",

@@ -1,4 +1,4 @@
-"""What a run says of itself while it runs, where it goes, and what its help says."""
+"""The hints of a run, its directory, and its help."""
 
 from __future__ import annotations
 

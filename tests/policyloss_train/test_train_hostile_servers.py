@@ -28,7 +28,7 @@ LOGP = {20: -0.5, 1: -0.25}
 
 
 def content(token: int) -> dict[str, Any]:
-    """What is said of a token: its own log-probability, and three of which two were left out."""
+    """The log-probabilities of a token: its own, and three others of which two were left out."""
     top = {token: LOGP[token], 9: -9999.0, 8: -9999.0}
     likeliest = [{"token_id": key, "logprob": logp} for key, logp in top.items()]
     return {"logprob": LOGP[token], "top_logprobs": likeliest}

@@ -324,7 +324,7 @@ def test_capped_scaled_and_mixed_models_learn_from_their_own_logits(kind: str, h
     assert (policy.transformation != (1.0, None)) == (kind in ("gemma2", "granite"))
 
 
-# What a config says of dropout, which must not count in learning.
+# Dropout settings of a config, which must not act in learning.
 DROPOUT = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "mixtral": ("attention_dropout",)}
 
 

@@ -1,6 +1,4 @@
-"""Where completions come from: what an engine must return, which weights it has, and sampling while
-the policy learns.
-"""
+"""Rollout engines: their required results, their weights, and sampling while the policy learns."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ def test_weights_as_tensors_and_as_a_folder(model: str, tmp_path: Path) -> None:
 
 
 def test_a_copy_samples_with_the_weights_it_was_given(model: str) -> None:
-    """What the policy learns meanwhile does not reach it before the next update."""
+    """The engine does not see the policy's changes before the next update."""
     policy = loaded(model)
     copied = BuiltIn(policy, lambda: policy, 4096, copied=True)
     live = BuiltIn(policy, lambda: policy, 4096, copied=False)

@@ -11,7 +11,7 @@ import policyloss_train
 
 TRAIN = Path(policyloss_train.__file__).parent
 SOURCES = {path: path.read_text() for path in sorted(TRAIN.parent.rglob("*.py"))}
-# What the modules of a room may import of the trainer outside of it. Nothing here knows the loop.
+# The other modules of the trainer that each room may import. None imports the loop.
 OUTSIDE = {
     "tasks": {"user_code"},
     "rollout": {

@@ -466,7 +466,7 @@ def test_end_ids_of_model_and_tokenizer() -> None:
     assert end_ids(model, letters()) == [EOS]
 
 
-# --- what is left behind ---
+# --- files left behind ---
 
 
 def test_dropout_is_off_and_every_mode_is_restored() -> None:

@@ -49,7 +49,7 @@ def pair(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServe
 
 
 class Engine:
-    """An engine of these servers that has weights, and what it has said."""
+    """An engine of these servers that has weights, and its messages."""
 
     def __init__(
         self,
@@ -271,8 +271,8 @@ def test_a_token_without_enough_log_probabilities_is_requested_again(
 
 
 def test_a_run_with_servers(model: str, tmp_path: Path) -> None:
-    """Two servers, one of which dies and comes back without the weights: the run goes on, with the
-    completions that it would have had. They say what they were drawn from, so that the ratio of an
+    """Two servers, one of which dies and comes back without the weights: the run continues with the
+    same completions. They include the tokens they were drawn from, so that the ratio of an
     unchanged policy is 1.
     """
     options = {"model": model, "steps": 3, "rollout_timeout": 20, "staleness": 1, "top_p": 0.9}

@@ -1,4 +1,4 @@
-"""A teacher in the trainer: through the advantages, through the loss, and what is refused."""
+"""A teacher in the trainer: through the advantages, through the loss, and errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_teacher_that_cannot_teach(tmp_path: Path) -> None:
 
 
 def test_the_support_of_a_sampler_is_replayed() -> None:
-    """With top-p, the log-probability of the draw is that over what was kept; the ratio is 1."""
+    """With top-p, log-probabilities of the draw are over the kept tokens; the ratio is 1."""
     g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(50, 30, generator=g)
     rule = Rule(0.8, top_p=0.9)

@@ -82,7 +82,7 @@ def micro_batches(share: Share, columns: Any = slice(None)) -> list[dict[str, An
 
 
 def current(micro: pl.MicroBatch) -> Tensor:
-    """What stands for the model's forward."""
+    """A stand-in for the model's forward."""
     x: Tensor = micro["current"]
     return x
 
@@ -229,7 +229,7 @@ def collectives(rank: int) -> dict[str, Any]:
 
 
 def errors(rank: int) -> dict[str, Any]:
-    """What is wrong on one rank alone is said on both."""
+    """A fault on one rank raises an error on both."""
     mine = micro_batches(SHARES["different numbers"][rank])
     without = [{**m, "group_ids": None} for m in mine]
     ppo = PRESETS["ppo"]

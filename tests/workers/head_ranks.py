@@ -48,8 +48,8 @@ FULL = pl.LossSpec(
 
 
 def given(batch: HeadBatch) -> dict[str, Any]:
-    """What the loss takes beside hidden states, weight and ids;
-    on the CPU, where these processes are.
+    """The arguments of the loss other than hidden states, weight and ids; on the CPU, like these
+    processes.
     """
     return {
         name: x

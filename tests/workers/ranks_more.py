@@ -1,4 +1,4 @@
-"""What the processes of `test_ranks` compute beside the losses:
+"""The work of the processes of `test_ranks` other than losses:
 advantages, the collectives that a loss makes, and errors.
 """
 
@@ -174,7 +174,7 @@ def counted(forward: Callable[[], Tensor], leaf: Tensor) -> dict[str, list[list[
 
 
 def error(call: Callable[[], Any]) -> str:
-    """What a call is refused with."""
+    """The error of a call."""
     try:
         call()
     except pl.InputError as refused:

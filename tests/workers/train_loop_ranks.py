@@ -1,5 +1,5 @@
-"""What the tests of whole training runs share: a model, rewards, runs by the command line,
-and what two ranks do with it.
+"""Shared by the tests of whole training runs: a model, rewards, runs by the command line, and the
+work of two ranks.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_numbers_that_are_none_are_named():
 
 
 def test_a_buffer_that_every_call_writes_into():
-    """What was returned first must not change when the function is called again."""
+    """The first result must not change when the function is called again."""
     buffer = torch.zeros(4)
 
     def by_number(sequences: list[int]) -> list[Tensor]:

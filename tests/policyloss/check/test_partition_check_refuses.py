@@ -1,5 +1,5 @@
-"""What `partition_check` refuses, what it says it cannot see,
-and what it says of trainers on two ranks.
+"""`partition_check`: its errors, the limits that it reports, and its reports on trainers on two
+ranks.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def test_an_empty_batch_has_no_loss_and_no_gradient() -> None:
 
 
 def unset(**changes: Any) -> Config:
-    """A config in which nobody set what one loss of verl's alone reads."""
+    """A config without the settings that only one loss of verl reads."""
     return config(**{"policy_loss": Config(), **changes})
 
 

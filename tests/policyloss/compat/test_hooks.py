@@ -1,6 +1,4 @@
-"""What a preset brings along, the advantages it is defined with, and what it overrides,
-options of a framework.
-"""
+"""The advantages that a preset is defined with, and the framework options that it overrides."""
 
 from __future__ import annotations
 
@@ -264,7 +262,7 @@ def test_verl_is_quiet_where_a_setting_agrees_with_the_preset(
 
 
 def test_every_number_of_verl_s_losses_is_looked_at() -> None:
-    """Whoever adds a field to these configs must say what a preset does to it."""
+    """A new field of these configs must be classified: what does a preset do to it?"""
     known = {
         *(option.rpartition(".")[2] for option in settings._TRUST_OPTIONS),
         "loss_agg_mode",

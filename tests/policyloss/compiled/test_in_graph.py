@@ -29,7 +29,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Graphs:
-    """A backend that runs each graph as it is, and counts the operations of it.
+    """A backend that runs each graph unchanged, and counts its operations.
 
     leaves: the tensors whose gradient each loss computes, by name.
     """

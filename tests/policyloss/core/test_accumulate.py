@@ -196,8 +196,8 @@ def test_the_head_in_one_pass() -> None:
 
 
 def test_what_is_known_only_after_the_forward() -> None:
-    """An entropy given to the call counts: 4 tokens at entropy 2 and coefficient 0.1 are −0.2
-    beside (−5 + 1 + 1 + 1) / 4.
+    """An entropy given to the call counts: 4 tokens at entropy 2 and coefficient 0.1 add −0.2 to
+    (−5 + 1 + 1 + 1) / 4.
     """
     step = pl.accumulate(REINFORCE.replace(entropy_coef=0.1, aggregate=pl.TokenMean()), hand_made())
     losses = [

@@ -22,7 +22,7 @@ PARTS = {
 
 
 def equal(batch: Batch, seed: int) -> Batch:
-    """One advantage for all: what a batch with a constant reward and no baseline has."""
+    """One advantage for all, as in a batch with a constant reward and no baseline."""
     return batch.map(lambda x: torch.full_like(x, [0.1, 1 / 3, -0.7, 3e4][seed % 4]), "advantages")
 
 

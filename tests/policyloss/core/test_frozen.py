@@ -1,6 +1,4 @@
-"""What a loss may move: gradients reach logp and entropy, nothing that was frozen, and none of them
-is NaN at a dtype's edge.
-"""
+"""Gradients reach logp and entropy but no frozen input, and none is NaN at a dtype's edge."""
 
 from __future__ import annotations
 

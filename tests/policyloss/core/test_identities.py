@@ -1,6 +1,4 @@
-"""Equations between losses: what a part becomes at its edges,
-and which parts are the same thing under two names.
-"""
+"""Equations between losses: parts at the edges of their fields, and equal parts with two names."""
 
 from __future__ import annotations
 

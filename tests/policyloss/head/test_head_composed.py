@@ -203,8 +203,8 @@ CALLS: dict[str, dict[str, Any]] = {
 def outcome(
     spec: pl.LossSpec, batch: HeadBatch, frozen: bool, call: str, **kwargs: Any
 ) -> LossRun | None:
-    """What a call gives; None where the head says that this loss cannot go window by window,
-    which is a right answer.
+    """The result of a call; None where the head reports that this loss cannot go window by window,
+    which is correct.
     """
     chosen = dict(CALLS[call])
     try:

@@ -1,5 +1,5 @@
-"""Bad input to the head gets an error that names the argument, what was seen and what to do;
-never a wrong number.
+"""Bad input to the head gets an error that names the argument, its value and the remedy; never a
+wrong number.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def test_gradcheck(plan: str, variant: str, rows: int | None) -> None:
         )
 
     leaves = [leaf(x) for x in (case.hidden, case.weight, case.bias)]
-    # A stash is used up by the first backward; a second one makes it anew,
+    # The first backward consumes a stash; a second one makes another,
     # in another order of sums.
     assert gradcheck(
         values, leaves, atol=1e-7, rtol=1e-6, nondet_tol=1e-12 if plan == "stash" else 0.0
@@ -314,7 +314,7 @@ def test_gradcheck(plan: str, variant: str, rows: int | None) -> None:
 @walked("plan", LOGPROB_PLANS)
 @walked("wanted", ["hidden", "weight", "bias", "hidden+weight", "weight+bias"])
 def test_partial_gradients(wanted: str, plan: str) -> None:
-    """Each alone is what it is among all, to the bit; what needs none gets none."""
+    """Each gradient alone equals the one among all, to the bit; other leaves get none."""
     case = peaked_case(13, 33, 8, torch.float32)
     everything = dict(zip(NAMES, ours(case, plan=plan).grads, strict=True))
     inputs = zip(NAMES, (case.hidden, case.weight, case.bias), strict=True)

@@ -368,8 +368,8 @@ CALLABLES = {
 
 @walked("name", CALLABLES)
 def test_a_callable_in_a_slot(name: str) -> None:
-    """What a user's function looks at is not known, so whatever plan is taken must be right for one
-    that looks at everything.
+    """A user's function may read anything, so every chosen plan must be right for one that reads
+    everything.
     """
     batch = BATCH.with_tokens(group_ids=None) if name == "aggregate" else BATCH
     check(CALLABLES[name], batch)

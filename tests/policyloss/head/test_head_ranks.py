@@ -1,4 +1,4 @@
-"""The head over ranks gives what one process gives:
+"""The head over ranks gives the numbers of one process:
 a vocabulary in shards, sequences in shards, batches in shards.
 
 The expected numbers come from the contract line and `policy_loss` on the whole batch, in float64.
@@ -57,14 +57,14 @@ TOLERANCE = 1e-12
 
 
 def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int) -> Path:
-    """The folder where `count` processes said theirs.
+    """The folder with the results of `count` processes.
     Parallel test workers share one set of them: the first starts it.
     """
 
     def start(place: Path) -> None:
         try:
             run_ranks(body, str(place), count=count)
-        # What was said before stands; the rest is missed below.
+        # Results up to here are kept; the missing ones fail below.
         except (
             ProcessExitedException,
             ProcessRaisedException,

@@ -175,7 +175,7 @@ def test_entries_of_no_probability(kind: str) -> None:
 
 @by_measure
 def test_two_shards_merge(kind: str) -> None:
-    """What two ranks add up is what one rank finds, whichever shard holds the largest logit."""
+    """The sums of two ranks equal those of one rank, whichever shard holds the largest logit."""
     (z, u), ids, measure, plain = pair(V), ids_of(V).clamp(0, V - 1), MEASURES[kind], Scaling()
     u[:, :150] += 20  # the teacher's mass is in one shard, the student's in the other
     z[:, 150:] += 15

@@ -18,7 +18,7 @@ BODY = ["q_proj", "v_proj", "up_proj"]
 IDS = token_ids(5, 25)
 SPEC = pl.preset("dapo", entropy_coef=0.01)
 ROWS = 16  # of logits that a window holds
-# What the adapter is made of, and whether the model's head is tied to its embedding.
+# The options of the adapter, and whether the model's head is tied to its embedding.
 ADAPTERS: dict[str, tuple[dict[str, Any], bool]] = {
     "body": ({"target_modules": BODY}, False),
     "body, tied head": ({"target_modules": BODY}, True),

@@ -94,8 +94,8 @@ def test_head_and_compiled_loss_pass_positions_on(said: Said) -> None:
 
 
 def test_a_turn_is_not_a_sequence() -> None:
-    """What a rank would see alone, or the sequence as one turn, are other losses:
-    the cases above can fail.
+    """The turns of a rank alone, or the sequence as one turn, give other losses: the cases above
+    can fail.
     """
     turn, sequence = (run(PRESETS[name], BATCH).dlogp for name in ("gspo_turn", "gspo"))
     assert (turn - sequence).abs().max() > 1e-3
@@ -148,8 +148,8 @@ def test_whitening_over_pairs_of_ranks(said: Said) -> None:
 
 @walked("name", ESTIMATES)
 def test_groups_of_samples_cross_ranks(name: str, said: Said) -> None:
-    """Rank 2 has no sequence. Bit for bit what one process gives, but for whitening,
-    whose sums go by the order of rows.
+    """Rank 2 has no sequence. Bit for bit the numbers of one process, except for whitening, whose
+    sums depend on the order of rows.
     """
     expected, tol = (
         ESTIMATES[name](REWARDS, IDS),

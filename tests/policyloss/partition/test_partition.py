@@ -1,9 +1,9 @@
 """Any cut of a batch into micro-batches sums to the same loss, the same gradient and the same
 metrics, to 1e-12 in float64.
 
-That is what a global denominator buys: `totals` are counted (or measured, where a loss needs more
+That is the use of a global denominator: `totals` are counted (or measured, where a loss needs more
 than counts) once per step, and nothing a micro-batch computes depends on its companions. The two
-`Local…` aggregations break this on purpose; a test says so.
+`Local…` aggregations break this on purpose; a test shows it.
 """
 
 from __future__ import annotations

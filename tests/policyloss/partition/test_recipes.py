@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(folder: Path, name: str) -> Saved:
-    """What a recipe saved; if one of its ranks failed, what they printed is the error."""
+    """The file that a recipe saved; if one of its ranks failed, their output is the error."""
     codes = (folder / f"{name}.codes").read_text().split() if name in RANKS else []
     printed = "\n".join(log.read_text() for log in sorted(folder.glob(f"{name}.*.log")))
     assert set(codes) <= {"0"}, f"exit codes {codes} (negative: ended from outside)\n{printed}"

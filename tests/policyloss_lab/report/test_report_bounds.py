@@ -1,6 +1,4 @@
-"""A report of a huge run: what is shown and what is kept in memory is bounded,
-and what was left out is said.
-"""
+"""A report of a huge run: its content and its memory are bounded, and notes list the omissions."""
 
 from __future__ import annotations
 

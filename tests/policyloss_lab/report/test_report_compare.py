@@ -1,4 +1,4 @@
-"""Runs side by side: which belong together, which coincide, what was set, whether they learn."""
+"""Runs side by side: groups, equal runs, changed settings, and whether they learn."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def test_settings_that_differ_come_first_and_defaults_are_marked(tmp_path: Path)
     mark = ' <span class="quiet">(default)</span>'
     assert f"lr<td><bdi>0.001</bdi>{mark}<td><bdi>0.005</bdi></tbody>" in different
     assert "<th scope=row>steps<td><bdi>2</bdi><td><bdi>2</bdi></tbody>" in changed
-    assert "task" not in different + changed  # as it is by default, in both
+    assert "task" not in different + changed  # the default in both
     complete = page.split("All 7", 1)[1]
     assert f"task<td><bdi>sort</bdi>{mark}" in complete
-    # Nobody said what the default of the model is.
+    # The default of the model is not stored.
     assert "model<td><bdi>tiny</bdi><td>" in complete
 
 
@@ -239,7 +239,7 @@ def test_an_accuracy_that_fell_or_lost_its_gain() -> None:
     lost = judged({"eval/accuracy": curve([0.2, 0.9, 0.4])}, 98)
     assert lost["state"] == "worse"
     assert "reached 90.0 % at step 1 and fell to 40.0 % at step 2 (−50 ±" in lost["sentence"]
-    # A tenth of what was gained, lost, is no fall.
+    # A loss of a tenth of the gain is not a fall.
     assert judged({"eval/accuracy": curve([0.2, 0.9, 0.83])}, 980)["state"] == "learns"
 
 

@@ -126,7 +126,7 @@ mess = st.binary(max_size=40) | st.sampled_from(
     [b"[" * 100_000, b'{"a":' * 5_000, b"\xff\xfe\x00", b"1" * 5_000, b'{"config": ']
 )
 contents = {name: inside | inside | inside | mess for name, inside in contents.items()}
-# Hypothesis leaves out what is optional half of the time.
+# Hypothesis leaves out optional keys half of the time.
 FIRST = (
     "rollouts.jsonl",
     "metrics.jsonl",
@@ -169,7 +169,7 @@ def _refuse(constant: str) -> None:
 
 
 def _check_numbers(value: Any) -> None:
-    """Every list of points, tokens or counts holds only what the page's script expects."""
+    """Every list of points, tokens or counts holds only values that the page's script expects."""
     for run in value["runs"]:
         for line in run["metrics"].values() if "metrics" in run else []:
             assert len(line["step"]) == len(line["value"])

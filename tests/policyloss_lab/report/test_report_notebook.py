@@ -1,4 +1,4 @@
-"""`report.show`, also in a real Jupyter kernel; test_report_charts.py looks at what is drawn."""
+"""`report.show`, also in a real Jupyter kernel; test_report_charts.py checks the drawing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page_of(output: Any) -> str:
 
 
 def data_of(page: str) -> Any:
-    """What the page draws."""
+    """The drawing of the page."""
     (text,) = re.findall(r'id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(text)
 

@@ -1,4 +1,4 @@
-"""The live report: what it answers, whom it refuses, that it follows a run, and how it ends."""
+"""The live report: its responses, its refusals, that it follows a run, and how it ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(
     host: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
-    """(status, body, headers) of one request; the path goes out as it is."""
+    """(status, body, headers) of one request; the path is sent unchanged."""
     port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:

@@ -1,5 +1,5 @@
-"""Stored tokens are read from runs and files, whatever is in them; the page is whole, offline and
-inert; the command says what it did.
+"""Stored tokens are read from runs and files, whatever is in them; the page is complete, offline
+and inert; the command reports its work.
 """
 
 from __future__ import annotations
