@@ -364,7 +364,7 @@ def provider(kind: str, milliseconds: float, gib: float = 0.0, **errors: float) 
 
 
 def made_up() -> dict[str, Any]:
-    """A run with round numbers; nobody measured them."""
+    """A run with invented round numbers."""
     dense = {
         THREE: provider("floor", 100.0),
         OURS: provider("ours", 110.0, 5.0, logp=1e-5, d_hidden=1e-3, d_weight=4e-3)
@@ -521,7 +521,7 @@ def test_the_figure_has_a_bar_for_each_and_the_floor(pages: dict[str, str]) -> N
     assert float(floor.get("x1", 0)) == pytest.approx(
         performance_figure.TIME_START + whole * 100 / (165 * 1.12), abs=0.06
     )
-    assert drawing[0].get("fill") == "#ffffff"  # a ground of its own: readable on a dark page
+    assert drawing[0].get("fill") == "#ffffff"  # its own background: readable on a dark page
 
 
 def test_the_figure_without_an_outlier_is_not_cut() -> None:

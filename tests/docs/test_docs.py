@@ -165,7 +165,7 @@ def things_the_pages_speak_of() -> dict[str, Any]:
     }
 
 
-# These have tests of their own, which also look at the numbers.
+# These have their own tests, which also check the numbers.
 TESTED_ELSEWHERE = (
     ROOT / "README.md",
     ROOT / "docs/presets",
@@ -392,7 +392,8 @@ def test_every_metric_of_the_value_loss_is_on_the_page() -> None:
     batch = make_batch(seed=3)
     out = pl.value_loss(batch.logp, batch.advantages, batch.old_logp, batch.mask)
     assert set(out.metrics.compute()) == set(generate.VALUE_FORMULAS) - set(INVALID)
-    # What could not be checked at once: a mask that is not bool, and offsets, where there are no
+    # Inputs that could not be checked at once: a mask that is not bool, and offsets, where there
+    # are no
     # values to look at.
     tokens, offsets = (
         torch.zeros(4, device="meta"),

@@ -30,7 +30,7 @@ def test_every_miss_of_the_kept_runs_is_explained() -> None:
 
 
 def test_a_miss_without_explanation_is_named() -> None:
-    """A target that nobody wrote about, one that the text does not fit, and a missing figure."""
+    """A target without an explanation, one with an unfitting text, and a missing figure."""
     lines = [missed("T99", "speed", 1.0), missed("T7", "speed", 1.0), missed("T6", "time / x", 2.0)]
     runs = {"head_cuda": {"targets": lines, "groups": {head_logits.GROUP: {}}}}
     names = ["head, GPU, T99: speed", "head, GPU, T7: speed", "head, GPU, T6: time / x"]

@@ -20,7 +20,7 @@ PAGES = [
     if not re.search("<!-- (Made|Generated) by", page.read_text(encoding="utf-8"))
 ]
 SOURCE = ROOT / "src"
-# Words that fit any variable, and so say nothing about one.
+# Words that fit any variable, and so describe none.
 VAGUE = {"found", "given", "held", "made", "own", "said", "seen", "told", "whole"}
 
 

@@ -282,7 +282,7 @@ def test_the_reference_has_the_drop_ins_too() -> None:
 def test_every_page_of_the_reference_has_a_summary_of_its_own(
     assembly: assemble.Assembly,
 ) -> None:
-    """It stands in the list of pages, in llms.txt and in a search."""
+    """It appears in the list of pages, in llms.txt and in a search."""
     pages = [page for path, page in assembly.pages.items() if path.startswith("reference/")]
     sentences = [page.first_sentence for page in pages]
     assert len(set(sentences)) == len(sentences) > 20

@@ -150,8 +150,8 @@ def by_transformers(exported: Exported, model: Path, adapter: Path | None = None
 
 @pytest.fixture(scope="module")
 def expected(exported: Exported) -> Answers:
-    """The answers of the merged folder by transformers. They are not those before learning, so a
-    route without the adapters fails.
+    """The answers of the merged folder by transformers. They differ from the answers before
+    learning, so a route without the adapters fails.
     """
     answers = by_transformers(exported, exported.merged)
     assert len(answers) == HELD_OUT

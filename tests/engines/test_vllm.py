@@ -1,7 +1,7 @@
 """Runs with a real vLLM, in the trainer's process and as a server, on a CPU: `make engines`.
 
-They learn the built-in task, say which weights sampled what, and survive kill −9 of the trainer and
-of the server.
+They learn the built-in task, record the weights that sampled each completion, and survive kill −9
+of the trainer and of the server.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
 
     server.start()
     server.wait()
-    assert server.weights()[0] == ""  # those that it was started with
+    assert server.weights()[0] == ""  # the weights that it was started with
     done = len(lines(out))
     again = trainer(out, resume=True, rollout=server.address, rollout_timeout=300)
     again.until(lambda: len(lines(out)) >= done + 2)

@@ -19,9 +19,9 @@ Call = tuple[str, dict[str, Any]]
 
 
 def installed(patch: pytest.MonkeyPatch, *, gpu: bool) -> list[Call]:
-    """Have `import vllm` find the stand-in. Returns the calls, to which later ones are added.
+    """Make `import vllm` find the stand-in. Returns the list of calls, which grows.
 
-    gpu: whether the engine believes that there is one.
+    gpu: whether the engine sees a GPU.
     """
     calls: list[Call] = []
 

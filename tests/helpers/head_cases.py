@@ -55,7 +55,7 @@ def contract_of_logits(
     softcap: float | None = None,
 ) -> Values:
     """`log_softmax(logits.float() / temperature).gather(ids)` and its entropy;
-    0 where masked, whatever stands there.
+    0 where masked, whatever the logits there.
     """
     live = torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
     z = torch.where(live[..., None], logits.to(torch.promote_types(logits.dtype, torch.float32)), 0)
@@ -426,7 +426,7 @@ def forced_rows(plan: pl.Plan, rows: int) -> pl.Plan:
 
 
 def admitted(call: Callable[[str], Any]) -> list[str]:
-    """The plans that `call` runs under; an InputError says that one does not.
+    """The plans that `call` runs under; others raise an InputError.
 
     "recompute" and "stash" serve every loss, so that no test passes because all were refused.
     """

@@ -1,5 +1,5 @@
-"""Trainers for the tests of `partition_check`, most broken in a way that people have shipped, and
-what two ranks say of some.
+"""Trainers for the tests of `partition_check`, most with a bug that people have shipped, and the
+reports of two ranks on some.
 
 The model is a small language model; a trainer is a `step(micro_batches)` that gives it the
 gradients of one optimizer step.

@@ -67,7 +67,7 @@ def test_names_describe_things(path: Path) -> None:
 
 @walked("path", PATHS, ids=IDS)
 def test_docstrings_and_comments_fit_on_a_line(path: Path) -> None:
-    # A line that tells a tool something cannot be broken.
+    # A line with an instruction for a tool cannot be broken.
     lines = [
         (i, line) for i, line in prose_lines(path.read_text()) if "disable-error-code" not in line
     ]

@@ -71,7 +71,7 @@ def test_others_are_shown_the_numbers_by_their_names(monkeypatch: pytest.MonkeyP
     rows = [{"step": 0.0, "eval/accuracy": 0.1}]
     rows += [{"step": s, "policy/kl_ref": 0.5, "grad_norm": 2.0, "other": 1.0} for s in (1.0, 2.0)]
     assert counts.rlwatch(rows, {}) == {"loss_nan": frozenset(["nonfinite"])}
-    # Step 0 holds nothing that it knows.
+    # Step 0 holds no known metric.
     assert shown == [(s, {"kl_divergence": 0.5, "grad_norm": 2.0}) for s in (1, 2)]
 
 

@@ -104,8 +104,8 @@ def test_to_and_from_json() -> None:
 
 def test_every_way_to_name_a_loss_gives_the_same_advantages(tmp_path: Path) -> None:
     """By name in any spelling, by value from a file or from code, and with a number changed. Two
-    presets have the numbers of another one: a file cannot tell which of the two it is, and is the
-    first of them.
+    presets have the numbers of another one: a file does not show which of the two it is, and counts
+    as the first of them.
     """
     wrong: list[str] = []
     for name, preset in PRESETS.items():
@@ -127,7 +127,7 @@ def test_every_way_to_name_a_loss_gives_the_same_advantages(tmp_path: Path) -> N
 
 def test_who_gets_a_critic() -> None:
     assert TrainConfig(loss="dapo", advantage="gae").with_loss(pl.preset("dapo")).with_critic
-    # A loss of one's own that is no preset goes with any advantages.
+    # A custom loss that equals no preset works with any advantages.
     config = TrainConfig(loss="mine.py:f").with_loss(pl.LossSpec(trust=lambda tokens: tokens.ratio))
     assert config.advantage == "grpo"
 

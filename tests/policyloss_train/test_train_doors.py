@@ -224,7 +224,7 @@ CODE = "raise SystemExit('this code must not run')"
 
 @pytest.fixture
 def foreign(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that names code, which lies in the current folder, ready to be imported."""
+    """A run that names code in the current folder that can be imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foreign_code.py").write_text(f"open('ran', 'w').close()\n{CODE}")
     return rewritten(run, reward="foreign_code:score")
@@ -249,7 +249,7 @@ def test_code_that_only_the_run_names_is_not_run(
 def test_code_that_the_user_names_is_run(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The import itself fails, and says how.
+    # The import itself fails with its own error.
     assert main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2
     assert (
         "importing 'foreign_code' raised SystemExit: this code must not run"
@@ -295,7 +295,7 @@ def test_code_of_a_model_needs_a_word_of_the_user(
 
 
 def test_the_code_of_a_model_is_not_run(tmp_path: Path, model: str) -> None:
-    """No question is asked either, which would wait for an answer."""
+    """There is no prompt either, which would wait for an answer."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     config |= {
@@ -420,8 +420,8 @@ def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(
 
 @pytest.mark.parametrize("missing", [True, False], ids=["missing", "extra"])
 def test_weights_that_do_not_fit_the_model(tmp_path: Path, model: str, missing: bool) -> None:
-    """A missing one would be drawn at random and trained as the model's own;
-    one too many is said.
+    """A missing weight would be drawn at random and trained as the model's own; an extra weight is
+    reported.
     """
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
@@ -557,7 +557,7 @@ NOWHERE = {
 
 
 def test_every_option_with_a_path_is_among_them() -> None:
-    """Those of type `Path`, and those whose help says that they take one."""
+    """Options of type `Path`, and options that take a path according to their help."""
     for field in dataclasses.fields(TrainConfig):
         if "Path" in str(field.type):
             assert field.name in {*NOWHERE, "out"}

@@ -118,7 +118,7 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(
     assert checkpoints(out)[-1] == "step_000003"
     assert len(checkpoints(out)) == keep
     assert all(x.isfinite().all() for x in weights(out, 3).values())
-    assert resume(out) == 0  # what made the NaN is gone
+    assert resume(out) == 0  # the cause of the NaN is removed
     assert [row["step"] for row in lines(out)] == [0, 1, 2, 3, 4, 5]
 
 
@@ -199,7 +199,7 @@ def test_which_tokens_are_to_blame() -> None:
     assert nonfinite_tokens(pack, [0, 1], seen) == ""
     seen[1][2] = math.inf
     assert nonfinite_tokens(pack, [0, 1], seen) == "logp is not finite at token 1 of completion 1"
-    # The first is of the prompt, which nobody reads.
+    # The first belongs to the prompt, which is not read.
     pack.tokens["advantages"][[0, 1, 3]] = math.nan
     assert (
         nonfinite_tokens(pack, [0, 1], seen)
@@ -244,9 +244,7 @@ class StrangeError(Exception):
 
 
 def test_an_invalid_reward_is_an_error() -> None:
-    """Numbers that no float holds, or whose squares none holds; objects that raise whatever is
-    done with them.
-    """
+    """Numbers that exceed a float, or whose squares do; objects that raise on every operation."""
 
     def fails(error: BaseException) -> Any:
         raise error
@@ -453,8 +451,8 @@ def test_a_heartbeat_names_the_wait() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_stalls_is_named(tmp_path: Path) -> None:
-    """The reward of rank 1 hangs without a limit; rank 0 says so while it waits,
-    and gives up after --rank-timeout.
+    """The reward of rank 1 hangs without a limit; rank 0 reports it while it waits, and gives up
+    after --rank-timeout.
     """
     began = time.monotonic()
     train_faults_work.start_two_ranks(tmp_path)

@@ -106,8 +106,8 @@ def samples(model: Any) -> list[Sample]:
 
 
 def learner(model: Any, spec: pl.LossSpec, **options: Any) -> Learner:
-    """With gradient descent of rate 1. `reference` and `critic` are used if the loss
-    or the advantage asks for them.
+    """With gradient descent of rate 1. `reference` and `critic` are used if the loss or the
+    advantage needs them.
     """
     options = {
         "minibatches": 1,

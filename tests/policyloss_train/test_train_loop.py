@@ -196,7 +196,7 @@ def test_a_request_to_end_is_an_interruption_and_a_second_one_ends_at_once(
 
 
 def test_more_steps_than_the_run_had(tmp_path: Path, model: str) -> None:
-    """Three steps and then two more are five, but for the evaluation that ended the three."""
+    """Three steps and then two more equal five, except for the evaluation that ended the three."""
     for out, steps in ((tmp_path / "long", 5), (tmp_path / "short", 3)):
         assert train(out, model=model, steps=steps, eval_every=1) == 0
     assert resume(tmp_path / "short", extend=5) == 0

@@ -414,7 +414,7 @@ def test_an_exported_folder_is_the_policy_with_its_tokenizer_and_template(
     found = exported(input_ids=ids).logits
     assert (found - start).abs().max() > 1e-3  # the run has learned something
     assert AutoTokenizer.from_pretrained(folder).chat_template is not None
-    # The adapter alone, over the model that the run started from, says the same.
+    # The adapter alone, on the model that the run started from, gives the same completions.
     assert main(["export", str(run), str(plain), "--adapter"]) == 0
     assert not (plain / "model.safetensors").exists()
     from peft import PeftModel

@@ -280,7 +280,7 @@ def test_a_live_process_keeps_its_lock_and_a_killed_one_loses_it(tmp_path: Path)
             with pytest.raises(StorageError, match=f"in use by process {holder.pid} on this host"):
                 Lock(tmp_path)
             os.kill(holder.pid, signal.SIGKILL)
-            # It has ended, and nobody has asked for its exit code.
+            # It has ended, and its exit code has not been read.
             os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
             lock = Lock(tmp_path)
             assert json.loads(lock.path.read_text())["pid"] == os.getpid()

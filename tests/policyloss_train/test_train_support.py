@@ -85,8 +85,8 @@ def test_processed_log_probabilities_by_hand() -> None:
 def test_the_recorded_support_is_the_set_each_token_was_drawn_from(
     model: str, cut: str, batch_tokens: int
 ) -> None:
-    """Rows end at different times, in batches of any size; a forward of each row alone says what
-    was kept.
+    """Rows end at different times, in batches of any size; a forward of each row alone determines
+    the kept tokens.
     """
     from transformers import AutoModelForCausalLM
 

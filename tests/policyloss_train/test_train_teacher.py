@@ -84,7 +84,7 @@ def test_options_that_do_not_go_together() -> None:
     with pytest.raises(pl.InputError, match="--reward-coef must be at least 0"):
         TrainConfig(teacher=Path("t"), reward_coef=-1.0)
     alone = TrainConfig(teacher=Path("t"), group_size=1)
-    alone.with_loss(pl.preset("dapo"))  # nobody is compared with anybody
+    alone.with_loss(pl.preset("dapo"))  # no completions are compared
     with pytest.raises(pl.InputError, match="--group-size 1"):
         replace(alone, reward_coef=1.0).with_loss(pl.preset("dapo"))
 

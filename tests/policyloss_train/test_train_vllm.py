@@ -108,8 +108,8 @@ def test_it_sleeps_only_on_a_gpu_shared_with_the_learner(
 def test_with_top_p_the_ratio_of_an_unchanged_policy_is_one(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All log-probabilities are asked for, because top-p may keep any number; the evaluation, which
-    takes the likeliest token, asks for none.
+    """The engine requests all log-probabilities, because top-p may keep any number; the evaluation,
+    which takes the likeliest token, requests none.
     """
     calls = run(tmp_path / "run", monkeypatch, model=model, top_p=0.8, temperature=2)
     vocabulary = calls[0][1]["max_logprobs"]

@@ -1,9 +1,8 @@
-"""What two gloo processes do with `accumulate`, for `test_accumulate`:
-the numbers go to a file, and are judged outside.
+"""The work of two gloo processes with `accumulate`, for `test_accumulate`, which reads their
+numbers from a file.
 
 Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting.
-Gradients of a rank lie at the places that its tokens have in `BATCH`,
-so that the ranks' gradients add up.
+Gradients of a rank have the places of its tokens in `BATCH`, so that the ranks' gradients add up.
 """
 
 from __future__ import annotations

@@ -231,13 +231,13 @@ def averaged(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 def training(rank: int) -> dict[str, Any]:
-    """Everything a rank of two has to say."""
+    """All results of one of two ranks."""
     return {**dict(sharded_body(rank)), **dict(sharded_head(rank)), **dict(averaged(rank))}
 
 
 def two(rank: int, folder: str) -> None:
-    """The body of each of two processes. What ends both if ranks do not agree comes last,
-    in a file of its own.
+    """The body of each of two processes. The case that ends both if ranks do not agree comes last,
+    in a separate file.
     """
     world = joined(rank, 2, folder)
     said = {

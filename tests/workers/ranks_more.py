@@ -139,9 +139,7 @@ COUNTED = {
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down every collective, whoever calls it and in whatever way:
-    its name and how many numbers this rank sends.
-    """
+    """Records every collective, for any caller: its name and how many numbers this rank sends."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -194,7 +194,9 @@ def test_the_modules_of_bookkeeping_exist_and_each_computes() -> None:
 
 @walked("name", BOOKKEEPING)
 def test_bookkeeping_calls_no_loss(name: str) -> None:
-    """It cannot wrap one in arithmetic of its own: losses are called by adapters, which do none."""
+    """It cannot wrap a loss in its own arithmetic: only adapters call losses, and they compute
+    nothing.
+    """
     names = {
         node.id
         for node in ast.walk(ast.parse((COMPAT / name).read_text()))

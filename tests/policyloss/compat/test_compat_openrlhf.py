@@ -194,8 +194,8 @@ def test_an_empty_row_counts_as_filtered_at_sequence_level():
 
 
 def test_agreement_below_zero():
-    """OpenRLHF's lower bound of 0 drops what rounding puts below it;
-    here that is said, and -1 avoids it.
+    """OpenRLHF's lower bound of 0 drops numbers that rounding puts below it; the spec states that,
+    and -1 avoids it.
     """
     p = torch.linspace(0.05, 0.95, 200, dtype=torch.float32).reshape(1, -1)
     old, rollout = (p * (1 + 1e-6)).log(), p.log()

@@ -178,7 +178,7 @@ def test_a_loss_without_gradient_fails_even_where_the_gradient_is_zero():
 
 def test_the_gradient_of_a_loss_per_token_is_taken_with_random_weights():
     # Σx and Σ(x + x' − x') with x' a permutation have the same plain gradient;
-    # random weights tell y = x from y = flip(x).
+    # random weights distinguish y = x from y = flip(x).
     function = Function(
         "rows",
         [{}],

@@ -295,7 +295,7 @@ def test_a_failing_compiler_leaves_the_eager_way(monkeypatch: pytest.MonkeyPatch
     def fails(*arguments: Any) -> None:
         raise OSError("no ptxas")
 
-    spec = SPEC.replace(entropy_coef=0.5)  # whose kernels nobody has made
+    spec = SPEC.replace(entropy_coef=0.5)  # its kernels do not exist yet
     monkeypatch.setattr(fused, "TokenKernels", fails)
     inputs = Inputs(**arguments_of(spec))
     with pytest.warns(UserWarning, match=r"operation by operation.*OSError: no ptxas"):

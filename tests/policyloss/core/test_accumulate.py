@@ -1,5 +1,5 @@
-"""`accumulate`: whatever way a step is cut into micro-batches and shared out to ranks,
-it is the whole batch in one call.
+"""`accumulate`: however a step is cut into micro-batches and distributed to ranks, it equals the
+whole batch in one call.
 
 Loss, gradients and metrics agree to 1e-12 in float64,
 for every preset and for the losses that have to be measured first.
@@ -281,7 +281,7 @@ def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 @walked("aggregate", [pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()], ids=str)
 def test_local_means_stay_local(aggregate: Any) -> None:
-    """They were asked for by name: −5 and 1, each micro-batch's own mean."""
+    """The spec names them: −5 and 1, each micro-batch's own mean."""
     step = pl.accumulate(REINFORCE.replace(aggregate=aggregate), hand_made())
     assert [float(micro.loss(torch.full(micro["mask"].shape, -1.0))) for micro in step] == [
         -5.0,
@@ -401,7 +401,7 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    """The results of both ranks for every case. Parallel test workers share one pair of
     processes: the first starts it.
     """
     folder = started_once(

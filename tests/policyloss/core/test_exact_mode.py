@@ -121,7 +121,7 @@ def test_a_number_that_is_not_finite_spoils_its_own_sequence_alone(bad):
 
 
 def test_a_second_backward_keeps_the_mode():
-    """It walks the windows again, with parts that ask for the mode."""
+    """It runs the windows again, with parts that read the mode."""
     modes: list[bool] = []
 
     def trust(t: Any) -> Tensor:

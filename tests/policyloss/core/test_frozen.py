@@ -30,7 +30,7 @@ LOSSES = {
 
 
 def leaves_of(batch: Batch, per_sequence: bool) -> dict[str, Tensor]:
-    """The frozen tensors, each with a gradient to ask for;
+    """The frozen tensors, each requiring a gradient;
     advantages one per token or one per sequence.
     """
     actual = {name: getattr(batch, name).clone() for name in FROZEN}

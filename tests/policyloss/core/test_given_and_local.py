@@ -99,7 +99,7 @@ def test_numbers_of_this_call_are_those_of_the_step_when_it_is_one_call(
 ) -> None:
     same(pl.LossSpec(trust=OfThisCall(part)), pl.LossSpec(trust=part))
     # With totals of a larger step the wrapped part still runs,
-    # where the part itself asks to be measured.
+    # where the part itself requires a measurement.
     totals = pl.Totals(1000, 100)
     args = (BATCH.logp, BATCH.old_logp, BATCH.advantages, BATCH.mask)
     with pytest.raises(pl.InputError, match="measure"):

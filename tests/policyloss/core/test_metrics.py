@@ -428,7 +428,7 @@ def test_nonfinite_tokens_are_counted(bad):
 
 def test_packed_metrics_are_the_same_records() -> None:
     """Lookup, names, merging with unpacked ones and the figures:
-    only where the numbers lie is another.
+    only the storage of the numbers differs.
     """
     metrics = run(FULL, make_batch(seed=5)).records
     packed = pl.Metrics.packed(RecordPlaces(metrics), RecordPlaces.pack(metrics))

@@ -1,4 +1,4 @@
-"""A formula is derived from the code that computes it, and `explain` knows no part by name."""
+"""A formula is derived from the code that computes it, and `explain` names no part."""
 
 from __future__ import annotations
 

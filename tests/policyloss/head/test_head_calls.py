@@ -44,7 +44,7 @@ from cases import PRESETS
 
 def test_the_output_holds_logp_and_entropy() -> None:
     """Detached, token-shaped, 0 where masked; the entropy metric
-    is there although nothing asks for it.
+    is present although the loss does not need it.
     """
     truth = contract(
         BATCH.hidden.double(), BATCH.weight.double(), BATCH.ids, mask=BATCH.kwargs["mask"]

@@ -205,7 +205,7 @@ def test_many_rows(n: int, plan: str) -> None:
 @walked("plan", LOGPROB_PLANS)
 def test_more_than_two_to_the_31_logits(plan: str) -> None:
     """16 384 × 151 936 ≈ 2.5·10⁹ logits. Rows repeat every 64,
-    so the first 64 say what all of them and the weight must get.
+    so the first 64 determine the gradients of all rows and of the weight.
     """
     case, times = peaked_case(64, 151936, 64, torch.bfloat16), 256
     long = Case(

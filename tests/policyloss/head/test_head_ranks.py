@@ -192,7 +192,7 @@ def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
 
 
 def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
-    """One shard has a single entry, fewer than are asked for as the most probable ones."""
+    """One shard has a single entry, fewer than the requested number of most probable ones."""
     cut = CUTS[3][FIRST[3]]
     expected = divergence_ranks.divergences(cut, slice(0, VOCAB), None)
     assert len(expected) == len(divergence_ranks.CASES) + 2
@@ -202,7 +202,7 @@ def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
 
 @walked(("count", "name"), SHARDED)
 def test_the_shards_are_right(count: int, name: str) -> None:
-    """Shards make up the vocabulary, both ends of each live one are asked for,
+    """Shards make up the vocabulary, both ends of each live one are used,
     and some tokens are clipped but not most.
     """
     cut = CUTS[count][name]

@@ -63,7 +63,7 @@ def statistics(
 
 @by_measure
 def test_statistics(kind: str) -> None:
-    """The student's are those of its own rows; the divergence is that of float64."""
+    """The student's statistics equal those of its own rows; the divergence equals float64's."""
     measure = MEASURES[kind]
     for vocabulary, name in CASES:
         (z, u), ids = pair(vocabulary), ids_of(vocabulary)

@@ -203,7 +203,7 @@ def test_an_adapter_that_is_no_product_is_refused(config: str, words: str) -> No
 
 
 def test_positions_reach_a_wrapped_model() -> None:
-    """GPT-2 learns its positions, and PEFT's model says of none of its arguments that it takes
+    """GPT-2 learns its positions, and the signature of PEFT's model does not show that it takes
     them.
     """
     from peft import LoraConfig, get_peft_model

@@ -304,7 +304,7 @@ def test_an_error_names_the_missing_head(model: Any, words: str) -> None:
 
 
 class Mixing(Plain):
-    """Adds up all tokens before (or after) a token, padding included, and knows no positions."""
+    """Adds up all tokens before (or after) a token, padding included, and uses no positions."""
 
     def __init__(self, backwards: bool) -> None:
         super().__init__()

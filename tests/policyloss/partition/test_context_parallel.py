@@ -34,7 +34,7 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    """The results of both ranks for every case. Parallel test workers share one pair of
     processes: the first starts it.
     """
     folder = started_once(

@@ -1,5 +1,5 @@
-"""Turns and scans over time whose tokens lie on several ranks, and prompts whose samples do:
-equal to one process.
+"""Turns and scans over time with tokens on several ranks, and prompts with samples on several
+ranks: equal to one process.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the four ranks said of every case.
-    Parallel test workers share one start of processes: the first's.
+    """The results of the four ranks for every case. Parallel test workers share one set of
+    processes: the first starts it.
     """
 
     def start(place: Path) -> None:

@@ -94,7 +94,7 @@ def test_the_batch_shows_a_wrong_denominator(folder: Path) -> None:
 
 
 def command(name: str) -> str:
-    """How to start a recipe, as its first line says."""
+    """The command that starts a recipe, from its first line."""
     said = ast.get_docstring(ast.parse((RECIPES / f"{name}.py").read_text(encoding="utf-8")))
     assert said is not None
     return said.partition(": ")[2]

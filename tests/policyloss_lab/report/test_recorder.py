@@ -224,7 +224,7 @@ def test_completions_are_bounded_on_disk_and_evenly_spaced(tmp_path: Path) -> No
 
 
 def test_completions_of_one_step_may_fill_the_file(tmp_path: Path) -> None:
-    """There is no second step that could be dropped: what comes is left out."""
+    """There is no second step that could be dropped: later completions are left out."""
     with Recorder(tmp_path, rollout_bytes=10_000) as recorder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(40):

@@ -29,7 +29,7 @@ def run_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_text_is_shown_up_to_its_limit(tmp_path: Path) -> None:
-    """The page of a token of a megabyte is as small as that of one of 201 characters."""
+    """The page of a token of a megabyte is as small as the page of a token of 201 characters."""
     tokens = ["a" * 200, "b" * 201, "c" * 1_000_000]
     row = rollout(0, tokens, prompt="p" * 20_000, answer="q" * 20_001)
     data = collect(

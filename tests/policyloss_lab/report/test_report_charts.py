@@ -255,7 +255,7 @@ def saved(page: Any, title: str, kind: str) -> tuple[str, str]:
 
 @needs_browser
 def test_a_chart_is_saved_as_csv(open_page: Open, tmp_path: Path) -> None:
-    """As it was logged, whatever is smoothed or averaged. A name that a spreadsheet would take for
+    """The logged numbers, without smoothing and averages. A name that a spreadsheet would take for
     a formula has a quote before it.
     """
     runs = [
@@ -511,7 +511,7 @@ def test_a_notebook_shows_a_report_that_cannot_reach_it(tab: Any, tmp_path: Path
 
 @needs_browser
 def test_charts_are_drawn_when_a_page_without_a_box_gets_one(tab: Any, tmp_path: Path) -> None:
-    """As in a frame that is laid out after its script ran: no event of the window tells of it."""
+    """As in a frame that is laid out after its script ran: the window sends no event for it."""
     file = tmp_path / "report.html"
     html = render(collect([small_run(tmp_path / "run", [1.0, 2.0])]))
     file.write_text(html.replace("<body", "<body hidden", 1), encoding="utf-8")

@@ -179,7 +179,7 @@ def test_the_prompts_that_were_evaluated_decide_and_not_an_option(tmp_path: Path
         verdict = collect([run])["runs"][0]["verdict"]
         state = "flat" if n == 20 else "unclear"
         assert (verdict["state"], words in verdict["sentence"]) == (state, True), (n, verdict)
-    # Without that number nothing is known of the noise of two evaluations.
+    # Without that number the noise of two evaluations is unknown.
     for row in rows:
         del row["eval/prompts"]
     old = write_run(tmp_path / "old", rows, config={"eval_prompts": 256})
@@ -325,7 +325,7 @@ def test_many_runs_have_a_short_head(tmp_path: Path) -> None:
     runs = [made(tmp_path, f"r{i:02d}", prompts=256, lr=i) for i in range(12)]
     head = sections.verdict(collect(runs))
     visible, folded = head.split("<details>")
-    # The twelfth line says that all of them coincide.
+    # The twelfth line states that all of them coincide.
     assert (visible.count("<li>"), folded.count("<li>")) == (8, 5)
     assert "r00, r01, r02, r03, r04 and 7 more coincide" in folded
 

@@ -291,7 +291,7 @@ def test_arrow_keys_move_between_tokens_completions_and_groups(page: Open) -> No
 
 @needs_browser
 def test_tokens_are_coloured_by_the_chosen_value(page: Open) -> None:
-    """And not by colour alone: strong ones carry their sign, a branch has a sign of its own."""
+    """Colour is not the only sign: strong tokens carry + or −, and each branch has a mark."""
     sheet = page()
     offers = sheet.locator("#color option").all_inner_texts()
     assert offers == [

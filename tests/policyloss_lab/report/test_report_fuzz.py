@@ -1,5 +1,5 @@
-"""Whatever lies in a run directory, a report is a page or an error of ours: never a traceback,
-never a value that JSON lacks.
+"""For any run directory, a report is a page or our own error: never a traceback, never a value that
+JSON lacks.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_any_directory_gives_a_page_or_an_error_of_ours(made: list[dict[str, byt
         page, data_file = folder / "page.html", folder / "data.json"
         code = main(["report", *runs, "--out", str(page), "--json", str(data_file)])
         readable = all({"config.json", "metrics.jsonl"} & set(files) for files in made)
-        # What lies there without these may be a run of another trainer.
+        # A folder without these may be a run of another trainer.
         assert code == 0 or (code == 2 and not readable)
         if code:
             assert not page.exists()

@@ -88,7 +88,7 @@ def test_show_in_a_kernel(tmp_path: Path) -> None:
         "writes it to a file"
     )
 
-    # One that is too large has no completions and says so.
+    # A page that is too large has no completions, and a note about it.
     assert data_of(page_of(shorter))["runs"][0]["rollouts"] == []
     assert "which is too much for a notebook; `policyloss report` writes it" in page_of(shorter)
 

@@ -351,8 +351,8 @@ out.id = "seen"; out.textContent = btoa(String.fromCharCode(...bytes)); document
 def test_hostile_texts_and_every_control_in_a_browser(
     hostile_runs: list[Path], tmp_path: Path
 ) -> None:
-    """Without the page's policy: only the escaping stands between the texts
-    and a running script. On a narrow screen.
+    """Without the page's policy: only the escaping keeps the texts from running as a script. On a
+    narrow screen.
     """
     page = tmp_path / "report.html"
     page.write_text(
