@@ -107,7 +107,7 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
         "digit in its place, so that only a reward or a teacher can raise the accuracy. "
         "Accuracy is measured on greedy answers to 256 held-out prompts, every 5 steps. Each "
         "figure is "
-        "the median over the seeds, with the range behind it; a dash means never, or nothing to "
+        "the median over the seeds, with the range in brackets; a dash means never, or nothing to "
         "measure. "
         "Seconds count sampling and learning on one thread, without warm-up and evaluation; "
         f"several runs shared a machine, so compare steps rather than seconds. {machines(data)}"

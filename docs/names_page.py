@@ -58,7 +58,7 @@ def options_section() -> str:
         "(`coati.distributed.loss`; `models.` for `coati.models.loss`). `pl.LossSpec()` is PPO: "
         "`Clip(0.2, 0.2)` and `TokenMean()`."
     )
-    heading = ["what", "policyloss", *FRAMEWORKS]
+    heading = ["option", "policyloss", *FRAMEWORKS]
     tables = []
     for group, rows in OPTIONS.items():
         cells = [
@@ -101,7 +101,7 @@ def elsewhere_section() -> str:
     parts: dict[str, list[list[str]]] = {}
     for entry in ELSEWHERE:
         parts.setdefault(entry.part, []).append([entry.what, *_by_framework(entry)])
-    heading = ["what", *FRAMEWORKS, "others"]
+    heading = ["meaning", *FRAMEWORKS, "others"]
     tables = [
         text
         for part, rows in parts.items()

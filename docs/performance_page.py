@@ -32,8 +32,8 @@ def performance_page(runs: dict[str, Run]) -> str:
     about = (
         "Figures are ratios within one run; absolute times depend on the machine as much as on the"
         " code. "
-        "Every provider is checked against float64 before it is timed, and one that is wrong is "
-        "not timed. They are interleaved, each round in another order, and the figure is the "
+        "Every provider is checked against float64 before it is timed; a wrong one is not timed. "
+        "They are interleaved, each round in another order, and the figure is the "
         "median. The runs behind this page are in `benchmarks/results`. `make peers` fetches the "
         "other implementations, `make bench` runs everything on a CPU, and `python -m "
         "benchmarks.head --device cuda` (also `.divergence`, `.loss`, `.gae`) on a GPU."
@@ -199,7 +199,7 @@ def targets_section(runs: dict[str, Run]) -> str:
     said += f"; {len(missed)} are not, all of them under {ids}." if missed else "."
     if any(run.endswith("GPU") for run, _ in found):
         said += " " + LATENCY
-    columns = ["run", "target", "what", "reach", "stretch", "measured", "met"]
+    columns = ["run", "target", "quantity", "reach", "stretch", "measured", "met"]
     return join("## Targets", said, table(columns, [[run, *_target(t)] for run, t in found]))
 
 

@@ -53,12 +53,12 @@ def _page(measured: Any) -> str:
         "- **A run directory** of `policyloss train` or of a recorder: the completions of the last "
         "stored step with an advantage that is not 0 (`--step 40` takes another one, `--step all` "
         "takes all), the loss from `config.json`, and the last checkpoint, if there is one, "
-        "through which gradients are then compared. `--through tokens` leaves the model out.\n"
+        "to compare gradients through the model. `--through tokens` leaves the model out.\n"
         "- **A .jsonl file**, one completion on each line, or **a .safetensors file** of `[B, T]` "
         "tensors, under these names. For a model (`--model FOLDER`), a line also needs `ids` and "
         "`prompt_ids`.",
         table(
-            ["what", "accepted names"],
+            ["tensor", "accepted names"],
             [[f"`{ours}`", ", ".join(f"`{n}`" for n in names)] for ours, names in NAMES.items()],
         ),
         "Without `logp`, the policy is assumed to be the old one. Without advantages, GRPO's are "

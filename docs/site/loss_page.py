@@ -98,7 +98,7 @@ def evidence(name: str) -> str:
     ]
     about = (
         "Held-out accuracy of `policyloss train` on the built-in task, sorting digits: the median "
-        "over the seeds, and the range behind it ([all losses and how they were "
+        "over the seeds, and the range in brackets ([all losses and how they were "
         "run](../evidence.md))."
     )
     return join("## What it learned", about, table(heading, [row]))

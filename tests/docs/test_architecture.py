@@ -85,7 +85,7 @@ def test_a_new_module_appears_in_the_lowest_layer_that_its_imports_allow() -> No
 
 def test_an_import_that_points_up_is_an_error() -> None:
     spoiled = {**boxes(), "errors": replace(boxes()["errors"], imports=frozenset({"loss"}))}
-    with pytest.raises(LookupError, match=r"errors imports loss, which stands in a higher layer"):
+    with pytest.raises(LookupError, match=r"errors imports loss, which is in a higher layer"):
         layers(spoiled)
 
 
