@@ -156,11 +156,11 @@ def _strength(centre: Tensor, noise: Tensor, weight: Tensor) -> float:
     """The α at which the mean entropy of these rows is `ENTROPY`:
     it falls as α grows, so by halving an interval.
     """
-    towards, beside = (centre @ weight.T).float(), (noise @ weight.T).float()
+    towards, across = (centre @ weight.T).float(), (noise @ weight.T).float()
     low, high = 0.0, 60.0
     for _ in range(9):
         middle = (low + high) / 2
-        logp = (beside + middle * towards).log_softmax(-1)
+        logp = (across + middle * towards).log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1).mean().item()
         low, high = (middle, high) if entropy > ENTROPY else (low, middle)
     return high

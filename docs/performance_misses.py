@@ -249,8 +249,8 @@ def _same_bits(device: str) -> Explain:
         return (
             f"The call takes {times['default']:.1f} ms by default and {times['exact']:.1f} ms "
             f"within `exact()`. The difference, {times['exact'] - times['default']:.1f} ms, is "
-            f"what it costs to multiply rows in tiles of {run['tile']} whatever the batch, and to "
-            f"sum over {run['parts']} parts of the vocabulary in a fixed order. By default {rows} "
+            f"the cost of multiplying rows in tiles of {run['tile']} for any batch, and of summing "
+            f"over {run['parts']} parts of the vocabulary in a fixed order. By default {rows} "
             "rows had other bits in another order or company; within `exact()` none had."
         )
 

@@ -34,8 +34,8 @@ from policyloss.records import Stat
 
 PINNED = "1.16.0"
 HORIZON = 16
-# A step as seen from one micro-batch: micro-batches accumulated,
-# micro-batches generated at once, processes.
+# A step as seen from one micro-batch: micro-batches accumulated, micro-batches generated at once,
+# processes.
 STEPS = ((1, 1, 1), (4, 4, 1), (4, 2, 1), (2, 3, 3), (1, 4, 2))
 BANDS = ((0.2, None), (0.2, 0.28), (3e-4, 4e-4), (1.0, 4.0))
 CAPS = (None, 5.0, 1.2)

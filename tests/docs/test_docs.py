@@ -393,8 +393,7 @@ def test_every_metric_of_the_value_loss_is_on_the_page() -> None:
     out = pl.value_loss(batch.logp, batch.advantages, batch.old_logp, batch.mask)
     assert set(out.metrics.compute()) == set(generate.VALUE_FORMULAS) - set(INVALID)
     # Inputs that could not be checked at once: a mask that is not bool, and offsets, where there
-    # are no
-    # values to look at.
+    # are no values to look at.
     tokens, offsets = (
         torch.zeros(4, device="meta"),
         torch.zeros(3, device="meta", dtype=torch.int64),

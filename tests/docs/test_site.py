@@ -374,7 +374,7 @@ def test_the_check_of_the_built_site_can_fail(
     assert check.problems(tmp_path) == [
         "a/b.html: loads //cdn.org/y.png",
         "index.html: loads https://cdn.org/x.js",
-        "index.html: a/b.html#gone names a heading that is not there",
+        "index.html: a/b.html#gone names a heading that does not exist",
         "index.html: the link nowhere.html leads nowhere",
         "index.html: has no Markdown twin",
         "x.css: loads https://fonts.org/z.css",

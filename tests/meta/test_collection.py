@@ -12,8 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Modules that a test run loads while it collects. Examples are read as documentation, and import
-# what they
-# use at the top.
+# what they use at the top.
 FOLDERS = ("src", "tests", "benchmarks", "conformance", "docs")
 HEAVY = {
     "transformers",

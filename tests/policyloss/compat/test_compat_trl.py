@@ -175,7 +175,7 @@ def test_options_outside_the_policy_loss_can_be_left_to_the_caller() -> None:
     assert spec_from_config(handled_by_trl, handled=EXTRA_OPTIONS) == MEANS["dapo"]
 
 
-# --- configs without a spec-----------------------------------------------------------------------
+# --- configs without a spec -----------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss_type": "ppo"}, "loss_type 'ppo'"),

@@ -476,7 +476,7 @@ def test_context_parallel_ranks_add_up(name: str, said: Said) -> None:
     check(both(said, f"cp: {name}"), SPECS[name])
 
 
-def test_context_parallel_beside_a_data_parallel_group(said: Said) -> None:
+def test_context_parallel_within_a_data_parallel_group(said: Said) -> None:
     """By default all ranks of both groups count as averaged:
     one sequence shard each on two ranks makes two.
     """

@@ -190,8 +190,7 @@ def test_one_rank_reduces_what_it_knows_to_be_wrong():
         step.reduce_metrics().compute()
 
 
-# --- Numbers that contradict their name
-# ------------------------------------------------------
+# --- Numbers that contradict their name ------------------------------------------------------
 
 BATCH = make_batch(seed=3)
 

@@ -233,7 +233,7 @@ def test_gspo_is_gspo_token_when_the_advantage_is_constant():
     assert_same(run(gspo, BATCH).loss, run(own, BATCH).loss, 1e-12, "and the value must not")
 
 
-# --- Corrections without effect--------------------------------------------------------------
+# --- Corrections without effect -------------------------------------------------------------------
 
 SILENT = [
     (pl.Truncate(2.0),),

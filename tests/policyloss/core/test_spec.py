@@ -97,7 +97,7 @@ def test_defaults_of_a_dict_are_the_defaults_of_the_spec():
     )
 
 
-# --- Needed tensors------------------------------------------------------------------------------
+# --- Needed tensors -------------------------------------------------------------------------------
 
 ENGINE = RolloutProduct()
 READS = [

@@ -304,8 +304,7 @@ def test_gradcheck(plan: str, variant: str, rows: int | None) -> None:
         )
 
     leaves = [leaf(x) for x in (case.hidden, case.weight, case.bias)]
-    # The first backward consumes a stash; a second one makes another,
-    # in another order of sums.
+    # The first backward consumes a stash; a second one makes another, in another order of sums.
     assert gradcheck(
         values, leaves, atol=1e-7, rtol=1e-6, nondet_tol=1e-12 if plan == "stash" else 0.0
     )

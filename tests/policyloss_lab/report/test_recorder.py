@@ -368,8 +368,7 @@ def test_numbers_of_other_packages_are_numbers(tmp_path: Path) -> None:
     assert (second["ids"], second["reward"]) == ([3], 0.5)
 
 
-# ---------------------------------------------------------------- errors that must not end a
-# training
+# ---------------------------------------------------------------- faults during a training
 
 
 def test_a_recorder_that_is_closed_or_cannot_write_lets_the_training_go_on(
