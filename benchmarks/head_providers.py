@@ -61,7 +61,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """All entries, in the order of the tables."""
+    """All of them, in the order of the tables."""
     return [*_floors(), *_ours(), *_eager(), *_peer_heads(), *_masked(), *_forward()]
 
 

@@ -63,7 +63,7 @@ def formula(lines: Sequence[Line]) -> str:
 
 
 def symbols(lines: Sequence[Line]) -> str:
-    """The meanings of the letters of a formula, as HTML."""
+    """What the letters of a formula stand for, as HTML."""
     used = [str(x.value) for line in lines for x in line.tree.walk() if x.operator == "name"]
     used += [line.name for line in lines]
     names = dict.fromkeys(name for name in used if name in LETTERS)
