@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 ENGINE := .engines/vllm
 SKYRL  := .engines/skyrl
 
-# Tests start many processes: none should compile the sources anew.
+# Tests start many processes: none should compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -42,7 +42,7 @@ evidence: $(STAMP)  ## train with every loss, three seeds each (half an hour on 
 test: $(STAMP)  ## the tests of the code, in five minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow and not engines and not docs' --ignore=tests/docs --ignore=tests/policyloss_lab/explore
 
-test-docs: $(STAMP)  ## the tests of the documentation, and those that drive a browser
+test-docs: $(STAMP)  ## the tests of the documentation, and the tests that drive a browser
 	$(BIN)/python -m pytest -n 2 -m 'docs and not slow'
 
 test-slow: $(STAMP)  ## the tests that start processes around real models, or train until something is learned, and more random cases
@@ -80,7 +80,7 @@ lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)  ## let ruff mend and lay out the code
+format: $(STAMP)  ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -107,7 +107,7 @@ lock: $(STAMP)  ## write requirements.lock: the versions of this environment wit
 licences: $(STAMP)  ## write docs/dependencies.md: every package that the extras need, with its licence
 	$(BIN)/python -m dependencies.licences
 
-dist: $(STAMP)  ## build the sdist and the wheel in dist, and check what they hold
+dist: $(STAMP)  ## build the sdist and the wheel in dist, and check their contents
 	$(BIN)/python -m release.dist
 
 bench: $(STAMP)  ## time the head, the loss and GAE on this CPU, checked first; peers are used if importable or under --peers
@@ -115,5 +115,5 @@ bench: $(STAMP)  ## time the head, the loss and GAE on this CPU, checked first; 
 	$(BIN)/python -W ignore -m benchmarks.loss --device cpu
 	$(BIN)/python -W ignore -m benchmarks.gae --device cpu
 
-clean:  ## remove the environment and what was built
+clean:  ## remove the environment and all build results
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What the same bits cost: the head and the loss within `pl.exact()`, beside the default.
+"""The cost of the same bits: the head and the loss within `pl.exact()` and by default.
 
 `python -m benchmarks.bits --device cuda` (or cpu) first compares bits: a call with all rows, with
 the rows in another order, with some of them, with one, and with other windows. Only then both modes
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class Rows(NamedTuple):
-    """Some rows of a case, flat: the first result's are those of the whole step."""
+    """Some rows of a case, flat; the first result has the rows of the whole step."""
 
     hidden: Tensor
     ids: Tensor

@@ -4,9 +4,9 @@ other projects' heads, plain PyTorch and the four bare matmuls.
     python -m benchmarks.divergence --device cuda [--peers peers] [--out out/divergence_cuda.json]
         [--quick] [--rounds 15]
 
-Every provider gives the mean divergence, d hidden and d weight. Each is first checked against
-float64 autograd on the same inputs, with memory poisoned by NaN; one that is wrong is not timed,
-and the result says why. Then all are timed interleaved. Figures are ratios within one run.
+Every provider computes the mean divergence, d hidden and d weight. Each is first checked against
+float64 autograd on the same inputs, with memory poisoned by NaN; a wrong provider is not timed, and
+the result gives the reason. Then all are timed interleaved. Figures are ratios within one run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SLOW_ROUNDS = 5
 
 
 class Result(NamedTuple):
-    """What a provider gives back: the mean over tokens and its gradients."""
+    """The result of a provider: the mean over tokens and its gradients."""
 
     loss: Tensor
     d_hidden: Tensor
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
 
 Run = Callable[[], Result]
-# What ours may be off: the loss by the rounding of float32 logits, the gradients by bfloat16's.
+# Our error limits: the rounding of float32 logits for the loss, of bfloat16 for the gradients.
 LIMITS = {"loss": 2e-5, "d_hidden": 3e-3, "d_weight": 3e-3}
 
 
@@ -215,7 +215,7 @@ def liger(pair: Pair, beta: float, folder: Path) -> Run:
 
 
 def providers(pair: Pair, kind: str, folder: Path | None) -> dict[str, Callable[[], Run]]:
-    """Those of one kind, by name, in the order of the tables; None: without peers."""
+    """The providers of one kind, by name, in the order of the tables. folder None: no peers."""
     beta = KINDS[kind]
     ours: dict[str, Callable[[], Run]] = {
         FOUR: lambda: four_matmuls(pair),
@@ -246,12 +246,12 @@ def errors(result: Result, answer: Result) -> dict[str, float]:
 
 
 def kind_of(name: str) -> str:
-    """Whose provider it is: "ours", "peer" or, of the bare matmuls, "floor"."""
+    """The kind of a provider: "ours", "peer" or, for the bare matmuls, "floor"."""
     return "floor" if name == FOUR else "ours" if name.startswith("policyloss") else "peer"
 
 
 class Bench:
-    """One run: what was admitted and measured, and what was not, with the reason."""
+    """One run: the providers that were measured, and the refused ones with the reason."""
 
     def __init__(self, pair: Pair, folder: Path | None, rounds: int) -> None:
         self.pair, self.folder, self.rounds = pair, folder, rounds
@@ -259,7 +259,7 @@ class Bench:
         self.failures: list[dict[str, str]] = []
 
     def run(self, kind: str) -> None:
-        """Check all providers of a kind, then time and weigh those that passed."""
+        """Check all providers of a kind, then measure time and memory of those that passed."""
         answer = exact(self.pair, KINDS[kind])
         answers = {WITH_POLICY: with_policy(self.pair, answer)}
         half = self.pair.case.hidden.dtype == torch.bfloat16
@@ -274,7 +274,7 @@ class Bench:
                     run()
                     with reference.poisoned(self.pair.case.device):
                         found = errors(run(), answers.get(name, answer))
-                    # A peer may be off by what bfloat16 logits cost.
+                    # A peer may have the error of bfloat16 logits.
                     factor = 1.0 if kind_of(name) == "ours" and half else 40.0
                     wrong = {k: v for k, v in found.items() if not v <= factor * LIMITS[k]}
                     reason = f"errors {wrong}" if wrong else None

@@ -4,9 +4,9 @@ and the claim of dual clip is tried.
     python -m benchmarks.evidence [--jobs 2] [--seeds 3] [--only ppo,grpo,dual_clip]
         [--out benchmarks/results/evidence.json]
 
-Each run is one process with one thread. Results are written as they come; a second call does only
-what is missing, or was run with other settings. `benchmarks.evidence_plan` says what is run and
-why; docs/evidence.md is drawn from the file.
+Each run is one process with one thread. Results are written as they come; a second call runs only
+jobs that are missing or had other settings. `benchmarks.evidence_plan` defines the runs and their
+reasons; docs/evidence.md is made from the file.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ CURVES = {
 
 
 def train_one(job: Job) -> Record:
-    """Train in a folder that is gone afterwards. → its record; of a run that failed, with "error";
-    of one interrupted, empty.
+    """Train in a temporary folder. → its record; with "error" if the run failed, empty if it was
+    interrupted.
     """
     # With transformers: seconds, and `main` does it once for all processes.
     from policyloss_train.loop import (
@@ -106,10 +106,10 @@ def _lines(path: Path) -> list[Record]:
 def summary(
     metrics: Sequence[Record], timing: Sequence[Record], with_curves: bool = False
 ) -> Record:
-    """What is kept of a run's lines of metrics.jsonl and timing.jsonl.
+    """The stored summary of a run's metrics.jsonl and timing.jsonl.
 
-    Seconds are those of sampling and learning; warm-up and evaluation are not counted. `to_goal` is
-    the first evaluation that reaches `GOAL`, `None` if there is none.
+    Seconds count sampling and learning, without warm-up and evaluation. `to_goal` is
+    the first evaluation that reaches `GOAL`, or `None`.
     A number that is not finite is null.
     """
     accuracy = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
@@ -151,8 +151,8 @@ def rounded(x: float | None) -> float | None:
 
 
 class Results:
-    """The file of results: read at the start, written whole after every run. Each run says on which
-    of `machines` it was made.
+    """The file of results: read at the start, written whole after every run. Each run names one of
+    `machines`.
     """
 
     def __init__(self, path: Path, jobs: int) -> None:
@@ -175,7 +175,7 @@ class Results:
                 ) from None
 
     def missing(self, wanted: Sequence[Job]) -> list[Job]:
-        """Those without a result of these very settings."""
+        """The jobs without a result of exactly these settings."""
         return [job for job in wanted if not self._has(job)]
 
     def _has(self, job: Job) -> bool:
@@ -183,7 +183,7 @@ class Results:
         return run.get("fingerprint") == job.fingerprint and "error" not in run
 
     def add(self, record: Record) -> None:
-        """Keep it, in the place of an older one, and write the file."""
+        """Store the result, replacing an older one, and write the file."""
         if self.here not in self.machines:
             self.machines.append(self.here)
         key = record["study"], record["preset"], record["seed"]
@@ -193,7 +193,7 @@ class Results:
 
 
 def cpu_name() -> str:
-    """What the system calls its processor."""
+    """The system's name of its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -205,7 +205,7 @@ def cpu_name() -> str:
 def run_all(
     wanted: Sequence[Job], results: Results, workers: int, work: Work = train_one
 ) -> list[Record]:
-    """Run what is missing, `workers` at a time. → what was run now."""
+    """Run the missing jobs, `workers` at a time. → the new results."""
     left = results.missing(wanted)
     print(
         f"{len(left)} runs to do, {len(wanted) - len(left)} are there already; {workers} at a time",
@@ -222,10 +222,9 @@ def run_all(
 
 
 def in_processes(left: Sequence[Job], workers: int, work: Work) -> Iterator[Record]:
-    """As they are done. No more are handed out than run, so that nothing new begins after Ctrl-C.
+    """Results in order of completion. No job waits in a process, so that none starts after Ctrl-C.
 
-    Processes are forked: they have what was imported here.
-    Nothing has computed here, so there are no threads to lose.
+    Processes are forked, so they share the imports of this one, which has no threads yet.
     """
     waiting = iter(left)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:

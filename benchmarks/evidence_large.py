@@ -6,7 +6,7 @@ and with all logits kept.
 
 Nothing is downloaded: the model is a Llama with random weights, its tokenizer has a word for each
 of the 65 536 tokens, and the reward is the share of words with an even number. So it is a real run
-of `policyloss train` in every part, on a made-up task. Measured are tokens per second of the
+of `policyloss train` in every part, on a made-up task. It measures tokens per second of the
 learning phase and the peak of the GPU's memory over the run.
 """
 
@@ -41,7 +41,7 @@ LOSS_GAP, NORM_GAP = 1e-3, 0.02
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of a step."""
+    """Sizes of the model and of a step."""
 
     hidden: int = 768
     layers: int = 8
@@ -62,7 +62,7 @@ QUICK = Size(
 
 
 def reward(example: Example, completion: str) -> float:
-    """The share of words `w<number>` whose number is even; of nothing, 0."""
+    """The share of words `w<number>` whose number is even; 0 without words."""
     words = [word for word in completion.split() if word.startswith("w")]
     return sum(int(word[1:]) % 2 == 0 for word in words) / len(words) if words else 0.0
 
@@ -143,7 +143,7 @@ def options(size: Size, head: str, device: str, folder: Path) -> TrainConfig:
 
 
 def measure(size: Size, head: str, device: str, folder: Path) -> dict[str, Any]:
-    """Train, and read what the run wrote down."""
+    """Train, and read the files of the run."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -171,8 +171,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def agreement(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How far the heads are apart in the first step:
-    the loss as it is, the norm of the gradient relative.
+    """The differences of the heads in the first step: absolute for the loss, relative for the norm
+    of the gradient.
     """
     a, b = (runs[head] for head in HEADS)
     loss = abs(a["loss"][0] - b["loss"][0])

@@ -1,4 +1,4 @@
-"""What `benchmarks.evidence` runs: which losses, with which options, and why."""
+"""The runs of `benchmarks.evidence`: losses, options and reasons."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ COMMON: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How a preset is run. options: of `TrainConfig`, beside `COMMON`. changes: of the loss, as
-    after `--loss.`. why: in words.
+    """How a preset is run. options: of `TrainConfig`, in addition to `COMMON`. changes: of the
+    loss, as after `--loss.`. why: in words.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,8 +50,8 @@ _STALE = Plan(
     why="corrects a mismatch, so completions are one step old",
 )
 
-# A teacher that is made here, by reinforcement: the last weights of this run, from another start
-# than any student's. Students see no reward, unless their plan says so.
+# The teacher is trained here by reinforcement: the last weights of this run, which starts from
+# other weights than any student. Students see no reward, unless their plan sets one.
 TEACHER = "out/evidence-teacher"
 TEACHER_OPTIONS: Mapping[str, Any] = {"loss": "dapo", "seed": 100, "steps": 60}
 _OF_TEACHER: Mapping[str, Any] = {"advantage": "grpo", "teacher": TEACHER, "steps": 20}
@@ -60,7 +60,7 @@ _SELF_TAUGHT = Plan(
     _OF_TEACHER, why="learns from the teacher alone; the teacher is another model here"
 )
 
-# Every preset is a loss that people train with alone, so none is left out;
+# Every preset can train by itself, so none is left out;
 # a new preset without a line here fails a test.
 PLANS: Mapping[str, Plan] = {
     "ppo": _CRITIC,
@@ -144,9 +144,10 @@ PLANS: Mapping[str, Plan] = {
     "sdft": _SELF_TAUGHT,
 }
 
-# Is the dual clip needed? Completions are 8 steps old, and the ratio is to the policy that sampled
-# them; two epochs of two minibatches; the norm of the gradient is not limited, which would hide it.
-# The three losses differ in the clip alone. With the second learning rate ratios grow faster.
+# Is the dual clip needed? Completions are 8 steps old, and the ratio compares with the policy that
+# sampled them; two epochs of two minibatches; the norm of the gradient is not limited, which would
+# hide it.
+# The three losses differ only in the clip. With the second learning rate ratios grow faster.
 CLIP_LOSSES = ("ppo", "ppo_dual_clip", "two_sided")
 CLIP_RATES = (1e-3, 3e-3)
 
@@ -183,7 +184,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What a result of it is found by."""
+        """The key of its result."""
         return self.study, self.preset, self.seed
 
     def config(self, out: Path) -> TrainConfig:
@@ -202,15 +203,15 @@ class Job:
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What differs from the trainer's defaults, for a reader: of all runs, and of this one."""
+        """The changed options, for a reader: of all runs, and of this one."""
         changes = {f"loss.{path}": value for path, value in self.plan.changes.items()}
         return {"common": dict(self.common), "own": {**self.plan.options, **changes}}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of every option and number: a result that bears another one is of another experiment."""
+        """A digest of every option and number; a different digest means another experiment."""
         config = self.config(Path("-")).with_loss(self.spec)
-        ways = ("extend", "config", "like")  # of starting a run, which change none of its numbers
+        ways = ("extend", "config", "like")  # they start a run, and change none of its numbers
         options = {name: x for name, x in config.to_dict().items() if name not in ways}
         everything = json.dumps([self.study, options, self.spec.to_dict()], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:16]

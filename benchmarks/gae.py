@@ -5,8 +5,7 @@
 
 The loop is the form that verl, OpenRLHF and TRL's PPO use: one step per token position, all rows at
 once, masked tokens carried over. Each case is first checked against that loop in float64; then both
-are timed interleaved. Figures are ratios within one run;
-beside them stand the targets they are to reach.
+are timed interleaved. Figures are ratios within one run, with their targets.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ GAMMA, LAM = 0.99, 0.95
 
 @dataclass(frozen=True)
 class Case:
-    """Padded `[B, T]` inputs; `tokens` picks what a pack would hold (None: all of it is one padded
-    batch).
-    """
+    """Padded `[B, T]` inputs; `tokens` selects the tokens of the pack (None: a padded batch)."""
 
     rewards: Tensor
     values: Tensor

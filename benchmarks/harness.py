@@ -1,6 +1,4 @@
-"""How things are timed: providers interleaved, medians with p20/p80,
-results as JSON with the environment.
-"""
+"""Timing: providers interleaved, medians with p20/p80, results as JSON with the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ FAST_MS = 5.0
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The versions and the machine that the figures depend on."""
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -50,7 +48,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The GPU driver's version, if its tool is here to tell it."""
+    """The GPU driver's version, if its tool is installed."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -77,14 +75,14 @@ def time_interleaved(
     """Milliseconds per call of each provider: every round runs all of them once,
     in an order of its own.
 
-    A GPU is faster after a second of little work than after a second of matmuls, so nobody may
+    A GPU is faster after a second of little work than after a second of matmuls, so no provider may
     always follow the same neighbour.
 
-    `prepare` holds what is run before a provider each time, outside its time; `few` the number of
-    rounds of those that get fewer.
-    `repeats`: how often a round runs a provider whose last warm-up took less than FAST_MS. Each
-    call is timed on its own and counts as a sample, so that the median is not that of first calls
-    after a provider that ran for a second and emptied the caches.
+    `prepare`: functions that run before a provider each time, outside its time. `few`: the number
+    of rounds of providers that get fewer. `repeats`: how often a round runs a provider whose last
+    warm-up took less than FAST_MS. Each call is timed on its own and counts as a sample, so that
+    the median is not taken over first calls after a provider that ran for a second and emptied the
+    caches.
     """
     prepare, few = prepare or {}, few or {}
     names = list(providers)
@@ -109,7 +107,7 @@ def time_interleaved(
 
 
 def kernel_ms(provider: Provider, device: str, prepare: Provider | None = None) -> float | None:
-    """Milliseconds that the GPU works in one call: its kernels together, without what lies between.
+    """Milliseconds of GPU work in one call: the sum of its kernels, without the gaps between them.
 
     The median of three calls; None on a CPU.
     """
@@ -127,7 +125,7 @@ def kernel_ms(provider: Provider, device: str, prepare: Provider | None = None) 
 
 
 def _nothing() -> None:
-    """The preparation of a provider that needs none."""
+    """No preparation."""
 
 
 def _milliseconds(provider: Provider, device: str) -> float:
@@ -156,13 +154,13 @@ def _summary(samples: list[float]) -> dict[str, float]:
 
 
 def output_bytes(provider: Callable[[], Iterable[object]]) -> int:
-    """The memory of the tensors that one call gives back."""
+    """The memory of the tensors that one call returns."""
     return sum(x.numel() * x.element_size() for x in provider() if isinstance(x, torch.Tensor))
 
 
 def peak_extra_bytes(provider: Provider, device: str = "cpu") -> int:
-    """The most memory tensors held during one call beyond what they held before it (on a CPU: as
-    the allocator reports it).
+    """The peak memory of tensors during one call beyond their memory before it (on a CPU: from the
+    allocator's events).
     """
     provider()
     gc.collect()

@@ -4,9 +4,9 @@ plain PyTorch and the bare matmuls.
     python -m benchmarks.head --device cuda [--peers peers] [--out out/head_cuda.json]
         [--only T1,T6] [--quick]
 
-Every provider is first checked against float64 on the same inputs, with memory poisoned by NaN; one
-that is wrong is not timed, and the result says why. Then all are timed interleaved, forward and
-backward; peak memory is measured apart. Figures are ratios within one run.
+Every provider is first checked against float64 on the same inputs, with memory poisoned by NaN; a
+wrong provider is not timed, and the result gives the reason. Then all are timed interleaved,
+forward and backward; peak memory is measured apart. Figures are ratios within one run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 class Bench:
-    """One run: what was admitted and measured, and what was not, with the reason."""
+    """One run: the providers that were measured, and the refused ones with the reason."""
 
     def __init__(self, cases: dict[str, Case], folder: Path, rounds: int) -> None:
         self.cases, self.folder, self.rounds = cases, folder, rounds
@@ -58,7 +58,7 @@ class Bench:
         self.failures: list[dict[str, str]] = []
 
     def run(self, entries: list[Entry]) -> None:
-        """Check all, then time and weigh those that passed, group by group."""
+        """Check all, then measure time and memory of those that passed, group by group."""
         for group in dict.fromkeys(entry.group for entry in entries):
             members = [entry for entry in entries if entry.group == group]
             say(f"{group}: checking {len(members)} providers against float64")
@@ -118,8 +118,8 @@ class Bench:
                     case.token_advantages.flatten() == 0 if entry.skips_zero_advantage else None
                 )
                 record["errors"] = reference.errors(result, answer, case, skipped)
-                # A head may expose what the plain line was not asked for:
-                # the entropy is held to the limit of logp's.
+                # A head may return an entropy where the plain line has none: its limit is then that
+                # of logp.
                 known = {"entropy": yardstick.get("logp", 0.0), **yardstick}
                 reason = reference.refusal(
                     record["errors"],
@@ -163,11 +163,11 @@ class Bench:
             }
             if group == head_providers.FORWARD and self.device == "cuda":
                 found[name]["kernel_ms"] = kernel_ms(run, self.device)
-        # A group prints in the order of its providers, not in that of the checks.
+        # A group prints in the order of its providers, not of the checks.
         self.groups[group] = {name: found[name] for name in admitted}
 
     def clear(self) -> None:
-        """Give cached memory back."""
+        """Release cached memory."""
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -194,8 +194,8 @@ def _same_bits(a: Iterable[object], b: Iterable[object]) -> bool:
 
 
 def live_share(case: Case) -> float:
-    """The share of three matmuls that the rows of a case need: (2·F + 4·ρ) / 6, F tokens that
-    count, ρ tokens that are moved.
+    """The share of three matmuls that the rows of a case need: (2·F + 4·ρ) / 6, F the share of
+    tokens that count, ρ the share with a gradient.
     """
     counted = case.mask.double().mean().item()
     moved = (case.mask & (case.token_advantages != 0)).double().mean().item()
@@ -203,7 +203,7 @@ def live_share(case: Case) -> float:
 
 
 def described(cases: dict[str, Case]) -> dict[str, float]:
-    """What the inputs are like."""
+    """A description of the inputs."""
     dense = cases["dense"]
     ratio = (dense.statistics.logp - dense.old_logp.flatten()).exp()
     shares = {
@@ -274,7 +274,7 @@ def report(groups: Groups) -> str:
 
 
 def targets_table(targets: list[dict[str, Any]]) -> str:
-    """What was to be reached, and what was."""
+    """The targets and the results."""
     rows = [["target", "what", "reach", "stretch", "measured", "met"]]
     for t in targets:
         measured = "-" if t["measured"] is None else f"{t['measured']:.4g}"

@@ -157,11 +157,11 @@ def _strength(centre: Tensor, noise: Tensor, weight: Tensor) -> float:
     """The α at which the mean entropy of these rows is `ENTROPY`:
     it falls as α grows, so by halving an interval.
     """
-    towards, beside = (centre @ weight.T).float(), (noise @ weight.T).float()
+    towards, across = (centre @ weight.T).float(), (noise @ weight.T).float()
     low, high = 0.0, 60.0
     for _ in range(9):
         middle = (low + high) / 2
-        logp = (beside + middle * towards).log_softmax(-1)
+        logp = (across + middle * towards).log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1).mean().item()
         low, high = (middle, high) if entropy > ENTROPY else (low, middle)
     return high
@@ -170,7 +170,7 @@ def _strength(centre: Tensor, noise: Tensor, weight: Tensor) -> float:
 def _sampled(
     hidden: Tensor, weight: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Statistics]:
-    """Tokens drawn from the very distributions, and the exact statistics of every row."""
+    """Tokens drawn from these distributions, and the exact statistics of every row."""
     ids = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
     logp, entropy, lse = (
         torch.empty(hidden.shape[0], dtype=torch.float64, device=hidden.device) for _ in range(3)

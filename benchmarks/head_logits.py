@@ -1,5 +1,5 @@
-"""From logits that are there: logp and entropy, and the gradient in the logits' own memory,
-against a copy and TRL's pair.
+"""From existing logits: logp and entropy, and the gradient in the logits' own memory, against a
+copy and TRL's pair.
 
 Legend: R rows, V vocabulary.
 """
@@ -21,7 +21,7 @@ from benchmarks.head_data import Case
 from benchmarks.head_reference import exact_logits, limits, poisoned, refusal, relative
 
 GROUP = "from logits"
-# Calls of a fast provider per round, each timed: one alone would be that of cold caches.
+# Calls of a fast provider per round, each timed: a single call would have cold caches.
 REPEATS = 3
 COPY = "copy of the logits"
 FORWARD, BACKWARD = "policyloss, forward", "policyloss, backward in place"

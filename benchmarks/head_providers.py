@@ -1,7 +1,7 @@
-"""Who is measured in the head benchmark: our plans, plain PyTorch, other projects' heads,
-and the bare matmuls.
+"""The providers of the head benchmark: our plans, plain PyTorch, other projects' heads, and the
+bare matmuls.
 
-Every provider computes the same loss on the same inputs, and gives back loss, d hidden and d weight
+Every provider computes the same loss on the same inputs, and returns loss, d hidden and d weight
 (forward only: logp, entropy).
 """
 
@@ -41,8 +41,8 @@ OURS = "policyloss, one pass"
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the benchmark: what runs, on which case,
-    checked against which loss (None: nothing to check).
+    """One row of the benchmark: a provider, its case, and the loss it is checked against (None: no
+    check).
     """
 
     name: str
@@ -186,7 +186,7 @@ def eager_forward(case: Case, _: Path) -> Run:
 
 
 def row_loop(case: Case, _: Path) -> Run:
-    """TRL's way without its kernels: all logits in the dtype of the inputs, log-softmax one
+    """TRL's method without its kernels: all logits in the dtype of the inputs, log-softmax one
     sequence after the other.
     """
 
@@ -507,7 +507,7 @@ def _flat(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def one_matmul(case: Case, _: Path) -> Run:
-    """The logits, and nothing else: what a forward costs at least."""
+    """Only the logits: the least cost of a forward."""
     x, w = _flat(case)
     z = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
 
@@ -533,9 +533,7 @@ def wide_matmul(case: Case, _: Path) -> Run:
 
 
 def three_matmuls(case: Case, _: Path) -> Run:
-    """Logits, d hidden, d weight with nothing between them:
-    what a forward and backward cost at least.
-    """
+    """Only logits, d hidden and d weight: the least cost of a forward and backward."""
     x, w = _flat(case)
     z = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype, device=x.device)
     dx, dw = torch.empty_like(x), torch.empty_like(w)

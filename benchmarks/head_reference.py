@@ -1,4 +1,4 @@
-"""The float64 answers that every provider is held against, and the gate that lets it be timed.
+"""The float64 answers that every provider is compared with, and the check before its timing.
 
 Legend: N rows, V vocabulary, D hidden size; z logits, p = softmax z, H entropy, g = ∂L/∂logp,
 h = ∂L/∂H.
@@ -20,8 +20,8 @@ GSPO_EPS = 0.2
 
 
 class Result(NamedTuple):
-    """What a provider gives back; None is what it does not expose.
-    `logp` and `d_hidden` may hold the live rows only.
+    """The result of a provider, with None for outputs that it does not have. `logp` and `d_hidden`
+    may hold the live rows only.
     """
 
     loss: Tensor | None = None
@@ -125,7 +125,7 @@ def exact(case: Case, loss: str) -> Exact:
 
 
 def forward_only(case: Case) -> Exact:
-    """The statistics alone; nothing to hold a gradient against."""
+    """The statistics only, without gradients to compare."""
     none = torch.empty(0, device=case.hidden.device)
     return Exact(none, case.statistics.logp, case.statistics.entropy, none, none)
 
@@ -136,7 +136,7 @@ def errors(
     """How far `result` is from the float64 answer: absolute (loss), root mean square (logp,
     entropy), relative (gradients).
 
-    `skipped` [N]: rows whose statistics the provider was told not to make.
+    `skipped` [N]: rows without statistics, as requested from the provider.
     """
     live = case.rows if skipped is None else (case.mask.flatten() & ~skipped).nonzero().squeeze(-1)
     found = {}
@@ -169,7 +169,7 @@ def errors(
 
 def relative(found: Tensor, expected: Tensor) -> float:
     """|found − expected| / |expected| (Frobenius), in float64, some rows at a time;
-    NaN if anything is.
+    NaN if either is.
     """
     step = max(1, 2**27 // max(1, expected[:1].numel()))
     above = below = torch.zeros((), dtype=torch.float64, device=expected.device)
@@ -180,22 +180,22 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return (above / below).sqrt().item()
 
 
-# Ours on a GPU: float32 statistics and gradients rounded to bfloat16 once. An entropy takes in the
-# rounding of every logit, where a log-prob takes in two: any head with float32 logits is off by
-# some 4e-5.
+# Ours on a GPU: float32 statistics and gradients rounded to bfloat16 once. An entropy contains the
+# rounding of every logit, a log-prob that of two: any head with float32 logits has an error of some
+# 4e-5.
 OURS_BF16 = {"loss": 2e-5, "logp": 2e-5, "entropy": 1e-4, "d_hidden": 3e-3, "d_weight": 3e-3}
-# What float32 arithmetic may differ by when nothing of it is larger than a logit.
+# The error of float32 arithmetic where no number is larger than a logit.
 FLOOR = {"loss": 1e-6, "logp": 2e-6, "entropy": 5e-6, "d_hidden": 2e-6, "d_weight": 2e-6}
 
 
 def limits(yardstick: dict[str, float], ours: bool, dtype: torch.dtype) -> dict[str, float]:
-    """The errors a provider may have: twice those of the plain line in the dtype of the inputs;
-    ours in bfloat16 has its own.
+    """The allowed errors of a provider: twice the errors of the plain line in the dtype of the
+    inputs; ours in bfloat16 has its own limits.
     """
     if ours and dtype == torch.bfloat16:
         return OURS_BF16
-    # The errors of a loss cancel over its tokens, by luck to any small number:
-    # it may be off by as much as a log-prob is.
+    # The errors of a loss may cancel over its tokens to any small number, so its limit is that of a
+    # log-prob.
     known = {**yardstick, "loss": max(yardstick.get("loss", 0.0), yardstick.get("logp", 0.0))}
     return {name: max(2 * error, FLOOR[name]) for name, error in known.items()}
 
@@ -211,8 +211,8 @@ def refusal(found: dict[str, float], allowed: dict[str, float]) -> str | None:
 
 
 def plain_line(case: Case, loss: str, backward: bool = True) -> Result:
-    """`log_softmax(hidden @ weight.T)` in the dtype of the inputs throughout:
-    the yardstick of what that dtype gives.
+    """`log_softmax(hidden @ weight.T)` in the dtype of the inputs throughout: the yardstick of that
+    dtype.
     """
     with torch.set_grad_enabled(backward):
         logprob = (case.hidden @ case.weight.T).log_softmax(-1)
@@ -230,11 +230,11 @@ def plain_line(case: Case, loss: str, backward: bool = True) -> Result:
 
 
 def poison(device: str) -> None:
-    """Fill memory that the next allocations are made from with NaN,
-    so that a buffer nobody wrote to shows in the answer.
+    """Fill the memory of the next allocations with NaN, so that an unwritten buffer shows in the
+    answer.
     """
     if device != "cuda":
-        return  # On a CPU, `poisoned` has torch fill what it allocates.
+        return  # On a CPU, `poisoned` makes torch fill its allocations.
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     large = torch.full((int(free * 0.5) // 4,), torch.nan, device="cuda")
@@ -244,7 +244,7 @@ def poison(device: str) -> None:
 
 
 class poisoned:  # noqa: N801 (a context manager)
-    """Within it, memory that is allocated and not written to holds NaN."""
+    """Within it, allocated memory holds NaN until it is written."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""The targets of the head, each as one number of the run beside what it should be."""
+"""The targets of the head, each with one number of the run and its limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def target(
     measured: float | None,
     stretch: float | None = None,
 ) -> dict[str, Any]:
-    """One line; `measured` None means that a part of it was not run or not admitted."""
+    """One line; `measured` None: a provider was not run or not admitted."""
 
     def holds(bound: float | None) -> bool | None:
         if measured is None or bound is None:
@@ -51,7 +51,7 @@ def target(
 
 
 class Figures:
-    """Looks figures up; anything that is missing is None, and so is what is made of it."""
+    """Looks figures up; a missing figure is None, and so is a number computed from it."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups

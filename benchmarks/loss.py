@@ -6,7 +6,7 @@ forward and backward, against peers.
 
 Every provider is first checked against a float64 formula written out here. Then they are timed
 interleaved, eager and compiled; peak extra memory is measured apart; last, the cost from 10⁴ to 10⁷
-tokens. Figures are ratios within one run; beside them stand the targets they are to reach.
+tokens. Figures are ratios within one run, with their targets.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from policyloss.compiled import compiled_loss
 
 SHAPES = {"cpu": (64, 2048), "cuda": (512, 8192)}
 FUSED, DIRECT, COATI = "policyloss, compiled_loss", "policyloss, value_and_gradient", "coati's form"
-# By the level of their metrics: what a user gets, and the same operation by operation.
+# By the level of their metrics: the default path, and the same operation by operation.
 LEVELS = {"all": "policyloss", "basic": "policyloss, basic", "none": "policyloss, no metrics"}
 EAGER = {"all": "eager", "basic": "eager, basic metrics", "none": "eager, no metrics"}
 BY_OPERATIONS = {level: f"{name}, operation by operation" for level, name in LEVELS.items()}
-REPEATS = 5  # calls of each provider per round, each timed: one alone would be that of cold caches
+REPEATS = 5  # calls of each provider per round, each timed: a single call would have cold caches
 PEERS = ("verl", "openrlhf", COATI)
-# Returns the loss and everything the provider reports beside it,
-# so that a compiler cannot drop the metrics.
+# Returns the loss and all metrics of the provider, so that a compiler cannot drop the metrics.
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Any]]
 
 
@@ -72,8 +71,8 @@ def coati_reference(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor)
 
 
 def coati_form(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-    """ColossalChat's formula, written out because its package cannot be installed beside this one,
-    and its one metric.
+    """ColossalChat's formula and its one metric, written out because its package cannot be
+    installed together with this one.
     """
     ratio = ((logp - old) * mask).exp()
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
@@ -161,13 +160,13 @@ def check(
 ) -> None:
     """No figure without the right answer: loss and gradient of every provider against float64.
 
-    One that fails to run is taken out of `providers`.
+    A provider that fails to run is removed from `providers`.
     """
     logp, old, advantages, mask = data
     wide = logp.detach().double().requires_grad_()
     ratio = (wide.detach() - old.double()).exp()
-    # At a bound float32 may round a ratio to the other side, where the slope is another;
-    # one token in millions.
+    # At a bound float32 may round a ratio to the other side, where the slope differs: one token in
+    # millions.
     clear = torch.stack([(ratio - bound).abs() > 1e-5 for bound in (0.8, 1.2, 3.0)]).all(0)
     wanted = {}
     for formula in (reference, coati_reference):
@@ -178,7 +177,7 @@ def check(
         expected, gradient = wanted[coati_reference if name.startswith(COATI) else reference]
         try:
             value = step().double()
-        except Exception as error:  # a compiler that fails is no reason to measure nothing
+        except Exception as error:  # a failing compiler must not stop the other measurements
             print(f"  {name} is left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
             del providers[name]
             continue
@@ -207,7 +206,7 @@ def scaling(found: dict[str, Loss], device: str, most: int) -> list[dict[str, fl
 def targets(
     times: dict[str, dict[str, float]], memory: dict[str, int], device: str
 ) -> list[dict[str, Any]]:
-    """T8 and T14 on a GPU, C2 on a CPU: what the run gave beside what it should give."""
+    """T8 and T14 on a GPU, C2 on a CPU: the results of the run and their targets."""
     peers_here = [name for name in PEERS if name in times]
 
     def faster(name: str, others: list[str]) -> float | None:
@@ -249,7 +248,7 @@ def targets(
             3,
         )
     ]
-    # coati's form has one metric: what compares like with like is a level of few or none.
+    # coati's form has one metric, so the fair comparison is a level of few or no metrics.
     lines += [
         target("C2", f"{how}: times faster than {peer}", ">=", 1, faster(LEVELS[level], [peer]), 3)
         for level, how in EAGER.items()
@@ -267,7 +266,7 @@ def targets(
 def _eager_targets(
     faster: Callable[[str, list[str]], float | None], peers_here: list[str]
 ) -> list[dict[str, Any]]:
-    """T14: a call of `policy_loss` as it is, and under the user's own torch.compile."""
+    """T14: a plain call of `policy_loss`, and one under the user's own torch.compile."""
     everything, basic = LEVELS["all"], LEVELS["basic"]
     compiled, theirs = f"{basic}, torch.compile", ["verl, torch.compile"]
     return [
@@ -352,15 +351,14 @@ def main() -> None:
         if name != LEVELS["none"]
     }
     plain = {name: ours(level, True) for level, name in BY_OPERATIONS.items()}
-    plain = plain if args.device == "cuda" else {}  # where "policyloss" is something else
+    plain = plain if args.device == "cuda" else {}  # where "policyloss" means another provider
     providers = {
         **steps({**found, **plain, FUSED: ours_compiled, **compiled}, data),
         DIRECT: direct_step(data),
     }
     check(providers, data)
     times = time_interleaved(providers, args.rounds, args.device, warmup=5, repeats=REPEATS)
-    # On a CPU, what torch.compile saves for its backward is not all seen by the profiler;
-    # the rest is.
+    # On a CPU, the profiler misses some of the memory that torch.compile saves for its backward.
     kept = [*found, FUSED] if args.device == "cpu" else list(providers)
     measured = [name for name in kept if name in providers]
     memory = {name: peak_extra_bytes(providers[name], args.device) for name in measured}

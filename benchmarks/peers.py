@@ -1,8 +1,8 @@
 """Other projects' losses, loaded for comparison when they are installed or lie unpacked
 in a folder (`make peers`).
 
-Only the file that holds the loss is loaded: its heavy imports are answered by stand-ins, so no
-framework needs to be installed. Nothing of theirs is part of this project.
+Only the file that holds the loss is loaded: stand-ins replace its heavy imports, so no framework
+needs to be installed. None of their code is part of this project.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _root(peers: Path, package: str) -> Path | None:
 
 
 def verl_policy_loss(peers: Path) -> Callable[..., Any] | None:
-    """verl's `compute_policy_loss`, or None if verl is not here."""
+    """verl's `compute_policy_loss`, or None if verl is missing."""
     root = _root(peers, "verl")
     if root is None:
         return None
@@ -117,8 +117,8 @@ def verl_policy_loss(peers: Path) -> Callable[..., Any] | None:
 
 
 # Heads --------------------------------------------------------------------------------------------
-# Each function below gives a callable of another project, or raises:
-# MissingPeerError, or whatever its import raises.
+# Each function below returns a callable of another project, or raises MissingPeerError or the error
+# of its import.
 
 
 def _found(peers: Path, package: str) -> Path:
@@ -162,7 +162,7 @@ def verl_linear_cross_entropy(peers: Path) -> Callable[..., Any]:
 
 def verl_chunked_head(peers: Path) -> Any:
     """verl's `FusedLinearForPPO` class: chunks of rows in plain torch. Load it before Liger: it
-    uses Liger where it sees it.
+    uses Liger if that is imported.
     """
     with _alone(_found(peers, "verl"), ("verl", "verl.utils", "verl.utils.experimental"), ()):
         return importlib.import_module("verl.utils.experimental.torch_functional").FusedLinearForPPO
@@ -230,7 +230,7 @@ def trl_pair(peers: Path, kernel: bool) -> tuple[Callable[..., Any], Callable[..
     """TRL's `selective_log_softmax` and `entropy_from_logits`: in plain torch, or with the Triton
     `kernel` they take on a GPU.
 
-    The file they are in imports half of an ecosystem, so these functions are read out of it alone.
+    Their file imports half of an ecosystem, so only these functions are read from it.
     """
     names = ("_supports_trl_loss_kernel", "selective_log_softmax", "entropy_from_logits")
     given: dict[str, Any] = {
@@ -254,8 +254,8 @@ def trl_pair(peers: Path, kernel: bool) -> tuple[Callable[..., Any], Callable[..
 
 @contextmanager
 def _trl(peers: Path) -> Any:
-    """Imports from `trl.kernels`, which asks transformers only whether Triton is here, and
-    packaging to compare versions.
+    """Imports from `trl.kernels`, which uses transformers only to test for Triton, and packaging to
+    compare versions.
     """
     if PathFinder.find_spec("packaging") is None:
         _module("packaging")
@@ -281,7 +281,7 @@ def _trl(peers: Path) -> Any:
 
 
 def openrlhf_policy_loss(peers: Path) -> Any | None:
-    """OpenRLHF's `PolicyLoss` class, or None if OpenRLHF is not here."""
+    """OpenRLHF's `PolicyLoss` class, or None if OpenRLHF is missing."""
     root = _root(peers, "openrlhf")
     if root is None:
         return None

@@ -2,7 +2,7 @@
 
     python -m benchmarks.report_bounds [--folder DIR] [--gib 10] [--only NAME]
 
-Each case is made on disk (10 GiB for the rollouts, unless told otherwise), drawn by `policyloss
+Each case is made on disk (10 GiB for the rollouts by default), drawn by `policyloss
 report` in a process of its own, and removed again.
 """
 
@@ -152,7 +152,7 @@ CASES: dict[str, Callable[[Path, float], list[Path]]] = {
 
 
 def measure(name: str, folder: Path, gib: float) -> dict[str, Any]:
-    """Make a case, draw it, and say what that took."""
+    """Make a case, draw it, and return its time and memory."""
     start = time.perf_counter()
     runs = CASES[name](folder / "runs", gib)
     made = time.perf_counter() - start

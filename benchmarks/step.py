@@ -1,10 +1,10 @@
 """A whole training step: forward and backward of a random-weight Qwen3 with each head and loss.
 
 `python -m benchmarks.step --device cuda --peers peers/src` measures every model and size (smaller
-ones with `--device cpu`), and with `--largest` the largest batch that fits; `--small` runs all of
-it on tiny models, to see that it runs. Half of a sequence is prompt; the body recomputes its
+ones with `--device cpu`), and with `--largest` the largest batch that fits; `--small` runs
+everything on tiny models, as a test. Half of a sequence is prompt; the body recomputes its
 activations. The body alone (with the mean of its last hidden states as loss) is the floor. Every
-head is compared with the eager one on one sequence first, and one that is wrong is not timed.
+head is compared with the eager one on one sequence first, and a wrong head is not timed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks import peers
 from benchmarks.harness import environment, time_interleaved, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SPEC = pl.preset("ppo")  # whose numbers every head below can make
+SPEC = pl.preset("ppo")  # every head below can compute its numbers
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. models: hidden, intermediate, layers, heads, heads of keys and values."""
+    """The measured sizes. models: hidden, intermediate, layers, heads, heads of keys and values."""
 
     models: dict[str, tuple[int, ...]]
     tokens: tuple[int, ...]
@@ -56,7 +56,7 @@ SIZES = {
 }
 SMALL = Sizes({"tiny": (64, 96, 2, 4, 2)}, (64, 128), 32, 500)
 OURS, EAGER, BODY = "pl.hf.policy_loss", "eager logits", "body alone"
-# Of the loss, and of the gradient's length: logits that are rounded to bfloat16 are off by as much.
+# Tolerance of the loss and of the gradient's length: the error of logits rounded to bfloat16.
 ALLOWED = 0.05
 LONG_S = 2.0  # a step that takes longer is timed twice
 VERY_LONG_S = 10.0  # and one that takes longer than this once
@@ -64,7 +64,7 @@ VERY_LONG_S = 10.0  # and one that takes longer than this once
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens, and what the loss reads of the predicted ones `[B, T-1]`."""
+    """Rows of tokens, and the loss's tensors of the predicted tokens `[B, T-1]`."""
 
     ids: Tensor
     old_logp: Tensor
@@ -95,13 +95,13 @@ Step = Callable[[Any, Batch], Tensor]
 
 
 def _hidden(model: Any, batch: Batch) -> Tensor:
-    """What predicts each token, `[B, T-1, D]`."""
+    """The hidden states that predict each token, `[B, T-1, D]`."""
     last: Tensor = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
     return last[:, :-1]
 
 
 def body_alone(model: Any, batch: Batch) -> Tensor:
-    """No head and no loss: what cannot be saved."""
+    """No head and no loss: the floor."""
     return _hidden(model, batch).float().mean()
 
 
@@ -193,7 +193,7 @@ def torch_linear_cross_entropy(_: Path) -> Step:
 
 
 def steps(folder: Path, device: str) -> tuple[dict[str, Step], dict[str, str]]:
-    """Who takes part, and who cannot and why."""
+    """The available heads, and the others with the reason."""
     present: dict[str, Step] = {BODY: body_alone, OURS: ours, EAGER: eager}
     absent: dict[str, str] = {}
     makers = {
@@ -244,7 +244,7 @@ def forward_backward(step: Step, model: Any, batch: Batch) -> None:
 
 
 def wrong(step: Step, model: Any, batch: Batch) -> str:
-    """How a head differs from the eager one on this batch; "" if it does not."""
+    """The difference of a head from the eager one on this batch, or ""."""
 
     def numbers(one: Step) -> tuple[float, Tensor]:
         loss = one(model, batch)
@@ -269,7 +269,7 @@ class First:
 
 
 def first_step(step: Step, model: Any, batch: Batch) -> First | None:
-    """One step, after which its kernels are there; None if it does not fit into memory."""
+    """One step, which compiles its kernels; None if it does not fit into memory."""
     cuda, start = batch.ids.is_cuda, time.monotonic()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -291,8 +291,8 @@ def first_step(step: Step, model: Any, batch: Batch) -> First | None:
 def largest(step: Step, model: Any, most: int, make: Callable[[int], Batch], memory: int) -> int:
     """The most rows that fit, to a sixteenth; `most` at most.
 
-    Rows are doubled up to 64. Their memory foretells what fits into `memory` bytes (0: unknown), so
-    that few of the long steps near the limit are taken; halving the gap does the rest.
+    Rows are doubled up to 64. Their memory predicts the rows that fit into `memory` bytes (0:
+    unknown), so that few long steps near the limit are needed; bisection finds the rest.
     """
     low, high = 0, most + 1
     peaks: list[tuple[int, int]] = []
@@ -383,7 +383,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print, and write the results down."""
+    """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peers", type=Path, default=Path("peers/src"))

@@ -1,16 +1,16 @@
-"""How fast `policyloss train` learns: beside a dense mask on a GPU, beside TRL on a CPU.
+"""The speed of `policyloss train`: against a dense mask on a GPU, against TRL on a CPU.
 
     python -m benchmarks.train --device cuda           # tokens per second of the learning phase
-    python -m benchmarks.train --device cpu            # steps per second, TRL's GRPOTrainer beside
+    python -m benchmarks.train --device cpu            # steps per second, with TRL's GRPOTrainer
     python -m benchmarks.train --device cpu --trl .conformance/trl --rounds 9
 
 On a GPU, a model of 107 million weights learns from completions of 128 tokens, about 16384 tokens
 at a time, by the attention that a run chooses, and by one row with a dense block mask; both take
-the same completions in turns. It does so as it is, and with `--compile`.
+the same completions in turns, without and with `--compile`.
 
 On a CPU, TRL and policyloss train the same model on the same prompts,
-with the same batch and updates, in processes that take steps in turns. What is timed is checked
-first: loss and gradient of a batch agree. `make conformance` builds the environment of TRL.
+with the same batch and updates, in processes that take steps in turns. Loss and gradient of a batch
+must agree before the timing. `make conformance` builds the environment of TRL.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from policyloss_train.distributed import Ranks
 from policyloss_train.loop import Training
 
 ROOT = Path(__file__).resolve().parent.parent
-# The learning phase with a dense mask, as it was measured before: completion tokens per second on
+# The earlier measurement of the learning phase with a dense mask: completion tokens per second on
 # an H200 (benchmarks/results/evidence_large.json). The target is five times as many.
 BEFORE, TARGET, TRL_TARGET = 47_639.0, 5.0, 1.3
 SIZES = {
@@ -89,8 +89,8 @@ def learning(
         ways = {chosen.name: (chosen, implementation), "dense": (Dense(), "sdpa")}
 
         def learn(way: str) -> Any:
-            # What a model does when it is told another one, without its checks, which take longer
-            # than an update.
+            # Switches the attention of the model without the usual checks, which take longer than
+            # an update.
             policy.attention, training.model.config._attn_implementation = ways[way]
             return training._learn(completions)
 
@@ -199,7 +199,7 @@ class Worker:
         self._answer()
 
     def order(self, what: str) -> dict[str, float]:
-        """Have it do something. → its answer."""
+        """Send an order. → its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(what + "\n")
         self._process.stdin.flush()
@@ -223,7 +223,7 @@ class Worker:
         self._process.wait()
 
 
-def beside_trl(size: Size, python: Path, rounds: int) -> dict[str, Any]:
+def compare_with_trl(size: Size, python: Path, rounds: int) -> dict[str, Any]:
     """Steps of both trainers in turns, and how far their losses are apart."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -275,14 +275,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"{name}: attention {way}, {rates[way]:,.0f} completion tokens/s in the learning "
                 f"phase, {phase['of_dense']:.2f} × the dense mask ({rates['dense']:,.0f}), "
-                f"{phase['of_before']:.2f} × what was measured before (target {TARGET:g})"
+                f"{phase['of_before']:.2f} × the earlier measurement (target {TARGET:g})"
             )
         write_json(out, {"environment": environment(), **phases})
         return 0 if max(phase["of_before"] for phase in phases.values()) >= TARGET else 1
     rows = [["model", "policyloss, s", "TRL, s", "times faster"]]
     results = {}
     for name, size_ in (QUICK_SIZES if args.quick else SIZES).items():
-        results[name] = result = beside_trl(size_, args.trl / "bin" / "python", args.rounds)
+        results[name] = result = compare_with_trl(size_, args.trl / "bin" / "python", args.rounds)
         medians = result["median_s"]
         rows.append(
             [name, f"{medians['ours']:.3f}", f"{medians['trl']:.3f}", f"{result['faster']:.2f}"]

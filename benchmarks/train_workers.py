@@ -3,8 +3,8 @@
     python -m benchmarks.train_workers ours|trl FOLDER
 
 FOLDER holds the model, `size.json` and `batch.json`, which `benchmarks.train` writes. The order
-"check" answers with the loss and the norm of the gradient of that batch; "step" takes one step of
-training (a sampling of all completions, then two updates) and answers with its seconds and tokens.
+"check" returns the loss and the norm of the gradient of that batch; "step" takes one step of
+training (a sampling of all completions, then two updates) and returns its seconds and tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LR, EPS_LOW, EPS_HIGH, UPDATES = 1e-5, 0.2, 0.28, 2
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of a step."""
+    """Sizes of the model and of a step."""
 
     hidden: int
     layers: int
@@ -47,12 +47,12 @@ def serve(step: Callable[[], dict[str, float]], check: Callable[[], dict[str, fl
 
 
 def answer(**numbers: float) -> None:
-    """Print a line that the other process can tell from whatever else is printed."""
+    """Print a line that the other process can distinguish from all other output."""
     print("@" + json.dumps(numbers), flush=True)
 
 
 def ours(folder: Path, size: Size) -> None:
-    """`policyloss train` as it is, but for the evaluations and files that TRL does not write."""
+    """`policyloss train`, without the evaluations and files that TRL does not write."""
     from policyloss.catalogue import preset
     from policyloss_train.batches import Pack
     from policyloss_train.config import TrainConfig
@@ -225,7 +225,7 @@ def trl(folder: Path, size: Size) -> None:
 
 
 def _padded(rows: Sequence[Sequence[float]], left: bool = False) -> tuple[torch.Tensor, Any]:
-    """Rows of one width, and an integer mask of what is no padding."""
+    """Rows of one width, and an integer mask that is 0 at padding."""
     side = "left" if left else "right"
     pad = torch.nn.utils.rnn.pad_sequence
     values = [torch.tensor(row) for row in rows]

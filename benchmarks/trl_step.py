@@ -5,8 +5,7 @@
 Both arms are real trainers on the same random model and the same completions, in processes of
 TRL's environment (`make conformance` builds it) that take steps in turns. A step is forward and
 backward of the trainer's loss, without generation and optimizer. Loss and gradient of the arms are
-compared first. Time is that of a processor; memory is what the process took beyond what it had
-before its first step.
+compared first. Time is processor time; memory is the growth of the process since its first step.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def work(arm: str, folder: Path, size: tuple[int, int, int, int]) -> None:
     """One arm: a step for each line that comes in; a line of JSON for each."""
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what TRL prints is no answer
+    os.dup2(2, 1)  # keeps TRL's output apart from the answers
     with tempfile.TemporaryDirectory() as scratch:
         trainer, batch = make_trainer(arm, folder, size, scratch), make_batch(size)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -169,7 +168,7 @@ def summary(turns: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, print, and write the results down."""
+    """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trl_step", description=__doc__)
     parser.add_argument("--trl", type=Path, default=ROOT / ".conformance" / "trl", metavar="VENV")
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,4 +1,4 @@
-"""Does `what_if` predict what a step does?
+"""Does `what_if` predict the effect of a step?
 
     python -m benchmarks.what_if [--seeds 4] [--steps 50] [--out FILE]
 
@@ -201,13 +201,13 @@ def different(result: lab.WhatIf) -> list[int]:
 
 
 def gains(products: Products, tokens: StoredTokens) -> list[float]:
-    """As `WhatIf.gain`."""
+    """The predicted gains, as in `WhatIf.gain`."""
     out: list[float] = (products.unit_change @ tokens.advantages).tolist()
     return out
 
 
 def study(seed: int, steps: int, warmup: int, say: Any = print) -> Iterator[dict[str, Any]]:
-    """Both questions for one seed; what is known after each loss."""
+    """Both measurements for one seed; yields the results so far after each loss."""
     world = World.begin(seed, warmup)
     model = world.model
     optimizer = adamw(model)

@@ -1,3 +1,3 @@
-"""Differential tests: every drop-in of `policyloss.compat` against the package it stands
-in for. Run `make conformance`.
+"""Differential tests: every drop-in of `policyloss.compat` against the package it replaces. Run
+`make conformance`.
 """

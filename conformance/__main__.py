@@ -157,7 +157,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _quiet(done: int, total: int) -> None:
-    """Nothing to show: the table comes soon."""
+    """Show no progress: the table comes soon."""
 
 
 COMMANDS = {"all": _all, "run": _run, "replay": _replay, "record": _record}

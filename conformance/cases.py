@@ -18,13 +18,13 @@ from conformance.compare import flatten
 from conformance.inputs import KINDS, draw
 from conformance.suite import Function, Inputs, Options, Outputs
 
-MANY = 50  # draws of a function; one that has no more is always run whole
+MANY = 50  # draws of a function; a function with no more is always run completely
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is needed to run one case again."""
+    """Everything needed to run one case again."""
 
     seed: int
     kind: str
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass
 class Side:
-    """What one side gave: named outputs and the gradients of "loss", or the error it raised."""
+    """The result of one side: named outputs and the gradients of "loss", or the error it raised."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def run_side(
             }
             side.differentiable = bool(outputs["loss"].requires_grad)
             side.gradients = _gradients(outputs["loss"], leaves, seed)
-    except Exception as error:  # whatever a side raises is its answer
+    except Exception as error:  # an error is the result of that side
         return Side(error=error)
     return side
 

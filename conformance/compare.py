@@ -15,8 +15,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 @dataclass(frozen=True)
 class Difference:
-    """One output compared: the worst |ours − theirs| / max(1, |theirs|), both numbers there,
-    and what else is wrong.
+    """One output compared: the worst |ours − theirs| / max(1, |theirs|), both numbers there, and
+    any other problem.
     """
 
     worst: float
@@ -29,8 +29,8 @@ def compare(ours: Any, theirs: Any) -> Difference:
     """The difference between two values of one output.
 
     Tensors must agree in shape and dtype, other values in kind: None is not a number, a float is
-    not a tensor. An infinity equals the same infinity; NaN equals nothing, not even NaN. What
-    cannot be compared is infinitely far apart.
+    not a tensor. An infinity equals the same infinity; NaN equals nothing, not even NaN. Values
+    that cannot be compared are infinitely far apart.
     """
     if isinstance(theirs, Tensor) and isinstance(ours, Tensor):
         return _tensors(ours.detach(), theirs.detach())
@@ -63,7 +63,7 @@ def flatten(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether every number of `value` is finite; what is no number is."""
+    """Whether every number of `value` is finite; True for other values."""
     if isinstance(value, Tensor):
         return bool(torch.isfinite(value).all())
     return not isinstance(value, float) or math.isfinite(value)

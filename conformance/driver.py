@@ -29,8 +29,8 @@ PROGRESS = "progress"  # the first word of a child's progress lines: "progress 1
 
 
 class Board:
-    """Shows how far the running processes are: a line every few seconds,
-    and one for each that ends.
+    """Shows the progress of the running processes: a line every few seconds, and one for each that
+    ends.
     """
 
     def __init__(self, every: float = 20.0) -> None:
@@ -40,7 +40,7 @@ class Board:
         self._every = every
 
     def update(self, name: str, state: str) -> None:
-        """Note how far `name` is; show everything that runs if it is time to."""
+        """Record the progress of `name`; show all running processes every few seconds."""
         with self._lock:
             self._running[name] = state
             if time.monotonic() - self._last > self._every:
@@ -60,8 +60,8 @@ class Board:
 def run_everything(
     peers: list[Peer], arguments: list[str], releases: list[str] | None = None
 ) -> list[Result]:
-    """The result of every framework at every release (or at those given),
-    in the order of the tables.
+    """The result of every framework at every release (or at the given releases), in the order of
+    the tables.
     """
     work = []
     for peer in peers:
@@ -76,8 +76,8 @@ def run_everything(
 def run_child(
     peer: Peer, release: str, path: Path | None, arguments: list[str], board: Board
 ) -> Result:
-    """One process for one framework and release; raises with the end
-    of its output if it does not come to a result.
+    """One process for one framework and release; raises with the end of its output if it has no
+    result.
     """
     name = f"{peer.name} {release}"
     tail: list[str] = []
@@ -109,8 +109,8 @@ def run_child(
 
 
 def run_programs(peers: list[Peer]) -> list[Program]:
-    """What is compared by running it: whole trainings, the frameworks' own tests,
-    and the code on the pages.
+    """Run the programs that compare more than functions: whole trainings, the frameworks' own
+    tests, and the code on the pages.
     """
     board = Board()
     work = [(peer, [module]) for peer in peers for module in peer.programs]

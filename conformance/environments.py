@@ -1,6 +1,4 @@
-"""Where the frameworks come from: one virtual environment for each,
-and other releases of it unpacked beside.
-"""
+"""The frameworks: one virtual environment for each, and its other releases unpacked."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".conformance"
 CONSTRAINTS = Path(__file__).resolve().parent / "constraints"
-# The variable by which a process knows that it is the right one for a framework and release.
+# Marks a process as the right one for a framework and release.
 ENTERED = "CONFORMANCE_ENTERED"
 PYTHON = (3, 11)  # OpenRLHF's wheels exist for this Python only
 
@@ -29,12 +27,11 @@ class Peer:
     and how it is installed.
 
     release: the pinned one, installed whole. others: releases compared as well, taken from their
-    wheels and run with the pinned environment's dependencies. steps: the `pip install`s that make
-    the environment, each under the framework's constraints file; none for a framework that exists
-    as recorded numbers only. programs: modules that run more than a function call, whose exit
-    status says whether it went well. tests: the framework's own tests that are run with ours in
-    place, in the folder `tests` of its wheel. minimum: how many cases the pinned release must be
-    compared in.
+    wheels and run with the pinned environment's dependencies. steps: the `pip install`s that build
+    the environment, each under the framework's constraints file; empty for a framework that exists
+    as recorded numbers only. programs: modules that run more than a function call, with exit status
+    0 on success. tests: the framework's own tests that run with our functions in place, in the
+    folder `tests` of its wheel. minimum: how many cases the pinned release must be compared in.
     """
 
     name: str
@@ -123,27 +120,25 @@ PEERS = {
             others=("0.25.0",),
             steps=(("torch", "numpy"), ("tinker",)),
         ),
-        # Its package is on no index: the recorded cases are all there is.
+        # Its package is on no index: there are only the recorded cases.
         Peer("colossalai", "0.5.0", ("colossalai",), minimum=0),
     )
 }
 
 
 class BuildError(RuntimeError):
-    """An environment could not be made; the message ends with what pip said."""
+    """An environment could not be built; the message ends with pip's output."""
 
 
 def interpreter(peer: Peer) -> Path:
     """The Python that imports this framework: its environment's,
-    or the present one where there is nothing to install.
+    or the current one if there is nothing to install.
     """
     return peer.home / "bin" / "python" if peer.steps else Path(sys.executable)
 
 
 def ensure(peer: Peer) -> None:
-    """Make the framework's environment if there is none,
-    or if its pins changed since it was made.
-    """
+    """Build the framework's environment if it is missing or if its pins have changed."""
     if not peer.steps or (_stamp(peer).is_file() and _stamp(peer).read_text() == _pins(peer)):
         return
     print(
@@ -159,7 +154,7 @@ def ensure(peer: Peer) -> None:
 
 
 def mark_built(peer: Peer) -> None:
-    """Leave the stamp that says the environment holds what the pins say."""
+    """Write the stamp that marks the environment as built from the current pins."""
     _stamp(peer).write_text(_pins(peer))
 
 
@@ -232,7 +227,7 @@ def _stamp(peer: Peer) -> Path:
 
 
 def _pins(peer: Peer) -> str:
-    """A digest of everything that decides what the environment holds."""
+    """A digest of everything that determines the contents of the environment."""
     pins = (CONSTRAINTS / f"{peer.name}.txt").read_text()
     return hashlib.sha256(repr((pins, peer.steps, PYTHON)).encode()).hexdigest() + "\n"
 

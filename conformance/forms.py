@@ -1,5 +1,5 @@
-"""What a signature alone does not say: OpenRLHF's two families of constructor arguments, and the
-fields of TRL's GRPOConfig.
+"""Checks beyond signatures: OpenRLHF's two families of constructor arguments, and the fields of
+TRL's GRPOConfig.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OTHER_VALUES: dict[str, Any] = {
     "vllm_is_correction_type": "icepop",
 }
 
-# The fields of GRPOConfig that do not make the policy loss: how completions are drawn, scored and
-# shown, what trains beside the loss, and where everything runs. A field that is neither here nor
-# read by spec_from_config is a new one, and fails.
+# The fields of GRPOConfig that do not affect the policy loss: sampling, scoring and display of
+# completions, other training options, and devices. A field that is neither here nor read by
+# spec_from_config is new, and fails.
 # fmt: off
 NOT_OF_THE_LOSS = (
     "model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout",
@@ -57,8 +57,8 @@ def openrlhf_constructor(release: str) -> list[str]:
 
 
 def constructor_problems(defaults: dict[str, Any], release: str) -> list[str]:
-    """What is wrong with our PolicyLoss for a constructor that has these parameters,
-    in this order, with these defaults.
+    """The problems of our PolicyLoss with a constructor that has these parameters, in this order,
+    with these defaults.
     """
     ours = import_module("policyloss.compat.openrlhf").PolicyLoss
     if unknown := [name for name in defaults if name not in OTHER_VALUES]:
@@ -81,9 +81,7 @@ def constructor_problems(defaults: dict[str, Any], release: str) -> list[str]:
 
 
 def trl_fields() -> dict[str, Any]:
-    """The fields of the installed TRL's GRPOConfig that are not those of any trainer,
-    with their defaults.
-    """
+    """The fields of TRL's installed GRPOConfig that not every trainer has, with their defaults."""
     config, general = (
         import_module("trl").GRPOConfig,
         import_module("transformers").TrainingArguments,
@@ -97,8 +95,8 @@ def trl_fields() -> dict[str, Any]:
 
 
 def field_problems(fields: dict[str, Any]) -> list[str]:
-    """Fields of a GRPOConfig that nobody has looked at, fields of ours that it has not, and
-    defaults that are not ours.
+    """Fields of a GRPOConfig that are not listed here, fields of ours that it lacks, and defaults
+    that differ from ours.
     """
     ours = import_module("policyloss.compat.trl.config").DEFAULTS
     new = [

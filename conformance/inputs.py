@@ -52,7 +52,7 @@ class Batch:
     group_ids: Tensor
 
     def generator(self, salt: int = 0) -> torch.Generator:
-        """A random generator of this case's own, for what a comparison draws beyond the batch."""
+        """A random generator of this case, for the draws of a comparison beyond the batch."""
         return torch.Generator().manual_seed(1_000_003 * self.seed + salt)
 
 

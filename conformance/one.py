@@ -34,8 +34,8 @@ SHOWN_PACKAGES = ("torch", "numpy", "transformers", "tensordict", "ray", "deepsp
 
 
 def enter(peer: Peer, version: str) -> None:
-    """Be the right process: unless this is it, start again in the framework's interpreter with this
-    release first on the path.
+    """Restart in the framework's interpreter with this release first on the path, unless this
+    process already has both.
     """
     if os.environ.get(ENTERED) != f"{peer.name} {version}":
         ensure(peer)
@@ -73,8 +73,8 @@ def compare_all(
     progress: Callable[[int, int], None],
     every: int = 1,
 ) -> dict[str, Any]:
-    """Compare, and give the result as JSON values. `every`:
-    of the cases of a function that has many, one in so many.
+    """Compare, and return the result as JSON values. `every`: of a function with many cases, run
+    one in so many.
     """
     chosen = applicable(peer, version, only)
     total, before = sum(count(function, every) for function in chosen), 0
@@ -156,7 +156,7 @@ def _finite(value: Any) -> Any:
 
 def replay(function: Function, words: dict[str, Any]) -> str:
     """One case on both sides, printed: inputs, outputs, gradients,
-    and what is declared about it.
+    and its declared defects.
     """
     case = Case(words["seed"], words["kind"], words["dtype"], words["options"])
     inputs = case.inputs(function)

@@ -26,7 +26,7 @@ _MODULES = {
 
 
 def wrong_options(peer: str) -> list[str]:
-    """What the page says of this framework and the installed package does not, in one line each."""
+    """Options on the page that differ from the installed package, in one line each."""
     defaults = _DEFAULTS[peer]()
     wrong = []
     for said in _said(peer):

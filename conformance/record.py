@@ -43,8 +43,8 @@ Record = dict[str, Any]
 
 
 def record(function: Function, pinned: str, peer: str = "") -> list[Record]:
-    """The recorded cases of a function at the release under test;
-    none where our side, too, needs the framework.
+    """The recorded cases of a function at the release under test; empty if our side needs the
+    framework, too.
     """
     version = release.current()
     candidates = list(_candidates(function))
@@ -64,8 +64,7 @@ def replay(function: Function, recorded: Record) -> dict[str, float]:
     """Our side of a recorded case: the difference of each output and gradient
     from the framework's recorded numbers.
 
-    What is missing on either side, or raised where the framework gave numbers (or the reverse),
-    is infinitely far away.
+    An output that is missing on one side, or an error on one side only, is infinitely far away.
     """
     release.set_current(recorded["release"])
     side = run_side(
@@ -87,7 +86,7 @@ def replay(function: Function, recorded: Record) -> dict[str, float]:
 
 @contextmanager
 def without(package: str) -> Iterator[None]:
-    """Imports of this package fail meanwhile, loaded or not."""
+    """Make imports of this package fail, loaded or not."""
     loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
     sys.modules.update(dict.fromkeys([package, *loaded]))  # type: ignore[arg-type]  # None says that there is no such module
     try:
@@ -161,7 +160,7 @@ def _small_seeds() -> list[int]:
 
 
 def _differs(function: Function, case: Case, pinned: str) -> bool:
-    """Whether our numbers at the release under test are not those at the pinned release."""
+    """Whether our numbers at the release under test differ from the pinned release."""
     version, inputs = release.current(), case.inputs(function)
     here = run_side(function.ours, function, inputs, case.options, case.seed)
     release.set_current(pinned)
@@ -258,7 +257,7 @@ def write(peer: str, recorded: dict[str, list[Record]]) -> Path:
 
 
 def recorded_signatures(peer: Peer) -> dict[str, Any]:
-    """The framework's callables as they were recorded; {} for one of which nothing is."""
+    """The framework's callables as they were recorded; {} if nothing is recorded."""
     found: dict[str, Any] = (
         json.loads(SIGNATURES.read_text()).get(peer.name, {}) if SIGNATURES.is_file() else {}
     )

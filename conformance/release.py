@@ -1,4 +1,4 @@
-"""Which release of a framework this process compares with."""
+"""The release of a framework that this process compares with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _current: list[str] = []
 
 
 def set_current(version: str) -> None:
-    """Say which release is under test, before any comparison runs (or is replayed)."""
+    """Set the release under test, before any comparison runs (or is replayed)."""
     _current[:] = [version]
 
 

@@ -1,4 +1,4 @@
-"""The table of a run, what the frameworks do wrong, and the verdict."""
+"""The table of a run, the defects of the frameworks, and the verdict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.suite import GRADIENT
 
-Result = dict[str, Any]  # what one process gives for one framework at one release
+Result = dict[str, Any]  # the result of one process for one framework at one release
 Program = dict[str, Any]  # a program that was run: its name, exit status and output
 
 HEADER = (
@@ -26,7 +26,7 @@ HEADER = (
 
 
 def problems(results: Iterable[Result], whole: bool = True) -> list[str]:
-    """Everything that must not be, in one line each. `whole`: every function ran, so that the
+    """All failures, in one line each. `whole`: every function ran, so that the
     number of cases can be judged.
     """
     found = []
@@ -59,8 +59,8 @@ def table(results: Iterable[Result]) -> str:
 
 
 def defects(results: Iterable[Result]) -> str:
-    """Every declared defect: where, how often it was declared and how often it showed, why,
-    and what we do instead.
+    """Every declared defect: where, how often it was declared and how often it showed, the reason,
+    and our result instead.
     """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for result in results:

@@ -48,7 +48,7 @@ def some_cases(function: Function) -> Iterator[Case]:
 
 @contextmanager
 def watching(codes: dict[CodeType, str]) -> Iterator[Seen]:
-    """Note what the functions with these code objects return, whoever calls them."""
+    """Record the return values of the functions with these code objects, for any caller."""
     seen: Seen = defaultdict(set)
 
     def note(frame: FrameType, event: str, value: Any) -> None:
@@ -65,7 +65,7 @@ def watching(codes: dict[CodeType, str]) -> Iterator[Seen]:
 
 
 def form(value: Any) -> str:
-    """What kind of thing was returned, and how many values it has."""
+    """The kind of a returned value, and its number of values."""
     if isinstance(value, tuple):
         return f"{len(value)} values"
     return "Tensor" if isinstance(value, Tensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Runs the cases of a function on both sides and keeps score:
+"""Runs the cases of a function on both sides and counts:
 worst differences, declared defects, failures.
 """
 
@@ -14,7 +14,8 @@ from conformance.cases import DTYPES, Case, Side, cases, run_side
 from conformance.compare import TOLERANCE, Difference, compare, is_finite
 from conformance.suite import GRADIENT, Defect, Function, Inputs, Outputs
 
-# What our side raises on purpose. Anything else is a bug, even where the framework raises too.
+# The errors that our side raises on purpose. Any other is a bug, even where the framework raises
+# too.
 DELIBERATE = (ValueError, NotImplementedError, AssertionError)
 KEPT_FAILURES = 20
 ENOUGH = 10  # declared cases in which a defect must show, whatever the seed
@@ -34,11 +35,11 @@ class DefectTally:
 
 @dataclass
 class Score:
-    """What one function came to.
+    """The score of one function.
 
     compared: cases with at least one output compared. refused: cases in which both sides raised.
     undefined: cases that a defect covers whole. worst: the worst difference per dtype and output
-    ("gradient of x" for gradients). failures: what must not be.
+    ("gradient of x" for gradients). failures: everything that fails the run.
     """
 
     name: str
@@ -68,7 +69,9 @@ class Score:
 def run_function(
     function: Function, shift: int = 0, every: int = 1, tick: Callable[[int], None] = lambda n: None
 ) -> Score:
-    """The cases of a function, compared: all, or one in so many; `tick` hears how many are done."""
+    """The cases of a function, compared: all, or one in so many; `tick` is called with the number
+    of finished cases.
+    """
     score = Score(function.name)
     differentiated: set[str] = set()
     for done, case in enumerate(cases(function, shift, every=every), 1):
@@ -102,8 +105,7 @@ def judge(score: Score, function: Function, case: Case, inputs: Inputs) -> None:
 def close(
     score: Score, function: Function, differentiated: Iterable[str], whole: bool = True
 ) -> None:
-    """What can only be said when every case has run:
-    unused names, nothing compared, defects that never showed.
+    """Checks that need every case: unused names, no comparison, defects that never showed.
 
     whole: every case of the default seed ran. Otherwise a rare defect may by chance not show
     in a few declared cases.
@@ -122,7 +124,7 @@ def close(
 
 
 def declared_defects(function: Function, case: Case, inputs: Inputs) -> tuple[Defect, ...]:
-    """What is known to be wrong with the framework in this case."""
+    """The known defects of the framework in this case."""
     found = function.defect(case.options, inputs)
     if found is None:
         return ()
@@ -146,7 +148,7 @@ def _one_side_raised(
     for name, value in everything(ours).items():
         if not is_finite(value):
             score.fail(
-                "ours is not finite where a defect says what we do instead", case, output=name
+                "ours is not finite although a defect declares our result", case, output=name
             )
     _seen(score, whole, case, {"error": {"theirs": theirs.refusal, "ours": _example(ours)}})
 
@@ -167,7 +169,7 @@ def _both_ran(
             continue
         if not is_finite(value):
             score.fail(
-                "ours is not finite where a defect says what we do instead",
+                "ours is not finite although a defect declares our result",
                 case,
                 output=name,
                 **_details(difference),

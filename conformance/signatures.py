@@ -88,8 +88,8 @@ PINS: dict[str, tuple[Pin, ...]] = {
         _openrlhf("utils", "compute_approx_kl"),
     ),
 }
-# What our subclass of TRL's trainer overrides or passes through, which has no signature of its own,
-# and what our heads take the place of: theirs must be as recorded.
+# Methods that our subclass of TRL's trainer overrides or passes through without a signature of its
+# own, and functions that our heads replace: theirs must be as recorded.
 HOOKS: dict[str, tuple[str, ...]] = {
     "trl": (
         "trl:GRPOTrainer.__init__",
@@ -109,7 +109,7 @@ REGISTRIES: dict[str, tuple[Registry, ...]] = {
 
 
 def resolve(path: str) -> Any:
-    """What "package.module:name.of.thing" names."""
+    """The object that "package.module:name.of.thing" names."""
     module, _, names = path.partition(":")
     found = import_module(module)
     for name in names.split("."):
@@ -118,8 +118,8 @@ def resolve(path: str) -> Any:
 
 
 def entries(path: str) -> dict[str, Callable[..., Any]]:
-    """A registry by name (a framework's keys may be members of an enumeration), without what we
-    registered there ourselves.
+    """A registry by name (a framework's keys may be members of an enumeration), without our own
+    registrations.
     """
     named = {str(getattr(key, "value", key)): value for key, value in resolve(path).items()}
     return {name: value for name, value in named.items() if not name.startswith("policyloss/")}
@@ -140,7 +140,7 @@ def their_calls(peer: str, older: bool = False) -> dict[str, Callable[..., Any]]
 
 
 def our_calls(peer: str) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
-    """Our callable for each of theirs, and the parameters it may have besides."""
+    """Our callable for each of theirs, and the additional parameters it may have."""
     calls = {pin.theirs: (resolve(pin.ours), pin.extra) for pin in PINS.get(peer, ())}
     for table in REGISTRIES.get(peer, ()):
         calls |= {
@@ -159,7 +159,7 @@ def parameters(call: Callable[..., Any]) -> Parameters:
 
 
 def describe(peer: str, functions: Iterable[Function], older: bool = False) -> Described:
-    """The pinned callables of the installed framework: their parameters, and what they return in
+    """The pinned callables of the installed framework: their parameters, and their return values in
     some cases of the functions. older: as in `their_calls`.
     """
     calls = their_calls(peer, older)
@@ -174,8 +174,8 @@ def describe(peer: str, functions: Iterable[Function], older: bool = False) -> D
 def check_installed(
     peer: Peer, release: str, functions: Iterable[Function], recorded: Described
 ) -> list[str]:
-    """What differs between the installed framework and ours; for `peer.others`, whose parameters
-    may differ, what they return.
+    """The differences between the installed framework and ours; for `peer.others`, whose parameters
+    may differ, only the return values.
     """
     described = describe(peer.name, functions, older=release in peer.others)
     problems = forms.openrlhf_constructor(release) if peer.name == "openrlhf" else []
@@ -197,7 +197,7 @@ def check(peer: str, described: Described, functions: Iterable[Function]) -> lis
 
 
 def check_parameters(peer: str, described: Described) -> list[str]:
-    """Callables whose parameters are not ours, and those that only one side has."""
+    """Callables whose parameters differ from ours, and callables that only one side has."""
     theirs, ours = described["callables"], our_calls(peer)
     problems = []
     for name in {**theirs, **ours}:
@@ -215,11 +215,10 @@ def check_parameters(peer: str, described: Described) -> list[str]:
 def check_returns(
     peer: str, described: Described, functions: Iterable[Function], seen_only: bool = False
 ) -> list[str]:
-    """Callables of which ours returns another number of values than was described,
-    in the same cases.
+    """Callables that return another number of values on our side, in the same cases.
 
-    seen_only: leave out what one side was not seen to return from,
-    as other releases call other functions inside.
+    seen_only: leave out callables without a recorded return on one side, because other releases
+    call other functions inside.
     """
     theirs = {name: found["returns"] for name, found in described["callables"].items()}
     calls = {name: call for name, (call, _) in our_calls(peer).items() if name in theirs}
@@ -236,7 +235,7 @@ def check_returns(
 
 
 def check_hooks(peer: str, described: Described, recorded: Described) -> list[str]:
-    """What our subclasses rely on and is not as it was recorded."""
+    """Names that our subclasses rely on and that differ from the record."""
     changed = [
         name
         for name in HOOKS.get(peer, ())

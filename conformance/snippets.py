@@ -1,4 +1,4 @@
-"""The code on the pages, tried: each fenced block marked for a framework runs in a fresh process of
+"""Tests the code on the pages: each fenced block marked for a framework runs in a fresh process of
 that framework's environment.
 
 A block is marked by a second word behind its language: "```python trl" is run, "```sh verl" has its
@@ -33,7 +33,7 @@ _FENCE = re.compile(
 
 
 class Snippet(NamedTuple):
-    """A marked block: where it stands ("README.md:120"), its framework,
+    """A marked block: its place ("README.md:120"), its framework,
     its language ("options": the table) and its text.
     """
 
@@ -44,7 +44,7 @@ class Snippet(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of a snippet: where it stands, and the end of its output if it failed."""
+    """The result of a snippet: its place, and the end of its output if it failed."""
 
     where: str
     error: str | None
@@ -92,7 +92,7 @@ def run(snippet: Snippet, peer: Peer) -> Result:
 
 
 def execute(snippet: Snippet) -> None:
-    """In the framework's process: make what the block needs, then run it."""
+    """In the framework's process: define the names that the block needs, then run it."""
     standins.install(snippet.peer, PEERS[snippet.peer].release)
     if snippet.language == "options":
         wrong = import_module("conformance.options").wrong_options(snippet.peer)
@@ -165,8 +165,8 @@ def _like(cls: Any, module: str) -> Any:
 
 
 def _check_verl_command(command: str) -> None:
-    """The settings exist in verl's configuration, and the loss mode they name is there once the
-    module they name is imported.
+    """The settings exist in verl's configuration, and importing the module they name registers the
+    loss mode they name.
     """
     config = import_module("omegaconf").OmegaConf
     folder = Path(import_module("verl").__file__ or "").parent / "trainer" / "config"

@@ -1,5 +1,5 @@
-"""What a framework imports but a CPU comparison cannot have: named stand-ins, nothing that is
-really there is replaced.
+"""Stand-ins for packages that a framework imports and a CPU comparison cannot have; installed
+packages are not replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # Modules that may be missing: flash-attn builds with CUDA only; TRL 1.14 imports requests, which no
-# package here asks for. Other releases get no stand-in for requests: packages that find it there
+# package here requires. Other releases get no stand-in for requests: packages that find it there
 # expect its own dependencies too.
 MODULES: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("openrlhf", None): ("flash_attn",),
@@ -28,7 +28,7 @@ class StandIn:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what is given."""
+        """Accepts any arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Another stand-in, or the decorated function."""
@@ -54,7 +54,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for packages of these names; asked last, so only where there is no such package."""
+    """Finds packages of these names; it comes last, so only missing packages reach it."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = frozenset(packages)
@@ -74,8 +74,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(peer: str, release: str) -> None:
-    """Let stand-ins answer for what this release of a framework misses here,
-    before it is imported.
-    """
+    """Install stand-ins for missing imports of this release of a framework, before its import."""
     packages = MODULES.get((peer, None), ()) + MODULES.get((peer, release), ())
     sys.meta_path.append(_Finder(packages))

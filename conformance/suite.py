@@ -1,5 +1,5 @@
-"""What a comparison is: a function of a framework, the options to try,
-and how to call theirs and ours.
+"""The types of a comparison: a function of a framework, the options to try, and the calls of theirs
+and ours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-GRADIENT = "gradient"  # what a Defect calls the gradients, in all differentiated inputs
+GRADIENT = "gradient"  # a Defect's name of the gradients in all differentiated inputs
 
 Options = dict[str, Any]
 Inputs = dict[str, Any]  # tensors, and whatever else a call needs (JSON values)
@@ -20,7 +20,7 @@ Outputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Defect:
-    """A case in which the framework is wrong or undefined: why, and what we do instead.
+    """A case in which the framework is wrong or undefined: the reason, and our result instead.
     It is listed, not compared.
 
     outputs: the names of the outputs it concerns (the others are still compared), "gradient" for
@@ -34,7 +34,7 @@ class Defect:
 
 
 def no_defect(options: Options, inputs: Inputs) -> Defect | None:
-    """Nothing is known to be wrong."""
+    """No known defects."""
     return None
 
 
@@ -48,11 +48,11 @@ class Function:
     inside, so that this module loads without it. differentiate: the inputs in which the gradient of
     output "loss" is compared (for a tensor "loss" that is not 0-dim, the gradient of its sum
     weighted by a fixed random tensor). seeds: how many batches to draw for each kind of batch,
-    dtype and combination of options. dtypes: those that are compared, None for all; a function that
+    dtype and combination of options. dtypes: the compared ones, None for all; a function that
     computes in float32 whatever it gets is compared in float32. releases: the versions of the
     framework this entry applies to,
-    None for all that are tried. defect: tells known defects of the framework from the case itself,
-    before anything runs; several may concern one case.
+    None for all that are tried. defect: derives known defects of the framework from the case
+    itself, before anything runs; several may concern one case.
     """
 
     name: str

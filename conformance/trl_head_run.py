@@ -1,9 +1,9 @@
-"""TRL's trainers with the head of this library, beside the same trainers with TRL's: 20 steps each.
+"""TRL's trainers with the head of this library and with TRL's: 20 steps each.
 
 `python -m conformance.trl_head_run` in TRL's environment. Losses, metrics and final weights are
-compared, and the widest tensor that is made is watched: with the head of this library none has a
-row of the vocabulary for more tokens than a window holds. What a step then costs is measured by
-`benchmarks.trl_step`.
+compared, and the widest tensor is recorded: with the head of this library no tensor has a row of
+the vocabulary for more tokens than a window holds. `benchmarks.trl_step` measures the cost of a
+step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation and look at what it made."""
+        """Run the operation and record the sizes of its results."""
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, Tensor) and x.dim() and x.shape[-1] == VOCABULARY:
@@ -51,7 +51,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def small_windows() -> Iterator[None]:
-    """Let the head hold `WINDOW` rows of logits at a time, the least that a window has."""
+    """Limit the head to `WINDOW` rows of logits at a time, the smallest window."""
     plans: Any = import_module("policyloss.head.plans")
     before, plans.CPU_BYTES = plans.CPU_BYTES, 4 * VOCABULARY * WINDOW
     try:

@@ -1,8 +1,8 @@
 """TRL's trainer with the head of this library on two processes: as DDP, FSDP2, ZeRO-2 and ZeRO-3,
-beside one process with the whole batch, and beside TRL's head.
+compared with one process with the whole batch, and with TRL's head.
 
 `python -m conformance.trl_ranks_run` in TRL's environment. The batch is fixed, so that all runs see
-the same completions; each process has half of them. What is compared is how far every weight moved
+the same completions; each process has half of them. The comparison is of the change of every weight
 in three steps of SGD.
 """
 
@@ -46,7 +46,7 @@ ZERO = {
     }
     for stage in (2, 3)
 }
-# What the processes of one start do, one after another.
+# The runs of the processes of one start, one after another.
 STARTS: dict[str, tuple[str, ...]] = {
     "one": ("one",),
     "gloo": ("DDP", "FSDP2"),
@@ -171,9 +171,9 @@ def _complete(model: Any) -> dict[str, Tensor]:
 
 
 def run(start: str, folder: Path) -> None:
-    """What one process of a start does; the first writes what came out."""
+    """The work of one process of a start; the first process writes the results."""
     torch.set_num_threads(1)
-    if start == "DeepSpeed":  # on a CPU: gloo as it is, without compiling a collective first
+    if start == "DeepSpeed":  # on a CPU: plain gloo, without compiling a collective first
         import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False
     moved = {}
     for way in STARTS[start]:
@@ -189,7 +189,7 @@ def run(start: str, folder: Path) -> None:
 
 
 def started(start: str, folder: Path) -> str:
-    """Run the processes of a start; "", or what the last to fail printed."""
+    """Run the processes of a start; "", or the output of the last one that failed."""
     count = 1 if start == "one" else 2
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

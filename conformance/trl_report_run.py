@@ -1,10 +1,10 @@
-"""TRL's own GRPOTrainer trains a tiny model for 20 steps with `log_completions`, and the report
-draws what it wrote in one command.
+"""TRL's own GRPOTrainer trains a tiny model for 20 steps with `log_completions`, and one command
+draws the report of its files.
 
     python -m conformance.trl_report_run FOLDER                  # with TRL's Python
     policyloss report FOLDER --out trl.html                      # with ours
 
-Nothing is downloaded. tests/recorded/report/trl holds what it wrote, without the weights.
+Nothing is downloaded. tests/recorded/report/trl holds its files, without the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 20
 
 def train(folder: Path, steps: int, **options: Any) -> Path:
     """Train on prompts of three words, four of them held out; returns the `trainer_state.json` of
-    the last step. options: those of GRPOConfig beside what every such run has.
+    the last step. options: of GRPOConfig, in addition to the common ones.
     """
     package, transformers = import_module("trl"), import_module("transformers")
     rows = {"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(12)]}

@@ -40,7 +40,7 @@ _BESIDE = {
     "entropy_target": 5.0,
     "top_entropy_quantile": 0.5,
 }
-# What is trained: a name, and the options of GRPOConfig that make it.
+# The runs: a name, and the options of GRPOConfig.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", "beta": 0.04},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
@@ -59,7 +59,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: what was logged at each step, and the weights before and after."""
+    """One training run: the logged metrics of each step, and the weights before and after."""
 
     logged: list[dict[str, float]]
     start: dict[str, Tensor]
@@ -73,7 +73,7 @@ class Run:
 
 def compare_runs() -> dict[str, dict[str, float]]:
     """Every algorithm and seed with both trainers: the largest difference of a logged loss, of a
-    weight, of what else is logged.
+    weight, and of any other logged metric.
     """
     ours, theirs = (
         import_module("policyloss.compat.trl").GRPOTrainer,
@@ -230,7 +230,7 @@ def tiny_model(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the chatter of a training run."""
+    """Suppress the output of a training run."""
     import_module("transformers.utils.logging").disable_progress_bar()
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,9 +1,9 @@
-"""The frameworks' own unit tests, run with our functions in the place of theirs.
+"""Runs the frameworks' own unit tests with our functions in place of theirs.
 
-`python -m conformance.upstream --peer verl`, in that framework's environment. The tests are those
-of its wheel. They run three times: as they are; with the drop-ins in place; and once more for every
-drop-in that a test reaches, with what it returns spoiled, which shows whether these tests look at
-its numbers at all.
+`python -m conformance.upstream --peer verl`, in that framework's environment. The tests come from
+its wheel. They run three times: unchanged; with the drop-ins in place; and once more for every
+drop-in that a test reaches, with its results spoiled, which shows whether these tests check its
+numbers at all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Reached:
     tests: dict[str, set[str]] = field(default_factory=dict)
 
     def watch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, its calls noted down under `name`."""
+        """`function`, with its calls recorded under `name`."""
 
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -61,8 +61,8 @@ class Reached:
 
 @dataclass
 class Plugin:
-    """What pytest tells of a run: how each test ended,
-    and which files import what is not installed here.
+    """Collects pytest's results: the outcome of each test, and the files that import a missing
+    package.
 
     place: called when the tests are imported.
     """
@@ -79,7 +79,7 @@ class Plugin:
             self.unimported.add(report.nodeid)
 
     def pytest_collection_finish(self) -> None:
-        """The modules of the tests are there, and have bound what they test."""
+        """The modules of the tests are imported, and have bound the functions that they test."""
         self.place()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -95,7 +95,7 @@ class Plugin:
 
 
 def spoil(value: Any) -> Any:
-    """The same with wrong numbers: what is returned may be a tensor, a number, or hold some."""
+    """The same value with wrong numbers: a tensor, a number, or a container of them."""
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bool:
             return ~value
@@ -108,7 +108,7 @@ def spoil(value: Any) -> Any:
 
 
 def drop_ins(peer: Peer) -> dict[str, Any]:
-    """The functions and classes that stand in for the framework's own."""
+    """The functions and classes that replace the framework's own."""
     package = import_module(f"policyloss.compat.{peer.name}")
     found = {name: getattr(package, name) for name in package.__all__ if name not in NOT_DROP_INS}
     return {
@@ -119,7 +119,7 @@ def drop_ins(peer: Peer) -> dict[str, Any]:
 
 
 def watch_all(peer: Peer, reached: Reached) -> None:
-    """Have every call of a drop-in noted down, before they are put in place."""
+    """Record every call of a drop-in, before they are put in place."""
     for name, ours in drop_ins(peer).items():
         if inspect.isclass(ours):
             ours.forward = reached.watch(name, ours.forward)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def watch_all(peer: Peer, reached: Reached) -> None:
 
 
 def put_in_place(peer: Peer) -> Callable[[], None]:
-    """Install the drop-ins; returns what is left to do once the tests are imported."""
+    """Install the drop-ins; returns a function to call after the tests are imported."""
     package = import_module(f"policyloss.compat.{peer.name}")
     package.install()
     if peer.name != "openrlhf":
@@ -148,7 +148,7 @@ def put_in_place(peer: Peer) -> Callable[[], None]:
 
 
 def of_the_tests() -> Iterator[Any]:
-    """The modules that the tests are, and those that they load by themselves."""
+    """The test modules, and the modules that they load themselves."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in OF_THE_TESTS and module is not None:
             yield module
@@ -191,12 +191,12 @@ def run_tests(chosen: list[str], reached: Reached, place: Callable[[], None]) ->
 
 
 def tests_folder() -> Path:
-    """Where the wheel's tests lie."""
+    """The folder of the wheel's tests."""
     return Path(sysconfig.get_paths()["purelib"]) / "tests"
 
 
 def report(peer: Peer) -> tuple[list[str], bool]:
-    """What the tests say, in lines, and whether that is as it should be."""
+    """The results of the tests, in lines, and whether they are as expected."""
     reached = Reached()
     paths = [str(tests_folder() / path) for path in peer.tests]
     theirs = run_tests(paths, reached, lambda: None)
@@ -213,7 +213,7 @@ def report(peer: Peer) -> tuple[list[str], bool]:
             "ours in their place."
         ),
         *(
-            f"Left out, as it imports what is not installed here: {path}"
+            f"Left out, because it imports a package that is not installed here: {path}"
             for path in sorted(theirs.unimported)
         ),
         *(f"FAILS WITH OURS: {test}" for test in broken),
@@ -224,8 +224,8 @@ def report(peer: Peer) -> tuple[list[str], bool]:
     ]
     of_all = set().union(*reached.tests.values())
     lines.append(
-        f"{len(of_all)} of them reach {len(rows)} drop-ins. Tests that fail when what one of them "
-        "returns is spoiled:"
+        f"{len(of_all)} of them reach {len(rows)} drop-ins. Tests that fail when the results of "
+        "one drop-in are spoiled:"
     )
     width = max((len(name) for name, *_ in rows), default=0)
     lines += [f"  {name:<{width}}  {failing:>3} of {total}" for name, total, failing in rows]
@@ -235,7 +235,7 @@ def report(peer: Peer) -> tuple[list[str], bool]:
 
 
 def noticed(reached: Reached, name: str, place: Callable[[], None]) -> int:
-    """How many of the tests that reach a drop-in fail when what it returns is spoiled."""
+    """The number of tests that reach a drop-in and fail when its results are spoiled."""
     reached.spoiled = name
     try:
         return len(run_tests(sorted(reached.tests[name]), reached, place).failed)
@@ -245,7 +245,7 @@ def noticed(reached: Reached, name: str, place: Callable[[], None]) -> int:
 
 def main() -> int:
     """Print the report; 1 if a test fails with ours in place,
-    or none notices that they are spoiled.
+    or if no test fails when they are spoiled.
     """
     parser = argparse.ArgumentParser(prog="python -m conformance.upstream", description=__doc__)
     parser.add_argument(

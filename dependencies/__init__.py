@@ -1,3 +1,3 @@
-"""What this project depends on: the list with licences (docs/dependencies.md) and the lock with
+"""The dependencies of this project: the list with licences (docs/dependencies.md) and the lock with
 hashes (requirements.lock).
 """

@@ -3,7 +3,7 @@ as pip would fetch them.
 
     python -m dependencies.lock          (or `make lock`)
 
-pip looks up the file of each installed version and says its digest; nothing is installed. The
+pip looks up the file of each installed version and reports its digest; nothing is installed. The
 versions of constraints.txt come first, because the environment was made with them. torch is left
 out: it comes in several builds of the same version, one for each kind of machine, and the digest of
 one would refuse all others.
@@ -40,9 +40,7 @@ _HEADER = """\
 
 
 def report(packages: dict[str, Distribution]) -> dict[str, Any]:
-    """What pip says about the files of exactly these versions (the format of
-    `pip install --report`).
-    """
+    """pip's report on the files of exactly these versions (`pip install --report`)."""
     wanted = [f"{name}=={package.version}" for name, package in packages.items()]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "report.json"

@@ -1,7 +1,8 @@
 """Draws docs/figures/architecture.svg: the layers of the package with a box for each module.
 
-An arrow leads from a box to each that it needs; one that crosses a layer keeps a lane of its own
-between the boxes there. SVG written by hand, so that the same code gives the same bytes everywhere.
+An arrow leads from a box to each box that it imports; an arrow that crosses a layer has its own
+lane between the boxes there. The SVG is written by hand, so that the same code gives the same bytes
+everywhere.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _rows(boxes: Mapping[str, Box]) -> Rows:
 
 
 def _places(rows: Rows, arrows: Sequence[tuple[str, str]]) -> dict[Item, Place]:
-    """The place of every box and lane: each as near as it can be to what its arrows lead to."""
+    """The place of every box and lane: each as near as possible to the ends of its arrows."""
     near: dict[Item, list[Item]] = {item: [] for row in rows for item in row}
     for start, end in arrows:
         for a, b in pairwise(_route(start, end, rows)):
@@ -126,9 +127,7 @@ def _route(start: str, end: str, rows: Rows) -> list[Item]:
 
 
 def _pull(row: Sequence[Item], places: dict[Item, Place], near: Mapping[Item, list[Item]]) -> None:
-    """Move the items of a row towards the middle of their neighbours, in their order and apart from
-    each other.
-    """
+    """Move the items of a row towards the middle of their neighbours, in order and with gaps."""
     wanted = []
     for item in row:
         place = places[item]
@@ -137,7 +136,7 @@ def _pull(row: Sequence[Item], places: dict[Item, Place], near: Mapping[Item, li
     steps = [places[item].width + GAP for item in row]
     rightward = _apart(wanted, steps, LABELS)
     leftward = _mirrored(_apart(_mirrored(wanted, steps), steps[::-1], 0), steps[::-1])
-    # Both keep the gaps, so their mean does; then both ends of the row are brought inside the
+    # Both keep the gaps, so their mean does; then both ends of the row are moved inside the
     # picture.
     means = _apart([(a + b) / 2 for a, b in zip(rightward, leftward, strict=True)], steps, LABELS)
     inside = _mirrored(_apart(_mirrored(means, steps), steps[::-1], 0), steps[::-1])
@@ -146,9 +145,7 @@ def _pull(row: Sequence[Item], places: dict[Item, Place], near: Mapping[Item, li
 
 
 def _apart(wanted: Sequence[float], steps: Sequence[float], edge: float) -> list[float]:
-    """Each number as it is wanted if that is at least a step after the one before; else pushed up
-    so far.
-    """
+    """Each wanted number, raised where necessary to one step above the number before it."""
     pushed = []
     for x, step in zip(wanted, steps, strict=True):
         pushed.append(max(x, edge))
@@ -235,9 +232,7 @@ def _arrow(route: list[Place], all_boxes: Mapping[str, Place]) -> str:
 
 
 def _level(start: Place, end: Place, all_boxes: Mapping[str, Place]) -> str:
-    """Between boxes of one layer: a line if they are neighbours, else a bow below those between
-    them.
-    """
+    """An arrow within a layer: a line between neighbours, else a bow below the boxes between."""
     left, right = sorted((start, end), key=lambda place: place.x)
     if not any(place.y == left.y and left.x < place.x < right.x for place in all_boxes.values()):
         x1, x2 = (left.right, right.x) if start is left else (right.x, left.right)

@@ -18,7 +18,7 @@ import policyloss_lab as lab
 SOURCE = Path(pl.__file__).resolve().parents[1]
 CORE, LAB, TRAIN = PACKAGES = ("policyloss", "policyloss_lab", "policyloss_train")
 TRAINER = "trainer"  # one box: the folders of policyloss_train and its modules import each other
-# These modules hold names alone.
+# These modules hold names only.
 LEFT_OUT = {CORE: {"__init__", "__main__", "public"}, LAB: {"__init__", "public", "commands"}}
 MODULE_NAME = re.compile(r"policyloss(_lab|_train)?(\.\w+)+")
 
@@ -67,7 +67,7 @@ LAYERS = (
         ),
     ),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
-    Layer("What a loss is", ("parts", "spec", "catalogue")),
+    Layer("The loss as a value", ("parts", "spec", "catalogue")),
     Layer("The loss", ("policy_metrics", "loss", "value")),
     Layer("Around the loss", ("accumulation", "head", "compiled", "check", "explanations")),
     Layer("The edge", ("compat", "choose", "cli")),
@@ -114,7 +114,7 @@ def _imported_modules(tree: ast.AST) -> Iterator[str]:
     """The modules of the packages that a file imports, at load or later, but not for types alone.
 
     A string that is the name of a module counts, because that is how a command is loaded when it is
-    first called. `pl.name` and `lab.name` count as the module that the public name comes from.
+    first called. `pl.name` and `lab.name` count as the module that defines the public name.
     """
     for node in _runtime_nodes(tree):
         if isinstance(node, ast.ImportFrom):
@@ -141,7 +141,7 @@ def _imported_modules(tree: ast.AST) -> Iterator[str]:
 
 
 def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those under `if TYPE_CHECKING`."""
+    """Every node except those under `if TYPE_CHECKING`."""
     stack = [tree]
     while stack:
         node = stack.pop()
@@ -170,8 +170,8 @@ def _box_of(module: str, names: frozenset[str]) -> str | None:
 
 
 def first_sentence(docstring: str | None) -> str:
-    """The first sentence of a docstring, in one line; with the next if it is one word. A colon
-    before a list ends it too.
+    """The first sentence of a docstring, in one line; with the next sentence if it is one word. A
+    colon before a list ends it too.
     """
     paragraph = " ".join((docstring or "").strip().split("\n\n")[0].split())
     end = re.compile(r"\.(?=\s|$)|:(?= [A-Z]|$)").search(paragraph, 6)
@@ -185,8 +185,8 @@ def rounded(lines: int) -> str:
 
 
 def layers(by_name: Mapping[str, Box]) -> list[Layer]:
-    """The layers with every box in one of them: a box that none names stands in the lowest that its
-    imports allow.
+    """The layers with every box in one of them: a box that no layer names goes into the lowest
+    layer that its imports allow.
     """
     height = {name: i for i, layer in enumerate(LAYERS) for name in layer.names}
     if gone := sorted(set(height) - set(by_name)):
@@ -195,7 +195,7 @@ def layers(by_name: Mapping[str, Box]) -> list[Layer]:
         )
     unnamed = [name for name in by_name if name not in height]
     height |= dict.fromkeys(unnamed, 0)
-    for _ in unnamed:  # one that imports another has to wait for it
+    for _ in unnamed:  # a box waits for the boxes that it imports
         height |= {
             name: max((height[other] for other in by_name[name].imports), default=0)
             for name in unnamed
@@ -203,7 +203,7 @@ def layers(by_name: Mapping[str, Box]) -> list[Layer]:
     for name, box in by_name.items():
         if above := sorted(other for other in box.imports if height[other] > height[name]):
             raise LookupError(
-                f"{name} imports {above[0]}, which stands in a higher layer "
+                f"{name} imports {above[0]}, which is in a higher layer "
                 "(docs/architecture_imports.py)"
             )
     return [
@@ -213,7 +213,7 @@ def layers(by_name: Mapping[str, Box]) -> list[Layer]:
 
 
 def direct_imports(by_name: Mapping[str, Box]) -> list[tuple[str, str]]:
-    """Pairs (box, imported box) without those that follow from two others."""
+    """Pairs (box, imported box) without the pairs that follow from two others."""
 
     @cache
     def below(name: str) -> frozenset[str]:

@@ -1,5 +1,5 @@
-"""Makes docs/architecture.md: the picture of the code, what each room holds, where a new line goes,
-and three walks.
+"""Makes docs/architecture.md: the picture of the code, the contents of each room, the place of a
+new line, and three walks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FIGURE = "docs/figures/architecture.svg"
 
 @dataclass(frozen=True)
 class NewLine:
-    """Where a line of some kind goes. files: to change, relative to the root. test: what notices if
-    it is forgotten or wrong.
+    """Where a line of some kind goes. files: to change, relative to the root. test: fails if the
+    line is missing or wrong.
     """
 
     kind: str
@@ -58,7 +58,7 @@ PLACES = (
     NewLine(
         "a check of an argument",
         ("src/policyloss/arguments.py",),
-        "A function that raises an `InputError` with the argument, what was seen, and what to do.",
+        "A function that raises an `InputError` with the argument, its value, and the remedy.",
         "tests/policyloss/core/test_door.py",
     ),
     NewLine(
@@ -102,42 +102,41 @@ PLACES = (
     NewLine(
         "a choice that someone may question",
         ("docs/decisions",),
-        "A numbered file that says what was chosen and why, and its line in the list.",
+        "A numbered file with the choice and its reason, and its line in the list.",
         "tests/docs/test_docs.py",
     ),
     NewLine(
         "a batch or a helper of tests",
         ("tests/helpers",),
-        "What two test files share; what another process runs goes to `tests/workers`.",
+        "Code that two test files share; code for another process goes to `tests/workers`.",
         "tests/meta/test_mutants.py",
     ),
 )
 
 
 INTRODUCTION = """
-Three packages stand on each other: `policyloss` is the library and needs torch alone;
+The three packages build on each other: `policyloss` is the library and needs only torch;
 `policyloss_lab` reads runs; `policyloss_train` makes them. The library imports neither of the other
 two, and the lab does not import the trainer. Their commands reach `policyloss` by entry points.
 
 The drawing is made from the imports of `src`. An arrow leads from a module to one that it imports;
 arrows that follow from others are left out. **A module may import modules of its own layer or of a
 lower one, and none above.** For the library, `tests/meta/test_imports.py` lists exactly which.
-`compat` imports no framework before it hooks into it.
+`compat` imports a framework only when it hooks into it.
 """
 MAY_TOUCH = """
-- Public are the names in `policyloss.__all__`, those that the pages show, and the fields of parts,
-  which written specs hold. Everything else may change, together with its tests.
+- Public are the names in `policyloss.__all__`, the names that the pages show, and the fields of
+  parts, which stored specs hold. Everything else may change, together with its tests.
 - A number that a test computes by hand, and a tolerance, change only with a reason in the commit. A
   formula exists once: change it in `functional`, and its explanation follows.
 - Pages that begin with “Made by `python -m docs.generate`” are written by `make docs`,
-  `tests/recorded` by `make record`, `requirements.lock` by `make lock`. Change what they are made
-  from.
-- What looks odd may be a [decision](decisions/README.md). Read it first; if you decide otherwise,
-  say so there.
+  `tests/recorded` by `make record`, `requirements.lock` by `make lock`. Change their sources.
+- Odd code may be a [decision](decisions/README.md). Read it first; if you decide otherwise, write
+  it there.
 """
 ABOUT_WALKS = """
-Each list is a way that a real call takes: this page is made only if a call enters these functions
-in this order.
+Each list is the path of a real call: the page is written only if a call enters these functions in
+this order.
 """
 
 
@@ -170,7 +169,7 @@ def architecture_page() -> str:
 
 
 def rooms_table(by_name: Mapping[str, Box]) -> str:
-    """Every box with what it holds, from the top layer to the ground."""
+    """Every box with its content, from the top layer to the ground."""
     rows = [
         [
             layer.title,
@@ -182,7 +181,7 @@ def rooms_table(by_name: Mapping[str, Box]) -> str:
         for layer in reversed(layers(by_name))
         for name in layer.names
     ]
-    return table(["layer", "room", "what it holds", "size", "imports"], rows)
+    return table(["layer", "room", "content", "size", "imports"], rows)
 
 
 def _room(box: Box) -> str:
@@ -194,7 +193,7 @@ def _names(box: Box) -> str:
 
 
 def places_table() -> str:
-    """Where each kind of line goes; an error if a place is gone."""
+    """Where each kind of line goes; raises if a place does not exist."""
     for path in (path for line in PLACES for path in (*line.files, line.test)):
         if not (ROOT / path).exists():
             raise LookupError(f"{path} does not exist: correct PLACES in docs/architecture_page.py")

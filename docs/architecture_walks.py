@@ -1,4 +1,4 @@
-"""Three ways through the code, each a list of functions that a real call enters in that order.
+"""Three paths through the code, each a list of functions that a real call enters in that order.
 
 To change a walk, change its tuple of stops. To follow a function that moved, change its import in
 the same place.
@@ -27,7 +27,7 @@ from docs.architecture_imports import SOURCE, first_sentence
 
 @dataclass(frozen=True)
 class Walk:
-    """A way through the code. call: takes it, on the smallest example. stops: functions, each
+    """A path through the code. call: runs it, on the smallest example. stops: functions, each
     entered after the one before it.
     """
 
@@ -39,7 +39,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Stop:
-    """A function on the way: its name, its file relative to src, and the first sentence of
+    """A function on the path: its name, its file relative to src, and the first sentence of
     its docstring.
     """
 
@@ -138,7 +138,7 @@ def head_walk() -> Walk:
     )
     about = (
         "`pl.linear_policy_loss` and `backward()`. The gradient of a window is computed while its "
-        "logits exist; the backward only scales what is there."
+        "logits exist; the backward only scales it."
     )
     return Walk("Hidden states to the gradient of the weight", about, call, stops)
 
@@ -190,12 +190,12 @@ def training_walk() -> Walk:
 
 @cache
 def walks() -> tuple[tuple[Walk, list[Stop]], ...]:
-    """Every walk with its stops, walked once in a process."""
+    """Every walk with its stops; each walk runs once in a process."""
     return tuple((walk, walked(walk)) for walk in (loss_walk(), head_walk(), training_walk()))
 
 
 def walked(walk: Walk) -> list[Stop]:
-    """Go the walk. An error if a stop is not entered after the one before it."""
+    """Run the walk. Raises if a stop is not entered after the one before it."""
     functions: list[Any] = [inspect.unwrap(stop) for stop in walk.stops]
     with (
         _entered({function.__code__ for function in functions}) as order,
@@ -220,14 +220,14 @@ def walked(walk: Walk) -> list[Stop]:
 
 
 def _docstring(function: Any) -> str | None:
-    """The function's; of a method without one, that of its class, which then does one thing."""
+    """The function's docstring; for a method without one, the docstring of its class."""
     owner = getattr(sys.modules[function.__module__], function.__qualname__.split(".")[0])
     return inspect.getdoc(function) if function.__doc__ else inspect.getdoc(owner)
 
 
 @contextmanager
 def _entered(wanted: set[CodeType]) -> Iterator[list[CodeType]]:
-    """Which of the wanted functions are entered inside, in order."""
+    """The wanted functions that are entered inside, in order."""
     order: list[CodeType] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -244,6 +244,6 @@ def _entered(wanted: set[CodeType]) -> Iterator[list[CodeType]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing that the call prints is shown."""
+    """Suppress the call's output."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -10,16 +10,17 @@ from typing import Any
 from docs.markdown import GENERATED, fenced, join, linked, table
 from policyloss.choose import QUESTIONS, RULES, Choice, ChoiceRule, all_choices, choose
 
-# Where the form stands on the site; in plain Markdown, the sentence stands there by itself.
+# The place of the form on the site; plain Markdown has only the sentence.
 FORM = "In a terminal, `policyloss choose --help` asks the same questions."
 
 
 def choose_page() -> str:
     """The page."""
     about = (
-        "Answer what you know about your run. The answer is a loss, the reason for each part of "
-        "it, and who says so. It is where to begin: change a part if your run tells you to, and "
-        "let [the doctor](doctor.md) read the run. [Evidence](evidence.md) shows what each loss "
+        "Answer as many questions about your run as you can. The result is a loss, with a reason "
+        "and a source for each part. It is a starting point: change a part if your run needs it, "
+        "and let [the doctor](doctor.md) read the run. [Evidence](evidence.md) shows what each "
+        "loss "
         "learned on a small task."
     )
     example = 'print(choose(updates="stale", engine="separate", model="moe"))'
@@ -29,12 +30,12 @@ def choose_page() -> str:
         about,
         FORM,
         "## The questions",
-        table(["question", "answer", "what it means"], _question_rows()),
+        table(["question", "answer", "meaning"], _question_rows()),
         "## With a reward and no critic",
         usual_table(),
         "## Every rule",
         "Of the rules that name a loss, the first that fits decides. Every other rule that fits "
-        "changes a slot of it, or only says something.",
+        "changes a slot of it, or only adds a note.",
         table(["where", "then", "because", "source"], [_rule_row(rule) for rule in RULES]),
         "## In Python",
         fenced(f"from policyloss.choose import choose\n\n{example}", "python"),

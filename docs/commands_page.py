@@ -1,4 +1,4 @@
-"""Makes docs/commands.md from the arguments that the help of each command is made from."""
+"""Makes docs/commands.md from the same arguments as the help of each command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _sections(marked: bool) -> Iterator[str]:
 
 
 def words(argument: Argument) -> str:
-    """The argument as it is typed."""
+    """The argument as a user types it."""
     if argument.place:
         return argument.usage
     if argument.kind is bool and argument.default:

@@ -1,4 +1,4 @@
-"""Writes docs/conformance.md from what the last `make conformance` measured."""
+"""Writes docs/conformance.md from the results of the last `make conformance`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ HEADING = [
 
 
 def conformance_page(results: Path) -> str:
-    """The page; before the first run it only says how to make one."""
+    """The page; before the first run it only explains how to make one."""
     about = (
         "`make conformance` builds one environment per framework from pinned packages and calls "
         "every drop-in and the function it stands in for with the same random inputs: ragged, "
         "full and empty masks, holes, log-ratios up to ±30, float32 and float64, every "
-        "combination of options. Compared are the loss, every other value returned, and the "
-        "gradient. A difference is relative to max(1, |value|); it may be 1e-12 in float64 and "
-        "1e-6 in float32, and the run fails if one is larger. These bounds hold for the inputs "
+        "combination of options. It compares the loss, every other returned value, and the "
+        "gradient. Differences are relative to max(1, |value|), and the run fails if one exceeds "
+        "1e-12 in float64 or 1e-6 in float32. These bounds hold for the inputs "
         "drawn here. At extreme ratios float32 has no digits left to agree in: where terms of the "
         "size of e^30 cancel, a framework's own float32 is further than 1e-6 from its own "
         "float64. TRL's loss types that add those terms in another order than we do are therefore "
         "drawn nearer to the reference in float32."
     )
     if not results.is_file():
-        return join("# Conformance", GENERATED, about, "No run has been written down yet.")
+        return join("# Conformance", GENERATED, about, "No run has been recorded yet.")
     written = json.loads(results.read_text(encoding="utf-8"))
     measured: list[Result] = written["results"]
     return join(
@@ -53,7 +53,7 @@ def conformance_page(results: Path) -> str:
         about,
         "The worst differences of the last run:",
         summary(measured),
-        "## What the frameworks do wrong",
+        "## Defects of the frameworks",
         "Cases in which a framework's own answer is wrong or undefined are declared beforehand, "
         "with the reason; they are counted here, not compared. A declared defect that never shows "
         "fails the run.",
@@ -96,7 +96,7 @@ def section(result: Result) -> str:
 
 
 def defects(results: Iterable[Result]) -> str:
-    """Each defect once: what is wrong, what the drop-in does instead, and where it was seen."""
+    """Each defect once: the fault, the drop-in's result instead, and the functions that have it."""
     by_reason: dict[tuple[str, str, str], dict[str, Any]] = {}
     for result in results:
         for function in result["functions"]:
@@ -125,7 +125,7 @@ def defects(results: Iterable[Result]) -> str:
             [
                 "framework",
                 "releases",
-                "what is wrong",
+                "defect",
                 "the drop-in instead",
                 "where",
                 "cases seen",
@@ -138,12 +138,12 @@ def defects(results: Iterable[Result]) -> str:
 
 
 def programs(ran: list[dict[str, Any]]) -> list[str]:
-    """What is compared by running it, with what each program printed."""
+    """The comparisons that run whole programs, with the output of each program."""
     if not ran:
         return []
     about = (
-        "Whole trainings, the frameworks' own unit tests with our functions in the place of "
-        "theirs, and the code on these pages, run with the installed packages."
+        "Whole trainings, the frameworks' own unit tests with our functions in place of theirs, "
+        "and the code on these pages, run with the installed packages."
     )
     shown = [
         f"`python -m {one['name']}`: {'**failed**' if one['status'] else 'passed'}\n"

@@ -37,7 +37,7 @@ class Chart:
         return math.log10(value) if self.logarithmic else value
 
     def at(self, step: float, value: float) -> Point:
-        """Pixels; what lies outside is drawn at the edge."""
+        """Pixels; values outside are drawn at the edge."""
         share = (
             (self._scaled(value) - self.low) / (self.high - self.low)
             if not self.logarithmic or value > 0

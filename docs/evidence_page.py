@@ -25,7 +25,7 @@ RUNAWAY = 10.0
 
 
 def evidence_pages(results: Path) -> dict[str, str]:
-    """The page and its figures; nothing before the first run was written down."""
+    """The page and its figures; empty before the first recorded run."""
     path, large = results / "evidence.json", results / "evidence_large.json"
     if not path.is_file():
         return {}
@@ -44,7 +44,7 @@ def evidence_pages(results: Path) -> dict[str, str]:
 
 
 def good(data: Run) -> dict[str, list[Run]]:
-    """The runs that came to their end, by study; the study of all presets is always there."""
+    """The completed runs, by study; the study of all presets is always present."""
     found: dict[str, list[Run]] = {PRESETS: []}
     for run in data["runs"]:
         if "error" not in run:
@@ -65,7 +65,7 @@ def evidence_page(data: Run, large: Run | None) -> str:
     runs = good(data)
     studies = {name: by_preset(found) for name, found in runs.items() if name != PRESETS}
     reproduce = (
-        "Results are written as they come, so a run that was stopped goes on where it was, and "
+        "Results are written as they come, so a stopped run continues where it stopped, and "
         "`--only ppo,dual_clip` runs a part. The larger model needs a GPU."
     )
     commands = (
@@ -90,7 +90,7 @@ def evidence_page(data: Run, large: Run | None) -> str:
 
 
 def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
-    """What was run, where, and a table with a line for each preset."""
+    """The runs, their machines, and a table with a line for each preset."""
     if not presets:
         return "No preset has been run yet."
     all_runs = [run for runs in presets.values() for run in runs]
@@ -104,12 +104,13 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
         f"seeds, {steps} steps of 128 completions. Apart from the options in the table, every run "
         "uses the trainer's defaults, including one learning rate for all presets. "
         f"{same_start(all_runs)} The warm-up shows imperfect answers: nine of ten leave the last "
-        "digit where it stood, so that only a reward or a teacher can raise the accuracy. "
-        "Accuracy is that of greedy answers to 256 held-out prompts, every 5 steps. Each figure is "
-        "the median over the seeds, with the range behind it; a dash means never, or nothing to "
+        "digit in its place, so that only a reward or a teacher can raise the accuracy. "
+        "Accuracy is measured on greedy answers to 256 held-out prompts, every 5 steps. Each "
+        "figure is "
+        "the median over the seeds, with the range in brackets; a dash means never, or nothing to "
         "measure. "
         "Seconds count sampling and learning on one thread, without warm-up and evaluation; "
-        f"several runs shared a machine, so seconds say less than steps. {machines(data)}"
+        f"several runs shared a machine, so compare steps rather than seconds. {machines(data)}"
     )
     rows = [
         [f"[`{name}`](presets/{name}.md)", *_preset_cells(runs)] for name, runs in presets.items()
@@ -137,7 +138,7 @@ def presets_section(presets: dict[str, list[Run]], data: Run) -> str:
 
 
 def reached(presets: dict[str, list[Run]], goal: float) -> str:
-    """How many reach the goal, and who does not."""
+    """How many presets reach the goal, and which do not."""
     counts = {
         name: sum(run["to_goal"] is not None for run in runs) for name, runs in presets.items()
     }
@@ -155,7 +156,7 @@ def reached(presets: dict[str, list[Run]], goal: float) -> str:
 
 
 def same_start(runs: list[Run]) -> str:
-    """Whether all presets of a seed began with the same weights, as far as accuracy tells."""
+    """Whether all presets of a seed began with the same weights, judged by the first accuracy."""
     starts: dict[int, set[float]] = {}
     for run in runs:
         starts.setdefault(run["seed"], set()).add(run["start"])
@@ -185,7 +186,7 @@ def _preset_cells(runs: list[Run]) -> list[str]:
 
 
 def options(run: Run) -> str:
-    """What was set for this loss, as on the command line."""
+    """The options of this loss, as on the command line."""
     own = run["settings"]["own"].items()
     parts = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -231,14 +232,15 @@ def failures_section(data: Run) -> str:
 
 
 def clip_section(studies: dict[str, dict[str, list[Run]]]) -> str:
-    """The claim, what happened, and the numbers."""
+    """The claim, the result, and the numbers."""
     claim = (
         "The claim: where the advantage is negative and the ratio is large, plain PPO's loss −A·r "
         "has no bound, and with stale completions its loss and gradient norm run away; dual clip "
-        "bounds it by −c·A. Here completions are 8 steps old, the ratio is to the policy that "
-        "sampled them, each step takes two epochs of two minibatches, advantages are GRPO's for "
+        "bounds it by −c·A. Here completions are 8 steps old, the ratio compares with the policy "
+        "that sampled them, each step takes two epochs of two minibatches, advantages are GRPO's "
+        "for "
         "all, and the gradient's norm is not limited. `ppo`, `ppo_dual_clip` (c = 3) and "
-        "`two_sided` (ratio ≤ 4) differ in the clip alone. A norm has run away if it is "
+        "`two_sided` (ratio ≤ 4) differ only in the clip. A norm has run away if it is "
         f"{RUNAWAY:.0f} times as large in the last quarter of the run as in the first, or not "
         "finite."
     )
@@ -282,7 +284,7 @@ def verdict(presets: dict[str, list[Run]]) -> str:
     largest, largest_dual = (median(max(_norms(run)) for run in runs) for runs in both)
     fell, fell_dual = (sum(run["end"] < run["start"] for run in runs) for runs in both)
     held = away > len(both[0]) / 2 and not away_dual
-    said = "The claim holds here" if held else "The claim does not hold here as it is worded"
+    said = "The claim holds here" if held else "The claim does not hold here in these words"
     return (
         f"**{said}**: the norm runs away in {away} of {len(both[0])} runs of plain PPO and in "
         f"{away_dual} of {len(both[1])} with dual clip. Its largest value is {largest:.3g} with "
@@ -340,7 +342,7 @@ def large_section(run: Run) -> str:
         f"{size['steps']} steps of `policyloss train` from end to end: "
         f"{size['prompts'] * size['group_size']} completions of {size['new_tokens']} tokens each, "
         f"{size['micro_tokens']:,} tokens in a forward and backward. {machine['gpu']}, torch "
-        f"{machine['torch']}. Tokens per second are completion tokens of the learning phase (old "
+        f"{machine['torch']}. Tokens per second count completion tokens of the learning phase (old "
         "log-probs, forward, backward, optimizer), the median over the steps after the first; "
         "the peak is that of the whole run."
     )

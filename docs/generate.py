@@ -78,27 +78,28 @@ def preset_table(folder: str) -> str:
     rows = [
         [f"[`{p.name}`]({folder}{p.name}.md)", p.title, linked(p.paper)] for p in PRESETS.values()
     ]
-    return table(["preset", "what it is", "paper or source"], rows)
+    return table(["preset", "description", "paper or source"], rows)
 
 
 def index_page() -> str:
     """The list of presets."""
     about = (
-        "A preset is a `LossSpec` with a source for every number. `pl.preset(name)` gives it, "
-        "`pl.explain(name)` or `policyloss explain NAME` says what each page here says, and "
-        "`pl.diff(a, b)` how two differ."
+        "A preset is a `LossSpec` with a source for every number. `pl.preset(name)` returns it, "
+        "`pl.explain(name)` or `policyloss explain NAME` prints the contents of its page, and "
+        "`pl.diff(a, b)` prints how two differ."
     )
     return join("# The named losses", GENERATED, about, preset_table(""))
 
 
 def metrics_page() -> str:
-    """What each metric means."""
+    """The definition of each metric."""
     policy = [[f"`{name}`", formula] for name, formula in FORMULAS.items()]
     value = [[f"`{name}`", formula] for name, formula in VALUE_FORMULAS.items()]
     about = (
         "`out.metrics` holds records that add up: `a + b` merges micro-batches, "
         "`.all_reduce(group)` merges ranks, and nothing is divided before `.compute()`. A metric "
-        "is there only if the tensors and the part it reads are there. With `rejected` other than "
+        "is present only if the tensors and the part that it reads are. With `rejected` other than"
+        " "
         "`keep`, n counts the survivors, except for `kl_rollout_*`, `correction_*`, `rejected_*` "
         "and `effective_sample_size`, which count the batch before rejection. Keep policy and "
         "value metrics apart: they share names. The `invalid_*` counts are records like the "
@@ -107,8 +108,8 @@ def metrics_page() -> str:
     )
     levels = (
         '`metrics="all"` is the default. `metrics="basic"` measures `loss`, `tokens`, '
-        "`clip_fraction`, `clip_fraction_dual` and `kl_old_k1`, about what a framework's own "
-        'function returns, and `metrics="none"` nothing but the `invalid_*` counts. The loss and '
+        "`clip_fraction`, `clip_fraction_dual` and `kl_old_k1`, about the metrics of a "
+        'framework, and `metrics="none"` measures only the `invalid_*` counts. The loss and '
         "its gradient are the same. `linear_policy_loss`, `hf.policy_loss`, `accumulate` and "
         "`compiled_loss` take the same argument."
     )
@@ -129,8 +130,8 @@ def metrics_page() -> str:
         "## value_loss",
         table(heading, value),
         "## policyloss train",
-        "A run logs the metrics of `policy_loss` as `policy/…` and those of `value_loss` as "
-        "`value/…`, and with them",
+        "A run logs the metrics of `policy_loss` as `policy/…` and the metrics of `value_loss` as "
+        "`value/…`, and adds",
         table(
             heading, [[f"`policy/{name}`", formula] for name, formula in ROUTER_FORMULAS.items()]
         ),
@@ -185,12 +186,12 @@ def zero_section(e: Explanation) -> str:
     """When the policy term gives a token no gradient."""
     parts = []
     if e.zero.alone:
-        parts += ["Exactly none comes from the policy term where", _conditions(e.zero.alone)]
+        parts += ["The gradient of the policy term is exactly 0 where", _conditions(e.zero.alone)]
     if e.zero.together:
         also = "also" if e.zero.alone else "exactly"
         shared = (
-            f"The gradient is shared over the {e.zero.group}: {also} none where every token of it "
-            "meets one of"
+            f"The gradient is shared over the {e.zero.group}: it is {also} 0 where every token of "
+            "it meets one of"
         )
         parts += [shared, _conditions(e.zero.together)]
     return join(*parts, e.still_moved_by)
@@ -203,7 +204,7 @@ def _conditions(conditions: tuple[tuple[str, str], ...]) -> str:
 
 
 def elsewhere_section(e: Explanation) -> str:
-    """What frameworks call it."""
+    """The names of its parts in frameworks."""
     rows = [
         [entry.part, framework, name]
         for entry in e.elsewhere
@@ -254,7 +255,7 @@ def _relative(other: Preset, difference: Difference) -> str:
 
 
 def stale() -> list[str]:
-    """Generated files that are missing, out of date, or belong to a preset that is gone."""
+    """Generated files that are missing, out of date, or belong to a removed preset."""
     texts = pages()
     wrong = [path for path, text in texts.items() if _read(ROOT / path) != text]
     return wrong + [str(p.relative_to(ROOT)) for p in _leftovers(texts)]
@@ -265,7 +266,7 @@ def _read(path: Path) -> str | None:
 
 
 def write() -> list[str]:
-    """Bring every generated file up to date; gives those that changed."""
+    """Bring every generated file up to date; returns the files that changed."""
     wrong, texts = stale(), pages()
     for leftover in _leftovers(texts):
         leftover.unlink()

@@ -1,4 +1,4 @@
-"""Makes src/policyloss/losses.json, from which the command line answers without torch."""
+"""Makes src/policyloss/losses.json, which commands read instead of importing torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from policyloss.choose import all_choices
 
 
 def losses_table() -> str:
-    """Every preset and every loss that `choose` gives, one on a line."""
+    """Every preset and every result of `choose`, one per line."""
     presets = {
         preset.name: {
             "title": preset.title,

@@ -1,5 +1,5 @@
-"""Writes docs/names.md: what each option and part is called in each framework,
-and which names mean several things.
+"""Writes docs/names.md: the names of options and parts in each framework, and names with several
+meanings.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
 def names_page() -> str:
     """The page."""
     about = (
-        "How to say the same thing in each framework, and where two of them say the same word and "
-        "mean different things. `pl.explain(spec)` gives the names of one loss; "
-        "[frameworks.md](frameworks.md) how to use this library inside each."
+        "The names of options and parts in each framework, and the words that mean different "
+        "things in two of them. `pl.explain(spec)` lists the names of one loss; "
+        "[frameworks.md](frameworks.md) shows how to use this library inside each framework."
     )
     return join(
         "# Names",
@@ -48,16 +48,17 @@ def names_page() -> str:
 
 
 def options_section() -> str:
-    """What each option is called, with its default."""
+    """The names of each option, with its default."""
     about = (
-        "`name=default` is an option of the framework, `function(argument=default)` an argument; a "
-        "bare one must be given. verl: `actor.` stands for `actor_rollout_ref.actor.`, functions "
+        "`name=default` is an option of the framework, `function(argument=default)` an argument; "
+        "one without a default is required. verl: `actor.` stands for `actor_rollout_ref.actor.`, "
+        "functions "
         "are those of `verl.trainer.ppo.core_algos` and `rollout_corr_helper`, as of 0.9.1. "
         "OpenRLHF 0.11.2, TRL 1.16.0 (`GRPOConfig`), ColossalChat as of 0.5.0 "
         "(`coati.distributed.loss`; `models.` for `coati.models.loss`). `pl.LossSpec()` is PPO: "
         "`Clip(0.2, 0.2)` and `TokenMean()`."
     )
-    heading = ["what", "policyloss", *FRAMEWORKS]
+    heading = ["option", "policyloss", *FRAMEWORKS]
     tables = []
     for group, rows in OPTIONS.items():
         cells = [
@@ -91,7 +92,7 @@ def _argument(said: Any) -> str:
 
 
 def elsewhere_section() -> str:
-    """What each framework calls each part, one table per kind of part."""
+    """The names of each part in each framework, one table per kind of part."""
     about = (
         "How each part is selected. In verl any preset can also be selected by its own name, "
         '`loss_mode="policyloss/<preset>"`, and in TRL any loss given as `policy_loss=`: see '
@@ -100,7 +101,7 @@ def elsewhere_section() -> str:
     parts: dict[str, list[list[str]]] = {}
     for entry in ELSEWHERE:
         parts.setdefault(entry.part, []).append([entry.what, *_by_framework(entry)])
-    heading = ["what", *FRAMEWORKS, "others"]
+    heading = ["meaning", *FRAMEWORKS, "others"]
     tables = [
         text
         for part, rows in parts.items()
@@ -126,7 +127,7 @@ def _by_framework(entry: FrameworkNames) -> list[str]:
 
 
 class Measured(NamedTuple):
-    """What a meaning gives on the batch: a loss and its gradient, or other numbers."""
+    """The result of a meaning on the batch: a loss and its gradient, or other numbers."""
 
     loss: Tensor | None
     gradient: Tensor | None
@@ -147,7 +148,7 @@ def _is_float(rows: list[Any]) -> bool:
 
 
 def measured(meaning: Meaning) -> Measured | None:
-    """What the meaning gives on the batch; None where it is only described."""
+    """The result of the meaning on the batch; None where it is only described."""
     if meaning.spec is not None:
         return Measured(*loss_and_gradient(meaning.spec, batch(), meaning.counted), None)
     if not meaning.expression:
@@ -172,7 +173,7 @@ def metric(trust: Any, name: str) -> float:
 def loss_and_gradient(
     spec: pl.LossSpec, given: dict[str, Tensor], counted: str
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a batch and its gradient in logp, counted as `Meaning.counted` says."""
+    """The loss of a batch and its gradient in logp, with the counts of `Meaning.counted`."""
     logp = given["logp"].clone().requires_grad_()
     tensors: dict[str, Any] = {**given, "logp": logp}
     if counted == "micro":
@@ -196,11 +197,12 @@ def halves(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def homonyms_section() -> str:
-    """Names with several meanings, what each gives on one batch, and how they differ."""
+    """Names with several meanings, the result of each on one batch, and how they differ."""
     about = (
-        "Each name below means several things. The numbers show that they differ: each is what a "
-        "meaning gives on the batch printed here, in float64 (‖∇‖ is the length of the gradient "
-        "in `logp`), computed when the page is made. The formulas are those of `pl.explain`, "
+        "Each name below means several things. The numbers show that they differ: each is the "
+        "result of a meaning on the batch printed here, in float64 (‖∇‖ is the length of the "
+        "gradient in `logp`), computed when the page is written. The formulas are those of "
+        "`pl.explain`, "
         "without the lines that all meanings share."
     )
     same = [f"- {one.says} (`{_changed(one.a)}` and `{_changed(one.b)}`)" for one in SAME]
@@ -255,7 +257,7 @@ def _tensor_code(x: list[Any]) -> str:
 
 
 def homonym_section(homonym: Homonym) -> str:
-    """One name: who means what, the numbers, how the formulas differ, and the specs."""
+    """One name: its meanings, the numbers, how the formulas differ, and the specs."""
     found = [measured(meaning) for meaning in homonym.meanings]
     rows = [[m.who, m.says, *_numbers(x)] for m, x in zip(homonym.meanings, found, strict=True)]
     return join(
@@ -277,7 +279,7 @@ def _numbers(found: Measured | None) -> list[str]:
 
 
 def _shown(x: float) -> str:
-    """Six digits; what is only rounding is 0."""
+    """Six digits; a number within rounding of 0 is 0."""
     return f"{round(x, 12) + 0.0:.6g}"
 
 
@@ -298,7 +300,7 @@ def differing_lines(homonym: Homonym) -> str:
 
 
 def printed_lines(meaning: Meaning) -> list[str]:
-    """The formula of a meaning, with the words for what it counts."""
+    """The formula of a meaning, with the names of its counts."""
     assert meaning.spec is not None
     lines = [str(line) for line in formula(meaning.spec).lines]
     if meaning.counted == "rows":
@@ -309,7 +311,7 @@ def printed_lines(meaning: Meaning) -> list[str]:
 
 
 def code_block(homonym: Homonym) -> str:
-    """The meanings as Python: a spec, or a value, below a comment that says whose it is."""
+    """The meanings as Python: a spec, or a value, below a comment that names the framework."""
     lines = []
     for m in homonym.meanings:
         if m.spec is not None:

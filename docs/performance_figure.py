@@ -116,7 +116,7 @@ class Unit:
         self.name, self.bytes = ("GiB", 2**30) if max(values) >= 2**30 else ("MiB", 2**20)
 
     def shown(self, value: float) -> str:
-        """The number alone; what would be rounded to nothing is not called nothing."""
+        """The number alone; a number that rounds to 0 is not shown as 0."""
         number = value / self.bytes
         if 0 < number < 0.05:
             return "< 0.1"

@@ -1,7 +1,7 @@
 """Why each missed target is missed, in the figures of the run itself.
 
 An explanation is looked up by run and target, and reads its figures from the run. It is shown while
-the target is missed; `unexplained` names the misses that nobody has explained.
+the target is missed; `unexplained` lists the misses without an explanation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from docs.markdown import join
 Run = dict[str, Any]
 Runs = dict[str, Run]
 # From a target and all runs to its explanation; None if the text does not fit the target. A figure
-# that the run does not have is a KeyError.
+# that is missing in the run raises a KeyError.
 Explain = Callable[[Run, Runs], str | None]
 
 PARTS = ("head", "divergence", "loss", "gae", "bits")
@@ -33,16 +33,16 @@ def misses_section(runs: Runs) -> str:
     for run, t, text in _explained(runs):
         bound = f"{'at most' if t['sense'] == '<=' else 'at least'} {t['reach']:g}"
         line = f"**{run}, {t['id']}, {t['what']}: {t['measured']:.3g}, should be {bound}.**"
-        by_text.setdefault(text or "No explanation is written down yet.", []).append(line)
+        by_text.setdefault(text or "No explanation has been written yet.", []).append(line)
     if not by_text:
         return ""
-    about = "The figures here are those of the runs that the targets are from."
+    about = "The figures here come from the runs of the targets."
     paragraphs = (" ".join([*lines, text]) for text, lines in by_text.items())
     return join("## The misses, one by one", about, *paragraphs)
 
 
 def unexplained(runs: Runs) -> list[str]:
-    """The missed targets that nothing explains, or whose explanation lacks a figure."""
+    """The missed targets without an explanation, or with one that lacks a figure."""
     return [f"{run}, {t['id']}: {t['what']}" for run, t, text in _explained(runs) if text is None]
 
 
@@ -149,7 +149,7 @@ def _head_on_a_cpu(t: Run, runs: Runs) -> str | None:
         if LIVE not in masked:
             return text
         old, new = (masked[n]["median_ms"] for n in (LIVE, f"{LIVE}, d weight in new memory"))
-        # The rate of anybody who multiplies the same rows follows from ours.
+        # The rate of any other product of the same rows follows from ours.
         return (
             f"{text} Bare products of exactly these rows reach {t['measured'] * ours / old:.2f} of "
             "the rate of the dense ones, because products of fewer rows are slower per row, and "
@@ -249,8 +249,8 @@ def _same_bits(device: str) -> Explain:
         return (
             f"The call takes {times['default']:.1f} ms by default and {times['exact']:.1f} ms "
             f"within `exact()`. The difference, {times['exact'] - times['default']:.1f} ms, is "
-            f"what it costs to multiply rows in tiles of {run['tile']} whatever the batch, and to "
-            f"sum over {run['parts']} parts of the vocabulary in a fixed order. By default {rows} "
+            f"the cost of multiplying rows in tiles of {run['tile']} for any batch, and of summing "
+            f"over {run['parts']} parts of the vocabulary in a fixed order. By default {rows} "
             "rows had other bits in another order or company; within `exact()` none had."
         )
 

@@ -30,11 +30,12 @@ def performance_pages(results: Path) -> dict[str, str]:
 def performance_page(runs: dict[str, Run]) -> str:
     """The page; `runs` by the name of their file: head_cuda, head_cpu, loss_cuda, …"""
     about = (
-        "Ratios within one run; absolute times say as much about the machine as about the code. "
-        "Every provider is checked against float64 before it is timed, and one that is wrong is "
-        "not timed. They are interleaved, each round in another order, and the figure is the "
-        "median. The runs behind this page are in `benchmarks/results`. `make peers` fetches what "
-        "they are compared with, `make bench` runs all of it on a CPU, and `python -m "
+        "Figures are ratios within one run; absolute times depend on the machine as much as on the"
+        " code. "
+        "Every provider is checked against float64 before it is timed; a wrong one is not timed. "
+        "They are interleaved, each round in another order, and the figure is the "
+        "median. The runs behind this page are in `benchmarks/results`. `make peers` fetches the "
+        "other implementations, `make bench` runs everything on a CPU, and `python -m "
         "benchmarks.head --device cuda` (also `.divergence`, `.loss`, `.gae`) on a GPU."
     )
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
@@ -52,7 +53,7 @@ def performance_page(runs: dict[str, Run]) -> str:
         about,
         targets_section(runs),
         misses_section(runs),
-        *(sections or ["No run has been written down yet."]),
+        *(sections or ["No run has been recorded yet."]),
     )
 
 
@@ -86,7 +87,7 @@ def step_section(run: Run, device: str) -> str:
 
 
 def _step_notes(run: Run) -> str:
-    """The end of the sentence: what else was measured, and the target of the models it is for."""
+    """The end of the sentence: other measurements, and the target of these models."""
     memory = any(row.get("peak_bytes") for row in run["rows"])
     text = (
         ", and the most memory that tensors took, weights and gradients included." * memory or "."
@@ -113,17 +114,17 @@ def trl_step_section(run: Run) -> str:
         f"{machine(run)}. Forward and backward of a step of TRL's GRPOTrainer with its own head "
         'and with `head="fused"` (`python -m benchmarks.trl_step`): a random Qwen2 of two layers, '
         "so that the head is most of it. Both take steps in turns, and loss and gradient agree "
-        "first. Time is that of a processor, the ratio the median within a turn; memory is what a "
-        "process took beyond what it had before its first step.",
+        "first. Time is processor time, and the ratio is the median within a turn; memory is the "
+        "growth of the process since its first step.",
         table(["vocabulary, batch", *arms, "times faster", "of the memory"], rows),
     )
 
 
 def training_section(run: Run, device: str) -> str:
-    """The reference trainer: its learning phase beside a dense mask, or its steps beside TRL's."""
+    """The reference trainer: its learning phase and a dense mask, or its steps and TRL's."""
     title, where = f"## Training {WHERE[device]}", machine(run)
     if "learning" in run:
-        phases = {"as it is": run["learning"], "with --compile": run["compiled"]}
+        phases = {"without --compile": run["learning"], "with --compile": run["compiled"]}
         size, best = run["learning"]["size"], max(p["of_before"] for p in phases.values())
         rows = [
             [name, way, f"{rate:,.0f}", f"{p['of_before']:.2f}"]
@@ -166,7 +167,7 @@ def _step_cell(row: Run | None, body: Run) -> str:
     if "median_ms" not in row:
         return "does not fit"
     peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
-    # A row that was measured in a run of its own brings the body's time of that run.
+    # A row from a separate run uses the body's time of that run.
     alone = row.get("body_ms", body["median_ms"])
     more = "" if row is body else f" ({row['median_ms'] / alone - 1:+.1%})"
     return f"{row['median_ms']:.0f} ms{more}{peak}"
@@ -188,9 +189,7 @@ def machine(run: Run) -> str:
 
 
 def targets_section(runs: dict[str, Run]) -> str:
-    """What was to be reached, and what was: one table over all runs,
-    after the names of those that were missed.
-    """
+    """Targets and results in one table over all runs, after the names of the missed targets."""
     found = [(title_of(name), t) for name, t in targets_of(runs)]
     if not found:
         return ""
@@ -200,7 +199,7 @@ def targets_section(runs: dict[str, Run]) -> str:
     said += f"; {len(missed)} are not, all of them under {ids}." if missed else "."
     if any(run.endswith("GPU") for run, _ in found):
         said += " " + LATENCY
-    columns = ["run", "target", "what", "reach", "stretch", "measured", "met"]
+    columns = ["run", "target", "quantity", "reach", "stretch", "measured", "met"]
     return join("## Targets", said, table(columns, [[run, *_target(t)] for run, t in found]))
 
 
@@ -208,8 +207,8 @@ LATENCY = (
     "On a GPU each call is timed alone, from an idle device: its time includes the Python before "
     "its first kernel starts, for the head some milliseconds on the machine of these runs. That "
     "is part of T1 and T6, and weighs most where a call is short: T7's shares of the copy's "
-    "bandwidth and T8's times are those of whole calls, not of their kernels, which stand beside "
-    "them where they were measured. T6's floor is a product that is rounded to bfloat16; logits in "
+    "bandwidth and T8's times are those of whole calls; times of kernels are listed separately "
+    "where they were measured. T6's floor is a product that is rounded to bfloat16; logits in "
     "float32 are twice the bytes to write, and are read once more for their statistics."
 )
 
@@ -291,8 +290,8 @@ DENSE_NOTE = (
     "out gradients of small probabilities."
 )
 FORWARD_NOTE = (
-    "A log-prob error of some 1e-3 is that of logits rounded to half precision, which are half the "
-    "bytes."
+    "Logits rounded to half precision, which take half the bytes, have a log-prob error of some "
+    "1e-3."
 )
 IN_TURNS_NOTE = (
     "A product runs at a higher clock after a call that left the device cool, as some peers do; "
@@ -408,7 +407,7 @@ def _logits_group(groups: Run) -> str:
         "TRL's pair is `selective_log_softmax` and `entropy_from_logits`: on a GPU each takes a "
         "Triton kernel of TRL's where there is Triton, plain torch where there is not."
     )
-    return join("### From logits that are there: log-probs and entropy", table(columns, rows), note)
+    return join("### From existing logits: log-probs and entropy", table(columns, rows), note)
 
 
 def _not_timed(run: Run) -> str:
@@ -417,14 +416,14 @@ def _not_timed(run: Run) -> str:
 
 
 def _plans(groups: Run) -> str:
-    """What `explain_plan` says of each run of ours."""
+    """The output of `explain_plan` for each of our runs."""
     told = {
         name: p["plan"] for group in groups.values() for name, p in group.items() if p.get("plan")
     }
     text = "\n\n".join(
         f"{name}\n  {plan.replace(chr(10), chr(10) + '  ')}" for name, plan in told.items()
     )
-    return join("### The plans, as `explain_plan` tells them", fenced(text, "text")) if told else ""
+    return join("### The plans, from `explain_plan`", fenced(text, "text")) if told else ""
 
 
 # The loss -----------------------------------------------------------------------------------------
@@ -448,7 +447,8 @@ def loss_section(run: Run, device: str) -> str:
     about = (
         "`policy_loss(ppo_dual_clip)` with all its metrics, against the functions of verl 0.9.1 "
         f"and OpenRLHF 0.11.2 that compute the same loss: {height} × {width} tokens, float32, "
-        f"{machine(run)}. Peak extra memory is what tensors held beyond the inputs. The mask is "
+        f"{machine(run)}. Peak extra memory is the memory of tensors beyond the inputs. The mask "
+        "is "
         "float32, as frameworks pass it: torch's CPU compiler reads a bool mask slowly, for "
         "every provider. verl returns three metrics; under torch.compile, the figure that "
         "compares like with like is ours with the same few metrics."
@@ -466,7 +466,7 @@ def loss_section(run: Run, device: str) -> str:
 
 
 def _loss_notes(times: Run) -> str:
-    """What the rows are that do not explain themselves, if they are there."""
+    """Explanations of the rows that need one, if they are present."""
     notes = {
         "policyloss, compiled_loss": (
             "`compiled_loss` is `pl.compiled_loss(spec)`, `torch.compile` over loss, all metrics "
@@ -474,7 +474,7 @@ def _loss_notes(times: Run) -> str:
             "without autograd."
         ),
         "policyloss, basic": (
-            '`basic` and `no metrics` are `metrics="basic"`, which is about what verl returns, '
+            '`basic` and `no metrics` are `metrics="basic"`, about the metrics of verl, '
             'and `metrics="none"`.'
         ),
         "policyloss, operation by operation": (
@@ -482,9 +482,9 @@ def _loss_notes(times: Run) -> str:
             "graph; `operation by operation` is the same call under `pl.unfused()`."
         ),
         "coati's form": (
-            "coati's form is ColossalChat's formula, written out because its package cannot be "
-            "installed beside this one: another, smaller loss (no dual bound, each row's own "
-            "mean, one metric), held against its own float64 formula."
+            "coati's form is ColossalChat's formula, written out because its package and this one "
+            "cannot be installed together: another, smaller loss (no dual bound, each row's own "
+            "mean, one metric), compared with its own float64 formula."
         ),
     }
     return " ".join(text for name, text in notes.items() if name in times)
@@ -517,8 +517,8 @@ def _scaling(found: list[Run] | None, device: str) -> str:
             for r in (found[0], found[-1])
         )
         note = (
-            f"A call of ours took {first} and {last}: here it is the number of operations that "
-            "counts, not that of tokens."
+            f"A call of ours took {first} and {last}: here the number of operations counts, not "
+            "the number of tokens."
         )
     return join("Cost per token, eager, nanoseconds:", table(["tokens", *names], rows), note)
 
@@ -552,7 +552,7 @@ def gae_section(run: Run, device: str) -> str:
 
 
 def bits_section(run: Run, device: str) -> str:
-    """What the same bits cost."""
+    """The cost of the same bits."""
     sequences, length, vocabulary, hidden = run["shape"]
     about = (
         f"{sequences * length} tokens × vocabulary {vocabulary} × hidden size {hidden}, "

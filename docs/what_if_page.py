@@ -1,4 +1,4 @@
-"""Writes docs/what_if.md: how to ask, what the numbers mean, and whether they come true, from
+"""Writes docs/what_if.md: the command, its numbers, and whether they come true, from
 `benchmarks/results/what_if_cpu.json`.
 """
 
@@ -39,39 +39,39 @@ def _page(measured: Any) -> str:
         "# What if: every loss on your own tokens",
         GENERATED,
         fenced(COMMANDS, "bash"),
-        "A run stores some of its completions token by token. `policyloss what-if` takes them and "
-        "says what each named loss would have done with exactly these tokens: the weight of every "
+        "A run stores some of its completions token by token. `policyloss what-if` computes what "
+        "each named loss would have done with exactly these tokens: the weight of every "
         "token, which tokens are clipped or rejected, the effective sample size, where the "
         "gradient goes, how alike two losses are, and how a small step would change each sequence. "
-        "For the loss of the run, it names what is wrong and the smallest change that cures it. "
+        "For the loss of the run, it names problems and the smallest change that cures each. "
         "In Python:",
         fenced(EXAMPLE, "python"),
-        "Nothing is computed by a second formula: a weight is the derivative of `policy_loss` by "
+        "There is no second formula: a weight is the derivative of `policy_loss` by "
         "the log-probability of the token, by autograd, in float64. The page is one file that "
         "opens offline, with a content policy that forbids every request.",
-        "## What it reads",
+        "## Input",
         "- **A run directory** of `policyloss train` or of a recorder: the completions of the last "
         "stored step with an advantage that is not 0 (`--step 40` takes another one, `--step all` "
         "takes all), the loss from `config.json`, and the last checkpoint, if there is one, "
-        "through which gradients are then compared. `--through tokens` leaves the model out.\n"
+        "to compare gradients through the model. `--through tokens` leaves the model out.\n"
         "- **A .jsonl file**, one completion on each line, or **a .safetensors file** of `[B, T]` "
         "tensors, under these names. For a model (`--model FOLDER`), a line also needs `ids` and "
         "`prompt_ids`.",
         table(
-            ["what", "names that are understood"],
+            ["tensor", "accepted names"],
             [[f"`{ours}`", ", ".join(f"`{n}`" for n in names)] for ours, names in NAMES.items()],
         ),
-        "Without `logp`, the policy is taken to be the old one. Without advantages, those of GRPO "
-        "are computed from the rewards of each prompt. A completion that lacks a number is left "
-        "out, and a note says so. A preset that reads something that was not stored (`ref_logp`, "
-        "`rollout_logp`, a divergence) is not tried, and the result says why.",
-        "## What the numbers mean",
+        "Without `logp`, the policy is assumed to be the old one. Without advantages, GRPO's are "
+        "computed from the rewards of each prompt. A completion that lacks a number is left out "
+        "with a note. A preset that needs a tensor that was not stored (`ref_logp`, "
+        "`rollout_logp`, a divergence) is not tried, and the result gives the reason.",
+        "## The numbers",
         table(
             ["column", "on the page", "meaning"],
             [[f"`{column.name}`", column.title, column.meaning] for column in COLUMNS],
         ),
         _definitions(),
-        "## What is wrong, and the smallest cure",
+        "## Problems, and the smallest cure",
         _cures(),
         "## Does it come true?",
         _proof(measured) if measured else "This has not been measured yet.",
@@ -83,12 +83,11 @@ def _definitions() -> str:
         "With `g_t = ∂loss/∂logp_t` and `p_t` the same derivative on policy (current, old and "
         "rollout policy equal, so that every ratio and every weight is 1; both without the KL and "
         "entropy terms):\n\n"
-        "- The **importance** of a token is `u_t = g_t / p_t`: what the ratio, the trust region "
-        "and the correction together make of it. It does not depend on advantages or on the way "
-        "of averaging.\n"
+        "- The **importance** of a token is `u_t = g_t / p_t`: the joint effect of the ratio, the "
+        "trust region and the correction. It does not depend on advantages or on the average.\n"
         "- The **effective sample size** is `(Σu)² / (M·Σu²)` over the M tokens with `p_t ≠ 0`.\n"
         "- **Cut off** is `Σ|p_t|` over tokens with `g_t = 0`, divided by `Σ|p_t|`.\n"
-        "- The **cosine** of two losses is that of their gradients: by token, where every "
+        "- The **cosine** of two losses is the cosine of their gradients: by token, where every "
         "log-probability counts as a weight of its own, and by model, with `∇_θ loss = Σ_t "
         "g_t·∇_θ logp_t`. All parameters are used as long as the gradients of all losses fit into "
         f"{GRADIENT_NUMBERS // 2**20} million numbers, and the weight of the head otherwise.\n"
@@ -115,7 +114,7 @@ def _cures() -> str:
         f"factors from {FACTORS[0]:g} to {FACTORS[-1]:g}, and stops at the first factor at which a "
         "change cures the problem without causing another one. If no number does, it tries "
         f"{parts}. A change that lets more of the gradient through is not a better loss: a trust "
-        "region cuts off on purpose. The sentence says what the limit costs on these tokens."
+        "region cuts off on purpose. The sentence states the cost of the limit on these tokens."
     )
 
 
@@ -146,7 +145,7 @@ def _proof(data: Any) -> str:
     return join(
         "`python -m benchmarks.what_if` trains a small transformer to sort digits with DAPO, ten "
         "updates for each batch of samples by a copy in bf16, stops in the middle of a batch, and "
-        "asks two questions of every preset whose gradient differs from those before it.",
+        "tests two predictions for every preset whose gradient differs from the earlier ones.",
         "**One small step: yes.** The predicted change of each sequence's log-probability against "
         f"the real one after one step, R² over the sequences of a batch, {count} losses on "
         f"{len(studies)} seed{'s' if len(studies) > 1 else ''}. The size of a step is the root "
@@ -170,7 +169,7 @@ def _verdict(correlations: list[float]) -> str:
 
 
 def _best_and_worst(studies: Any) -> str:
-    """What the losses with the largest predicted gain came to."""
+    """The results of the losses with the largest predicted gain."""
     sentences = []
     for study in studies:
         rows = sorted(study["losses"], key=lambda row: -row["predicted"]["parameters"])
@@ -181,9 +180,9 @@ def _best_and_worst(studies: Any) -> str:
             f"`{best['name']}` with {best['reward']:.2f}."
         )
     return (
-        " ".join(sentences) + " The gain knows nothing of a trust region's use: a loss without one "
-        "moves furthest along the advantages in a single step, and goes on when the same batch is "
-        "used again. So read the "
-        "gain as a statement about one step, and [the evidence](evidence.md) for what a loss "
-        "learns."
+        " ".join(sentences)
+        + " The gain does not show the use of a trust region: a loss without one moves furthest "
+        "along the advantages in a single step, and continues when the same batch is used again. "
+        "So read the gain as a statement about one step, and [the evidence](evidence.md) for the "
+        "results of training."
     )

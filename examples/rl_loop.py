@@ -5,11 +5,11 @@ loss, update, evaluation.
     python examples/rl_loop.py --loss cispo --seed 1
 
 The task is to sort digits: the model reads `3141=` and is to write `1134` and an end token. It is a
-small transformer that begins with random weights and sees no example of an answer: all it ever gets
-is a number for each text that it wrote. Read on from top to bottom; nothing is hidden in another
-file but the loss, which is `policy_loss`, and the baseline of the rewards.
+small transformer that begins with random weights and sees no example of an answer: it only gets a
+number for each text that it wrote. Read from top to bottom; only the loss, `policy_loss`, and the
+baseline of the rewards are in other files.
 
-Shapes are written behind names: P prompts, G samples of each, B = P·G sequences, L tokens of a
+Comments give shapes: P prompts, G samples of each, B = P·G sequences, L tokens of a
 prompt, T tokens of a completion, S = L + T, V words, D features, H heads.
 """
 
@@ -39,7 +39,7 @@ HELD_OUT = 500  # prompts that are never trained on
 
 def make_prompts() -> tuple[Tensor, Tensor]:
     """Every string of digits once, in an order that never changes:
-    those to train on, and those held out. int64 [·, L]
+    the training prompts, and the held-out ones. int64 [·, L]
     """
     digits = torch.cartesian_prod(*[torch.arange(10)] * DIGITS)
     order = torch.tensor(Random(0).sample(range(len(digits)), len(digits)))
@@ -56,7 +56,7 @@ def right_answers(prompts: Tensor) -> Tensor:
 
 def reward(prompts: Tensor, completions: Tensor) -> Tensor:
     """The share of the places of an answer that are right, [B].
-    What comes after END counts as wrong.
+    Tokens after END count as wrong.
     """
     return ((completions == right_answers(prompts)) & written(completions)).float().mean(dim=1)
 
@@ -73,7 +73,7 @@ def written(completions: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers for each token."""
+    """Attention to earlier tokens, then two layers for each token."""
 
     def __init__(self, features: int, heads: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def accuracy(policy: Policy, prompts: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on."""
+    """The settings of a run."""
 
     loss: str = "dapo"
     steps: int = 200
@@ -167,7 +167,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step learns from; nothing of it carries a gradient."""
+    """The data of one step, without gradients."""
 
     prompts: Tensor  # int64 [B, L]
     completions: Tensor  # int64 [B, T]
@@ -243,7 +243,7 @@ def train(settings: Settings, say: Callable[[str], object] = print) -> tuple[Pol
 
 
 def show(policy: Policy, prompts: Tensor) -> str:
-    """What the policy writes for some prompts, one per line."""
+    """The policy's completions of some prompts, one per line."""
     words = [*"0123456789", "=", "."]
     rows = torch.cat([prompts, sample(policy, prompts, greedy=True)], dim=1).tolist()
     return "\n".join("".join(words[i] for i in row) for row in rows)

@@ -97,7 +97,7 @@ def batch() -> dict[str, Any]:
 
 
 def numbers(names: tuple[str, ...]) -> str:
-    """A table of what each loss says about the same batch."""
+    """A table of each loss's numbers on the same batch."""
     shown = (
         "loss",
         "clip_fraction",
@@ -135,14 +135,14 @@ def page(png: bytes, table: str, names: tuple[str, ...]) -> str:
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>policyloss: a "
         f"tour</title><style>{style}</style>"
-        "<h1>Three losses, one token</h1><p>The same token under three trust regions: what it "
-        "costs, and how hard it is pushed, as "
+        "<h1>Three losses, one token</h1><p>The same token under three trust regions: its loss, "
+        "and how hard it is pushed, as "
         "its ratio moves away from 1. Where the gradient is flat zero, the token no longer learns. "
         "(logp is held at −1 and "
         "old_logp moves. CISPO's value is no objective: read its gradient, not its loss.)</p>"
         f'<img alt="loss and gradient over the ratio" src="data:image/png;base64,{picture}">'
-        f"<h1>The same batch under three losses</h1><pre>{html.escape(table)}</pre><h1>What they "
-        f"are</h1>{cards}</html>"
+        f"<h1>The same batch under three losses</h1><pre>{html.escape(table)}</pre><h1>The three "
+        f"losses</h1>{cards}</html>"
     )
 
 

@@ -12,7 +12,7 @@ class SourceFolder(BuildHookInterface[Any]):
     """Includes ../../src/NAME, where NAME is the folder that holds pyproject.toml."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the files to a wheel that is no editable install."""
+        """Add the files to a wheel, unless it is an editable install."""
         if version == "standard":
             name, root = Path(self.root).name, Path(self.root).parents[1]
             build_data["force_include"] |= {

@@ -1,1 +1,1 @@
-"""What is released, and the checks that it has to pass."""
+"""Builds a release and checks it."""

@@ -2,8 +2,8 @@
 
     python -m release.dist          (or `make dist`)
 
-The sdist must hold the files that git tracks, and each wheel those of its package in src; so an
-asset needs no entry in any list, and a stray file is noticed. The wheel of the library is built
+The sdist must hold the files that git tracks, and each wheel the files of its package in src; so an
+asset needs no entry in any list, and a stray file is an error. The wheel of the library is built
 twice, from the sdist and from the tree, and both must be equal. Nothing is fetched from a network.
 """
 

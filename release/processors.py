@@ -16,7 +16,8 @@ import torch
 from release.runs import run_tests
 
 TESTS = [f"tests/policyloss/{part}" for part in ("core", "head", "hf", "advantage")]
-ATEN = ("default", "avx2", "avx512")  # one that the processor lacks would end the process
+# An instruction that the processor lacks would end the process.
+ATEN = ("default", "avx2", "avx512")
 SETTINGS = (
     *(
         f"ATEN_CPU_CAPABILITY={level}"

@@ -1,4 +1,4 @@
-"""Runs tests in a process of its own and counts their results."""
+"""Runs tests in a separate process and counts their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_tests(
 ) -> dict[str, int]:
     """Passed, failed, skipped and seconds of a run of pytest.
 
-    python: the interpreter. arguments: those of pytest. variables: of the environment, beyond ours.
+    python: the interpreter. arguments: of pytest. variables: additional environment variables.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -1,5 +1,5 @@
-"""One thread, unless OMP_NUM_THREADS says more, and fixed hypothesis settings for every test:
-small tensors gain nothing from more, and failures repeat.
+"""One thread, unless OMP_NUM_THREADS sets more, and fixed hypothesis settings for every test: small
+tensors gain nothing from more threads, and failures repeat.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def shared_tab(browser: Any) -> Any:
 
 @pytest.fixture
 def tab(shared_tab: Any) -> Iterator[Any]:
-    """The same for one test: empty, with the pointer in a corner; whatever a page in it complains
-    of fails the test.
+    """The same for one test: empty, with the pointer in a corner; any error of a page in it fails
+    the test.
     """
     complaints: list[str] = []
 
     def listen(line: Any) -> None:
-        # A browser says that a server does not answer, or no longer; a test stops one.
+        # A browser reports a server that does not answer; a test stops one.
         if "ERR_CONNECTION_RE" not in line.text:
             complaints.append(line.text)
 

@@ -1,7 +1,7 @@
 """A user's script, as type checkers see it: `make lint` runs `mypy --strict` on it,
 and nothing here needs a cast.
 
-It is not run by the tests; what it calls is tested elsewhere.
+The tests do not run it; other tests cover the functions that it calls.
 """
 
 from __future__ import annotations

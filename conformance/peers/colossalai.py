@@ -31,7 +31,7 @@ def _cases() -> list[dict[str, Any]]:
 
 
 def _inputs(batch: Batch, options: Options) -> Inputs:
-    """What was recorded, in the precision under test; nothing of the drawn batch."""
+    """The recorded inputs, in the precision under test; the drawn batch is not used."""
     recorded: Inputs = _cases()[options["case"]]["inputs"]
     return {
         name: torch.tensor(x, dtype=batch.dtype) if isinstance(x, list) else x

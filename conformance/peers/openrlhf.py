@@ -19,7 +19,7 @@ UNBIASED = ("0.11.1", "0.11.2")
 NAMES = ("loss", "clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio")
 COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
-# The correction arguments: 0.11.2's, and those of earlier releases.
+# The correction arguments of 0.11.2, and of earlier releases.
 GATES: list[Options] = [{}] + [
     {
         "is_correction_level": level,
@@ -53,7 +53,7 @@ VLLM: list[Options] = [{}, {"enable_vllm_is_correction": False}] + [
         ("tis", "icepop", "seq-mask-tis"), ([0.5, 5.0], [0.9, 1.1], [0.99, 1.01])
     )
 ]
-# What OpenRLHF refuses, and we do too.
+# Options that OpenRLHF and we refuse.
 WRONG: list[Options] = [
     {"is_correction_level": "sequence"},
     {"is_correction_level": "seq", "is_correction_mode": "clip"},
@@ -78,7 +78,7 @@ def _options(corrections: list[Options]) -> list[Options]:
         ("ppo", "gspo"), (None, 1.3, 3.0), (True, False), (False, True), sizes, corrections
     ):
         if kind == "gspo" and words not in corrections[:3]:
-            continue  # GSPO asks only whether there is a correction
+            continue  # GSPO only tests whether there is a correction
         sizing = {"clip_eps_low": low, "clip_eps_high": high, "dual_clip": dual}
         found.append(
             {
@@ -147,7 +147,7 @@ def _our_policy_loss(inputs: Inputs, options: Options) -> Outputs:
 
 
 def _installed_policy_loss(inputs: Inputs, options: Options) -> Outputs:
-    """What OpenRLHF itself makes after `install()`."""
+    """The loss of OpenRLHF itself after `install()`."""
     ours.install(current())
     try:
         loss = importlib.import_module("openrlhf.models").PolicyLoss(**options["init"])
@@ -190,7 +190,7 @@ def _our_value_loss(inputs: Inputs, options: Options) -> Outputs:
 
 
 def _loss_defects(options: Options, inputs: Inputs) -> list[Defect]:
-    """For what gives the loss alone."""
+    """Defects of functions that return only the loss."""
     named = {"action_mask": inputs.get("action_mask", inputs.get("loss_mask"))}
     whole = {"init": options.get("init", options), "counts": options.get("counts")}
     return [
@@ -244,8 +244,8 @@ ROUNDED = (
 
 
 def _kl_defects(options: Options, inputs: Inputs) -> list[Defect]:
-    """float64 in, float32 inside: their rounding shows where ours is another. In float32 it shows
-    only beside a large w·k2.
+    """float64 inputs are rounded to float32 inside: their rounding shows where ours differs. In
+    float32 it shows only next to a large w·k2.
     """
     wide = inputs["log_probs"].dtype == torch.float64
     if options["kl_estimator"] not in ("k1", "k2", "k3"):

@@ -29,14 +29,14 @@ OPTIONS: list[Options] = [
 
 
 class Output(dict[str, Any]):
-    """An output as transformers have it: items that are attributes."""
+    """An output as in transformers: items that are attributes."""
 
     __getattr__ = dict.__getitem__
     __setattr__ = dict.__setitem__
 
 
 class Model(nn.Module):
-    """A model that sees its token and its position alone, so that packs need no attention."""
+    """A model that sees only its token and position, so that packs need no attention."""
 
     def __init__(self, body: Tensor, head: Tensor, scale: float) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ def inputs(batch: Batch, options: Options) -> Inputs:
 
 @contextmanager
 def _without_flash_attention() -> Iterator[None]:
-    """OpenRLHF takes its torch formula if flash-attention's cross entropy cannot be imported. What
-    it takes of flash-attention to pack rows is small, and written out here.
+    """OpenRLHF uses its torch formula if flash-attention's cross entropy cannot be imported. The
+    functions of flash-attention that pack rows are small, and written out here.
     """
     cross_entropy = "flash_attn.ops.triton.cross_entropy"
     ring: Any = import_module("openrlhf.models.ring_attn_utils")

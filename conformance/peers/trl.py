@@ -1,9 +1,9 @@
-"""TRL: `GRPOTrainer._compute_loss` on given log-probabilities,
+"""TRL: `GRPOTrainer._compute_loss` on fixed log-probabilities,
 against the spec of the same config, one entry per loss_type.
 
 Theirs is the trainer's own method, called on a stand-in for the trainer that holds the config's
-values and answers for the model and the accelerator; vLLM's importance weights come from the
-trainer's own lines, cut out of the method that generates completions.
+values and replaces the model and the accelerator; vLLM's importance weights come from the trainer's
+own lines, cut out of the method that generates completions.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from policyloss.records import Stat
 
 PINNED = "1.16.0"
 HORIZON = 16
-# What a step looks like from one micro-batch: micro-batches accumulated,
-# micro-batches generated at once, processes.
+# A step as seen from one micro-batch: micro-batches accumulated, micro-batches generated at once,
+# processes.
 STEPS = ((1, 1, 1), (4, 4, 1), (4, 2, 1), (2, 3, 3), (1, 4, 2))
 BANDS = ((0.2, None), (0.2, 0.28), (3e-4, 4e-4), (1.0, 4.0))
 CAPS = (None, 5.0, 1.2)
@@ -49,7 +49,7 @@ METRICS = {
     "clip_ratio/low_mean": "clip_fraction_lower",
     "clip_ratio/high_mean": "clip_fraction_upper",
 }
-# Options that are no fields of GRPOConfig.
+# Options that are not fields of GRPOConfig.
 OURS_ALONE = ("processes", "training", "on_policy", "unscored")
 
 
@@ -134,7 +134,7 @@ def _nearness(batch: Batch, options: Options) -> float:
     """A sixth of the distances where float32 has no digits left to compare:
     ratios of e^30 times a KL whose terms cancel.
 
-    TRL's own numbers are then off by more than 1e-6 from what it gives for the same batch in
+    TRL's own numbers are then off by more than 1e-6 from its own numbers for the same batch in
     float64, and equal ours only if both add in the same order, which they do where the ratio is per
     token and alone carries the surrogate's gradient.
     """
@@ -263,8 +263,8 @@ def _theirs(inputs: Inputs, options: Options) -> Outputs:
 
 
 def _stand_in(trainer_class: Any, config: Any, inputs: Inputs, options: Options) -> SimpleNamespace:
-    """What `_compute_loss` asks of the trainer: what it takes from the config, a model's answer,
-    and one process's accelerator.
+    """A trainer for `_compute_loss`: the values of the config, a model's output, and the
+    accelerator of one process.
     """
     forward = (
         inputs["logp"],
@@ -359,8 +359,8 @@ LOST_GRADIENT = Defect(
 
 
 def _defect(options: Options, inputs: Inputs) -> Defect | None:
-    """Far from the reference, with no clamp, the KL's two terms are huge and cancel; what is added
-    to one before that is lost.
+    """Far from the reference, with no clamp, the KL's two terms are huge and cancel; any number
+    added to one before that is lost.
     """
     if (
         options["loss_type"] != "vespo"

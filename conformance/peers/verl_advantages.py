@@ -20,7 +20,7 @@ from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS
 # How rows are grouped. "mixed" has groups of one;
 # "large" draws four times the rows, and puts most of them into one group.
 GROUPS = ("pairs", "mixed", "one", "large")
-# What the rewards are: on every token (masked ones too, which verl sums up as well), one per row on
+# The kinds of rewards: on every token (masked ones too, which verl sums up as well), one per row on
 # its last valid token, 0 or 1 (equal rewards, constant groups, rows that count for nothing in GPG),
 # or close together, where rounding is amplified.
 REWARDS = ("tokens", "outcome", "binary", "close")
@@ -110,7 +110,7 @@ def remax_inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def otb_inputs(batch: Batch, options: Options) -> Inputs:
-    """What the optimal token baseline reads. Σπ² lies between π² (all else spread thin)
+    """The inputs of the optimal token baseline. Σπ² lies between π² (all else spread thin)
     and π² + (1 − π)² (one other token).
     """
     inputs = grouped(batch, options)
@@ -128,8 +128,8 @@ def otb_inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def gdpo_inputs(batch: Batch, options: Options) -> Inputs:
-    """Several rewards by name in place of one, where the options ask for them; Python floats, as
-    reward functions return them.
+    """Several rewards by name in place of one, if the options name them; Python floats, as reward
+    functions return them.
     """
     inputs = grouped(batch, options)
     rows = len(inputs["index"])
@@ -147,7 +147,7 @@ def call(
     options: Options,
     as_index: Callable[[Any], Any],
 ) -> Outputs:
-    """The same call on either side: `as_index` makes of the labels what that side is given."""
+    """The same call on either side: `as_index` converts the labels for that side."""
     given: dict[str, Any] = {
         key: x
         for key, x in inputs.items()
@@ -252,8 +252,8 @@ FUNCTIONS: list[Function] = [
         + COMPONENTS,
         gdpo_inputs,
     ),
-    # Groups of one are refused by both. Equal best rewards have margin 0, so which of them
-    # torch.topk names does not matter.
+    # Both refuse groups of one. Equal best rewards have margin 0, so the choice of torch.topk does
+    # not matter.
     entry(
         "grpo_passk",
         grid(groups=GROUPS, rewards=REWARDS, config=({}, {"norm_adv_by_std_in_grpo": False}))

@@ -77,7 +77,9 @@ def _sampled(batch: Batch, options: Options) -> Inputs:
 
 
 def _step(inputs: Inputs, options: Options, loss_mode: str) -> Outputs:
-    """One call of the loss that verl's worker sets with distillation, and what it would log."""
+    """One call of the loss that verl's worker sets with distillation, and the metrics it would
+    log.
+    """
     losses = import_module("verl.trainer.distillation.losses")
     configs = import_module("verl.workers.config.distillation")
     rows, width = inputs["response_mask"].shape

@@ -34,7 +34,7 @@ def inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def _outputs(logp: torch.Tensor, entropy: torch.Tensor) -> Outputs:
-    # What is differentiated reaches the weights through both.
+    # The gradient reaches the weights through both.
     return {"log_probs": logp, "entropy": entropy, "loss": logp + 0.3 * entropy}
 
 

@@ -25,7 +25,7 @@ AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-# What a step of four ranks might count; {} leaves the counting to the call.
+# Possible counts of a step of four ranks; {} leaves the counting to the call.
 WHOLE_STEP = {
     "dp_size": 4,
     "batch_num_tokens": 217,
@@ -75,7 +75,7 @@ def config_of(options: Options) -> Any:
         kind = core().ActorConfig
     except ModuleNotFoundError:
         kind = Bag
-    # The fields alone: to build one is to check settings of the trainer that no loss reads.
+    # Only the fields: building the class would check settings of the trainer that no loss reads.
     config = kind.__new__(kind)
     policy = {**POLICY, **options.get("policy", {})}
     if policy.get("rollout_correction") is not None:
@@ -97,7 +97,7 @@ def mask_of(batch: Batch, options: Options) -> torch.Tensor:
 
 
 def policy_inputs(batch: Batch, options: Options) -> Inputs:
-    """The four tensors of a policy loss, and weights where the options ask for them."""
+    """The four tensors of a policy loss, and weights if the options name them."""
     first = "rollout_log_prob" if options.get("name") == "reinforce" else "old_log_prob"
     inputs: Inputs = {
         first: batch.old_logp,

@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("token_k1,seq_sum_k2,seq_max_k2", "0.7_1.5,0.8,0.3"),
     ("seq_mean_k2,token_k1,seq_mean_k3", 1.5),
 )
-# What verl refuses.
+# Options that verl refuses.
 BAD_WEIGHT_THRESHOLDS = ("", "abc", "0.5_", "_2", -1.0, 0, "0_2", "2_0.5", True, [2.0])
 BAD_RULES: tuple[tuple[str, Any], ...] = (
     *(
@@ -201,7 +201,7 @@ def add_to_batch(module: Any, x: Inputs, o: Options, **extra: Any) -> Outputs:
 
 
 def bypass(module: Any, x: Inputs, o: Options) -> Outputs:
-    """`apply_bypass_mode`: what it does to batch and config.
+    """`apply_bypass_mode`: its changes of batch and config.
     Without OmegaConf (a replay) the config is a dict.
     """
     try:
@@ -221,7 +221,7 @@ def bypass(module: Any, x: Inputs, o: Options) -> Outputs:
 
 
 def gap_function() -> Function:
-    """Diagnostics of two policies; without the rollout's, of one."""
+    """Diagnostics of two policies; of one without rollout log-probabilities."""
 
     def call(module: Any, x: Inputs, o: Options) -> Outputs:
         found: Outputs = module.compute_offpolicy_metrics(
@@ -252,7 +252,7 @@ def gap_with_prefix(module: Any, x: Inputs, o: Options) -> Outputs:
 
 
 def weight_inputs(batch: Batch, options: Options) -> Inputs:
-    """Weights as nobody's correction makes them: applied, raw, and the log-ratio at its level."""
+    """Weights unlike those of any correction: applied, raw, and the log-ratio at its level."""
     d = batch.old_logp - batch.rollout_logp
     level = d.sum(-1, keepdim=True) if options["rollout_is"] == "sequence" else d
     return {

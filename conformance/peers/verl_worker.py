@@ -2,7 +2,7 @@
 with our losses hooked in.
 
 Two hooks: `install()`, after which verl's registry returns our function under verl's own name, and
-`register()`, after which `loss_mode="policyloss/<name>"` is a spec of ours that says the same loss.
+`register()`, after which `loss_mode="policyloss/<name>"` is our spec of the same loss.
 verl adds entropy and KL in both.
 """
 
@@ -22,7 +22,7 @@ from policyloss.compat import verl
 WHOLE_STEP = {"dp_size": 4, "batch_num_tokens": 217, "global_batch_size": 24}
 ONE_CALL: dict[str, Any] = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}
 _TOKEN, _SEQUENCE = "token-mean", "seq-mean-token-mean"
-# verl's loss, how it must be averaged, and the spec that says the same.
+# verl's loss, its required average, and the spec of the same loss.
 SPECS = {
     "vanilla": (_TOKEN, pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=3.0))),
     "dppo_tv": (_TOKEN, pl.LossSpec(trust=pl.ProbabilityBand("tv", 0.2, 0.28, cap=3.0))),
@@ -63,7 +63,7 @@ def _inputs(batch: Batch, options: Options) -> Inputs:
 
 
 def step(inputs: Inputs, options: Options, loss_mode: str) -> Outputs:
-    """One call of verl's `ppo_loss` on these tensors: the loss, and what verl would log of it."""
+    """One call of verl's `ppo_loss` on these tensors: the loss, and its logged metrics."""
     torch.manual_seed(7)
     workers = import_module("verl.workers.utils.losses")
     tensors = {name: x for name, x in inputs.items() if name not in ("log_prob", "entropy")}
@@ -97,7 +97,7 @@ def unpadded(x: torch.Tensor) -> torch.Tensor:
 
 
 def logged(metrics: Any, names: tuple[str, ...]) -> Outputs:
-    """What verl would log under these names, where it would: a number, or a metric of one value."""
+    """verl's logged values under these names, if any: a number, or a metric of one value."""
     values = {name: metrics[name] for name in names if name in metrics}
     return {name: x if isinstance(x, float) else x.values[0] for name, x in values.items()}
 
@@ -128,7 +128,7 @@ def actor_config(options: Options, loss_mode: str) -> Any:
 
 
 def installed(inputs: Inputs, options: Options) -> Outputs:
-    """verl's step while our functions stand in the place of verl's."""
+    """verl's step with our functions in place of verl's."""
     verl.install()
     try:
         return step(inputs, options, options["name"])

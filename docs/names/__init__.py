@@ -1,3 +1,3 @@
-"""What frameworks call the options of a loss, and which names mean two things:
-the data of docs/names.md.
+"""The frameworks' names of the options of a loss, and names with two meanings: the data of
+docs/names.md.
 """

@@ -1,11 +1,11 @@
-"""What the tables of options are made of."""
+"""The types of the tables of options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-REQUIRED = object()  # an argument that must be given
+REQUIRED = object()  # a required argument
 
 
 class Option(NamedTuple):
@@ -18,8 +18,8 @@ class Option(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A parameter of a function or class, of this library or of a framework (then its drop-in has
-    it too), and its default.
+    """A parameter of a function or class of this library or of a framework (and then of its
+    drop-in), and its default.
     """
 
     function: str
@@ -33,8 +33,8 @@ FRAMEWORKS = ("verl", "OpenRLHF", "TRL", "ColossalChat")
 
 @dataclass(frozen=True)
 class Row:
-    """One thing a user may choose: what it is, and how this library and each framework call it.
-    An empty cell: not there.
+    """One choice of a user: its description, and its names in this library and in each framework.
+    An empty cell: the framework does not have it.
     """
 
     what: str

@@ -1,15 +1,15 @@
-"""Names that mean different things in different frameworks, as data;
-each meaning is a spec where a spec can say it.
+"""Names that mean different things in different frameworks, as data; each meaning is a spec where a
+spec can express it.
 
-`docs/names.md` prints them with what each gives on `BATCH`; tests check that the meanings of one
-name give different numbers, and that a meaning ascribed to a framework with a drop-in is what the
-drop-in computes.
+`docs/names.md` prints them with their numbers on `BATCH`; tests check that the meanings of one name
+give different numbers, and that a meaning ascribed to a framework with a drop-in has the drop-in's
+numbers.
 """
 
 from __future__ import annotations
 
-from docs.names.homonyms_beside import BESIDE
 from docs.names.meanings import Homonym, Meaning, Same
+from docs.names.step_homonyms import STEP_HOMONYMS
 from policyloss.parts.aggregate import (
     LengthWeighted,
     PromptMean,
@@ -66,8 +66,8 @@ HOMONYMS = (
             ),
             Meaning(
                 "TorchRL's `CISPOLoss`",
-                "another loss: -clip(r)·A, the gradient through the clip, no logp; a clipped token "
-                "has none",
+                "another loss: -clip(r)·A, the gradient through the clip, no logp; a clipped token"
+                " has no gradient",
                 expression=(
                     f"-({_RATIO}.clamp(0.8, 1.2) * batch['advantages'])[batch['mask']].mean()"
                 ),
@@ -217,7 +217,7 @@ HOMONYMS = (
             ),
             Meaning(
                 "tunix",
-                "over sequences only, unless told a constant",
+                "over sequences only, unless a constant is set",
                 LossSpec(trust=_CLIP, aggregate=SeqMeanTokenSum()),
             ),
         ),
@@ -349,7 +349,7 @@ HOMONYMS = (
             ),
         ),
     ),
-    *BESIDE,
+    *STEP_HOMONYMS,
 )
 
 SAME = (

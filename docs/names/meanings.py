@@ -1,4 +1,4 @@
-"""What the table of homonyms is made of, and the batch its numbers come from."""
+"""The types of the table of homonyms, and the batch behind its numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from policyloss.spec import LossSpec
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name means to someone. spec: the loss it is. expression: where it is none,
-    Python that gives its numbers.
+    """The meaning of a name for someone. spec: its loss. expression: for a meaning that is not a
+    loss, Python that computes its numbers.
 
     An expression may use `pl`, `batch` (`BATCH` as tensors), the names of `REWARDS`, and
     `metric(trust, name)` of a loss on it.
 
-    counted: what the spec's counts are — "step", the tokens of the whole step and its sequences
-    that have one; "rows", every row is a sequence, also an empty one; "micro", each half of the
+    counted: how the spec counts — "step", the tokens of the whole step and its sequences
+    that have a token; "rows", every row is a sequence, also an empty one; "micro", each half of the
     batch is averaged by itself, and the halves by their number.
     """
 

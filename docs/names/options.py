@@ -1,4 +1,4 @@
-"""What each option is called in each framework, and its default there, as data.
+"""The name of each option in each framework, and its default there, as data.
 
 Read from verl 0.9.1 (the configuration files it ships), OpenRLHF 0.11.2, TRL 1.16.0 and
 ColossalChat as of 0.5.0. Tests compare every argument with the signature of its drop-in, and
@@ -8,7 +8,7 @@ ColossalChat as of 0.5.0. Tests compare every argument with the signature of its
 from __future__ import annotations
 
 from docs.names.called import Argument, Option, Row, trl
-from docs.names.options_beside import BESIDE
+from docs.names.step_options import STEP_OPTIONS
 
 _BATCH_COUNTS = ("dp_size", 1), ("batch_num_tokens", None), ("global_batch_size", None)
 
@@ -60,7 +60,7 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
     "Ratio and trust region": (
         Row(
             "which loss",
-            ("`preset(name)`, or what fills `LossSpec(trust=…)`",),
+            ("`preset(name)`, or the part in `LossSpec(trust=…)`",),
             (Option("actor.policy_loss.loss_mode", "vanilla"),),
             (
                 Option("--actor.policy_loss_type", "ppo"),
@@ -189,7 +189,7 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
     "Average": (
         Row(
             "which average",
-            ("what fills `LossSpec(aggregate=…)`: `TokenMean()`",),
+            ("the part in `LossSpec(aggregate=…)`: `TokenMean()`",),
             (
                 Option("actor.loss_agg_mode", "token-mean"),
                 Argument("compute_policy_loss", "loss_agg_mode", "token-mean"),
@@ -305,5 +305,5 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
             trl=trl(top_entropy_quantile=1.0),
         ),
     ),
-    **BESIDE,
+    **STEP_OPTIONS,
 }

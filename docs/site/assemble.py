@@ -1,7 +1,7 @@
 """Assembles the site: every page as Sphinx reads it, its twin in plain Markdown, and `llms.txt`.
 
-A page of the repository is taken as it is; only its links are changed to where their targets stand
-on the site. A link to a file that is no page leads to a copy of that file.
+A page of the repository is copied unchanged except for its links, which lead to their targets on
+the site. A link to a file that is not a page leads to a copy of that file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 @dataclass
 class Page:
-    """A page of the site. plain: its Markdown twin. source: what Sphinx reads, if that differs."""
+    """A page of the site. plain: its Markdown twin. source: the text for Sphinx, if it differs."""
 
     path: str
     plain: str
@@ -63,7 +63,7 @@ class Page:
 
 
 def listed_groups(section: Section) -> tuple[Group, ...]:
-    """The groups of a section; pages under docs that no section lists stand below `MORE`."""
+    """The groups of a section; pages under docs that no section lists are below `MORE`."""
     groups = section.groups
     if section is GUIDES:
         listed = {page for one in SECTIONS for group in one.groups for page in group.pages}
@@ -73,7 +73,7 @@ def listed_groups(section: Section) -> tuple[Group, ...]:
 
 
 def site_map() -> dict[str, str]:
-    """Where each page of the repository stands on the site."""
+    """The place of each page of the repository on the site."""
     places = {
         page: site_path(page, section)
         for section in SECTIONS
@@ -92,9 +92,9 @@ def _index_or(name: str) -> str:
 
 
 def relinked(text: str, origin: str, target: str, place: Callable[[str], str | None]) -> str:
-    """`text` of the page `origin`, to stand at `target` on the site.
+    """`text` of the page `origin`, with links that work at `target` on the site.
 
-    place: where a file of the repository stands on the site; None if it does not.
+    place: the place of a file of the repository on the site, or None.
     """
 
     def changed(match: re.Match[str]) -> str:
@@ -135,7 +135,7 @@ class Assembly:
         self._landing()
 
     def _place(self, path: str) -> str | None:
-        """Where a file of the repository stands on the site; it is copied if it is no page."""
+        """The place of a file of the repository on the site; copies it if it is not a page."""
         if path in self.places:
             return self.places[path]
         if not (ROOT / path).is_file():
@@ -201,7 +201,7 @@ class Assembly:
         )
 
     def _landing(self) -> None:
-        """The front page: how README.md begins, and the sections."""
+        """The front page: the beginning of README.md, and the sections."""
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         begin = readme.split("\n## ")[0].split("\nNew here?")[0]
         plain = relinked(begin, "README.md", "index.md", self._place)
@@ -230,7 +230,7 @@ class Assembly:
         return join(f"# {start.title}", f"> {start.first_sentence}", *sections)
 
     def write(self, sources: Path, twins: Path) -> None:
-        """Write what Sphinx reads to `sources`, and what is copied as it is to `twins`."""
+        """Write the input of Sphinx to `sources`, and the files that are only copied to `twins`."""
         for page in self.pages.values():
             write_output(sources / page.path, (page.source or page.plain).encode(), "page")
             write_output(twins / page.path, page.plain.encode(), "page")

@@ -1,5 +1,5 @@
-"""Checks the built site: links lead somewhere, nothing is loaded from elsewhere, words are found,
-and each page has its twin.
+"""Checks the built site: links have targets, nothing is loaded from other servers, the search finds
+its words, and each page has its twin.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PageReader(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what the tag points at."""
+        """Record the target of the tag."""
         values = {name: value or "" for name, value in attrs}
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         self.loads += [values[name] for name in values if (tag, name) in _LOADS]
@@ -64,7 +64,7 @@ class PageReader(HTMLParser):
 
 
 def problems(site: Path) -> list[str]:
-    """What is wrong with the pages below `site`, one line each."""
+    """The problems of the pages below `site`, one line each."""
     pages = {
         path: PageReader(path.read_text(encoding="utf-8"))
         for path in sorted(site.rglob("*.html"))
@@ -89,16 +89,16 @@ def _page_problems(site: Path, path: Path, pages: dict[Path, PageReader]) -> lis
         if not target.exists():
             wrong.append(f"{name}: the link {link} leads nowhere")
         elif "=" in parts.fragment:
-            continue  # what the explorer shows, and no heading
+            continue  # a state of the explorer, not a heading
         elif parts.fragment and target in pages and parts.fragment not in pages[target].anchors:
-            wrong.append(f"{name}: {link} names a heading that is not there")
+            wrong.append(f"{name}: {link} names a heading that does not exist")
     if name not in WITHOUT_TWIN and not path.with_suffix(".md").is_file():
         wrong.append(f"{name}: has no Markdown twin")
     return wrong
 
 
 def search(site: Path, queries: Sequence[str]) -> dict[str, list[str]]:
-    """The pages that the search of the site gives for each query, the first one first."""
+    """The search results of the site for each query, best first."""
     scripts = [site / "_static" / name for name in _SEARCH] + [site / "searchindex.js"]
     loaded = "".join(f'<script src="{path.as_uri()}"></script>' for path in scripts)
     pages = "Search._performSearch(...Search._parseQuery(query)).map((result) => result[0])"

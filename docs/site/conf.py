@@ -1,6 +1,6 @@
-"""How Sphinx builds the site from what `docs.site.assemble` wrote; `python -m docs.site` calls it.
+"""The Sphinx configuration for the output of `docs.site.assemble`; `python -m docs.site` uses it.
 
-Nothing that a page loads comes from another server.
+Pages load nothing from another server.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Draws what a loss does to one token: its loss and the push on its log-probability over the ratio,
-computed by `policy_loss` itself.
+"""Draws the loss of one token and the push on its log-probability over the ratio, computed by
+`policy_loss` itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Points = list[tuple[float, float]]
 
 
 def has_curve(spec: pl.LossSpec) -> bool:
-    """Whether the loss of a token is a function of its ratio: a pull to a whole distribution is
-    none.
+    """Whether the loss of a token is a function of its ratio; a pull to a whole distribution is
+    not.
     """
     return spec.divergence is None
 

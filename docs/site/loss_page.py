@@ -1,5 +1,5 @@
 """The page of a loss on the site: the generated page of the preset, with its formula typeset, its
-curves, and what it learned.
+curves, and its evidence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIGURES = "losses/figures"
 
 
 def family(name: str) -> str:
-    """The caption that the loss stands below, by what it reads."""
+    """The caption above the loss, chosen by the tensors that it reads."""
     spec = pl.preset(name)
     if {"teacher_logp", "divergence"} & set(spec.reads) or "opd" in name:
         return "With a teacher"
@@ -31,7 +31,7 @@ def family(name: str) -> str:
 
 
 def plain_page(name: str) -> str:
-    """The page in plain Markdown: what the repository holds, and the evidence."""
+    """The page in plain Markdown: the repository's page and the evidence."""
     page, elsewhere, after = preset_page(pl.explain(name)).partition("## Elsewhere\n")
     return page + join(evidence(name)) + "\n" + elsewhere + after
 
@@ -60,7 +60,7 @@ def loss_page(name: str, plain: str) -> tuple[str, dict[str, str]]:
 
 
 def caption(spec: pl.LossSpec) -> str:
-    """What the drawing shows."""
+    """The caption of the drawing."""
     others = [name for name in spec.reads if name not in ("old_logp", "entropy")]
     agree = f" and {' and '.join(f'`{name}`' for name in others)}" if others else ""
     text = (
@@ -68,7 +68,7 @@ def caption(spec: pl.LossSpec) -> str:
         "Where the push is zero, the token no longer learns."
     )
     if spec.needs_statistics:
-        text += " What the loss reads of the whole step is here that of the one token."
+        text += " Numbers of the whole step are here those of the one token."
     return text
 
 
@@ -82,11 +82,11 @@ def _runs() -> tuple[float, dict[str, list[dict[str, Any]]]]:
 
 
 def evidence(name: str) -> str:
-    """What the preset learned on the built-in task."""
+    """The preset's results on the built-in task."""
     goal, presets = _runs()
     runs = presets.get(name, [])
     if not runs:
-        return "## What it learned\n\nNobody has written down a run of this loss yet."
+        return "## What it learned\n\nNo run of this loss has been recorded yet."
     steps = [run["to_goal"]["steps"] if run["to_goal"] else None for run in runs]
     heading = ["run with", "seeds", "accuracy before", "accuracy after", f"steps to {goal}"]
     row = [
@@ -98,7 +98,7 @@ def evidence(name: str) -> str:
     ]
     about = (
         "Held-out accuracy of `policyloss train` on the built-in task, sorting digits: the median "
-        "over the seeds, and the range behind it ([all losses and how they were "
+        "over the seeds, and the range in brackets ([all losses and how they were "
         "run](../evidence.md))."
     )
     return join("## What it learned", about, table(heading, [row]))

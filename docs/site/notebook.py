@@ -59,7 +59,7 @@ def executed(text: str, target: str) -> tuple[str, dict[str, bytes]]:
             elif "image/png" in output.data:
                 path = f"figures/{name}-{len(files)}.png"
                 files[f"{folder}/{path}"] = base64.b64decode(output.data["image/png"])
-                blocks.append(f"![What the cell above draws]({path})")
+                blocks.append(f"![Output of the cell above]({path})")
             elif "text/html" in output.data:
                 html = re.sub(r"\n\s*\n", "\n", output.data["text/html"])
                 blocks.append(f'<div class="result">{html}</div>')

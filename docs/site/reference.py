@@ -1,6 +1,6 @@
 """The pages of *Reference*: each public name with its signature, its docstring and an example.
 
-The examples stand in docs/examples: a section `## name, other_name` holds the example of these
+The examples are in docs/examples: a section `## name, other_name` holds the example of these
 names, as a session of Python's prompt. A test runs them.
 """
 
@@ -25,8 +25,8 @@ MODULES |= {"hf.": pl.hf, "lab.": lab, "lab.report.": lab.report}
 
 
 class Topic(NamedTuple):
-    """A page: its address, title and summary, the modules whose names stand there, and the name
-    that stands first.
+    """A page: its address, title and summary, the modules whose names are there, and the first
+    name.
     """
 
     address: str
@@ -36,7 +36,7 @@ class Topic(NamedTuple):
     first: str = ""
 
 
-# A name stands on the first page that fits, so the last one takes the names that no other has.
+# A name goes to the first page that fits, so the last page takes the remaining names.
 TOPICS = (
     Topic(
         "loss",
@@ -62,7 +62,7 @@ TOPICS = (
     Topic(
         "own",
         "A part of your own",
-        "The tensors that a function of yours receives where it fills a slot of a loss.",
+        "The tensors that your own function receives in a slot of a loss.",
         ("tokens",),
     ),
     Topic(
@@ -131,7 +131,7 @@ TOPICS = (
     Topic(
         "doctor",
         "The doctor",
-        "Why the rollout engine and the trainer disagree, and what is wrong with a run.",
+        "Why the rollout engine and the trainer disagree, and the faults of a run.",
         ("policyloss_lab.diagnosis",),
         "lab.doctor",
     ),
@@ -160,7 +160,7 @@ TOPICS = (
 
 DROP_INS = (
     "The names are those of the framework. [How to use them](../guides/frameworks.md) has the "
-    "examples, and [what was compared](../guides/conformance.md) the results."
+    "examples, and [conformance](../guides/conformance.md) the results."
 )
 
 
@@ -178,7 +178,7 @@ class Entry:
 
     @property
     def topic(self) -> str:
-        """The address of the page it stands on."""
+        """The address of its page."""
         module = getattr(self.value, "__module__", "policyloss.").removeprefix("policyloss.")
         if "." in self.name and not self.name.startswith("lab."):
             module = self.name
@@ -211,7 +211,7 @@ def examples(folder: Path = EXAMPLES) -> dict[str, str]:
 
 
 def batch() -> str:
-    """What every example begins with, as a block."""
+    """The common beginning of all examples, as a block."""
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     return str(re.findall(r"^```pycon\n.*?^```$", text, re.DOTALL | re.MULTILINE)[0])
 
@@ -249,7 +249,7 @@ def reference_pages() -> dict[str, tuple[str, str]]:
 
 
 def _page(top: str, found: list[Entry], sessions: dict[str, str], first: str) -> tuple[str, str]:
-    """The plain page and the one for Sphinx; a name that has no session stands without one."""
+    """The plain page and the one for Sphinx; a name may have no session."""
     plain, marked = [top], [top]
     for entry in sorted(found, key=lambda entry: (entry.name != first, entry.name.lower())):
         session = fenced(sessions[entry.name], "pycon") if entry.name in sessions else ""
@@ -325,7 +325,7 @@ def signature(value: Any) -> str:
 def members(value: Any) -> list[tuple[str, Any]]:
     """The documented methods and properties that a class defines itself."""
     if not inspect.isclass(value) or value.__module__.startswith("policyloss.parts."):
-        return []  # what a part computes is its docstring; its methods serve the pipeline
+        return []  # a part's docstring describes its computation; its methods serve the pipeline
     chosen = []
     for name, member in vars(value).items():
         member = getattr(member, "__func__", member)
@@ -336,7 +336,7 @@ def members(value: Any) -> list[tuple[str, Any]]:
 
 
 def prose(value: Any) -> str:
-    """A docstring as Markdown: what Markdown would read as a mark of its own is escaped."""
+    """A docstring as Markdown, with characters escaped that Markdown would read as marks."""
     if not callable(value) and not isinstance(value, (property, ModuleType)):
         return f"A `{type(value).__name__}`."
     text = inspect.getdoc(value) or ""

@@ -1,4 +1,4 @@
-"""What stands where on the site: sections by what a reader needs, and the pages of each."""
+"""The structure of the site: sections by the reader's need, and the pages of each."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ REFERENCE_PAGES = Section(
 PROJECT = Section(
     "project",
     "Project",
-    "How the code is built, what it depends on, and how to change it.",
+    "How the code is built, its dependencies, and how to change it.",
     (
         Group(
             "The code",
@@ -120,6 +120,6 @@ SECTIONS = (START, GUIDES, LOSS_PAGES, REFERENCE_PAGES, DECISION_PAGES, PROJECT)
 
 
 def site_path(page: str, section: Section) -> str:
-    """Where a page of the repository stands on the site: `docs/kl.md` → `guides/kl.md`."""
+    """The place of a page of the repository on the site: `docs/kl.md` → `guides/kl.md`."""
     name = page.rpartition("/")[2].lower()
     return f"{section.folder}/{'overview.md' if name == 'readme.md' else name}"

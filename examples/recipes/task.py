@@ -1,5 +1,5 @@
-"""What the recipes train on: a small Llama, a fixed batch of rollouts, and how the batch is cut
-among ranks and micro-batches.
+"""The task of the recipes: a small Llama, a fixed batch of rollouts, and its cut into ranks and
+micro-batches.
 
 Everything is made from a seed, so every recipe starts from the same model and sees the same twelve
 rollouts in its five steps. The recipes differ in how they cut the batch, and must end at the same
@@ -52,9 +52,7 @@ def make_model() -> Any:
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:
-    """SGD, because Adam would hide what the recipes show: it divides a gradient that is wrong by a
-    factor by that very factor.
-    """
+    """SGD, because Adam would hide a wrong factor: it divides the gradient by its size."""
     return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
 

@@ -85,7 +85,7 @@ def test_a_new_module_appears_in_the_lowest_layer_that_its_imports_allow() -> No
 
 def test_an_import_that_points_up_is_an_error() -> None:
     spoiled = {**boxes(), "errors": replace(boxes()["errors"], imports=frozenset({"loss"}))}
-    with pytest.raises(LookupError, match=r"errors imports loss, which stands in a higher layer"):
+    with pytest.raises(LookupError, match=r"errors imports loss, which is in a higher layer"):
         layers(spoiled)
 
 
@@ -139,7 +139,7 @@ def test_the_drawing_is_whole_and_nothing_in_it_overlaps() -> None:
 
 
 def test_no_arrow_runs_behind_a_box() -> None:
-    """The corners of every path lie outside all boxes, and its vertical stretches beside them."""
+    """The corners and vertical stretches of every path are outside all boxes."""
     places = grid(boxes())
     for path in ET.fromstring(drawing(boxes())).iter(f"{SVG}path"):
         if "marker-end" not in path.attrib:

@@ -195,7 +195,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
             assert p["p20_ms"] <= p["median_ms"] <= p["p80_ms"], name
             assert p["kind"] != "ours" or p["errors"], name
             assert p.get("same_bits", True), name
-    # float32 d hidden and d weight; beside them the loss, and logp and entropy of 160 tokens.
+    # float32 d hidden and d weight; also the loss, and logp and entropy of 160 tokens.
     gradients = 4 * (4 * 40 * 16 + 61 * 16)
     assert dense[OURS]["output_bytes"] == gradients + 4 + 2 * 4 * 160
     by_what = {t["what"]: t for t in run["targets"]}
@@ -375,7 +375,7 @@ def provider(kind: str, milliseconds: float, gib: float = 0.0, **errors: float) 
 
 
 def made_up() -> dict[str, Any]:
-    """A run with round numbers; nobody measured them."""
+    """A run with invented round numbers."""
     dense = {
         THREE: provider("floor", 100.0),
         OURS: provider("ours", 110.0, 5.0, logp=1e-5, d_hidden=1e-3, d_weight=4e-3)
@@ -491,7 +491,7 @@ def test_the_page_is_drawn_from_the_run(pages: dict[str, str]) -> None:
 def test_the_page_before_the_first_run(tmp_path: Path) -> None:
     pages = performance_page.performance_pages(tmp_path / "none")
     assert set(pages) == {"docs/performance.md"}
-    assert "No run has been written down yet." in pages["docs/performance.md"]
+    assert "No run has been recorded yet." in pages["docs/performance.md"]
 
 
 def test_the_page_has_the_kept_runs_of_loss_and_gae() -> None:
@@ -533,7 +533,7 @@ def test_the_figure_has_a_bar_for_each_and_the_floor(pages: dict[str, str]) -> N
     assert float(floor.get("x1", 0)) == pytest.approx(
         performance_figure.TIME_START + whole * 100 / (165 * 1.12), abs=0.06
     )
-    assert drawing[0].get("fill") == "#ffffff"  # a ground of its own: readable on a dark page
+    assert drawing[0].get("fill") == "#ffffff"  # its own background: readable on a dark page
 
 
 def test_the_figure_without_an_outlier_is_not_cut() -> None:

@@ -1,4 +1,4 @@
-"""The page and the form of "Which loss should I use?" say what `choose` says."""
+"""The page and the form of "Which loss should I use?" show the results of `choose`."""
 
 from __future__ import annotations
 

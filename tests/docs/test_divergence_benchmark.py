@@ -1,6 +1,7 @@
 """The benchmark of divergences on a tiny shape: its gate, its targets, and its section of the page.
 
-Its gate is also a comparison with plain PyTorch, and with TRL's and Liger's heads where they lie.
+Its gate is also a comparison with plain PyTorch, and with TRL's and Liger's heads where they are
+unpacked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The generated pages are up to date, whole, and say what the code does;
-the snippets on them run.
-"""
+"""The generated pages are up to date and complete, and describe the code; their snippets run."""
 
 from __future__ import annotations
 
@@ -167,7 +165,7 @@ def things_the_pages_speak_of() -> dict[str, Any]:
     }
 
 
-# These have tests of their own, which also look at the numbers.
+# These have their own tests, which also check the numbers.
 TESTED_ELSEWHERE = (
     ROOT / "README.md",
     ROOT / "docs/presets",
@@ -183,9 +181,7 @@ CODE = [
 
 @pytest.mark.parametrize("page", CODE, ids=lambda p: p.name)
 def test_the_code_on_a_page_runs(page: Path) -> None:
-    """Block after block, each with what it takes as given and
-    with what the blocks before it made.
-    """
+    """Block after block, each with the names it assumes and the names of the blocks before it."""
     made: dict[str, Any] = {}
     for block in plain_blocks(page):
         made |= things_the_pages_speak_of()
@@ -290,7 +286,7 @@ def test_snippets_run_in_their_own_process_and_report_a_failure() -> None:
 
 
 def result(release: str = "1.0", **changes: Any) -> dict[str, Any]:
-    """What a run writes for one framework with two functions."""
+    """The results of a run for one framework with two functions."""
     worst = {
         "float64": {"loss": 2e-16, "gradient of x": 3.25e-15},
         "float32": {"loss": 1e-7, "gradient of x": 0.0},
@@ -363,7 +359,7 @@ def test_the_conformance_page_shows_the_programs(page_of: Any) -> None:
 
 
 def test_the_conformance_page_before_the_first_run(tmp_path: Path) -> None:
-    assert "No run has been written down yet." in conformance_page.conformance_page(
+    assert "No run has been recorded yet." in conformance_page.conformance_page(
         tmp_path / "none.json"
     )
 
@@ -396,8 +392,8 @@ def test_every_metric_of_the_value_loss_is_on_the_page() -> None:
     batch = make_batch(seed=3)
     out = pl.value_loss(batch.logp, batch.advantages, batch.old_logp, batch.mask)
     assert set(out.metrics.compute()) == set(generate.VALUE_FORMULAS) - set(INVALID)
-    # What could not be checked at once: a mask that is not bool, and offsets, where there are no
-    # values to look at.
+    # Inputs that could not be checked at once: a mask that is not bool, and offsets, where there
+    # are no values to look at.
     tokens, offsets = (
         torch.zeros(4, device="meta"),
         torch.zeros(3, device="meta", dtype=torch.int64),

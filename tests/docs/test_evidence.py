@@ -1,5 +1,5 @@
-"""The evidence: every preset is run, a run that was stopped goes on, medians are medians, and the
-page says what the file holds.
+"""The evidence: every preset is run, a stopped run continues, medians are medians, and the page
+shows the contents of the file.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_a_second_call_runs_the_missing_jobs(
     evidence.run_all(
         [a_job("grpo"), a_job("dapo"), changed, a_job("gspo")], evidence.Results(out, 1), 1, work
     )
-    # What failed, what has other settings, what is new.
+    # Failed runs, runs with other settings, new runs.
     assert asked[3:] == [
         ("dapo", 0),
         ("grpo", 1),
@@ -334,13 +334,13 @@ def test_a_false_claim_is_not_printed(tmp_path: Path) -> None:
     page = pages(tmp_path, [made(job, **curves([1.0, 1.0, 1.0, 1.0])) for job in jobs_])[
         "docs/evidence.md"
     ]
-    assert "**The claim does not hold here as it is worded**" in page
+    assert "**The claim does not hold here in these words**" in page
     assert "### Learning rate 0.003" in page
     both = pages(tmp_path, [made(job, **curves([1.0, 1.0, 30.0, 40.0])) for job in jobs_])[
         "docs/evidence.md"
     ]
     assert (
-        "**The claim does not hold here as it is worded**: the norm runs away in 1 of 1 runs of "
+        "**The claim does not hold here in these words**: the norm runs away in 1 of 1 runs of "
         "plain PPO and in 1 of 1" in both
     )
 

@@ -1,5 +1,5 @@
-"""The benchmarks of the loss and of GAE: no provider is timed that is wrong,
-and a target is the ratio it says it is.
+"""The benchmarks of the loss and of GAE: no wrong provider is timed, and a target is the ratio in
+its name.
 """
 
 from __future__ import annotations

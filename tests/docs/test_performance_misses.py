@@ -30,14 +30,14 @@ def test_every_miss_of_the_kept_runs_is_explained() -> None:
 
 
 def test_a_miss_without_explanation_is_named() -> None:
-    """A target that nobody wrote about, one that the text does not fit, and a missing figure."""
+    """A target without an explanation, one with an unfitting text, and a missing figure."""
     lines = [missed("T99", "speed", 1.0), missed("T7", "speed", 1.0), missed("T6", "time / x", 2.0)]
     runs = {"head_cuda": {"targets": lines, "groups": {head_logits.GROUP: {}}}}
     names = ["head, GPU, T99: speed", "head, GPU, T7: speed", "head, GPU, T6: time / x"]
     assert performance_misses.unexplained(runs) == names
     section = performance_misses.misses_section(runs)
     assert "**head, GPU, T99, speed: 1, should be at least 5.**" in section
-    assert section.count("No explanation is written down yet.") == 1
+    assert section.count("No explanation has been written yet.") == 1
 
 
 def test_a_target_that_is_met_is_not_explained() -> None:
@@ -59,7 +59,8 @@ def logits_section(what: str) -> str:
 
 
 def test_rows_of_logits_by_hand() -> None:
-    # A forward reads what a copy reads and writes: 2 / 2 / 1.25; 1.5 − 1.25 are the host's.
+    # A forward reads the bytes that a copy reads and writes: 2 / 2 / 1.25; 1.5 − 1.25 are the
+    # host's.
     text = logits_section("from logits, forward: share of copy bandwidth")
     assert "0.80 of the copy's bandwidth. The other 0.25 ms of the 1.50 ms" in text
     text = logits_section("from logits, backward in place: share of copy bandwidth")
@@ -108,7 +109,7 @@ def test_the_head_on_a_cpu_by_hand() -> None:
     ]
     run = {"targets": lines, "groups": {"dense": dense, "masked": masked}}
     text = performance_misses.misses_section({"head_cpu": run})
-    # 0.5·150 is what the dense rate would take, 75 ms: 75 / 100, 75 / 125, and 150 / 125.
+    # 0.5·150 is the time at the dense rate, 75 ms: 75 / 100, 75 / 125, and 150 / 125.
     assert "reach 0.75 of the rate" in text
     assert "and 0.60 if the gradient of the weight goes to new memory" in text
     assert "(25 ms of 125 ms). Our call takes 1.20 times as long as these." in text

@@ -1,5 +1,5 @@
-"""Texts are written for reading: lines that fit a page, an index in order,
-names that say what a thing is.
+"""Texts are written for reading: lines that fit a page, an index in order, names that describe a
+thing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGES = [
     if not re.search("<!-- (Made|Generated) by", page.read_text(encoding="utf-8"))
 ]
 SOURCE = ROOT / "src"
-# Words that fit any variable, and so say nothing about one.
+# Words that fit any variable, and so describe none.
 VAGUE = {"found", "given", "held", "made", "own", "said", "seen", "told", "whole"}
 
 

@@ -1,5 +1,5 @@
-"""The site: every page is reached, links lead somewhere, formulas are typeset as they are printed,
-curves are what the loss computes, and every public name has an example that runs.
+"""The site: every page is reached, links have targets, formulas are typeset as they are printed,
+curves show the loss, and every public name has an example that runs.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def test_the_reference_has_the_drop_ins_too() -> None:
 def test_every_page_of_the_reference_has_a_summary_of_its_own(
     assembly: assemble.Assembly,
 ) -> None:
-    """It stands in the list of pages, in llms.txt and in a search."""
+    """It appears in the list of pages, in llms.txt and in a search."""
     pages = [page for path, page in assembly.pages.items() if path.startswith("reference/")]
     sentences = [page.first_sentence for page in pages]
     assert len(set(sentences)) == len(sentences) > 20
@@ -374,7 +374,7 @@ def test_the_check_of_the_built_site_can_fail(
     assert check.problems(tmp_path) == [
         "a/b.html: loads //cdn.org/y.png",
         "index.html: loads https://cdn.org/x.js",
-        "index.html: a/b.html#gone names a heading that is not there",
+        "index.html: a/b.html#gone names a heading that does not exist",
         "index.html: the link nowhere.html leads nowhere",
         "index.html: has no Markdown twin",
         "x.css: loads https://fonts.org/z.css",

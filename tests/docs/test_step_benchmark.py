@@ -49,7 +49,7 @@ def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest(4096, 4500) == 439
     assert tried == [1, 4, 16, 64, 412, 467, 439, 453]
     assert largest(20, 4500) == 20
-    limit = 50  # less than memory says: a third of it went elsewhere
+    limit = 50  # less than memory allows: a third of it is used elsewhere
     assert largest(4096, 4500) in range(48, 51)
 
 

@@ -1,6 +1,4 @@
-"""The benchmark of TRL's step: what stops it, what is made of its turns, and the table drawn from
-its JSON.
-"""
+"""The benchmark of TRL's step: its errors, the summary of its turns, and the table of its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tutorials run as notebooks, draw what they promise, and claim what their numbers say."""
+"""The tutorials run as notebooks, draw their figures, and claim only what their numbers show."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def reward(example, completion):
 
 
 def python(*words: object) -> None:
-    """Run Python with these words, and show what it printed if it fails."""
+    """Run Python with these arguments, and show its output if it fails."""
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -52,7 +52,7 @@ def python(*words: object) -> None:
 
 @dataclass
 class Exported:
-    """A run and what was exported from it. scored: every prompt and completion, in order."""
+    """A run and its export. scored: every prompt and completion, in order."""
 
     base: Path
     merged: Path
@@ -150,8 +150,8 @@ def by_transformers(exported: Exported, model: Path, adapter: Path | None = None
 
 @pytest.fixture(scope="module")
 def expected(exported: Exported) -> Answers:
-    """The answers of the merged folder by transformers. They are not those before learning, so a
-    route without the adapters fails.
+    """The answers of the merged folder by transformers. They differ from the answers before
+    learning, so a route without the adapters fails.
     """
     answers = by_transformers(exported, exported.merged)
     assert len(answers) == HELD_OUT

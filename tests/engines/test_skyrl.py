@@ -131,7 +131,7 @@ def adapters(server: Server, policy: Any) -> dict[str, Tensor]:
 
 
 def by_hand(moved: dict[str, Tensor], first: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of each adapter B where B is 0: that of its weight W, times Aᵀ."""
+    """The gradient of each adapter B where B is 0: the gradient of its weight W, times Aᵀ."""
     gradients = {}
     for name, a in first.items():
         if "lora_A" in name:

@@ -1,7 +1,7 @@
 """Runs with a real vLLM, in the trainer's process and as a server, on a CPU: `make engines`.
 
-They learn the built-in task, say which weights sampled what, and survive kill −9 of the trainer and
-of the server.
+They learn the built-in task, record the weights that sampled each completion, and survive kill −9
+of the trainer and of the server.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lines(out: Path, name: str = "metrics") -> list[dict[str, Any]]:
 
 
 class Process:
-    """A process and all that it starts, which `kill` ends by SIGKILL; what it says is in a file."""
+    """A process and all its children, which `kill` ends by SIGKILL; its output is in a file."""
 
     def __init__(self, words: list[str], log: Path, **variables: str) -> None:
         self.log = log
@@ -182,8 +182,8 @@ def server(model: Path) -> Iterator[Server]:
 
 def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
     """First for longer than the trainer has patience: it stops, names the server, and resumes. Then
-    for less: it waits, gives the weights to the server that came back, and goes on. The server cuts
-    by top-p, and says what it kept.
+    for less: it waits, gives the weights to the server that came back, and goes on. The server
+    samples with top-p, and reports the tokens it kept.
     """
     out = tmp_path / "run"
     options = {"model": server.model, "rollout": server.address, "top_p": 0.9, **OPTIONS}
@@ -198,7 +198,7 @@ def test_a_server_that_is_killed(server: Server, tmp_path: Path) -> None:
 
     server.start()
     server.wait()
-    assert server.weights()[0] == ""  # those that it was started with
+    assert server.weights()[0] == ""  # the weights that it was started with
     done = len(lines(out))
     again = trainer(out, resume=True, rollout=server.address, rollout_timeout=300)
     again.until(lambda: len(lines(out)) >= done + 2)
@@ -220,7 +220,7 @@ def test_a_server_samples_while_the_policy_learns_and_the_trainer_is_killed(
     first.kill()
     run, _ = server.weights()
     assert trainer(out, resume=True, rollout=server.address).ended() == 0
-    assert server.weights()[0] not in ("", run)  # what was killed may have left any weights
+    assert server.weights()[0] not in ("", run)  # a killed server may have left any weights
     assert server.weights()[1] == "8"
     assert_learned(out)
     rows = lines(out, "rollouts")

@@ -1,5 +1,5 @@
-"""The engine of the trainer beside the vLLM that is installed: its calls fit, and a real one sleeps
-and wakes with new weights as far as a CPU can, and says which tokens it kept.
+"""The engine of the trainer and the installed vLLM: its calls fit, and a real vLLM sleeps and wakes
+with new weights as far as a CPU can, and reports the tokens it kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from policyloss_train.rollout.protocol import Prompt, Sampling, Weights
 from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
 from policyloss_train.tasks import make_task
 
-# Warnings of another package are no errors here.
+# Warnings of another package are not errors here.
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
 GREEDY = Sampling(8, 0.0, 1.0, 0, (1,), seed=0, draw=0)
 CUT = Sampling(8, 1.0, 0.9, 0, (1,), seed=3, draw=0, support=True)
@@ -55,7 +55,7 @@ def engine_of(weights: Weights) -> VLLM:
 
 
 def go_through(engine: VLLM, weights: Weights) -> None:
-    """Everything that a run asks of an engine, in its order."""
+    """Every call of an engine by a run, in order."""
     engine.update_weights(weights, 0)
     engine.generate(PROMPTS, GREEDY)
     engine.generate(PROMPTS, CUT)
@@ -166,7 +166,7 @@ def test_by_the_tokens_that_were_kept_the_ratio_of_an_unchanged_policy_is_one(
     cut: dict[str, Any], real: tuple[VLLM, Weights]
 ) -> None:
     """Over all tokens, log-probabilities are 0.1 lower on average: about -log 0.9, or more where
-    top-k leaves 7 of 100 tokens of a model that knows nothing.
+    top-k leaves 7 of 100 tokens of an untrained model.
     """
     engine, weights = real
     sampling = dataclasses.replace(CUT, **cut)

@@ -130,7 +130,7 @@ def swapped(spec: pl.LossSpec, **slots: Any) -> pl.LossSpec | None:
 
 
 def neighbours(spec: pl.LossSpec) -> dict[str, pl.LossSpec]:
-    """Every loss that differs from `spec` in one slot, by what was put there."""
+    """Every loss that differs from `spec` in one slot, by its new part."""
     choices: dict[str, Iterable[Any]] = {
         "ratio": RATIOS,
         "trust": TRUSTS,
@@ -233,8 +233,8 @@ def make_batch(
 
 
 class Result(NamedTuple):
-    """What a call gives: the loss, its gradients as `[B, T]`,
-    the metrics as records and as numbers.
+    """The result of a call: the loss, its gradients as `[B, T]`, the metrics as records and as
+    numbers.
 
     dentropy: the gradient by the entropy and four times that by the divergence (see
     `with_divergence`), so that a test follows both.

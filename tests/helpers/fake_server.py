@@ -1,7 +1,6 @@
-"""A server that speaks the endpoints of vLLM that the trainer uses, with a tiny model; and that
-fails as it is told.
+"""A server with the endpoints of vLLM that the trainer uses, a tiny model, and faults on request.
 
-It holds a model of its own, which it loads from the folders it is told of, as vLLM does.
+It has its own model, which it loads from the folders in requests, as vLLM does.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class FakeServer:
     """`with FakeServer(folder) as server: … server.address`.
 
     faults: what to do to the next calls of a path, one after the other: "500", "400", "time out",
-    "half" (of an answer), "close" (the connection), "old weights", "abort". calls: paths that were
-    asked for. most: log-probabilities of a token that it reports.
+    "half" (of an answer), "close" (the connection), "old weights", "abort". calls: the requested
+    paths. most: the number of log-probabilities that it reports for a token.
     """
 
     def __init__(self, folder: str, logprobs_mode: str = "processed_logprobs") -> None:

@@ -1,7 +1,7 @@
-"""A package `tinker` whose server is this process: a small torch model, all of whose weights learn.
+"""A package `tinker` whose server is this process: a small torch model that trains all its weights.
 
 The real one is in tests/engines/test_skyrl.py. `reduction` is how the server adds up a loss: "sum",
-as the API says, or "mean", as SkyRL's JAX backend does.
+as in the API, or "mean", as SkyRL's JAX backend does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Server:
         self.model, self.name = model, name
         self.reduction, self.clips, self.down, self.slow = "sum", True, False, 0.0
         self.checkpoints: dict[str, Any] = {}
-        self.sessions, self.alive = 0, 0  # policies of an older life are gone
+        self.sessions, self.alive = 0, 0  # policies of an earlier start are lost
         self.requests: list[str] = []
 
     def kill(self) -> None:

@@ -1,5 +1,5 @@
-"""A stand-in for the package vllm: it records what is asked of it, and refuses what vLLM on a GPU
-could not do, such as to sample without weights.
+"""A stand-in for the package vllm: it records its calls, and refuses calls that vLLM on a GPU could
+not serve, such as sampling without weights.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Call = tuple[str, dict[str, Any]]
 
 
 def installed(patch: pytest.MonkeyPatch, *, gpu: bool) -> list[Call]:
-    """Have `import vllm` find the stand-in. Returns the calls, to which later ones are added.
+    """Make `import vllm` find the stand-in. Returns the list of calls, which grows.
 
-    gpu: whether the engine believes that there is one.
+    gpu: whether the engine sees a GPU.
     """
     calls: list[Call] = []
 
@@ -59,7 +59,7 @@ def likeliest(one: Completed, count: int, vocabulary: int) -> list[list[tuple[in
 
 
 class _LLM:
-    """awake: the memory that it has. good: of that, what holds something that can be used."""
+    """awake: the memory that it has. good: the parts of that with usable contents."""
 
     def __init__(self, calls: list[Call], folder: str) -> None:
         from transformers import AutoModelForCausalLM

@@ -98,7 +98,7 @@ class Evaluator:
         return ~self.seq_any(~c)
 
     def run(self) -> Tensor:
-        """The number of the unbroken run of the mask that each token stands in."""
+        """The number of the unbroken run of the mask that holds each token."""
         runs, number = [], 0
         here = [
             (int(r), int(c), bool(m))

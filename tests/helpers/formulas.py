@@ -1,6 +1,4 @@
-"""The printed formula, and where it says the gradient is zero,
-against what `policy_loss` computes.
-"""
+"""The printed formula, and its conditions for a zero gradient, against `policy_loss`."""
 
 from __future__ import annotations
 

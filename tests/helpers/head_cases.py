@@ -55,7 +55,7 @@ def contract_of_logits(
     softcap: float | None = None,
 ) -> Values:
     """`log_softmax(logits.float() / temperature).gather(ids)` and its entropy;
-    0 where masked, whatever stands there.
+    0 where masked, whatever the logits there.
     """
     live = torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
     z = torch.where(live[..., None], logits.to(torch.promote_types(logits.dtype, torch.float32)), 0)
@@ -96,7 +96,7 @@ def leaf(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class Run(NamedTuple):
-    """What a head gave: its values, and the gradient of each leaf."""
+    """The result of a head: its values, and the gradient of each leaf."""
 
     logp: Tensor
     entropy: Tensor
@@ -263,7 +263,9 @@ class HeadBatch:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """What `policy_loss` takes beside logp and entropy, on the device of the tests."""
+        """The arguments of `policy_loss` other than logp and entropy, on the device of the
+        tests.
+        """
         computed = ("logp", "entropy", "divergence")
         given = {k: v for k, v in self.tokens.kwargs.items() if k not in computed}
         return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in given.items()}
@@ -324,8 +326,8 @@ def make_head_batch(
 
 
 class LossRun(NamedTuple):
-    """What a loss from hidden states gives: its value, the gradients of hidden and weight,
-    the metrics.
+    """The result of a loss from hidden states: its value, the gradients of hidden and weight, the
+    metrics.
     """
 
     loss: Tensor
@@ -424,7 +426,7 @@ def forced_rows(plan: pl.Plan, rows: int) -> pl.Plan:
 
 
 def admitted(call: Callable[[str], Any]) -> list[str]:
-    """The plans that `call` runs under; an InputError says that one does not.
+    """The plans that `call` runs under; others raise an InputError.
 
     "recompute" and "stash" serve every loss, so that no test passes because all were refused.
     """
@@ -484,9 +486,7 @@ class Poison(TorchDispatchMode):
 
 
 def poison_freed_memory(*shapes: tuple[int, ...]) -> None:
-    """Fill memory of these sizes with NaN and give it back,
-    so that what is allocated next finds it there.
-    """
+    """Fill memory of these sizes with NaN and free it, so that the next allocations contain it."""
     held = [
         torch.full(shape, torch.nan, device=DEVICE, dtype=dtype)
         for shape in shapes

@@ -1,5 +1,5 @@
-"""One-line mistakes in the head, for `mutants.py`: name, file, what stands there, what would be
-wrong, the test that must fail.
+"""One-line mistakes in the head, for `mutants.py`: name, file, the right text, the wrong text, the
+test that must fail.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "embd_pdrop"), 0.0),
 }
 
-# What single architectures need beside.
+# Additional settings of single architectures.
 LATENT = {"num_key_value_heads": 4}  # attention over latent keys has as many as heads
 OTHERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "minicpm3"), LATENT),
@@ -106,7 +106,7 @@ def token_ids(rows: int = 2, length: int = 8, seed: int = 1) -> torch.Tensor:
 
 
 def batch_for(ids: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a loss needs of the predicted tokens; the first of them are a prompt."""
+    """The inputs of a loss for the predicted tokens; the first of them are a prompt."""
     predicted = ids.shape[0], ids.shape[1] - 1
     generator = torch.Generator().manual_seed(2)
     mask = torch.ones(predicted, dtype=torch.bool)

@@ -33,7 +33,7 @@ if DEVICE == "cpu":
 
     def patch_tensor_with_index(tensor: Any, *scope: Any) -> None:
         """Loop bounds are arrays of one number there, which NumPy 2.4 no longer takes
-        for an index. scope: puts back what was there; Triton 3.4 has none.
+        for an index. scope: restores the old function; Triton 3.4 has no scope.
         """
         patch_tensor(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())

@@ -36,7 +36,7 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def assert_all_handled(results: dict[str, str], least: int) -> None:
-    """Each result is "", or a text that says how the case of that name was mishandled."""
+    """Each result is "", or describes how the case of that name was mishandled."""
     bad = {name: text for name, text in results.items() if text}
     print(f"{len(results)} faults injected, {len(results) - len(bad)} handled")
     assert not bad, f"{len(bad)} of {len(results)}: " + "\n".join(

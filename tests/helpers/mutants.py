@@ -33,14 +33,14 @@ SOURCE = TESTS.parent / "src"
 PACKAGES = ("policyloss", "policyloss_lab", "policyloss_train")
 CLEAN = "clean"
 # Without collecting garbage after each run (a second, as torch is large), and without rewriting
-# assertions nobody will read.
+# assertions that are not read.
 _PLUGINS = ("cacheprovider", "xdist", "unraisableexception")
 _FAST = ("-x", "-q", "--no-header", "--assert=plain", *(f"-pno:{name}" for name in _PLUGINS))
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Replace `old`, which stands once in `file`, by `new`; then `test` must fail."""
+    """Replace `old`, which occurs once in `file`, by `new`; then `test` must fail."""
 
     name: str
     file: str
@@ -451,10 +451,11 @@ MUTANTS = (
 
 
 def places_of(mutant: Mutant, source: str) -> list[tuple[int, int]]:
-    """Where `mutant.old` stands in `source`, wherever the formatter has put the ends of its lines.
+    """The places of `mutant.old` in `source`, for any line breaks of the formatter.
 
-    White space matches any white space, none beside punctuation, and a closing bracket may follow
-    a comma. Indentation before `old` and the end of the line after it match as they are written.
+    White space matches any white space, or none next to punctuation, and a closing bracket may
+    follow a comma. Indentation before `old` and the end of the line after it match as they are
+    written.
     """
     indent = re.match(r"[ ]*", mutant.old)
     words = re.findall(r"\w+|[^\w\s]", mutant.old)

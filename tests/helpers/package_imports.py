@@ -61,14 +61,12 @@ def own(names: set[str]) -> set[str]:
 
 
 def holds_kernels(module: str) -> bool:
-    """Whether a module holds Triton kernels, which its name says."""
+    """Whether a module holds Triton kernels, judged by its name."""
     return module.endswith(("kernel", "kernels"))
 
 
 def named_modules(source: str, files: Collection[str]) -> set[str]:
-    """Modules of the package whose names stand in `source` as strings,
-    which is how `import_module` is called.
-    """
+    """Modules of the package whose names are strings in `source`, as for `import_module`."""
     strings = {
         node.value
         for node in ast.walk(parsed(source))
@@ -85,9 +83,9 @@ def loads(module: str) -> set[str]:
     """Every module that importing or running `module` may load: by statement, lazily, by name, and
     the packages around them.
 
-    To import a module is to run the `__init__` of its packages first; those that hold `module` too
-    are running already. Kernels are left out: they are asked for by name,
-    and import their caller's types.
+    Importing a module runs the `__init__` of its packages first; packages that also hold `module`
+    are already running. Kernels are left out: they are imported by name, and import their caller's
+    types.
     """
     imported = {n if n in FILES else f"{n}.__init__" for n in own(imports_of(module))}
     # A table of commands names their modules, which import their arguments from it.

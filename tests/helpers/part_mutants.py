@@ -1,7 +1,7 @@
 """One-line mistakes in the parts and in the functions of corrections, for `mutants.py`, in the
 order of `head_mutants.HEAD`.
 
-Each stands inside the part or function it is about:
+Each is inside its part or function:
 `test_mutants` demands at least one for every part of every slot.
 """
 

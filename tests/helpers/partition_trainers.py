@@ -1,5 +1,5 @@
-"""Trainers for the tests of `partition_check`, most broken in a way that people have shipped, and
-what two ranks say of some.
+"""Trainers for the tests of `partition_check`, most with a bug that people have shipped, and the
+reports of two ranks on some.
 
 The model is a small language model; a trainer is a `step(micro_batches)` that gives it the
 gradients of one optimizer step.
@@ -213,7 +213,7 @@ def _not_reduced(micro_batches: list[Batch]) -> nn.Module:
 
 
 def _answer(step: Step, batch: Batch, **options: Any) -> dict[str, Any]:
-    """What a report says, in plain values that can be saved."""
+    """The contents of a report, in plain values that can be saved."""
     try:
         report = pl.partition_check(step, batch, **options)
     except pl.InputError as error:

@@ -39,8 +39,8 @@ def trl() -> None:
 
 
 def verl() -> None:
-    """The file and the console output of verl's loggers. Numbers of the batch are those that verl's
-    own `compute_data_metrics` makes of a random batch whose rewards rise; those of the actor have
+    """The file and the console output of verl's loggers. verl's own `compute_data_metrics` computes
+    the numbers of the batch from random batches with rising rewards; the numbers of the actor have
     the names of its losses.
     """
     torch: Any = import_module("torch")
@@ -84,9 +84,9 @@ def verl() -> None:
 
 
 def verl_dumps() -> None:
-    """What verl writes into `trainer.rollout_data_dir`: two steps, two prompts, two answers each.
+    """verl's files in `trainer.rollout_data_dir`: two steps, two prompts, two answers each.
 
-    Its module needs Ray and a dozen packages more, so that only the function is taken out of it.
+    Its module needs Ray and a dozen more packages, so only the function is taken from it.
     """
     package = find_spec("verl")
     assert package is not None

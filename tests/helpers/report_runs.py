@@ -73,7 +73,7 @@ def rollout(
     **texts: str,
 ) -> dict[str, Any]:
     """One row of rollouts.jsonl with numbers that fit together: ratio = exp(logp − old_logp),
-    clipped as DAPO's bounds say.
+    clipped by DAPO's bounds.
     """
     rng = random.Random(1000 * step + 10 * group + seed)
     n = len(tokens)

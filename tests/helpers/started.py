@@ -21,9 +21,9 @@ PRELOADED = ("torch.distributed.fsdp", "policyloss", "cases")
 def run_ranks(body: Callable[..., None], *arguments: Any, count: int, imports: str = "") -> None:
     """`body(rank, *arguments)` in `count` processes, until all have ended.
 
-    They are forked from one that has imported `PRELOADED` and the modules `imports`, because that
-    takes longer than most of what they do. A worker has one such process: the first call decides
-    what it imports.
+    They are forked from a process that has imported `PRELOADED` and the modules `imports`, because
+    importing takes longer than most of their work. A worker has one such process: the first call
+    determines its imports.
     """
     multiprocessing.set_forkserver_preload([*PRELOADED, *imports.split()])
     torch.multiprocessing.start_processes(

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 def summary(
     seconds: float, skips: Iterable[str], markers: Iterable[str], expression: str
 ) -> list[str]:
-    """How long the run took and, one line each, what did not run and why.
+    """The duration of the run and, one line each, the tests that did not run with the reason.
 
     skips: the reason of each skipped test. markers: each with its meaning, as pyproject.toml lists
-    them. expression: that of `pytest -m`.
+    them. expression: of `pytest -m`.
     """
     minutes, rest = divmod(round(seconds), 60)
     reasons = Counter(reason.removeprefix("Skipped: ") for reason in skips).most_common()

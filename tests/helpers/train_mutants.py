@@ -29,7 +29,7 @@ TRAIN = (
         "test_train_tasks.py::test_sort_has_thousands_of_prompts_with_sorted_answers",
     ),
     (
-        "rewards_count_beside_a_teacher",
+        "rewards_count_with_a_teacher",
         "policyloss_train/config.py",
         "return 1.0 if self.teacher is None else 0.0",
         "return 1.0 if self.teacher is None else 1.0",
@@ -281,7 +281,7 @@ TRAIN = (
         _VLLM + "test_it_sleeps_while_the_policy_learns_and_wakes_with_new_weights",
     ),
     (
-        "it_sleeps_beside_the_learner",
+        "it_sleeps_while_it_samples_ahead",
         "policyloss_train/rollout/vllm_engine.py",
         "config.staleness == 0 and torch.cuda.is_available()",
         "torch.cuda.is_available()",

@@ -17,7 +17,7 @@ def config(**options: Any) -> SimpleNamespace:
 
 
 def grpo_config(**options: Any) -> Any:
-    """The same as a dataclass, which knows its own defaults as the real one does."""
+    """The same as a dataclass, which has defaults like the real one."""
     defaults = {
         **DEFAULTS,
         "gradient_accumulation_steps": 1,

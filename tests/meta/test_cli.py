@@ -1,6 +1,4 @@
-"""The `policyloss` command: what it prints, its exit codes,
-and that nothing it is given ends in a traceback.
-"""
+"""The `policyloss` command: its output, its exit codes, and that no input ends in a traceback."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_a_file_of_a_loss_that_cannot_be_read(
 
 
 def test_a_path_that_no_file_can_have(capsys: pytest.CaptureFixture[str]) -> None:
-    """A name that is too long, or that holds a zero, is no preset either."""
+    """A name that is too long, or that holds a zero byte, is not a preset either."""
     assert "File name too long" in failure(capsys, "explain", "x" * 5000 + ".json")
     assert "unknown preset" in failure(capsys, "explain", "x" * 5000)
     assert "null" in failure(capsys, "explain", "loss\0.json")
@@ -156,7 +156,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 def test_the_buffer_is_written_before_a_command_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command that prints without flushing fails where it can still be said."""
+    """A command that prints without flushing fails while it can still report the error."""
 
     with (tmp_path / "output").open("w") as file:
 

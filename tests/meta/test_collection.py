@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a test run loads while it collects. Examples are read as documentation, and import what they
-# use at the top.
+# Modules that a test run loads while it collects. Examples are read as documentation, and import
+# what they use at the top.
 FOLDERS = ("src", "tests", "benchmarks", "conformance", "docs")
 HEAVY = {
     "transformers",

@@ -1,5 +1,5 @@
-"""What is released: the checks of `make dist` notice every kind of fault,
-and the wheel works where nothing but torch is installed.
+"""The release: the checks of `make dist` find every kind of fault, and the wheel works where only
+torch is installed.
 """
 
 from __future__ import annotations

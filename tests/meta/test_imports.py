@@ -33,7 +33,7 @@ import policyloss as pl
 import policyloss_lab as lab
 
 # What each part of the core may import of the package. A module that is not listed (explain, cli,
-# …) stands above all of these: it may import any of them, and none of them may import it.
+# …) is above all of these: it may import any of them, and none of them may import it.
 ADVANTAGE = {"arguments", "errors", "functional", "tokens", "advantage"}
 MAY_IMPORT = {
     "errors": set(),
@@ -131,7 +131,7 @@ MAY_IMPORT = {
 }
 
 
-# `policy_loss` imports its other ways to run when it is called; they are made of its pipeline.
+# `policy_loss` imports its other ways to run when it is called; they are built from its pipeline.
 WAYS_OUT = {"policyloss.compiled.fused", "policyloss.compiled.in_graph"}
 
 # The packages that each may import in addition to torch, by their pyproject.toml.
@@ -200,8 +200,8 @@ def test_a_module_named_in_a_string_is_an_import() -> None:
 
 
 def test_a_package_imports_lower_packages_and_its_requirements_only() -> None:
-    """The library needs torch alone and knows neither of the others, not even by a string; the lab
-    does not know the trainer.
+    """The library needs only torch and names neither of the others, not even in a string; the lab
+    does not name the trainer.
     """
     known = {"torch", "__future__", *sys.stdlib_module_names}
     foreign = {}
@@ -249,8 +249,8 @@ def test_no_function_has_the_name_of_a_module() -> None:
 
 
 def test_nothing_imports_a_module_of_kernels() -> None:
-    """They are asked for by name when a tensor on a GPU is met:
-    Triton is neither needed nor imported before. One of them may use another's functions.
+    """They are imported by name for the first tensor on a GPU: Triton is neither needed nor
+    imported before. One of them may use another's functions.
     """
     others = [module for module in FILES if not holds_kernels(module)]
     wrong = {m: [n for n in own(imports_of(m)) if holds_kernels(n)] for m in others}
@@ -305,9 +305,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def fresh_import() -> dict[str, Any]:
-    """What a new interpreter says of `import policyloss`,
-    with every framework made impossible to import.
-    """
+    """The output of `import policyloss` in a new interpreter that cannot import any framework."""
     path = {"PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=path, capture_output=True, text=True, check=False
@@ -383,7 +381,7 @@ def test_the_functional_module_lists_its_names() -> None:
 
 
 def test_every_module_of_explain_is_used_by_the_package() -> None:
-    """Data that only the documentation reads lies in docs/, not in what is installed."""
+    """Data that only the documentation reads is in docs/, not in the installed packages."""
     used = set().union(*(imports_of(module) for module in FILES))
     inside = {
         name

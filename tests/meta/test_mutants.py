@@ -97,7 +97,7 @@ def test_every_part_has_a_mutant(file):
 
 
 def test_mutants_are_up_to_date():
-    """Each stands once in today's source, under its own name."""
+    """Each occurs once in the current source, and has its own name."""
     assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 18
     sources = {m.file: (SOURCE / m.file).read_text(encoding="utf-8") for m in MUTANTS}
     counts = {m.name: len(places_of(m, sources[m.file])) for m in MUTANTS}

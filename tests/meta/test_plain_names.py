@@ -1,4 +1,4 @@
-"""The words of the core: names that say what a thing is, and prose that fits on a line."""
+"""Names in the core that describe a thing, and prose that fits on a line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = (
     "validate",
     "vocab_parallel",
 )
-# These say how a value came to be, and neither what it is nor what type it has.
+# These describe how a value came to be, and neither its meaning nor its type.
 VAGUE = frozenset(("found", "given", "held", "made", "own", "said", "told"))
 WIDTH = 100
 PATHS = [PACKAGE / name for name in (*FILES, *(f"head/{module}.py" for module in HEAD))]
@@ -67,7 +67,7 @@ def test_names_describe_things(path: Path) -> None:
 
 @walked("path", PATHS, ids=IDS)
 def test_docstrings_and_comments_fit_on_a_line(path: Path) -> None:
-    # A line that tells a tool something cannot be broken.
+    # A line with an instruction for a tool cannot be broken.
     lines = [
         (i, line) for i, line in prose_lines(path.read_text()) if "disable-error-code" not in line
     ]

@@ -1,4 +1,4 @@
-"""The files around the code say what is so: versions, targets, workflow, citation, templates."""
+"""The files around the code are correct: versions, targets, workflow, citation, templates."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_workflow_runs_the_checks_of_ci() -> None:
 
 
 def test_the_lowest_versions_are_one_number_everywhere() -> None:
-    """Those of pyproject.toml, in what runs the tests with them and in what is read about them."""
+    """The versions of pyproject.toml, in the files that run the tests and in the documentation."""
     project = text_of("pyproject.toml")
     python = re.findall(r'^requires-python = ">=(.+)"', project, re.M)[0]
     torch = re.findall(r'^dependencies = \["torch>=(.+)"\]', project, re.M)[0]
@@ -135,7 +135,7 @@ def test_ruff_before_a_commit_is_that_of_the_linter() -> None:
 
 
 def citation_faults(citation: dict[str, Any]) -> list[str]:
-    """What the Citation File Format 1.2.0 asks for, of the keys that this project uses."""
+    """The rules of the Citation File Format 1.2.0, for the keys that this project uses."""
     required = {"cff-version", "message", "title", "authors"}
     optional = {"abstract", "type", "version", "license", "keywords", "date-released", "url"}
     optional |= {"repository-code", "doi"}

@@ -1,4 +1,4 @@
-"""A test run ends with how long it took, and with what it left out."""
+"""A test run ends with its duration and the tests that it left out."""
 
 from __future__ import annotations
 

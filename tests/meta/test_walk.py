@@ -43,7 +43,7 @@ def test_every_failing_case_is_reported_by_its_name_with_its_traceback():
     [pytest.fail, pytest.skip, lambda case: pytest.raises(KeyError).__exit__(None, None, None)],
 )
 def test_no_case_ends_a_walk(ends):
-    """Neither a skip nor a `pytest.raises` that saw no error, which are no `Exception`."""
+    """Neither a skip nor a `pytest.raises` without an error, which are not of type `Exception`."""
     seen = []
 
     @walked("case", ["a", "b"])

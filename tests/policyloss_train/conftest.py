@@ -9,5 +9,5 @@ from train_loop_ranks import make_model
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Its folder, made once for all tests, which leave it as it is."""
+    """Its folder, made once for all tests, which do not change it."""
     return str(started_once(tmp_path_factory, "small_model", make_model))

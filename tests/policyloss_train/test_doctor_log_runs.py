@@ -1,5 +1,5 @@
 """The runs that the doctor's diagnosis from logs is measured with: their plan, their faults, and
-what is kept of them.
+their stored results.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def test_a_name_is_found_an_effect_or_a_stray() -> None:
     assert verdict == {"names": ["a", "b", "c"], "found": True, "noticed": True, "strays": ["c"]}
     only_effect = counts.judged(SICK, names(b="no_learning"))
     assert (only_effect["found"], only_effect["noticed"], only_effect["strays"]) == (0, 1, [])
-    # What may mean several things counts as the one that is right.
+    # An ambiguous verdict counts as the right one of its meanings.
     assert counts.judged(SICK, names(c="kl_drift nonfinite"))["strays"] == []
     assert counts.judged(WELL, names(b="no_learning"))["strays"] == ["b"]
     assert not counts.judged(WELL, {})["noticed"]
@@ -71,7 +71,7 @@ def test_others_are_shown_the_numbers_by_their_names(monkeypatch: pytest.MonkeyP
     rows = [{"step": 0.0, "eval/accuracy": 0.1}]
     rows += [{"step": s, "policy/kl_ref": 0.5, "grad_norm": 2.0, "other": 1.0} for s in (1.0, 2.0)]
     assert counts.rlwatch(rows, {}) == {"loss_nan": frozenset(["nonfinite"])}
-    # Step 0 holds nothing that it knows.
+    # Step 0 holds no known metric.
     assert shown == [(s, {"kl_divergence": 0.5, "grad_norm": 2.0}) for s in (1, 2)]
 
 

@@ -1,5 +1,5 @@
-"""The completions that a run stores: whole groups that say most of a step, prompts that are
-followed, every number of their tokens, and no more than fits on the disk.
+"""The completions that a run stores: whole groups that explain a step best, followed prompts, every
+number of their tokens, and no more bytes than allowed.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def test_held_out_answers_are_stored_at_every_evaluation(model: str, tmp_path: P
 def test_rollouts_stay_within_their_bound_and_cover_the_run(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight steps share 48 KiB, where one whole step takes about 18: each stores what fits its
-    share, at least one group, and the run says once that it leaves something out.
+    """Eight steps share 48 KiB, where one whole step takes about 18: each stores the groups that
+    fit its share, at least one, and the run prints once that it leaves some out.
     """
     limit = 48 / 1024
     options = {**PLAIN, "steps": 8, "rollouts_every": 1, "rollouts_rows": 16, "checkpoint_every": 3}

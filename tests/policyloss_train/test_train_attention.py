@@ -97,7 +97,7 @@ def alone(body: nn.Module, batch: Pack) -> Tensor:
 
 
 def gradients(model: Any, hidden: Tensor) -> dict[str, Tensor]:
-    """Of a number that every hidden state moves in a way of its own."""
+    """Gradients of a number to which every hidden state contributes differently."""
     g = torch.Generator().manual_seed(3)
     weight = torch.randn(hidden.shape, generator=g, dtype=torch.float64).to(hidden)
     model.zero_grad()
@@ -165,7 +165,7 @@ def assert_as_alone(model: Any, way: Any, budget: int) -> None:
 
 @pytest.mark.usefixtures("varlen_on_cpu")
 def test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not() -> None:
-    """Sound models are taken in every dtype; those that lose where sequences begin never are."""
+    """Sound models pass in every dtype; models that ignore the starts of sequences never do."""
     import transformers as t
 
     sizes = {name: x for name, x in SIZES.items() if name not in ("hidden_size", "head_dim")}
@@ -331,7 +331,7 @@ def test_a_model_that_learns_by_varlen_samples_as_before(kind: str) -> None:
 def test_rows_are_sorted_and_cut_by_hand() -> None:
     """Budget 20. 9 8 | 8·… : 9 and 8 take 2 × 9 = 18 places; a third would take 27. 5, 5 and 4 take
     15 places with one of padding; 2 would be the fourth, 20 places with 4 of padding, a fifth: it
-    fits. 1 alone begins anew, because 25 places are over the budget.
+    fits. 1 begins another micro-batch, because 25 places are over the budget.
     """
     lengths = [5, 9, 1, 4, 8, 5, 2]
     assert Rows().cut(lengths, 20) == [[1, 4], [0, 5, 3, 6], [2]]

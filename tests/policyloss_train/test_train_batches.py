@@ -1,6 +1,4 @@
-"""Packs of completions: what is predicted from what, what is trained on,
-and cuts that lose nothing.
-"""
+"""Packs of completions: the predicted tokens, the trained tokens, and cuts that lose nothing."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_messages_are_written_by_the_template_up_to_the_assistant(tmp_path: Path
     ]
     assert written.train[0].meta == {"level": 3}
     assert written.train[0].messages == made.train[0].messages
-    assert written.held_out[0].prompt == "5+5="  # a plain prompt is left as it is
+    assert written.held_out[0].prompt == "5+5="  # a plain prompt does not change
     assert written.score(written.train[0], "4") == 1
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, complete or not there, whatever fails while they are written."""
+"""Checkpoints: bit for bit, complete or absent, for any failure during the write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def put(folder: Path, step: int, value: float | None = None, *, keep: int | None = None) -> Path:
-    """A small checkpoint whose contents say which it is."""
+    """A small checkpoint whose contents identify it."""
     value = float(step) if value is None else value
     return save(
         folder, step, {"model": {"w": torch.full((4,), value)}}, {"value": value}, keep=keep
@@ -185,7 +185,7 @@ def test_a_file_that_the_system_cuts_short(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process is gone: whatever it would have done to the disk from here on does not happen."""
+    """The process was killed: none of its later writes happens."""
 
 
 def killed_at(moment: int, patch: pytest.MonkeyPatch, call: Callable[[], Any]) -> int:
@@ -449,7 +449,7 @@ def said(folder: Path) -> Said:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What one process has at the checkpoint, and after training on."""
+    """The state of one process at the checkpoint, and after more training."""
     model, optimizer = train_ranks.trained(None)
     state, _ = train_ranks.state_of(model, optimizer)
     held = {name: x.clone() for name, x in checkpoint.flatten(state).items()}
@@ -519,8 +519,8 @@ def test_a_piece_that_is_missing(folder: Path, said: Said, tmp_path: Path) -> No
 
 
 def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None:
-    """The same state: one index, but for where the rows are. A file of each rank, and what one
-    process wrote is a rank's.
+    """The same state: one index, but for where the rows are. Each rank writes a file, and the file
+    of one process is that of a single rank.
     """
     one, two, four = (
         checkpoint.check_index(folder / name / "step_000003", sums=True)
@@ -556,8 +556,8 @@ def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None
     ],
 )
 def test_pieces_that_are_not_the_rows_of_a_tensor(tmp_path: Path, change: Any, says: str) -> None:
-    """An index that is sound in its sums, and says that some rows are nowhere, or twice: memory
-    that nobody wrote is not read.
+    """An index with right sums in which some rows are missing, or occur twice: unwritten memory is
+    not read.
     """
     path = put(tmp_path, 1)
     body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]

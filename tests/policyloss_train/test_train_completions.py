@@ -1,5 +1,5 @@
-"""Completions that wait in a checkpoint: what ranks gather is what one process has, and any number
-of ranks gets its share.
+"""Completions that wait in a checkpoint: ranks gather the completions of one process, and any
+number of ranks gets its share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of a run: what the command line gives, what is refused and how it says so."""
+"""Options of a run: the parsed command line, and the errors of invalid options."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_to_and_from_json() -> None:
 
 def test_every_way_to_name_a_loss_gives_the_same_advantages(tmp_path: Path) -> None:
     """By name in any spelling, by value from a file or from code, and with a number changed. Two
-    presets have the numbers of another one: a file cannot tell which of the two it is, and is the
-    first of them.
+    presets have the numbers of another one: a file does not show which of the two it is, and counts
+    as the first of them.
     """
     wrong: list[str] = []
     for name, preset in PRESETS.items():
@@ -127,7 +127,7 @@ def test_every_way_to_name_a_loss_gives_the_same_advantages(tmp_path: Path) -> N
 
 def test_who_gets_a_critic() -> None:
     assert TrainConfig(loss="dapo", advantage="gae").with_loss(pl.preset("dapo")).with_critic
-    # A loss of one's own that is no preset goes with any advantages.
+    # A custom loss that equals no preset works with any advantages.
     config = TrainConfig(loss="mine.py:f").with_loss(pl.LossSpec(trust=lambda tokens: tokens.ratio))
     assert config.advantage == "grpo"
 
@@ -165,7 +165,7 @@ def test_learning_rates_follow_the_model() -> None:
 
 
 def test_options_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
-    """All options as TOML give what they give as words, and a word beats the file."""
+    """All options in TOML equal the options on the command line, which beats the file."""
     file = tmp_path / "run.toml"
     file.write_text(
         'loss = "dapo"\n"loss.trust.eps-high" = 0.3\n"loss.entropy_coef" = 0.01\nlr = 1\n'

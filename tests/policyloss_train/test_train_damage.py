@@ -1,9 +1,9 @@
 """Damaged run directories and options that make no sense:
 the outcome is success, or one clear message and exit code 2.
 
-Faults go through the command line in this process, so that whatever is raised and not meant for the
-user is seen; only the test of every value in config.json reads the file without a command around
-it.
+Faults go through the command line in this process, so that every error that is not meant for the
+user fails the test; only the test of every value in config.json reads the file without a command
+around it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(arguments: list[str]) -> str:
     """ "" if the command ends as it should: by success, or by exit code 2 and one message.
-    Else what it did.
+    Else a description.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -167,8 +167,8 @@ HALVES = pytest.mark.parametrize("half", [0, pytest.param(1, marks=SLOW)])
 
 @THIRDS
 def test_every_value_of_a_configuration(folder: Path, tmp_path: Path, third: int) -> None:
-    """What is read is a configuration or an error of ours;
-    all values at all places, without a command around it.
+    """The reader returns a configuration or raises our error, for all values at all places, without
+    a command around it.
     """
     data = json.loads((folder / "run" / "config.json").read_text())
     results: dict[str, str] = {}
@@ -351,7 +351,7 @@ def test_tensors_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
             save_file(tensors, path / "rank00000.safetensors")
             body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
             del body["tensors"][name]
-            if other is not None:  # the index says what the file holds
+            if other is not None:  # the index describes the contents of the file
                 piece = {"file": "rank00000.safetensors", "first": 0, "rows": other.shape[0]}
                 dtype = str(other.dtype).removeprefix("torch.")
                 body["tensors"][name] = {
@@ -544,7 +544,7 @@ def test_options_that_make_no_sense(
 
 
 def test_names_that_are_not_utf_8(folder: Path, tmp_path: Path) -> None:
-    """A run whose folder has a name that is no text goes on, is evaluated and sampled from."""
+    """A run in a folder whose name is not UTF-8 continues, is evaluated and sampled from."""
     run = copied(folder, tmp_path / "\udcff run")
     results = {command[0]: outcome([*command, str(run)]) for command in COMMANDS}
     results["extend"] = outcome(["train", "--resume", "--extend", "3", "--out", str(run)])
@@ -569,7 +569,7 @@ LOOPS = "{% for a in range(99999) %}" * 3 + "{{ messages }}" + "{% endfor %}" * 
 
 
 def limited(arguments: list[str], seconds: float = 20.0) -> str:
-    """`outcome`, which also tells of a command that takes longer."""
+    """`outcome`, which also reports a command that takes longer."""
     try:
         return call_within(seconds, outcome, arguments)
     except TimeIsUp:

@@ -48,7 +48,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def rewritten(run: Path, at: dict[str, Any] | None = None, **options: Any) -> Path:
-    """The same run with other options in its config.json, and other contents beside them."""
+    """The same run with other options in its config.json, and other files next to it."""
     contents = json.loads((run / "config.json").read_text()) | (at or {})
     contents["config"] |= options
     (run / "config.json").write_text(json.dumps(contents))
@@ -78,7 +78,7 @@ def test_options_that_changed_are_listed_with_both_values(
     assert "--task is x.jsonl, and the run has sort" in said
     assert "--dynamic-sampling is True, and the run has False" in said
     assert "--loss is gspo, and the run has dapo" in said
-    # What the other loss would change.
+    # Options that the other loss would change.
     assert "--loss.trust.eps_low is 0.0003, and the run has 0.2" in said
     assert "--extend" in said
     assert "--seed" not in said  # typed, and as it was
@@ -111,8 +111,8 @@ def test_the_whole_command_again_with_resume_goes_on(run: Path, model: str) -> N
 
 
 def test_the_options_of_a_run_are_the_starting_point_of_another(run: Path) -> None:
-    """What is named wins; what followed the model, the loss or the longest completion, follows
-    again.
+    """Named options win; defaults that followed the model, the loss or the longest completion
+    follow again.
     """
     reward = SMALL["reward"]
     stored = stored_options(run)[0].to_dict()
@@ -224,7 +224,7 @@ CODE = "raise SystemExit('this code must not run')"
 
 @pytest.fixture
 def foreign(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that names code, which lies in the current folder, ready to be imported."""
+    """A run that names code in the current folder that can be imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foreign_code.py").write_text(f"open('ran', 'w').close()\n{CODE}")
     return rewritten(run, reward="foreign_code:score")
@@ -249,7 +249,7 @@ def test_code_that_only_the_run_names_is_not_run(
 def test_code_that_the_user_names_is_run(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The import itself fails, and says how.
+    # The import itself fails with its own error.
     assert main(["eval", str(foreign), "--reward", "foreign_code:score"]) == 2
     assert (
         "importing 'foreign_code' raised SystemExit: this code must not run"
@@ -295,7 +295,7 @@ def test_code_of_a_model_needs_a_word_of_the_user(
 
 
 def test_the_code_of_a_model_is_not_run(tmp_path: Path, model: str) -> None:
-    """No question is asked either, which would wait for an answer."""
+    """There is no prompt either, which would wait for an answer."""
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     config |= {
@@ -335,7 +335,7 @@ INSIDE = (
 def test_links_and_pipes_are_refused(
     name: str, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What they lead to keeps its bytes, and nobody waits for a pipe."""
+    """The targets of links keep their bytes, and no read waits for a pipe."""
     outside, inside = tmp_path / "outside", run / name
     if inside.exists():
         shutil.move(inside, outside)
@@ -359,9 +359,7 @@ def test_links_and_pipes_are_refused(
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    """Each of the writers, by itself: what a crash left under a temporary name may be a link to
-    anywhere.
-    """
+    """Each of the writers, by itself: a temporary name left by a crash may be a link."""
     outside, folder = tmp_path / "outside", tmp_path / "run"
     outside.write_text("somebody's file")
     folder.mkdir()
@@ -407,7 +405,7 @@ def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A crash between two renames leaves `.step_000002.old`;
-    a user may call a copy what he likes.
+    a user may give a copy any name.
     """
     aside = run / "checkpoints" / ".step_000002.old"
     (run / "checkpoints" / "step_000002").rename(aside)
@@ -422,8 +420,8 @@ def test_one_that_stepped_aside_and_one_with_another_name_are_evaluated(
 
 @pytest.mark.parametrize("missing", [True, False], ids=["missing", "extra"])
 def test_weights_that_do_not_fit_the_model(tmp_path: Path, model: str, missing: bool) -> None:
-    """A missing one would be drawn at random and trained as the model's own;
-    one too many is said.
+    """A missing weight would be drawn at random and trained as the model's own; an extra weight is
+    reported.
     """
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
@@ -541,9 +539,9 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
     assert "3 checkpoints of 0.002 GB need 0.006 GB" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- what is not there
+# ---------------------------------------------------------------- missing files
 
-# What an option that may name a file, a folder or code is set to where there is none.
+# Values of options that name a file, a folder or code that does not exist.
 NOWHERE = {
     "loss": "/nowhere/loss.json",
     "task": "/nowhere/task.jsonl",
@@ -559,7 +557,7 @@ NOWHERE = {
 
 
 def test_every_option_with_a_path_is_among_them() -> None:
-    """Those of type `Path`, and those whose help says that they take one."""
+    """Options of type `Path`, and options that take a path according to their help."""
     for field in dataclasses.fields(TrainConfig):
         if "Path" in str(field.type):
             assert field.name in {*NOWHERE, "out"}

@@ -1,5 +1,5 @@
-"""What a crash of the machine leaves: a disk that forgets whatever was not brought to it, and runs
-that go on from what it kept.
+"""Crashes of the machine: a simulated disk loses everything that was not synced, and runs continue
+from the rest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Disk:
     """Follows `os.fsync` below `root`. A file's bytes, and the names in a folder,
     are safe from their last fsync on.
 
-    `after_a_crash` writes what a machine finds that lost its power now: names that were synced,
-    each with the bytes that were. A rename or a new file is a change of names, which lasts when its
-    folder is synced.
+    `after_a_crash` writes the files that a machine finds after a power loss now: the synced names,
+    each with its synced bytes. A rename or a new file changes names, which last once their folder
+    is synced.
     """
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def put(folder: Path, step: int, value: float | None = None) -> Path:
 
 
 def value_of(folder: Path) -> float:
-    """What the last intact checkpoint holds; its tensors and its numbers agree."""
+    """The contents of the last intact checkpoint; its tensors and its numbers agree."""
     path = latest(folder)
     assert path is not None
     tensors, numbers = load(path)
@@ -194,7 +194,7 @@ def test_the_lines_of_a_run_are_safe_before_its_checkpoint(disk: Disk, tmp_path:
 
 def test_one_that_stepped_aside_is_brought_back_before_anything_is_deleted(tmp_path: Path) -> None:
     """A crash between two renames left the only checkpoint as `.step_000002.old`;
-    what is written next must not remove it.
+    the next write must not remove it.
     """
     put(tmp_path, 2)
     (tmp_path / "step_000002").rename(tmp_path / ".step_000002.old")
@@ -218,7 +218,7 @@ def test_two_that_meet_a_dead_lock_take_it_one_after_the_other(tmp_path: Path) -
 
 
 def test_the_reference_of_a_resumed_run_is_the_one_it_had(tmp_path: Path) -> None:
-    """It is the policy after warm-up, which a model that is made anew is not."""
+    """It is the policy after warm-up, not a newly made model."""
     options = {
         "loss": "grpo",
         "model": "tiny",

@@ -1,4 +1,4 @@
-"""What a run does with numbers that are not finite, and with rewards that leave, hang or wait."""
+"""Runs with numbers that are not finite, and with rewards that exit, hang or wait."""
 
 from __future__ import annotations
 
@@ -118,15 +118,15 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(
     assert checkpoints(out)[-1] == "step_000003"
     assert len(checkpoints(out)) == keep
     assert all(x.isfinite().all() for x in weights(out, 3).values())
-    assert resume(out) == 0  # what made the NaN is gone
+    assert resume(out) == 0  # the cause of the NaN is removed
     assert [row["step"] for row in lines(out)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_weights_that_are_not_finite_are_never_a_checkpoint(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A gradient may be finite and what the optimizer makes of it not.
-    With --keep 1 the good one would be gone.
+    """A finite gradient may give weights that are not finite. With --keep 1 the good checkpoint
+    would be lost.
     """
     step = torch.optim.AdamW.step
     calls = []
@@ -199,13 +199,13 @@ def test_which_tokens_are_to_blame() -> None:
     assert nonfinite_tokens(pack, [0, 1], seen) == ""
     seen[1][2] = math.inf
     assert nonfinite_tokens(pack, [0, 1], seen) == "logp is not finite at token 1 of completion 1"
-    # The first is of the prompt, which nobody reads.
+    # The first belongs to the prompt, which is not read.
     pack.tokens["advantages"][[0, 1, 3]] = math.nan
     assert (
         nonfinite_tokens(pack, [0, 1], seen)
         == "advantages is not finite at token 0 of completion 0, token 2 of completion 0"
     )
-    pack.tokens["old_logp"][:] = math.nan  # where it begins is what is said
+    pack.tokens["old_logp"][:] = math.nan  # the error names where it begins
     assert nonfinite_tokens(pack, [1], seen).startswith(
         "old_logp is not finite at token 0 of completion 1, token 1"
     )
@@ -244,9 +244,7 @@ class StrangeError(Exception):
 
 
 def test_an_invalid_reward_is_an_error() -> None:
-    """Numbers that no float holds, or whose squares none holds; objects that raise whatever is
-    done with them.
-    """
+    """Numbers that exceed a float, or whose squares do; objects that raise on every operation."""
 
     def fails(error: BaseException) -> Any:
         raise error
@@ -389,7 +387,7 @@ def test_an_alarm_that_comes_late_does_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_many_calls_are_watched_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told anew after a second, for another limit, and no longer once the calls are over."""
+    """The watchdog restarts after a second or for another limit, and is off after the calls."""
     told: list[float | None] = []
     now = [100.0]
     fault = time_limit.faulthandler
@@ -424,7 +422,7 @@ def test_native_code_that_never_returns_ends_the_process() -> None:
     assert "in native_hang" in done.stderr
     assert "unreachable" not in done.stdout
     assert time.monotonic() - began < 40
-    assert time_limit.HARD_S == 20  # what the other process made shorter for itself
+    assert time_limit.HARD_S == 20  # only the other process made it shorter
 
 
 def test_zero_is_no_limit() -> None:
@@ -453,8 +451,8 @@ def test_a_heartbeat_names_the_wait() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_stalls_is_named(tmp_path: Path) -> None:
-    """The reward of rank 1 hangs without a limit; rank 0 says so while it waits,
-    and gives up after --rank-timeout.
+    """The reward of rank 1 hangs without a limit; rank 0 reports it while it waits, and gives up
+    after --rank-timeout.
     """
     began = time.monotonic()
     train_faults_work.start_two_ranks(tmp_path)

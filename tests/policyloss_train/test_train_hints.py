@@ -1,4 +1,4 @@
-"""What a run says of itself while it runs, where it goes, and what its help says."""
+"""The hints of a run, its directory, and its help."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_help_is_in_groups_and_has_a_sentence_for_every_option() -> None:
 
 
 def test_who_hears_of_a_ratio_that_is_not_1_hears_of_the_doctor() -> None:
-    """Every text of the three packages that says so, but for docstrings."""
+    """Every such text of the three packages, except docstrings."""
     texts = {}
     for file in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,5 +1,5 @@
-"""Servers that are broken, or not ours: every answer is used as it should be, or refused in time,
-in bounded memory, and in words that cannot move the cursor of a terminal.
+"""Broken or hostile servers: every answer is used correctly, or refused in time, in bounded memory,
+and with a message that cannot move the cursor of a terminal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOGP = {20: -0.5, 1: -0.25}
 
 
 def content(token: int) -> dict[str, Any]:
-    """What is said of a token: its own log-probability, and three of which two were left out."""
+    """The log-probabilities of a token: its own, and three others of which two were left out."""
     top = {token: LOGP[token], 9: -9999.0, 8: -9999.0}
     likeliest = [{"token_id": key, "logprob": logp} for key, logp in top.items()]
     return {"logprob": LOGP[token], "top_logprobs": likeliest}
@@ -230,7 +230,7 @@ def test_words_of_a_server_are_shown_by_number(server: RawServer) -> None:
 
 
 def test_weights_that_never_arrive_are_refused(server: RawServer, tmp_path: Path) -> None:
-    """A server that says yes to every call, and goes on with other weights."""
+    """A server that confirms every call, and continues with other weights."""
 
     def load(to: Server) -> None:
         to.load(tmp_path, NAME)

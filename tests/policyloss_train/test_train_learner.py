@@ -106,8 +106,8 @@ def samples(model: Any) -> list[Sample]:
 
 
 def learner(model: Any, spec: pl.LossSpec, **options: Any) -> Learner:
-    """With gradient descent of rate 1. `reference` and `critic` are used if the loss
-    or the advantage asks for them.
+    """With gradient descent of rate 1. `reference` and `critic` are used if the loss or the
+    advantage needs them.
     """
     options = {
         "minibatches": 1,
@@ -309,7 +309,7 @@ def test_gradients_are_clipped_to_a_norm() -> None:
     moved = (
         torch.stack([(before[k] - p).norm() for k, p in parameters(model).items()]).norm().item()
     )
-    assert learned.grad_norm > 0.02  # what is told is the norm before it was clipped
+    assert learned.grad_norm > 0.02  # the reported norm is the one before clipping
     assert moved == pytest.approx(0.01, rel=1e-4)  # torch divides by the norm plus 1e-6
 
 

@@ -1,6 +1,4 @@
-"""Whole runs of `policyloss train`, small ones:
-what they write, and what is left of them when something goes wrong.
-"""
+"""Small whole runs of `policyloss train`: their files, also after an error."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ WHOLE = {
 
 
 class Killed(BaseException):
-    """What a test raises where it ends a run."""
+    """Raised by a test to end a run."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
 
 
 def assert_same_run(out: Path, expected: Path) -> None:
-    """The same bytes in what was logged and in the last checkpoint."""
+    """The same bytes in the logs and in the last checkpoint."""
     for name in ("metrics.jsonl", "rollouts.jsonl", "answers.jsonl"):
         assert (out / name).read_bytes() == (expected / name).read_bytes(), name
     last = sorted(path.name for path in (expected / "checkpoints").iterdir())[-1]
@@ -198,7 +196,7 @@ def test_a_request_to_end_is_an_interruption_and_a_second_one_ends_at_once(
 
 
 def test_more_steps_than_the_run_had(tmp_path: Path, model: str) -> None:
-    """Three steps and then two more are five, but for the evaluation that ended the three."""
+    """Three steps and then two more equal five, except for the evaluation that ended the three."""
     for out, steps in ((tmp_path / "long", 5), (tmp_path / "short", 3)):
         assert train(out, model=model, steps=steps, eval_every=1) == 0
     assert resume(tmp_path / "short", extend=5) == 0
@@ -516,9 +514,7 @@ def test_memory_does_not_grow(tmp_path: Path, model: str, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_reinforcement_learning_teaches_the_built_in_task(tmp_path: Path) -> None:
-    """From what warm-up shows, which is mostly wrong, to what the reward wants.
-    Held-out prompts, greedy answers.
-    """
+    """From the mostly wrong answers of the warm-up to right ones, on held-out prompts."""
     size = {
         "warmup_steps": 120,
         "prompts": 16,

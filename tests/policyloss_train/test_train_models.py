@@ -141,7 +141,7 @@ def test_stored_weights_load_in_the_requested_dtype(stored: Any) -> None:
 
 
 def test_logits_that_contradict_the_config_are_refused(stored: Any) -> None:
-    """Gemma's own cap is known; one that the config does not name is not."""
+    """Gemma's own cap is accepted; a cap that the config does not name is refused."""
     model, _ = loaded(stored("gemma2"))
     assert observe_head(model) == (1.0, 1.0)
     twin = copy.deepcopy(model)

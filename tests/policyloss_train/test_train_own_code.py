@@ -150,7 +150,9 @@ def same_numbers(run: Path, other: Path) -> None:
 def test_a_run_with_both(
     model: str, code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`clipped` is PPO's clip and `centred` is dr_grpo, so the run is that of the library's."""
+    """`clipped` is PPO's clip and `centred` is dr_grpo, so the run equals one with the
+    library's.
+    """
     mine: dict[str, Any] = {"loss": f"{code}:clipped", "advantage": f"{code}:centred"}
     spec = tmp_path / "ppo.json"
     spec.write_text(json.dumps(pl.LossSpec().to_dict()))

@@ -324,7 +324,7 @@ def test_capped_scaled_and_mixed_models_learn_from_their_own_logits(kind: str, h
     assert (policy.transformation != (1.0, None)) == (kind in ("gemma2", "granite"))
 
 
-# What a config says of dropout, which must not count in learning.
+# Dropout settings of a config, which must not act in learning.
 DROPOUT = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "mixtral": ("attention_dropout",)}
 
 
@@ -414,7 +414,7 @@ def test_an_exported_folder_is_the_policy_with_its_tokenizer_and_template(
     found = exported(input_ids=ids).logits
     assert (found - start).abs().max() > 1e-3  # the run has learned something
     assert AutoTokenizer.from_pretrained(folder).chat_template is not None
-    # The adapter alone, over the model that the run started from, says the same.
+    # The adapter alone, on the model that the run started from, gives the same completions.
     assert main(["export", str(run), str(plain), "--adapter"]) == 0
     assert not (plain / "model.safetensors").exists()
     from peft import PeftModel

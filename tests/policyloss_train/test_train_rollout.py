@@ -1,6 +1,4 @@
-"""Where completions come from: what an engine must return, which weights it has, and sampling while
-the policy learns.
-"""
+"""Rollout engines: their required results, their weights, and sampling while the policy learns."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ def test_weights_as_tensors_and_as_a_folder(model: str, tmp_path: Path) -> None:
 
 
 def test_a_copy_samples_with_the_weights_it_was_given(model: str) -> None:
-    """What the policy learns meanwhile does not reach it before the next update."""
+    """The engine does not see the policy's changes before the next update."""
     policy = loaded(model)
     copied = BuiltIn(policy, lambda: policy, 4096, copied=True)
     live = BuiltIn(policy, lambda: policy, 4096, copied=False)
@@ -159,7 +157,7 @@ def test_a_copy_samples_with_the_weights_it_was_given(model: str) -> None:
 
 
 def test_adapters_are_merged_on_the_way(model: str, tmp_path: Path) -> None:
-    """An engine gets a model without adapters that says the same, in memory and as a folder."""
+    """An engine gets an equivalent model without adapters, in memory and as a folder."""
     from transformers import AutoTokenizer
 
     from policyloss_train.models import add_adapter
@@ -255,7 +253,7 @@ def test_a_sampler_that_waits_for_the_learner_gives_the_same_bytes(
 def test_it_goes_on_after_a_resume_with_the_same_bytes(
     ahead: Path, model: str, tmp_path: Path
 ) -> None:
-    """The batches that wait are in the checkpoint, those that are being sampled never are."""
+    """Waiting batches are in the checkpoint; batches that are being sampled never are."""
     out = tmp_path / "run"
     assert train(out, model=model, **{**AHEAD, "steps": 2}) == 0
     assert resume(out, extend=4) == 0

@@ -11,7 +11,7 @@ import policyloss_train
 
 TRAIN = Path(policyloss_train.__file__).parent
 SOURCES = {path: path.read_text() for path in sorted(TRAIN.parent.rglob("*.py"))}
-# What the modules of a room may import of the trainer outside of it. Nothing here knows the loop.
+# The other modules of the trainer that each room may import. None imports the loop.
 OUTSIDE = {
     "tasks": {"user_code"},
     "rollout": {
@@ -92,7 +92,7 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
             elif isinstance(node, ast.Attribute):
                 names.add(node.attr)
             elif isinstance(node, ast.keyword) and node.arg and ast.unparse(node.value) != node.arg:
-                options.add(node.arg)  # `a=a` only hands on what nobody may have set
+                options.add(node.arg)  # `a=a` only passes on a value that may be unset
     lonely = []
     for path, source in definitions.items():
         for node in ast.walk(ast.parse(source)):
@@ -113,7 +113,7 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
 
 
 def test_everything_in_the_trainer_is_used() -> None:
-    """Tests do not count: what only they call is kept for nobody. The commands are called by name
+    """Tests do not count: code that only they call is unused. The commands are called by name
     (`cli._training_command`), and the reader of a server's answers by `http.client`.
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}

@@ -1,5 +1,5 @@
 """The directory of a run: lines that survive kill -9, one process at a time,
-and what is shown while it trains.
+and the display while it trains.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_a_line_stores_values_that_json_cannot_hold() -> None:
     "tail", [b"", b'{"step": 4, "x": 0.', b'{"step": 4}', b"\0\0\0\0\n", b'{"x": 1}\n{"st']
 )
 def test_truncation_keeps_the_bytes_of_earlier_lines(tmp_path: Path, tail: bytes) -> None:
-    """Spaces as a hand might have left them stay; later rows and what a crash left of a line go."""
+    """Manually added spaces stay; later rows and the rest of a line after a crash are removed."""
     path = tmp_path / "metrics.jsonl"
     kept = b'{"step": 1, "x": 0.1}\n{"x":  0.25,"step":2}\n{"step": 2, "x": 1e-07}\n'
     path.write_bytes(kept + b'{"step": 3, "x": 3}\n' + tail)
@@ -280,7 +280,7 @@ def test_a_live_process_keeps_its_lock_and_a_killed_one_loses_it(tmp_path: Path)
             with pytest.raises(StorageError, match=f"in use by process {holder.pid} on this host"):
                 Lock(tmp_path)
             os.kill(holder.pid, signal.SIGKILL)
-            # It has ended, and nobody has asked for its exit code.
+            # It has ended, and its exit code has not been read.
             os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
             lock = Lock(tmp_path)
             assert json.loads(lock.path.read_text())["pid"] == os.getpid()

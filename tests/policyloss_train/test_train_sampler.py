@@ -141,7 +141,7 @@ def test_greedy_equals_generate(make: Any, ends: bool) -> None:
         "do_sample": False,
         "max_new_tokens": 12,
     }
-    if ends:  # some rows stop early: two letters that the free run says become end tokens too
+    if ends:  # some rows stop early: two letters of the free run become end tokens too
         free = model.generate(**inputs)[:, batch["input_ids"].shape[1] :]
         model.generation_config.eos_token_id = [EOS, int(free[1, 2]), int(free[2, 5])]
     expected = []
@@ -152,7 +152,7 @@ def test_greedy_equals_generate(make: Any, ends: bool) -> None:
         expected.append(row[: stop + 1])
     got = sampled(model, PROMPTS, limit=12, rule=Rule(temperature=0.0), uniforms=None)
     assert [s.completion_ids.tolist() for s in got] == expected
-    # The five distinct prompts say different things.
+    # The five distinct prompts have different completions.
     assert len({tuple(row) for row in expected}) == 5
     assert len({len(row) for row in expected}) >= (3 if ends else 1)
 
@@ -466,7 +466,7 @@ def test_end_ids_of_model_and_tokenizer() -> None:
     assert end_ids(model, letters()) == [EOS]
 
 
-# --- what is left behind ---
+# --- files left behind ---
 
 
 def test_dropout_is_off_and_every_mode_is_restored() -> None:

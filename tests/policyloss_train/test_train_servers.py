@@ -31,7 +31,7 @@ NO_REPORT = TopLogprobs(0, 100)
 
 @pytest.fixture(scope="module")
 def weights(model: str) -> Weights:
-    """Other weights than those that the servers are started with."""
+    """Weights that differ from the servers' initial ones."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy = AutoModelForCausalLM.from_pretrained(model)
@@ -49,7 +49,7 @@ def pair(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServe
 
 
 class Engine:
-    """An engine of these servers that has weights, and what it has said."""
+    """An engine of these servers that has weights, and its messages."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ def test_prompts_are_dealt_among_servers_that_have_the_weights(
 def test_a_request_that_fails_goes_to_the_other_server(
     fault: str, pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
-    # A busy machine may need a second for an answer that is no fault.
+    # A busy machine may need a second for a correct answer.
     engine = Engine(pair, weights, tmp_path, timeout=0.6 if fault == "time out" else 30.0)
     expected = engine.sampled()
     before = [server.calls.count(GENERATE) for server in pair]
@@ -141,7 +141,7 @@ def test_a_dead_server_is_named_and_the_others_do_its_work(
 def test_a_server_that_was_restarted_gets_the_weights_again(
     pair: list[FakeServer], weights: Weights, tmp_path: Path
 ) -> None:
-    """It has those of its start, and says so by their version. Once between two steps, and once in
+    """It has its initial weights, and reports their version. Once between two steps, and once in
     the middle of one.
     """
     engine = Engine(pair, weights, tmp_path)
@@ -271,8 +271,8 @@ def test_a_token_without_enough_log_probabilities_is_requested_again(
 
 
 def test_a_run_with_servers(model: str, tmp_path: Path) -> None:
-    """Two servers, one of which dies and comes back without the weights: the run goes on, with the
-    completions that it would have had. They say what they were drawn from, so that the ratio of an
+    """Two servers, one of which dies and comes back without the weights: the run continues with the
+    same completions. They include the tokens they were drawn from, so that the ratio of an
     unchanged policy is 1.
     """
     options = {"model": model, "steps": 3, "rollout_timeout": 20, "staleness": 1, "top_p": 0.9}

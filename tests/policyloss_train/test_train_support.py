@@ -85,8 +85,8 @@ def test_processed_log_probabilities_by_hand() -> None:
 def test_the_recorded_support_is_the_set_each_token_was_drawn_from(
     model: str, cut: str, batch_tokens: int
 ) -> None:
-    """Rows end at different times, in batches of any size; a forward of each row alone says what
-    was kept.
+    """Rows end at different times, in batches of any size; a forward of each row alone determines
+    the kept tokens.
     """
     from transformers import AutoModelForCausalLM
 
@@ -378,7 +378,7 @@ def test_the_ratio_is_1_on_a_gpu(model: str, tmp_path: Path, dtype: str) -> None
 def test_without_the_mask_a_run_warns_once(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The learner's log-probabilities are then lower by the logarithm of what was kept."""
+    """The learner's log-probabilities are then lower by the logarithm of the kept mass."""
     options = {"top_p": 0.9, "no_sampling_mask": True, "steps": 2, "rollouts_rows": 16}
     assert train(tmp_path / "run", model=model, **options) == 0
     gap = mismatch(tmp_path / "run")
@@ -404,7 +404,7 @@ def test_raw_log_probabilities_are_over_all_tokens_on_both_sides(
 
 
 def test_a_run_that_samples_ahead_resumes_to_the_byte(model: str, tmp_path: Path) -> None:
-    """The completions that wait carry what they were drawn from."""
+    """The completions that wait carry their supports."""
     options = {"model": model, "top_p": 0.9, "staleness": 1, "steps": 3, "checkpoint_every": 1}
     assert train(tmp_path / "whole", **options) == 0
     assert train(tmp_path / "parts", **{**options, "steps": 2}) == 0

@@ -1,5 +1,5 @@
-"""Tasks and rewards: what is held out is never trained on, files are refused by line,
-and a reward cannot fail unnoticed.
+"""Tasks and rewards: held-out prompts are never trained on, errors in files name the line, and a
+reward cannot fail unnoticed.
 """
 
 from __future__ import annotations

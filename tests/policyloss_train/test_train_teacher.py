@@ -1,4 +1,4 @@
-"""A teacher in the trainer: through the advantages, through the loss, and what is refused."""
+"""A teacher in the trainer: through the advantages, through the loss, and errors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_options_that_do_not_go_together() -> None:
     with pytest.raises(pl.InputError, match="--reward-coef must be at least 0"):
         TrainConfig(teacher=Path("t"), reward_coef=-1.0)
     alone = TrainConfig(teacher=Path("t"), group_size=1)
-    alone.with_loss(pl.preset("dapo"))  # nobody is compared with anybody
+    alone.with_loss(pl.preset("dapo"))  # no completions are compared
     with pytest.raises(pl.InputError, match="--group-size 1"):
         replace(alone, reward_coef=1.0).with_loss(pl.preset("dapo"))
 
@@ -121,7 +121,7 @@ def test_a_teacher_that_cannot_teach(tmp_path: Path) -> None:
 
 
 def test_the_support_of_a_sampler_is_replayed() -> None:
-    """With top-p, the log-probability of the draw is that over what was kept; the ratio is 1."""
+    """With top-p, log-probabilities of the draw are over the kept tokens; the ratio is 1."""
     g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(50, 30, generator=g)
     rule = Rule(0.8, top_p=0.9)

@@ -1,5 +1,5 @@
-"""vLLM in the trainer's process, played by a stand-in that records the calls: what is asked of it,
-and in which order. `tests/engines` compares these calls with the vLLM that is installed.
+"""vLLM in the trainer's process, replaced by a stand-in that records the calls and their order.
+`tests/engines` compares these calls with the installed vLLM.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def gaps(out: Path) -> list[float]:
 def test_it_sleeps_while_the_policy_learns_and_wakes_with_new_weights(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives up weights and cache (level 2) before the learner begins. It takes memory for the
-    weights first, gets them, and takes memory for the cache only then: at no time are there two
-    copies of the weights beside a cache. Each completion is by the weights of its step.
+    """It frees weights and cache (level 2) before the learner begins. It allocates memory for the
+    weights first, gets them, and only then allocates the cache: there are never two copies of the
+    weights and a cache at once. Each completion comes from the weights of its step.
     """
     out = tmp_path / "run"
     calls = run(out, monkeypatch, model=model)
@@ -108,8 +108,8 @@ def test_it_sleeps_only_on_a_gpu_shared_with_the_learner(
 def test_with_top_p_the_ratio_of_an_unchanged_policy_is_one(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All log-probabilities are asked for, because top-p may keep any number; the evaluation, which
-    takes the likeliest token, asks for none.
+    """The engine requests all log-probabilities, because top-p may keep any number; the evaluation,
+    which takes the likeliest token, requests none.
     """
     calls = run(tmp_path / "run", monkeypatch, model=model, top_p=0.8, temperature=2)
     vocabulary = calls[0][1]["max_logprobs"]

@@ -1,9 +1,8 @@
-"""What two gloo processes do with `accumulate`, for `test_accumulate`:
-the numbers go to a file, and are judged outside.
+"""The work of two gloo processes with `accumulate`, for `test_accumulate`, which reads their
+numbers from a file.
 
 Nothing is asserted here: a rank that stopped at a failed assertion would leave the other waiting.
-Gradients of a rank lie at the places that its tokens have in `BATCH`,
-so that the ranks' gradients add up.
+Gradients of a rank have the places of its tokens in `BATCH`, so that the ranks' gradients add up.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def micro_batches(share: Share, columns: Any = slice(None)) -> list[dict[str, An
 
 
 def current(micro: pl.MicroBatch) -> Tensor:
-    """What stands for the model's forward."""
+    """A stand-in for the model's forward."""
     x: Tensor = micro["current"]
     return x
 
@@ -229,7 +228,7 @@ def collectives(rank: int) -> dict[str, Any]:
 
 
 def errors(rank: int) -> dict[str, Any]:
-    """What is wrong on one rank alone is said on both."""
+    """A fault on one rank raises an error on both."""
     mine = micro_batches(SHARES["different numbers"][rank])
     without = [{**m, "group_ids": None} for m in mine]
     ppo = PRESETS["ppo"]

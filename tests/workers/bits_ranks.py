@@ -92,7 +92,7 @@ def body(rank: int, folder: str, ranks: int) -> None:
             results[f"shards: {name}, {plan}"] = one_process(spec, batch, **options)
         results[f"spread: {name}"] = spread(spec, batch, rank, ranks, world)
     uneven = batch.weight[:1008].split(1008 - 16 * (ranks - 1))[0] if rank == 0 else shard[:16]
-    # Equal shards of a vocabulary that is no multiple of 128.
+    # Equal shards of a vocabulary that is not a multiple of 128.
     for name, weight in {"uneven": uneven, "no multiple": shard[: 1000 // ranks]}.items():
         try:
             one_process(spec, batch, weight=weight, vocab_group=world)

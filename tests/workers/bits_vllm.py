@@ -84,7 +84,7 @@ def result_of(report: pl.BitsReport) -> dict[str, Any]:
 
 
 def main(folder: str, size: str, out: str) -> None:
-    """Write what was seen as JSON."""
+    """Write the results as JSON."""
     model = model_of(Path(folder), int(size))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be within reach
     from vllm import SamplingParams

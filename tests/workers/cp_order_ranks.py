@@ -68,8 +68,8 @@ COUNTED = ("gspo", "gspo_token", "gspo_turn")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A rank's part of `BATCH`. columns: where each of its tokens stands in the whole row.
-    positions: what it says of that.
+    """A rank's part of `BATCH`. columns: the place of each of its tokens in the whole row.
+    positions: the argument of the calls.
     """
 
     batch: Batch
@@ -465,9 +465,7 @@ def costs(groups: Ranks) -> dict[str, Any]:
 
 
 def errors(groups: Ranks) -> dict[str, str]:
-    """What is said of calls that cannot be right. Every rank must say it,
-    or the others would wait.
-    """
+    """The errors of invalid calls. Every rank must raise, or the others would wait."""
     cp, rank = groups.cp[4], dist.get_rank()
     part = shard("contiguous", rank, 4, "padded")
     # Places in the shard, not in the sequence.

@@ -111,7 +111,7 @@ def work(rank: int, folder: str) -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
 
-    # On a CPU: gloo as it is, without compiling a collective first.
+    # On a CPU: plain gloo, without compiling a collective first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group(

@@ -1,5 +1,5 @@
-"""What three gloo processes compute of a divergence when the vocabulary lies in shards,
-for `test_head_ranks`; and the same on one process, to compare with.
+"""The work of three gloo processes with a divergence over a sharded vocabulary, for
+`test_head_ranks`; and the same on one process, to compare with.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def small_engine(model: str, **options: Any) -> Any:
-    """The `LLM` of vLLM around a folder, in float32 on a CPU. options: of `LLM`, beside these."""
+    """The `LLM` of vLLM around a folder, in float32 on a CPU. options: of `LLM`, in addition."""
     from vllm import LLM
 
     return LLM(

@@ -1,5 +1,5 @@
-"""What gloo processes compute with the head, for `test_head_ranks`: each case's numbers go to a
-file, and are judged outside.
+"""The work of gloo processes with the head, for `test_head_ranks`, which reads each case's numbers
+from a file.
 
 Nothing is asserted here: a rank that stopped at a failed assertion would leave the others waiting.
 `three` is the body of three processes; that of two, `head_ranks_train.two`, trains models as well.
@@ -50,8 +50,8 @@ TREE_SPEC = FULL.replace(ratio=pl.TokenRatio())
 
 
 def given(batch: HeadBatch) -> dict[str, Any]:
-    """What the loss takes beside hidden states, weight and ids;
-    on the CPU, where these processes are.
+    """The arguments of the loss other than hidden states, weight and ids; on the CPU, like these
+    processes.
     """
     return {
         name: x
@@ -183,7 +183,7 @@ def upstream() -> tuple[Tensor, Tensor]:
 
 
 def numbers(value: Tensor, leaves: dict[str, Tensor], **more: Any) -> dict[str, Any]:
-    """`value` and its gradient by name, with what else is to be told."""
+    """`value` and its gradient by name, with other results."""
     gradients = torch.autograd.grad(value, list(leaves.values()))
     return {
         "value": value.detach(),

@@ -41,9 +41,7 @@ SPECS = {"ppo": PRESETS["ppo"], "gspo": PRESETS["gspo"], "full": FULL}
 
 
 class Block(nn.Module):
-    """Each position reads the mean of those before it, then itself,
-    and adds what it makes of them.
-    """
+    """Each position reads the mean of the positions before it, then itself, and adds the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,8 +173,8 @@ def sharded_body(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 def sharded_head(rank: int) -> Iterator[tuple[str, Any]]:
-    """A head that is sharded too: refused as it is,
-    right as a full tensor whose gradient is averaged over ranks.
+    """A head that is sharded too: an error as a DTensor, right as a full tensor whose gradient is
+    averaged over ranks.
     """
     policy = new_policy()
     fully_shard(policy.head)
@@ -233,13 +231,13 @@ def averaged(rank: int) -> Iterator[tuple[str, Any]]:
 
 
 def training(rank: int) -> dict[str, Any]:
-    """Everything a rank of two has to say."""
+    """All results of one of two ranks."""
     return {**dict(sharded_body(rank)), **dict(sharded_head(rank)), **dict(averaged(rank))}
 
 
 def two(rank: int, folder: str) -> None:
-    """The body of each of two processes. What ends both if ranks do not agree comes last,
-    in a file of its own.
+    """The body of each of two processes. The case that ends both if ranks do not agree comes last,
+    in a separate file.
     """
     world = joined(rank, 2, folder)
     said = {

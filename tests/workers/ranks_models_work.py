@@ -1,4 +1,4 @@
-"""What the gloo processes of `test_ranks_models` compute:
+"""The work of the gloo processes of `test_ranks_models`:
 a small Llama, trained by one process, by DDP and by FSDP2.
 
 Four processes are started once. All four meet first; then two of them are a world of two, and

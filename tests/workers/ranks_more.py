@@ -1,4 +1,4 @@
-"""What the processes of `test_ranks` compute beside the losses:
+"""The work of the processes of `test_ranks` other than losses:
 advantages, the collectives that a loss makes, and errors.
 """
 
@@ -139,9 +139,7 @@ COUNTED = {
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down every collective, whoever calls it and in whatever way:
-    its name and how many numbers this rank sends.
-    """
+    """Records every collective, for any caller: its name and how many numbers this rank sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +172,7 @@ def counted(forward: Callable[[], Tensor], leaf: Tensor) -> dict[str, list[list[
 
 
 def error(call: Callable[[], Any]) -> str:
-    """What a call is refused with."""
+    """The error of a call."""
     try:
         call()
     except pl.InputError as refused:

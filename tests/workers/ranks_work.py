@@ -1,4 +1,4 @@
-"""What the gloo processes of `test_ranks` compute. Nothing is asserted here: a rank that stopped
+"""The work of the gloo processes of `test_ranks`. Nothing is asserted here: a rank that stopped
 would leave the others waiting.
 
 Four processes are started once. All four meet first; then two of them are a world of two, and
@@ -55,9 +55,9 @@ WORLDS = (1, 2, 4)
 def told(
     factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int, imports: str
 ) -> Path:
-    """The folder where `count` processes said theirs.
+    """The folder with the results of `count` processes.
     Parallel test workers share one set of them: the first starts it.
-    imports: what the processes need beside the library.
+    imports: modules that the processes need in addition to the library.
     """
 
     def start(place: Path) -> None:
@@ -257,7 +257,7 @@ def collectives(groups: Groups) -> dict[str, Any]:
 
 
 def refusals(groups: Groups) -> dict[str, Any]:
-    """What calls say that leave out what they need on several ranks."""
+    """The errors of calls that leave out arguments they need on several ranks."""
     share = Share(
         CUTS["CP, contiguous" if groups.world == 2 else "CP over 4 ranks"], groups, torch.float64
     )

@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def run_rank(recipe: str, rank: int, port: int, folder: Path) -> None:
-    """One rank of a recipe, in a process of its own; what it prints goes to a file."""
+    """One rank of a recipe, in a process of its own; its output goes to a file."""
     log = os.open(folder / f"{recipe}.{rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -108,7 +108,7 @@ def train_without_accumulate(parts: list[dict[str, Any]], steps: int) -> dict[st
 
 
 def main(folder: Path) -> None:
-    """Run the recipes one after another, then what they are compared with."""
+    """Run the recipes one after another, then the reference."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     sys.path.insert(0, str(RECIPES))
     import task  # brings torch, transformers and policyloss, once for all recipes

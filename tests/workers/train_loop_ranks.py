@@ -1,5 +1,5 @@
-"""What the tests of whole training runs share: a model, rewards, runs by the command line,
-and what two ranks do with it.
+"""Shared by the tests of whole training runs: a model, rewards, runs by the command line, and the
+work of two ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def arguments(out: Path, options: Mapping[str, Any]) -> list[str]:
 
 
 def train(out: Path, **options: Any) -> int:
-    """`policyloss train` in this process; a small run unless `options` say otherwise."""
+    """`policyloss train` in this process; a small run unless `options` change it."""
     from policyloss.cli import main
 
     return main(arguments(out, {**SMALL, **options}))
@@ -85,7 +85,7 @@ def train(out: Path, **options: Any) -> int:
 
 def resume(out: Path, **options: Any) -> int:
     """`policyloss train --resume`, with the reward of the run named again: it is code, which a run
-    directory cannot ask for.
+    directory cannot request.
     """
     from policyloss.cli import main
 

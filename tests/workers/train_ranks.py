@@ -64,7 +64,9 @@ def trained(mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def resumed(path: Path, mesh: DeviceMesh, group: Any) -> tuple[Whole, Whole]:
-    """What a checkpoint holds, read on the ranks of `mesh`; and the weights after training on."""
+    """The contents of a checkpoint, read on the ranks of `mesh`; and the weights after more
+    training.
+    """
     model = fully_shard(make_model(), mesh=mesh)
     optimizer = make_optimizer(model)
     parameters = dict(model.named_parameters())
@@ -102,14 +104,14 @@ def failing(
         found = {"full disk": failure(lambda: save(folder, 9, state, numbers, keep=1, group=group))}
     finally:
         checkpoint.write_tensors = real
-    dist.barrier(group)  # the first rank removes what was written
+    dist.barrier(group)  # the first rank removes the files
     found["folder"] = sorted(path.name for path in folder.iterdir())
     found["latest"] = str(latest(folder))
     return found
 
 
 def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, Any]:
-    """Ranks 0 and 1: train, save twice, load again; read what one process wrote; fail."""
+    """Ranks 0 and 1: train, save twice, load again; read the checkpoint of one process; fail."""
     model, optimizer = trained(mesh)
     state, numbers = state_of(model, optimizer)
     extra = {
@@ -132,7 +134,7 @@ def on_two(folder: Path, rank: int, mesh: DeviceMesh, group: Any) -> dict[str, A
 
 
 def on_four(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
-    """All ranks: read what two and what one wrote; save."""
+    """All ranks: read the checkpoints of two ranks and of one; save."""
     found: dict[str, Any] = {
         "2 to 4": resumed(folder / "two" / "step_000003", mesh, dist.group.WORLD)
     }

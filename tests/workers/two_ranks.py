@@ -198,8 +198,8 @@ def data_parallel(rank: int) -> dict[str, Any]:
 
 
 def counts(rank: int, cp: Any, alone: Any) -> dict[str, Any]:
-    """Totals counted over each kind of group, and the errors of calls
-    that leave out what they need.
+    """Totals counted over each kind of group, and the errors of calls that leave out a needed
+    argument.
     """
 
     def numbers(totals: pl.Totals) -> list[int]:

@@ -1,4 +1,4 @@
-// Fills the menus of versions from `policylossVersions`, which versions.js beside the folders of
+// Fills the menus of versions from `policylossVersions`, which versions.js next to the folders of
 // all versions defines. On a page that stands alone, a menu keeps the one entry it has.
 for (const menu of window.policylossVersions ? document.querySelectorAll(".versions") : []) {
   const current = menu.value;

@@ -283,7 +283,7 @@ def test_whiten_without_information():
 
 
 def on_rank(rank, store, out):
-    """What one of two ranks computes from its uneven share of 40 sequences, saved to `out`."""
+    """The results of one of two ranks for its uneven share of 40 sequences, saved to `out`."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

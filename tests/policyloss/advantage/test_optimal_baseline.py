@@ -1,5 +1,5 @@
-"""The optimal token baseline: hand numbers, a plain loop over groups and tokens, and what it is
-where the weights say nothing.
+"""The optimal token baseline: hand numbers, a plain loop over groups and tokens, and its value
+where the weights are uninformative.
 """
 
 import math

@@ -1,6 +1,4 @@
-"""`bits_check` names functions that are batch-invariant, those that are not, and where two first
-differ.
-"""
+"""`bits_check` finds whether functions are batch-invariant, and where two first differ."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def test_the_exact_head():
     ids=["by the place", "by the number", "by the padding"],
 )
 def test_dependences_made_on_purpose(shift, names):
-    """A number moves by as many ulps as the place, the batch size or the longest sequence say."""
+    """A number moves by as many ulps as the place, the batch size or the longest sequence."""
 
     def spoiled(sequences: list[Tensor]) -> list[Tensor]:
         return [
@@ -138,7 +136,7 @@ def test_numbers_of_two_types_are_compared_in_the_narrower():
 
 
 def test_distances_by_hand():
-    """Zero has two signs and one value; the smallest numbers lie one step from it on each side."""
+    """Zero has two signs and one value; the smallest numbers are one step from it on each side."""
     least = 2.0**-149
     a = torch.tensor([0.0, least, math.nan, math.nan, 1.0, math.inf])
     b = torch.tensor([-0.0, -least, math.nan, 1.0, 2.0, 3.4028234663852886e38])
@@ -166,7 +164,7 @@ def test_numbers_that_are_none_are_named():
 
 
 def test_a_buffer_that_every_call_writes_into():
-    """What was returned first must not change when the function is called again."""
+    """The first result must not change when the function is called again."""
     buffer = torch.zeros(4)
 
     def by_number(sequences: list[int]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""`check_loss` passes what is right and names what is wrong."""
+"""`check_loss` passes right losses and names the faults of wrong ones."""
 
 import itertools
 
@@ -103,7 +103,7 @@ TURNED = {
         "a weight that hides in a mean": corrected(
             lambda t: t.sequences.expand(t.sequence_mean(d(t, "old"))).exp()
         ),
-        "beside another correction": pl.LossSpec(
+        "with another correction": pl.LossSpec(
             correction=(pl.Veto(), lambda t: pl.Corrected(d(t, "rollout").exp(), None))
         ),
         "an average": pl.LossSpec(

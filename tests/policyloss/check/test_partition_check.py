@@ -42,7 +42,7 @@ COMPANIONS = "is no weighted sum of those"
 KINDS = (BY_TOKENS, BY_SEQUENCES, ON_PACKS, NO_CAUSE, STRAIGHT, COMPANIONS)
 
 # loss_of(each token's loss, mask, k, valid tokens of the step, sequences of the step),
-# and what the diagnosis must say.
+# and the words of the diagnosis.
 BROKEN: dict[str, tuple[StepLoss, list[str]]] = {
     "token mean / k": (
         lambda x, mask, k, n, s: token_mean(x, mask) / k,
@@ -381,7 +381,7 @@ def test_the_library_does_not_move(aggregate: Any, dtype: torch.dtype) -> None:
         assert report.notes == []
         assert len(report.cuts) == 4
         assert report.tolerance == torch.finfo(dtype).eps ** 0.5
-        # Far below the tolerance: what is left is rounding.
+        # Far below the tolerance: the rest is rounding.
         assert max(cut.relative_difference for cut in report.cuts) < 100 * torch.finfo(dtype).eps
         report.raise_if_moved()
 
@@ -425,7 +425,7 @@ def test_every_way_to_return_gradients_is_the_same() -> None:
 
 
 def test_the_page_shows_the_printed_output() -> None:
-    """Block after block; the text after a block is what it prints."""
+    """Block after block; the text after a block is its output."""
     page = (ROOT / "docs/partition_check.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|text)\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
     printed: list[str] = []

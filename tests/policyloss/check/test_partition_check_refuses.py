@@ -1,5 +1,5 @@
-"""What `partition_check` refuses, what it says it cannot see,
-and what it says of trainers on two ranks.
+"""`partition_check`: its errors, the limits that it reports, and its reports on trainers on two
+ranks.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_a_reference_shows_an_error_that_every_cut_has() -> None:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    """The results of both ranks for every case. Parallel test workers share one pair of
     processes: the first starts it.
     """
 

@@ -1,8 +1,8 @@
-"""Adapters speak a framework's language and compute no loss: every loss, ratio, KL and average
+"""Adapters translate a framework's interface and compute no loss: every loss, ratio, KL and average
 comes from the public functions.
 
-What a framework keeps beside its loss — epsilons, counts, roundings, metrics — is in modules named
-for it, listed below. None of them needs more than torch to be imported.
+A framework's bookkeeping — epsilons, counts, roundings, metrics — is in modules of its own, listed
+below. All of them can be imported with torch alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from policyloss.errors import InputError
 
 COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
-# A framework's own arithmetic, and what it is; every other module of `compat` translates.
+# A framework's own arithmetic, described; every other module of `compat` translates.
 BOOKKEEPING = {
     "parts.py": "guarded counts, shares and lengths; a given penalty, and the ratios' maximum",
     "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
@@ -134,7 +134,7 @@ COMPUTING = {
 }
 
 
-# What a drop-in adds of two inputs: returns from advantages and values, a guarded count.
+# Sums of two inputs in a drop-in: returns from advantages and values, a guarded count.
 ADDED = {"advantage + old_values", "counts.tokens + guard(mask)"}
 
 
@@ -169,7 +169,7 @@ def arithmetic_in(source: str) -> list[str]:
             and isinstance(node.func, ast.Attribute)
             and ast.unparse(node.func.value) != "super()"
         )
-        function = method and node.func.attr in COMPUTING  # a trainer's own log(…) is none
+        function = method and node.func.attr in COMPUTING  # a trainer's own log(…) does not count
         of_torch = (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
@@ -194,7 +194,9 @@ def test_the_modules_of_bookkeeping_exist_and_each_computes() -> None:
 
 @walked("name", BOOKKEEPING)
 def test_bookkeeping_calls_no_loss(name: str) -> None:
-    """It cannot wrap one in arithmetic of its own: losses are called by adapters, which do none."""
+    """It cannot wrap a loss in its own arithmetic: only adapters call losses, and they compute
+    nothing.
+    """
     names = {
         node.id
         for node in ast.walk(ast.parse((COMPAT / name).read_text()))
@@ -243,7 +245,7 @@ def test_an_unknown_framework_is_named() -> None:
         pl.compat.nemo  # noqa: B018
 
 
-# --- by what it calls ---
+# --- by its calls ---
 
 PUBLIC = ("policy_loss", "value_loss", "aggregate_tokens")
 BATCH = make_batch(seed=11, rows=4, width=6)
@@ -354,8 +356,8 @@ def every_loss_eightfold(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_drop_in_is_the_public_function_and_nothing_more(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Value and gradient scale with what the public functions return:
-    neither has a term of the adapter's own.
+    """Value and gradient scale with the results of the public functions: neither has a term from
+    the adapter.
     """
     loss, gradient = value_and_gradient(LOSSES[name])
     assert torch.count_nonzero(gradient)
@@ -395,7 +397,7 @@ def test_every_drop_in_that_gives_a_loss_is_called_here() -> None:
     assert {f"verl {name}" for name in verl.POLICY_LOSSES} <= LOSSES.keys()
 
 
-# --- by what they take ---
+# --- by their arguments ---
 
 
 @dataclass(frozen=True)

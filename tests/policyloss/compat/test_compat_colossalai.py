@@ -107,7 +107,7 @@ def test_token_level_divides_by_the_tokens_of_the_step():
     assert run(loss, total_effective_tokens_in_batch=7.0)[0].item() == pytest.approx(
         (3.4 + 5) / (7 + E), rel=1e-15
     )
-    # An integer tensor is divided by as it is: 1e-8 is lost in float32.
+    # The divisor is an integer tensor: 1e-8 is lost in float32.
     count = torch.tensor(7)
     assert run(loss, total_effective_tokens_in_batch=count)[0].item() == pytest.approx(
         (3.4 + 5) / 7, rel=1e-15

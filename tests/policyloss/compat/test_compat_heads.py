@@ -1,5 +1,5 @@
-"""The heads in the seats of TRL, verl and OpenRLHF, on stand-ins for the frameworks: numbers,
-gradients, what is left to the framework, and that everything can be undone.
+"""The heads in place of those of TRL, verl and OpenRLHF, on stand-ins for the frameworks: numbers,
+gradients, calls that stay with the framework, and that everything can be undone.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ def test_an_empty_row_counts_as_filtered_at_sequence_level():
 
 
 def test_agreement_below_zero():
-    """OpenRLHF's lower bound of 0 drops what rounding puts below it;
-    here that is said, and -1 avoids it.
+    """OpenRLHF's lower bound of 0 drops numbers that rounding puts below it; the spec states that,
+    and -1 avoids it.
     """
     p = torch.linspace(0.05, 0.95, 200, dtype=torch.float32).reshape(1, -1)
     old, rollout = (p * (1 + 1e-6)).log(), p.log()
@@ -416,7 +416,7 @@ def test_aggregate_loss():
 
 
 def test_compute_approx_kl():
-    # log_probs − base = 0.5, −2, 12, −12: k1 as it is within ±10; k2 half its square;
+    # log_probs − base = 0.5, −2, 12, −12: k1 unchanged within ±10; k2 half its square;
     # k3 = e^−x − 1 + x.
     x = torch.tensor([0.5, -2.0, 12.0, -12.0])
     for name, want, slope in (
@@ -513,7 +513,7 @@ def test_install_serves_the_release(package):
     assert len(call(loss)[0]) == 4
     with pytest.raises(pl.SpecError, match=r"0\.11\.0"):
         type(loss)(is_correction_level="token")
-    assert openrlhf.PolicyLoss().release == "0.11.2"  # what is imported from here stays as it is
+    assert openrlhf.PolicyLoss().release == "0.11.2"  # imports from here do not change
 
 
 @pytest.mark.parametrize("release", ["0.8.5", "0.10.3", "0.11.3", "1.0.0"])

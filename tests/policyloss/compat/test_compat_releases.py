@@ -1,4 +1,6 @@
-"""Releases compare as numbers, not as text, and what is no release is refused by name."""
+"""Releases compare as numbers, not as text, and an invalid release raises an error that names
+it.
+"""
 
 import pytest
 from walk import walked

@@ -171,11 +171,11 @@ def test_the_entropy_bonus_is_in_the_spec_where_it_is_averaged_alike() -> None:
 
 
 def test_options_outside_the_policy_loss_can_be_left_to_the_caller() -> None:
-    beside = config(top_entropy_quantile=0.2, entropy_coef=0.01, use_adaptive_entropy=True)
-    assert spec_from_config(beside, handled=EXTRA_OPTIONS) == MEANS["dapo"]
+    handled_by_trl = config(top_entropy_quantile=0.2, entropy_coef=0.01, use_adaptive_entropy=True)
+    assert spec_from_config(handled_by_trl, handled=EXTRA_OPTIONS) == MEANS["dapo"]
 
 
-# --- what cannot be said --------------------------------------------------------------------------
+# --- configs without a spec -----------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss_type": "ppo"}, "loss_type 'ppo'"),
@@ -584,7 +584,7 @@ def test_the_page_of_the_default_config_names_the_default_that_surprises() -> No
 
 
 def test_a_config_is_explained_here_and_not_by_the_core() -> None:
-    """`explain` knows specs and presets; what a config means is TRL's business."""
+    """`explain` takes specs and presets; a config needs `explain_config`."""
     made = grpo_config(loss_type="grpo", importance_sampling_level="sequence")
     assert str(pl.explain(spec_from_config(made))) in explain_config(made)
     with pytest.raises(pl.InputError, match="LossSpec or the name of a preset, got GRPOConfig"):

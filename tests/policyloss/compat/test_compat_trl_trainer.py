@@ -1,5 +1,5 @@
-"""Our GRPOTrainer on a stand-in for TRL's: whose gradient it takes, what it leaves alone,
-and what it logs. No TRL needed.
+"""Our GRPOTrainer on a stand-in for TRL's: its gradient, the parts it leaves alone, and its logs.
+No TRL needed.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forward() -> tuple[Tensor, Tensor, None]:
-    """What the model answers: log-probabilities and entropies of two rows of two tokens,
-    with their gradients.
+    """The model's output: log-probabilities and entropies of two rows of two tokens, with their
+    gradients.
     """
     logp = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], dtype=torch.float64, requires_grad=True)
     entropy = torch.tensor([[0.2, 0.9], [0.7, 0.4]], dtype=torch.float64, requires_grad=True)
@@ -184,7 +184,7 @@ def test_metrics_of_a_step_cover_all_its_tokens() -> None:
     assert ours.history[0]["policyloss/tokens"] == 4.0
     assert ours.history[0]["clip_ratio/low_mean"] == 0.5
     ours._compute_loss(forward(), inputs())
-    assert ours._metrics["train"]["policyloss/tokens"] == [3.0], "the next step starts anew"
+    assert ours._metrics["train"]["policyloss/tokens"] == [3.0], "the next step starts from zero"
 
 
 def test_metrics_of_an_evaluation_cover_all_its_batches() -> None:

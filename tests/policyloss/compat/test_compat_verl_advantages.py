@@ -14,7 +14,7 @@ from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS, group_number
 from policyloss.errors import InputError, SpecError
 
 # Six rows. Their scores are 1, 5, 3, 1, 2, 6, in groups {1, 3} (mean 2, deviation √2), {5} alone,
-# {1, 2, 6} (mean 3, deviation √7). What lies at masked tokens counts in a score: 0.25 + 0.75 = 1 in
+# {1, 2, 6} (mean 3, deviation √7). Rewards at masked tokens count in a score: 0.25 + 0.75 = 1 in
 # the first row.
 INDEX = ["a", "b", "a", "c", "c", "c"]
 MASK = torch.tensor([[1, 0], [1, 1], [1, 1], [0, 1], [1, 1], [1, 0]])

@@ -138,7 +138,7 @@ def test_the_guard_of_a_float64_mask_is_kept() -> None:
 
 
 def test_meanings_that_changed_between_releases() -> None:
-    # Up to 0.9.0 GSPO was averaged by sequence whatever was asked for.
+    # Up to 0.9.0 GSPO was averaged by sequence, whatever the setting.
     gspo = verl.POLICY_LOSSES["gspo"]
     by_token, _ = gspo(OLD, NEW, A, MASK, "token-mean", config())
     older, _ = gspo(OLD, NEW, A, MASK, "token-mean", config(), release="0.9.0")
@@ -239,7 +239,7 @@ def test_an_empty_batch_has_no_loss_and_no_gradient() -> None:
 
 
 def unset(**changes: Any) -> Config:
-    """A config in which nobody set what one loss of verl's alone reads."""
+    """A config without the settings that only one loss of verl reads."""
     return config(**{"policy_loss": Config(), **changes})
 
 
@@ -442,7 +442,7 @@ def test_the_gradient_at_the_ends_of_a_clipped_value_is_verls() -> None:
 
 
 class NumpyLike:
-    """A number that is no Python number, as numpy's scalars are."""
+    """A number that is not a Python number, like numpy's scalars."""
 
     def __init__(self, value: float) -> None:
         self.value = value

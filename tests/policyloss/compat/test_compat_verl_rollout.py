@@ -295,7 +295,7 @@ def test_rejection_holds_the_logarithm_at_twenty_and_has_epsilon_in_a_rows_mean(
 
 
 def test_k3_is_computed_as_verl_writes_it():
-    # Near 0 what is left of eᵈ − 1 − d is the rounding of eᵈ; verl reports that.
+    # Near 0, eᵈ − 1 − d is only the rounding of eᵈ; verl reports that.
     d = torch.full((1, 1), 1e-9, dtype=torch.float64)
     _, metrics = verl.compute_rollout_rejection_mask(d, torch.ones_like(d), "token_k3", 1.0)
     assert metrics["rollout_rs_token_k3_max"] == d.exp().item() - 1 - 1e-9 != 0

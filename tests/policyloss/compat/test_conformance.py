@@ -62,8 +62,8 @@ TOY = Function(
 
 
 def twin(**changes):
-    """The toy function whose other side is changed:
-    each change maps an output to what the framework gives instead.
+    """The toy function with a changed framework side: each change maps an output to the framework's
+    other value.
     """
 
     def theirs(inputs, options):
@@ -178,7 +178,7 @@ def test_a_loss_without_gradient_fails_even_where_the_gradient_is_zero():
 
 def test_the_gradient_of_a_loss_per_token_is_taken_with_random_weights():
     # Σx and Σ(x + x' − x') with x' a permutation have the same plain gradient;
-    # random weights tell y = x from y = flip(x).
+    # random weights distinguish y = x from y = flip(x).
     function = Function(
         "rows",
         [{}],
@@ -278,7 +278,7 @@ def test_a_defect_that_never_shows_is_stale():
 def test_ours_must_be_finite_and_run_where_a_defect_is_declared():
     every = Defect("NaN", "a number")
     nan = replace(TOY, ours=nan_on_empty, theirs=nan_on_empty, defect=declared(every))
-    assert "ours is not finite where a defect says what we do instead" in whats(run_function(nan))
+    assert "ours is not finite although a defect declares our result" in whats(run_function(nan))
     raises = replace(
         TOY,
         ours=lambda i, o: mean_square(i, o) if i["mask"].any() else refuse(i, o),

@@ -57,7 +57,7 @@ def definitions(source: str) -> frozenset[str]:
 
 @cache
 def imported_names(source: str) -> tuple[tuple[str, str, str], ...]:
-    """What a module imports of the package: (module, name, what the importing module calls it)."""
+    """A module's imports of the package: (module, name, its name in the importing module)."""
     statements = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom))
     of_package = [node for node in statements if (node.module or "").split(".")[0] == "policyloss"]
     return tuple(
@@ -72,7 +72,7 @@ def imported_names(source: str) -> tuple[tuple[str, str, str], ...]:
 
 
 def imported(source: str, modules: dict[str, str]) -> tuple[dict[str, str], dict[str, Name]]:
-    """What a module calls the modules and the names of the package that it imports."""
+    """A module's names for the modules and names of the package that it imports."""
     as_module: dict[str, str] = {}
     as_name: dict[str, Name] = {}
     for module, name, called in imported_names(source):

@@ -1,6 +1,4 @@
-"""What a preset brings along, the advantages it is defined with, and what it overrides,
-options of a framework.
-"""
+"""The advantages that a preset is defined with, and the framework options that it overrides."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def test_the_advantages_of_a_preset_are_data_with_a_source(name: str) -> None:
     assert preset.advantage == DEFINED_WITH.get(name)
     assert (preset.advantage is None) == ("advantage" not in preset.sources)
     assert preset.advantage is None or preset.advantage in ESTIMATORS
-    assert "advantage." not in preset.note or name == "rloo_loss"  # said once
+    assert "advantage." not in preset.note or name == "rloo_loss"  # stated only once
 
 
 def test_the_explanation_shows_them() -> None:
@@ -119,7 +117,7 @@ def trl_args(scale_rewards: Any, **options: Any) -> Any:
             "group",
             ["policy_loss, the preset 'dr_grpo',", "advantage.dr_grpo", "set scale_rewards='none'"],
         ),
-        # A number changed, and one changed in a spec of which only the value is known.
+        # A changed number by name, and one in a spec of which only the value is known.
         (
             pl.preset("dr_grpo", eps_high=0.28),
             "group",
@@ -145,7 +143,7 @@ def test_trl_warns_of_other_advantages(loss: Any, scale_rewards: Any, words: lis
         *(("bnpo", "batch"), (pl.preset("bnpo"), "batch")),
         (pl.preset("dr_grpo", eps_high=0.28), "none"),
         (pl.LossSpec(trust=lambda tokens: tokens.ratio), "group"),
-        # Its numbers are those of ppo and of bnpo, which goes with any advantages.
+        # Its numbers equal those of ppo and of bnpo, which works with any advantages.
         *((pl.LossSpec(), "group"), (pl.LossSpec(trust=pl.Clip(0.1, 0.1)), "group")),
     ],
 )
@@ -243,7 +241,7 @@ def test_verl_names_the_settings_a_preset_overrides_once(
     plain = called(name, ActorConfig())  # a warning is an error here
     changed: list[float] = []
     (text,) = warnings_of(lambda: changed.append(called(name, ActorConfig(**options))), times=2)
-    assert changed == [plain, plain]  # no effect, as the warning says
+    assert changed == [plain, plain]  # no effect, as the warning states
     assert not [word for word in (f"policyloss/{name}", *words) if word not in text]
 
 
@@ -264,7 +262,7 @@ def test_verl_is_quiet_where_a_setting_agrees_with_the_preset(
 
 
 def test_every_number_of_verl_s_losses_is_looked_at() -> None:
-    """Whoever adds a field to these configs must say what a preset does to it."""
+    """A new field of these configs must be classified: what does a preset do to it?"""
     known = {
         *(option.rpartition(".")[2] for option in settings._TRUST_OPTIONS),
         "loss_agg_mode",

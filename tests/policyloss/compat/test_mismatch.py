@@ -14,8 +14,8 @@ from policyloss.functional.correction import reduced, within
 from policyloss.functional.kl import estimate
 
 LN2 = log(2)
-TINY = 1e-300  # vanishes beside any count, and makes an empty sequence's mean 0
-# Three sequences: two tokens, one token (with garbage beside it), none.
+TINY = 1e-300  # vanishes next to any count, and makes an empty sequence's mean 0
+# Three sequences: two tokens, one token (with garbage next to it), none.
 MASK = torch.tensor([[1, 1], [1, 0], [0, 0]], dtype=torch.float64)
 
 
@@ -97,7 +97,7 @@ def test_epsilon_is_added_to_every_count():
 @walked("dtype", [torch.bool, torch.int64, torch.float32, torch.float64])
 def test_counts_are_taken_in_the_masks_own_dtype(dtype):
     # 10 / (3 + 1e-8) in float64; an integer count plus 1e-8 is float32,
-    # where 1e-8 vanishes beside 3.
+    # where 1e-8 vanishes next to 3.
     m = means(epsilon=1e-8, mask=MASK.to(dtype))
     expected = 10 / (3 + 1e-8) if dtype == torch.float64 else 10 / 3
     assert m.of_tokens(tensor([1, 2], [7, nan], [nan, nan])).item() == pytest.approx(

@@ -23,8 +23,8 @@ from recorded_cases import NAMES, entries, entry, recorded
 from walk import walked
 
 TOLERANCE = 1e-12
-# verl takes the statistics of this estimator in float32 whatever it is given, and their last digit
-# is that of the processor on which the numbers were recorded (seen: one rounding, 5.7e-8, on
+# verl computes the statistics of this estimator in float32 for any input, and their last digit
+# depends on the processor on which the numbers were recorded (seen: one rounding, 5.7e-8, on
 # another one).
 IN_FLOAT32 = {("verl", "advantage grpo_vectorized"): 2.0**-23}
 

@@ -1,4 +1,4 @@
-"""The two kernels that `policy_loss` takes by itself on a GPU give what the eager loss gives.
+"""The two kernels that `policy_loss` uses on a GPU give the numbers of the eager loss.
 
 Triton's interpreter runs them on a CPU.
 """
@@ -30,7 +30,7 @@ LEAVES = ("logp", "entropy", "divergence")
 
 
 def arguments_of(spec: pl.LossSpec, batch: Batch = BATCH) -> dict[str, Any]:
-    """What the loss reads, on the device of the kernels, without groups unless it needs them."""
+    """The inputs of the loss, on the device of the kernels, with groups only if it needs them."""
     names = ("logp", "old_logp", "advantages", "mask", *spec.reads)
     chosen = {name: x for name, x in batch.kwargs.items() if name in names and x is not None}
     return {name: x.to(DEVICE) for name, x in chosen.items()}
@@ -113,7 +113,9 @@ def test_value_and_gradient_takes_the_gradients_of_the_kernels(
 
 @pytest.mark.parametrize("name", QUICK)
 def test_kernels_name_nothing_else(name: str) -> None:
-    """What is executed is arithmetic: names that it assigns, and functions of Triton's language."""
+    """The executed source is arithmetic: names that it assigns, and functions of Triton's
+    language.
+    """
     spec = PRESETS[name]
     inputs = Inputs(**arguments_of(spec))
     ready = fused._kernels(spec, "all", fused._call(spec, inputs, inputs.tensors(), None))
@@ -293,7 +295,7 @@ def test_a_failing_compiler_leaves_the_eager_way(monkeypatch: pytest.MonkeyPatch
     def fails(*arguments: Any) -> None:
         raise OSError("no ptxas")
 
-    spec = SPEC.replace(entropy_coef=0.5)  # whose kernels nobody has made
+    spec = SPEC.replace(entropy_coef=0.5)  # its kernels do not exist yet
     monkeypatch.setattr(fused, "TokenKernels", fails)
     inputs = Inputs(**arguments_of(spec))
     with pytest.warns(UserWarning, match=r"operation by operation.*OSError: no ptxas"):

@@ -1,4 +1,4 @@
-"""Inside a user's own `torch.compile` a loss is one node of their graph, whatever stands around it.
+"""Inside a user's own `torch.compile` a loss is one node of their graph, whatever surrounds it.
 
 That the numbers of every preset are the eager ones is tested in test_compile.py.
 """
@@ -29,7 +29,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Graphs:
-    """A backend that runs each graph as it is, and counts the operations of it.
+    """A backend that runs each graph unchanged, and counts its operations.
 
     leaves: the tensors whose gradient each loss computes, by name.
     """
@@ -229,7 +229,7 @@ def test_a_callable_is_traced_line_by_line() -> None:
 
 
 def test_the_text_of_a_loss_is_the_loss() -> None:
-    """The node knows a loss by its text."""
+    """The node stores a loss as its text."""
     import json
 
     for spec in PRESETS.values():

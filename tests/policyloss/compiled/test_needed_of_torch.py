@@ -13,7 +13,7 @@ import policyloss as pl
 
 SOURCE = Path(pl.__file__).parent
 PRIVATE = re.compile(r"\btorch(?:\.[a-z]\w*)*\._[a-z]\w*(?:\.\w+)*|\btorch\.fx\.experimental\.\w+")
-# The purpose of each stands in docs/decisions/0036-the-loss-on-a-gpu.md.
+# docs/decisions/0036-the-loss-on-a-gpu.md gives the purpose of each.
 NEEDED = (
     "torch.fx.experimental.proxy_tensor.make_fx",
     "torch.utils._python_dispatch.TorchDispatchMode",

@@ -47,7 +47,7 @@ def test_the_first_call_from_several_threads():
 
 
 def test_a_trace_does_not_reach_other_threads():
-    """A loss that another thread takes meanwhile still checks what it is given."""
+    """A loss that another thread computes meanwhile still checks its arguments."""
     mask = torch.full((2, 3), -100)
     x = torch.zeros(2, 3)
 

@@ -1,5 +1,5 @@
-"""`accumulate`: whatever way a step is cut into micro-batches and shared out to ranks,
-it is the whole batch in one call.
+"""`accumulate`: however a step is cut into micro-batches and distributed to ranks, it equals the
+whole batch in one call.
 
 Loss, gradients and metrics agree to 1e-12 in float64,
 for every preset and for the losses that have to be measured first.
@@ -196,8 +196,8 @@ def test_the_head_in_one_pass() -> None:
 
 
 def test_what_is_known_only_after_the_forward() -> None:
-    """An entropy given to the call counts: 4 tokens at entropy 2 and coefficient 0.1 are −0.2
-    beside (−5 + 1 + 1 + 1) / 4.
+    """An entropy given to the call counts: 4 tokens at entropy 2 and coefficient 0.1 add −0.2 to
+    (−5 + 1 + 1 + 1) / 4.
     """
     step = pl.accumulate(REINFORCE.replace(entropy_coef=0.1, aggregate=pl.TokenMean()), hand_made())
     losses = [
@@ -281,7 +281,7 @@ def test_a_repeated_micro_batch_holds_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 @walked("aggregate", [pl.LocalTokenMean(), pl.LocalSeqMeanTokenMean()], ids=str)
 def test_local_means_stay_local(aggregate: Any) -> None:
-    """They were asked for by name: −5 and 1, each micro-batch's own mean."""
+    """The spec names them: −5 and 1, each micro-batch's own mean."""
     step = pl.accumulate(REINFORCE.replace(aggregate=aggregate), hand_made())
     assert [float(micro.loss(torch.full(micro["mask"].shape, -1.0))) for micro in step] == [
         -5.0,
@@ -401,7 +401,7 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    """The results of both ranks for every case. Parallel test workers share one pair of
     processes: the first starts it.
     """
     folder = started_once(
@@ -476,7 +476,7 @@ def test_context_parallel_ranks_add_up(name: str, said: Said) -> None:
     check(both(said, f"cp: {name}"), SPECS[name])
 
 
-def test_context_parallel_beside_a_data_parallel_group(said: Said) -> None:
+def test_context_parallel_within_a_data_parallel_group(said: Said) -> None:
     """By default all ranks of both groups count as averaged:
     one sequence shard each on two ranks makes two.
     """

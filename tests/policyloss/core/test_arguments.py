@@ -16,7 +16,8 @@ def test_a_spoiled_argument_gives_a_result_or_an_error_that_names_it(name: str) 
     assert not wrong, f"{len(wrong)} of {name}:\n" + "\n".join(wrong)
 
 
-# What is not called with a user's own values: results, protocols and errors; parts without a field;
+# Names that are not called with a user's values: results, protocols and errors; parts without a
+# field;
 # what trains or reads modules.
 NO_CALLS = {
     *(

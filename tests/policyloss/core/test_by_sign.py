@@ -1,6 +1,6 @@
 """`BySign`: a trust region for each sign of the advantage; UP-GRPO is one of its losses.
 
-Hand-computed numbers first, then what must hold of any pair: it is the parts it is made of.
+Hand-computed numbers first, then the laws of any pair: it equals its two parts.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ PARTS = {
 
 
 def equal(batch: Batch, seed: int) -> Batch:
-    """One advantage for all: what a batch with a constant reward and no baseline has."""
+    """One advantage for all, as in a batch with a constant reward and no baseline."""
     return batch.map(lambda x: torch.full_like(x, [0.1, 1 / 3, -0.7, 3e4][seed % 4]), "advantages")
 
 
 def nearly_equal(batch: Batch, seed: int) -> Batch:
-    """Equal but for the last bit, as normalised rewards are."""
+    """Equal except for the last bit, like normalised rewards."""
     step = torch.finfo(batch.advantages.dtype).eps * torch.arange(
         batch.advantages.numel()
     ).remainder(3).view(7, 8)
@@ -88,7 +88,7 @@ def test_padded_packed_and_cut_choose_the_same_tokens(name: str, tie: str, dtype
 @walked("layout", ["padded", "packed"])
 def test_equal_advantages_have_no_covariance(layout: str) -> None:
     """Their mean is 0.1 but for rounding, so every covariance is 0:
-    none lies above 0, and KL-Cov goes by lot alone.
+    none is above 0, and KL-Cov chooses only by its draw.
     """
     batch = equal(make_batch(3), 0)
     batch = batch if layout == "padded" else batch.packed()

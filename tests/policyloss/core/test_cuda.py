@@ -1,5 +1,5 @@
 """On a GPU: the CPU's numbers, no host sync, and the same bits every time.
-Skipped where there is none.
+Skipped without a GPU.
 """
 
 from dataclasses import replace
@@ -100,8 +100,8 @@ IN_FLOAT32 = (
 
 
 def tolerance(name, output):
-    """1e-12, but for what is float32 inside, and for a deviation √(E[x²] − E[x]²),
-    which makes 1e-8 of a rounding of 1e-16. A divergence is a sum of differences of logarithms of
+    """1e-12, except where the computation is float32 inside, and for a deviation √(E[x²] − E[x]²),
+    which turns a rounding of 1e-16 into 1e-8. A divergence is a sum of differences of logarithms of
     about 10, whose rounding in float32 is 1e-6.
     """
     if "Divergence" in name:

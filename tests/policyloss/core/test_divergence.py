@@ -58,7 +58,7 @@ def test_hand_computed(measure: Measure, value: float) -> None:
     ).item() == pytest.approx(value, rel=1e-14)
 
 
-# The same two rows, known on the first two entries: ¼ of the student lies beside, ½ of the teacher.
+# The same two rows, known on the first two entries: ¼ of the student is outside, ½ of the teacher.
 # forward on the two: ¼·log ½ + 0 = −¼·log 2, and the bucket adds ½·log(½/¼) = ½·log 2.
 # reverse on the two: ½·log 2; the bucket adds ¼·log(¼/½) = −¼·log 2.
 # generalised: ½·log 2 − ¾ + ½.

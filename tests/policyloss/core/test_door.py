@@ -1,6 +1,4 @@
-"""What a user types first: a preset by name, one number changed, a symmetric clip;
-and what a type checker says of it.
-"""
+"""A user's first calls: a preset by name, one number changed, a symmetric clip; and their types."""
 
 from __future__ import annotations
 

@@ -190,8 +190,7 @@ def test_one_rank_reduces_what_it_knows_to_be_wrong():
         step.reduce_metrics().compute()
 
 
-# --- Numbers that cannot be what they are called
-# ------------------------------------------------------
+# --- Numbers that contradict their name ------------------------------------------------------
 
 BATCH = make_batch(seed=3)
 
@@ -255,7 +254,7 @@ def test_an_infinite_log_probability_is_counted_also_where_a_clamp_hides_it():
 
 
 def test_a_log_probability_that_was_never_filled_is_told():
-    """All zeros, in any tensor beside logp, of any dtype."""
+    """All zeros, in any tensor other than logp, of any dtype."""
     assert call().metrics.compute()["zero_logp_tokens"] == 0
     for name, dtype in itertools.product(LOGPROBS[1:], (torch.float32, torch.bfloat16)):
         metrics = call(**{name: torch.zeros_like(BATCH.logp, dtype=dtype)}).metrics
@@ -418,7 +417,9 @@ def test_wrong_offsets_put_all_tokens_into_the_first_sequence():
 
 
 def test_with_context_parallel_a_packs_numbers_in_one_dimension_are_of_tokens():
-    """N is a shard's, and differs by rank: what a shape means may not depend on it."""
+    """N is the size of a shard, and differs by rank: the meaning of a shape may not depend on
+    it.
+    """
     one_rank_of_several = object()
     offsets = torch.tensor([0, 2, 3])
     shard = Sequences((3,), offsets, torch.tensor([0, 0, 1]), one_rank_of_several)

@@ -1,5 +1,5 @@
-"""Tensors that do not fit: each error is an InputError that names the argument
-and says what would fit.
+"""Tensors that do not fit: each error is an InputError that names the argument and the valid
+values.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def test_unused_tensors_are_still_checked():
 
 @walked("name", ["clip_cov", "kl_cov"])
 def test_batch_wide_losses_refuse_plain_counts(name):
-    """A loss that needs batch-wide numbers says how to measure them,
-    and takes "local" for an answer.
+    """A loss that needs batch-wide numbers raises an error that explains how to measure them, and
+    accepts "local".
     """
     spec = pl.preset(name)
     counted = pl.Totals.count(BATCH.mask)

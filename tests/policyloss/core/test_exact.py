@@ -249,7 +249,7 @@ def test_a_compiled_loss_runs_eagerly():
 
 @walked("name", [n for n, x in PRESETS.items() if is_by_token(x)])
 def test_by_default_the_gradient_of_a_token_has_the_same_bits_in_any_cut(name):
-    """Under a loss that looks at each token by itself, but for a sigmoid on a CPU."""
+    """Under a loss of single tokens, except for a sigmoid on a CPU."""
     spec = PRESETS[name]
     totals = step_totals(spec, BATCH)
     expected = run(spec, BATCH, totals).dlogp

@@ -106,7 +106,7 @@ def test_totals_and_sums_of_any_size_by_hand(size):
 
 
 def test_the_unit_of_a_sum_by_hand():
-    # 6 = 0.75·2^3 becomes 6·2^25, less than 2^28; what has no size has the unit 1.
+    # 6 = 0.75·2^3 becomes 6·2^25, less than 2^28; zeros have the unit 1.
     tops = torch.tensor([6.0, 0.0, math.inf, math.nan, -math.inf], dtype=torch.float64)
     assert unit_of(tops).tolist() == [2.0**-25, 1.0, 1.0, 1.0, 1.0]
 
@@ -121,7 +121,7 @@ def test_a_number_that_is_not_finite_spoils_its_own_sequence_alone(bad):
 
 
 def test_a_second_backward_keeps_the_mode():
-    """It walks the windows again, with parts that ask for the mode."""
+    """It runs the windows again, with parts that read the mode."""
     modes: list[bool] = []
 
     def trust(t: Any) -> Tensor:

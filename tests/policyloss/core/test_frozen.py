@@ -1,6 +1,4 @@
-"""What a loss may move: gradients reach logp and entropy, nothing that was frozen, and none of them
-is NaN at a dtype's edge.
-"""
+"""Gradients reach logp and entropy but no frozen input, and none is NaN at a dtype's edge."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ LOSSES = {
 
 
 def leaves_of(batch: Batch, per_sequence: bool) -> dict[str, Tensor]:
-    """The frozen tensors, each with a gradient to ask for;
+    """The frozen tensors, each requiring a gradient;
     advantages one per token or one per sequence.
     """
     actual = {name: getattr(batch, name).clone() for name in FROZEN}

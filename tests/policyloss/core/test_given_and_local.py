@@ -99,7 +99,7 @@ def test_numbers_of_this_call_are_those_of_the_step_when_it_is_one_call(
 ) -> None:
     same(pl.LossSpec(trust=OfThisCall(part)), pl.LossSpec(trust=part))
     # With totals of a larger step the wrapped part still runs,
-    # where the part itself asks to be measured.
+    # where the part itself requires a measurement.
     totals = pl.Totals(1000, 100)
     args = (BATCH.logp, BATCH.old_logp, BATCH.advantages, BATCH.mask)
     with pytest.raises(pl.InputError, match="measure"):
@@ -261,7 +261,7 @@ def test_shares_outside_by_the_sign_of_the_advantage() -> None:
 
 
 def test_one_advantage_per_sequence_is_gmpo() -> None:
-    part, tiny = pl.GeometricClip(0.2, 0.3), 1e-300  # vanishes beside a length
+    part, tiny = pl.GeometricClip(0.2, 0.3), 1e-300  # vanishes next to a length
     one = pl.LossSpec(trust=MeanAdvantageGeometricClip(part, tiny), aggregate=pl.SeqMeanTokenMean())
     same(one, pl.LossSpec(trust=part, aggregate=pl.SeqMeanTokenMean()))
 
@@ -276,7 +276,7 @@ class Penalty:
 
 
 def test_a_callable_penalty_is_not_multiplied_by_anything_of_its_own() -> None:
-    """It comes multiplied already; both the loss and its printed formula take it as it is."""
+    """It is already multiplied; the loss and its printed formula use it unchanged."""
     spec = pl.LossSpec(trust=pl.Unbounded("logp"), kl=Penalty())
     plain = pl.LossSpec(trust=pl.Unbounded("logp"))
     torch.testing.assert_close(call(spec)[0], call(plain)[0] + 0.5)

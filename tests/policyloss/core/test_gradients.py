@@ -1,5 +1,4 @@
-"""The gradient autograd gives is the derivative of the loss,
-with what the loss stops the gradient of held constant.
+"""The gradient of autograd is the derivative of the loss, with stopped gradients held constant.
 
 float64, finite differences. Presets are checked entry by entry; every loss one slot away from a
 preset along a random direction, which sees any wrong entry with probability one. Points are away
@@ -98,7 +97,7 @@ def test_the_points_of_the_check_have_a_gradient(name: str) -> None:
 @walked("name", PRESETS)
 def test_gradient_of_every_one_slot_neighbour(name: str, share: int) -> None:
     """Layouts alternate, out of step between presets, so that each part is met in both; and so do
-    the three shares, so that the first one meets each part beside every third preset.
+    the three shares, so that the first one combines each part with every third preset.
     """
     wrong = []
     first = list(PRESETS).index(name)
@@ -177,7 +176,7 @@ def test_one_wrong_entry_is_seen_along_a_random_direction() -> None:
 @walked("name", ["cispo", "gspo_token", "topr", "vespo"])
 def test_stop_gradients_have_to_be_held(name: str) -> None:
     """Without freezing, these losses fail the check:
-    what the freezing holds is exactly their stop-gradient.
+    freezing holds exactly their stop-gradients.
     """
     loss = loss_of(PRESETS[name], BATCH)
     logp = BATCH.logp.clone().requires_grad_()

@@ -1,7 +1,7 @@
 """Ratios, trust regions, aggregations and the entropy bonus on numbers small enough to do by hand;
-the arithmetic is beside each.
+each has its arithmetic in a comment.
 
-Conventions: logp = −1 unless said, one token, TokenMean, so that the loss is the token's own.
+Conventions: logp = −1 unless stated, one token, TokenMean, so that the loss is the token's own.
 Gradients are with respect to logp.
 """
 

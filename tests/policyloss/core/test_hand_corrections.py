@@ -171,7 +171,7 @@ DIVERGENCES = [
 @walked(("divergence", "level", "values"), DIVERGENCES)
 def test_divergence_mask(divergence, level, values):
     """A bound a hair above a divergence keeps it, a hair below rejects it;
-    what is kept has its weight, or 1.
+    a kept token has its weight, or 1.
     """
     mask, weights = rows([[1, 1], [1, 0]]), rows([[0.5, 1], [1 / 3, 0]])
     old, rollout = rows([[0.25, 0.25], [0.25, 0.9]]).log(), rows([[0.5, 0.25], [0.75, 0.1]]).log()
@@ -263,7 +263,7 @@ def test_opsm():
         evaluate(spec.replace(correction=pl.OPSM(0.3)), logp, old, [[-2, 3], [-1, -1]]),
         (-2.8 + 3 - 1.6) / 4,
     )
-    # source="rollout" measures the drift from there: against rollout = logp there is none.
+    # source="rollout" measures the drift from there: against rollout = logp there is no drift.
     rollout = evaluate(
         spec.replace(correction=pl.OPSM(0.1, source="rollout")),
         logp,
@@ -301,7 +301,7 @@ def test_self_normalise():
 
 # --- The denominator ------------------------------------------------------------------------------
 
-# Weights (4, 1) and (1, 2); Band(½, 3) rejects the first token. What is left weighs 1, 1 and 2.
+# Weights (4, 1) and (1, 2); Band(½, 3) rejects the first token. The others weigh 1, 1 and 2.
 REJECTED = [
     ("keep", pl.TokenMean(), 4 / 4, [[0, 1 / 4], [1 / 4, 2 / 4]]),
     ("renormalise", pl.TokenMean(), 4 / 3, [[0, 1 / 3], [1 / 3, 2 / 3]]),

@@ -1,5 +1,5 @@
-"""A constant that belongs to the user's run, the length that token sums are divided by: asked for,
-taken over, never assumed.
+"""The horizon, the user's constant that divides token sums: required, taken over from settings,
+never assumed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Equations between losses: what a part becomes at its edges,
-and which parts are the same thing under two names.
-"""
+"""Equations between losses: parts at the edges of their fields, and equal parts with two names."""
 
 from __future__ import annotations
 
@@ -235,7 +233,7 @@ def test_gspo_is_gspo_token_when_the_advantage_is_constant():
     assert_same(run(gspo, BATCH).loss, run(own, BATCH).loss, 1e-12, "and the value must not")
 
 
-# --- Corrections that say nothing -----------------------------------------------------------------
+# --- Corrections without effect -------------------------------------------------------------------
 
 SILENT = [
     (pl.Truncate(2.0),),

@@ -1,5 +1,5 @@
-"""What must not matter does not: padding content and width, row order, layout, the shape of
-advantages, the dtype of the mask.
+"""The loss does not depend on padding content and width, row order, layout, the shape of
+advantages, or the dtype of the mask.
 
 Held for every preset, every aggregation and every correction under every rejection mode
 (`cases.SPECS`), in loss, gradients and every metric; bit for bit where the arithmetic is the same,

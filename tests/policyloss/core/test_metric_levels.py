@@ -1,6 +1,6 @@
-"""`metrics="all" | "basic" | "none"`: what each level holds, and how many operations it costs.
+"""`metrics="all" | "basic" | "none"`: the metrics of each level, and its number of operations.
 
-On a GPU the time of an eager loss is that of launching its kernels, so their number is bounded.
+On a GPU an eager loss takes the time of launching its kernels, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_every_level_serves_every_way_to_the_loss() -> None:
 
 
 def test_a_wrong_mask_is_refused_at_every_level() -> None:
-    """What `compute` refuses is no metric: a level may not make a mistake silent."""
+    """Counts that make `compute` raise are not metrics: no level may hide a mistake."""
     mask = torch.where(BATCH.mask, 1.0, 0.0)
     mask[0, 0] = 0.5
     for level in MOST:

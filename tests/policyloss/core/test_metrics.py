@@ -371,7 +371,7 @@ def test_metrics_add():
         pl.Metrics({"a": stat(1, 6)}),
     )
     assert (first + second).compute() == {"a": 0.25, "only": 1.0}
-    assert first.compute() == {"a": 0.5, "only": 1.0}, "adding must not change what is added"
+    assert first.compute() == {"a": 0.5, "only": 1.0}, "adding must not change the terms"
     assert sum([first, second, second]).compute()["a"] == pytest.approx(3 / 14)
     assert pl.Metrics({}).compute() == {}
     with pytest.raises(TypeError):
@@ -428,7 +428,7 @@ def test_nonfinite_tokens_are_counted(bad):
 
 def test_packed_metrics_are_the_same_records() -> None:
     """Lookup, names, merging with unpacked ones and the figures:
-    only where the numbers lie is another.
+    only the storage of the numbers differs.
     """
     metrics = run(FULL, make_batch(seed=5)).records
     packed = pl.Metrics.from_packed(RecordPlaces(metrics), RecordPlaces.pack(metrics))

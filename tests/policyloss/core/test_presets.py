@@ -1,5 +1,5 @@
-"""The named losses: all there, each number with its source, each reading what it should,
-and no two the same by accident.
+"""The named losses: complete, each number with its source, each with the right inputs, and no two
+the same by accident.
 """
 
 from __future__ import annotations

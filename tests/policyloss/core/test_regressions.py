@@ -40,7 +40,7 @@ def test_a_token_the_engine_calls_impossible_is_rejected_not_nan(estimator):
     spec = pl.LossSpec(correction=pl.Reject(estimator, "token", low=-0.5, high=0.5))
     loss, gradient = spoiled.loss(spec)
     assert loss.isfinite()
-    # Nothing else moves: the token is rejected, and the others are what they were.
+    # Nothing else moves: the token is rejected, and the others do not change.
     _, before = BATCH.loss(spec)
     assert gradient[0, 0] == 0
     before[0, 0] = 0

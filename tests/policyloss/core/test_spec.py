@@ -1,5 +1,5 @@
 """A LossSpec is a value: frozen, hashable, written and read as data without loss,
-and strict about what it accepts.
+and strict about its fields.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_defaults_of_a_dict_are_the_defaults_of_the_spec():
     )
 
 
-# --- What is read ---------------------------------------------------------------------------------
+# --- Needed tensors -------------------------------------------------------------------------------
 
 ENGINE = RolloutProduct()
 READS = [
@@ -141,7 +141,7 @@ def test_reads(spec, reads):
     assert spec.reads == reads
 
 
-# --- What is refused: each message names the field, the value seen and what would be right --------
+# --- Errors: each message names the field, its value and the valid values -------------------------
 
 REFUSED = {
     "dual at 1": (
@@ -615,7 +615,7 @@ def test_a_function_is_a_loss_everywhere():
             (pl.Clip, r"must be a LossSpec.*pl\.LossSpec\(trust=f\)"),
             (pl.KL("k3", 0.1), r"KL belongs in the 'kl' slot.*pl\.LossSpec\(kl=KL\(…\)\)"),
         ):
-            if name != "in a graph":  # Dynamo wraps what is raised inside
+            if name != "in a graph":  # Dynamo wraps errors raised inside
                 with pytest.raises(pl.errors.PolicyLossError, match=words):
                     function(other)
     assert not wrong

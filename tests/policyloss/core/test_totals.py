@@ -1,4 +1,4 @@
-"""Counting a step: what `Totals` counts, how counts add up, and what they refuse."""
+"""Counting a step: the counts of `Totals`, their sums, and their errors."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_clipped_by_hand(v, r, old, loss, grad, binds):
     got, slope, metrics = loss_and_grad(row(v), row(r), None, clip=None)
     assert got == pytest.approx((v - r) ** 2 / 2, rel=1e-12)
     assert slope.item() == pytest.approx(v - r, rel=1e-12)
-    assert "clip_fraction" not in metrics, "what was not measured is not reported"
+    assert "clip_fraction" not in metrics, "a metric that was not measured is not reported"
 
 
 def test_huber_by_hand():

@@ -1,5 +1,5 @@
-"""`choose`: every combination of answers gives a loss that can be built, with reasons; the code it
-prints is that loss; the terminal says the same.
+"""`choose`: every combination of answers gives a loss that can be built, with reasons; the printed
+code builds that loss; the terminal prints the same.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def test_a_loss_against_the_engine_has_no_correction_and_others_have_one() -> No
 
 @walked("gap", [-0.001, 0.001])
 def test_the_mismatch_of_an_engine_alone_silences_nobody(gap: float) -> None:
-    """A thousandth of a nat between engine and trainer, which half precision makes, is no reason to
-    drop a token. It is one for the band of GSPO, [1 - 0.0003, 1 + 0.0004], if the ratio is to the
+    """A thousandth of a nat between engine and trainer, which half precision makes, is not a reason
+    to drop a token. It is a reason for the band of GSPO, [1 - 0.0003, 1 + 0.0004], if the ratio is
+    to the
     engine: exp(0.001) is 1.001.
     """
     logp = torch.tensor([[-1.0, -0.5], [-2.0, -0.3]], requires_grad=True)

@@ -1,7 +1,7 @@
-"""`explain` says what the code does: the printed formula is evaluated and compared with
+"""`explain` describes the code: the printed formula is evaluated and compared with
 `policy_loss`, in value and gradient.
 
-The evaluator (`formula_evaluator`) knows only the printed vocabulary. Batches are padded and
+The evaluator (`formula_evaluator`) supports only the printed vocabulary. Batches are padded and
 ragged, with an empty row, a row that is all masked, and masks with holes.
 """
 

@@ -1,4 +1,4 @@
-"""A formula is derived from the code that computes it, and `explain` knows no part by name."""
+"""A formula is derived from the code that computes it, and `explain` names no part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_a_text_and_its_tree_are_one(text: str) -> None:
 
 
 def test_brackets_follow_pythons_precedences() -> None:
-    """Trees built by hand: printed, evaluated by Python, and compared with what the tree says."""
+    """Trees built by hand: printed, evaluated by Python, and compared with the value of the
+    tree.
+    """
     x, y, z = name("x"), name("y"), name("z")
     difference = Expression("-", (y, z))
     for tree, value in (
@@ -275,7 +277,7 @@ PARTS = {
 
 @walked("file", sorted(EXPLAIN.glob("*.py")), ids=lambda path: path.stem)
 def test_explain_names_no_part(file: Path) -> None:
-    """What is said of a part stands on the part.
+    """The texts of a part are on the part.
 
     (Texts of `framework_names` and `traps` are data, optional for a new one.)
     """
@@ -298,7 +300,7 @@ def test_every_part_has_a_sentence(module: Any) -> None:
 
 @dataclass(frozen=True)
 class Squeezed:
-    """A trust part made here, with what a part holds and nothing elsewhere."""
+    """A trust part made here, with the members of a part and no entry elsewhere."""
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True

@@ -1,5 +1,5 @@
-"""Homonyms: their meanings really differ, each is what the drop-in of the framework computes,
-and the page says so.
+"""Homonyms: their meanings really differ, each has the numbers of the framework's drop-in, and the
+page shows them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_a_meaning_of_a_preset_is_that_preset(homonym: Homonym, meaning: Meaning
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-# The blocks of the page, run as they stand: what they give is what the tables beside them say.
+# The blocks of the page, run unchanged: their results are the numbers of the tables.
 
 
 def sections() -> Iterator[tuple[str, str]]:
@@ -132,7 +132,7 @@ def test_the_code_on_the_page_gives_the_numbers_on_the_page(name: str, text: str
 
 
 def by_hand(spec: pl.LossSpec, batch: dict[str, Tensor], comment: str) -> tuple[Tensor, Tensor]:
-    """Loss and gradient, counted as the comment beside the spec says."""
+    """Loss and gradient, counted as in the comment above the spec."""
     batch = {**batch, "logp": batch["logp"].clone().requires_grad_()}
     if comment.startswith("totals="):
         loss = pl.policy_loss(spec, **batch, totals=eval(comment.removeprefix("totals="))).loss
@@ -147,7 +147,7 @@ def by_hand(spec: pl.LossSpec, batch: dict[str, Tensor], comment: str) -> tuple[
     return loss, torch.autograd.grad(loss, batch["logp"])[0]
 
 
-# What a framework is said to mean is what its drop-in computes on the same batch.
+# The meaning ascribed to a framework has the numbers of its drop-in on the same batch.
 
 Given = dict[str, Tensor]
 

@@ -30,7 +30,7 @@ MODULES = {"verl": "verl", "OpenRLHF": "openrlhf", "ColossalChat": "colossalai",
 
 
 def said(kind: type, framework: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Every Option or Argument in the tables, with whose it is."""
+    """Every Option or Argument in the tables, with its framework."""
     for row in ROWS:
         for who in ("policyloss", *FRAMEWORKS) if framework is None else (framework,):
             yield from ((who, one) for one in row.cell(who) if isinstance(one, kind))
@@ -60,7 +60,7 @@ def test_a_stated_default_is_the_drop_ins_own(who: str, argument: Argument) -> N
 
 
 def test_defaults_by_heart() -> None:
-    """A few that everyone knows, so that the tables and the drop-ins cannot be wrong together."""
+    """A few well-known defaults, so that the tables and the drop-ins cannot be wrong together."""
     stated = {(who, f"{a.function}.{a.parameter}"): a.default for who, a in said(Argument)}
     stated |= {(who, option.name): option.default for who, option in said(Option)}
     assert stated["OpenRLHF", "PolicyLoss.clip_eps_low"] == 0.2
@@ -93,11 +93,13 @@ def test_all_options_of_trl_are_listed_with_the_defaults_of_the_drop_in() -> Non
     ],
 )
 def test_no_argument_of_a_drop_in_is_left_out(who: str, function: str) -> None:
-    """Every parameter with a default is in the tables, but for those that only the drop-in has."""
+    """Every parameter with a default is in the tables, except parameters that only the drop-in
+    has.
+    """
     ours_alone = {"release", "log_clamp", "returns"}
     parameters = inspect.signature(the_callable(who, function)).parameters.values()
     wanted = {p.name for p in parameters if p.default is not p.empty} - ours_alone
-    # Of arguments that only earlier releases have, a remark tells.
+    # A remark names arguments that only earlier releases have.
     remarks = " ".join(remark for _, remark in said(str, who))
     stated = {a.parameter for _, a in said(Argument, who) if a.function == function}
     assert {name for name in wanted - stated if f"{name}=" not in remarks} == set()

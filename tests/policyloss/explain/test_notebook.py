@@ -1,4 +1,4 @@
-"""What a notebook shows: the same facts as `str()`, as HTML, with every text escaped."""
+"""The display in a notebook: the same facts as `str()`, as HTML, with every text escaped."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ LOSSES = {
 
 
 class Output(NamedTuple):
-    """What a call of the loss gives, but for the gradient of the weight."""
+    """The results of a call of the loss, except the gradient of the weight."""
 
     loss: Tensor
     hidden: Tensor
@@ -66,7 +66,9 @@ def bits_case(shape: str, dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(shape, dtype):
-    """Alone, in every other number, in another order, in windows of any size, and masked beside."""
+    """Alone, in every other number, in another order, in windows of any size, and next to masked
+    rows.
+    """
     case = bits_case(shape, dtype)
     x, w, ids, b = case.hidden, case.weight, case.ids, case.bias
 
@@ -300,7 +302,7 @@ def test_rows_that_fill_no_tile_are_not_copied_into_one(plan, rooms):
 
 @pytest.mark.parametrize("plan", ["one_pass", "recompute"])
 def test_the_padding_of_a_tile_does_not_matter(plan):
-    """Rows that only the metrics want, or memory of a larger window, beside those that move."""
+    """Rows that only the metrics need, or memory of a larger window, next to rows that move."""
     batch = make_head_batch(seed=5, rows=7, width=9, vocab=1024, size=96, dtype=torch.float32)
     spec = LOSSES["token"].replace(kl=None, entropy_coef=0.0)
     advantages, hidden = batch.tokens.advantages.clone(), batch.hidden.clone()

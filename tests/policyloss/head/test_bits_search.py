@@ -48,12 +48,12 @@ def laid_out(x: Tensor, how: str) -> Tensor:
         return x.t().contiguous().t()
     if how == "every other column":
         return x.repeat_interleave(2, dim=1)[:, ::2]
-    if how == "beside NaN":
+    if how == "next to NaN":
         return torch.nn.functional.pad(x, (0, 3), value=math.nan)[:, :-3]
     return x
 
 
-LAYOUTS = ("as it is", "one number later", "columns first", "every other column", "beside NaN")
+LAYOUTS = ("plain", "one number later", "columns first", "every other column", "next to NaN")
 SPOILS = {
     "nothing": lambda row: row,
     "NaN": lambda row: row * math.nan,
@@ -66,7 +66,7 @@ SPOILS = {
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_row_in_any_company(seed):
-    """Log-probability, entropy and gradient of rows, beside one that may be of any kind."""
+    """Log-probability, entropy and gradient of rows, next to a row of any kind."""
     draw = random.Random(seed)
     n, vocab = draw.choice([1, 2, 17, 60]), draw.choice([1, 7, 17, 129, 300])
     width, dtype = draw.choice([1, 3, 8, 33]), draw.choice(DTYPES)
@@ -92,7 +92,7 @@ def test_a_row_in_any_company(seed):
         upstream = [case.dlogp[index], case.dentropy[index]]
         return (*out, *torch.autograd.grad(list(out), x, upstream))
 
-    expected = values(list(range(n)), "as it is", "auto")
+    expected = values(list(range(n)), "plain", "auto")
     for _ in range(3):
         index = draw.sample(range(n), draw.randint(1, n))
         plan = draw.choice(["auto", pl.Plan("recompute", draw.randint(1, 40), vocab)])
@@ -174,7 +174,7 @@ def differences(seed: int) -> list[str]:
     case = case._replace(weight=laid_out(case.weight, draw.choice(LAYOUTS)))
     name, rows = f"{n}×{width} by {vocab} in {case.weight.dtype}", draw.randint(1, 200)
     try:
-        expected = values_of_rows(case, list(range(n)), "as it is", "one_pass")
+        expected = values_of_rows(case, list(range(n)), "plain", "one_pass")
     except pl.InputError as error:
         return [f"{name}: {error}"]
     wrong = []

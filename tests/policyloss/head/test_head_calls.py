@@ -44,7 +44,7 @@ from cases import PRESETS
 
 def test_the_output_holds_logp_and_entropy() -> None:
     """Detached, token-shaped, 0 where masked; the entropy metric
-    is there although nothing asks for it.
+    is present although the loss does not need it.
     """
     truth = contract(
         BATCH.hidden.double(), BATCH.weight.double(), BATCH.ids, mask=BATCH.kwargs["mask"]
@@ -174,7 +174,7 @@ def test_gradcheck(name: str, plan: str, layout: str) -> None:
 
     leaves = [leaf(x) for x in (batch.hidden, batch.weight, bias)]
     assert any((g != 0).any() for g in torch.autograd.grad(loss(*leaves), leaves))
-    # A second backward makes a stash anew, in another order of sums.
+    # A second backward makes another stash, in another order of sums.
     apart, entry_by_entry = 1e-12 if plan == "stash" else 0.0, (name, plan) == ("ppo", "one_pass")
     assert gradcheck(
         loss, leaves, atol=1e-7, rtol=1e-6, nondet_tol=apart, fast_mode=not entry_by_entry
@@ -421,7 +421,7 @@ def test_the_plan_matches_the_call(name: str) -> None:
             assert (plan.tokens, plan.computed) == (n, int(ZEROS.tokens.mask.sum()))
             if plan.name == "one_pass":
                 assert counted_rows(spec, ZEROS, plan=plan) == pytest.approx(plan.matmuls * n)
-            else:  # tokens that turn out to have no gradient may be left out of what was announced
+            else:  # tokens that turn out to have no gradient may be left out of the announced work
                 assert (
                     plan.computed < counted_rows(spec, ZEROS, plan=plan) <= plan.matmuls * n + 1e-9
                 )

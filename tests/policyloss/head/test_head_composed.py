@@ -37,7 +37,7 @@ TESTS = (*(c[0] for c in CORRECTIONS if not getattr(c[0], "weighs", False)), pl.
 
 
 def reaching(reach: str | None, **attributes: Any) -> Any:
-    """A decorator that says how far a function looks, as users of a slot do."""
+    """A decorator that sets the reach of a function, as users of a slot do."""
 
     def mark(function: Any) -> Any:
         for name, value in {**attributes, **({} if reach is None else {"reach": reach})}.items():
@@ -203,8 +203,8 @@ CALLS: dict[str, dict[str, Any]] = {
 def outcome(
     spec: pl.LossSpec, batch: HeadBatch, frozen: bool, call: str, **kwargs: Any
 ) -> LossRun | None:
-    """What a call gives; None where the head says that this loss cannot go window by window,
-    which is a right answer.
+    """The result of a call; None where the head reports that this loss cannot go window by window,
+    which is correct.
     """
     chosen = dict(CALLS[call])
     try:
@@ -321,8 +321,8 @@ def check_every_call(spec: pl.LossSpec, *calls: str) -> None:
 
 
 def test_a_sequence_mask_with_a_token_weight() -> None:
-    """What does not read logp is asked of the whole batch:
-    a window of single tokens is no sequence to judge.
+    """A correction that does not read logp gets the whole batch: a window of single tokens is not a
+    sequence to judge.
     """
     for test in (
         pl.Reject("k1", "max", high=0.25),
@@ -372,8 +372,8 @@ BROKEN_PROMISES = {
 
 @walked("name", BROKEN_PROMISES)
 def test_a_broken_promise_is_refused(name: str) -> None:
-    """A part that looks further than it says would get a wrong gradient;
-    what can be noticed is an error.
+    """A part that reads more than its `reach` would get a wrong gradient; detectable cases raise an
+    error.
     """
     spec, words = BROKEN_PROMISES[name]
     batch = make_head_batch(seed=2)

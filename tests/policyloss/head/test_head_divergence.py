@@ -98,7 +98,7 @@ def assert_all_near(
 
 
 def plans(teacher: Any, **options: Any) -> list[Any]:
-    """Every plan as it is, and in windows of seven rows and ten columns."""
+    """Every plan with its own sizes, and in windows of seven rows and ten columns."""
     hidden, weight = leaf(CASE.hidden), leaf(CASE.weight)
     small = []
     for plan in LOGPROB_PLANS:
@@ -369,9 +369,9 @@ def test_a_window_holds_half_as_many_rows() -> None:
     teacher = pl.Teacher(torch.randn(4000, 3), torch.randn(20000, 3))
     ids = torch.zeros(4000, dtype=torch.int64)
     alone = pl.explain_plan(None, hidden, weight, ids, plan="recompute")
-    beside = pl.explain_plan(None, hidden, weight, ids, plan="recompute", teacher=teacher)
-    assert abs(beside.rows - alone.rows // 2) <= 16
-    assert beside.extra_bytes <= 1.05 * alone.extra_bytes
+    shared = pl.explain_plan(None, hidden, weight, ids, plan="recompute", teacher=teacher)
+    assert abs(shared.rows - alone.rows // 2) <= 16
+    assert shared.extra_bytes <= 1.05 * alone.extra_bytes
 
 
 @walked("dtype", [torch.bfloat16, torch.float16], ids=str)

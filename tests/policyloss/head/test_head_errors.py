@@ -1,5 +1,5 @@
-"""Bad input to the head gets an error that names the argument, what was seen and what to do;
-never a wrong number.
+"""Bad input to the head gets an error that names the argument, its value and the remedy; never a
+wrong number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ids_with(value: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def said(call: Callable[[], Any], *words: str) -> None:
-    """`call` raises an InputError that says all the words."""
+    """`call` raises an InputError that contains all the words."""
     with pytest.raises(pl.InputError) as caught:
         call()
     missing = [word for word in words if word not in str(caught.value)]
@@ -208,7 +208,9 @@ def test_one_pass_is_not_for_a_loss_of_ones_own() -> None:
 
 @walked("name", ["clip_cov", "kl_cov"])
 def test_one_pass_of_a_loss_that_compares_with_the_batch(name: str) -> None:
-    """It says why (the whole batch) and both ways out: measure first, or another plan."""
+    """The error gives the reason (the whole batch) and both remedies: measure first, or another
+    plan.
+    """
     said(
         lambda: loss(PRESETS[name], plan="one_pass"),
         "one_pass",

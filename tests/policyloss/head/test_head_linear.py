@@ -205,7 +205,7 @@ def test_many_rows(n: int, plan: str) -> None:
 @walked("plan", LOGPROB_PLANS)
 def test_more_than_two_to_the_31_logits(plan: str) -> None:
     """16 384 × 151 936 ≈ 2.5·10⁹ logits. Rows repeat every 64,
-    so the first 64 say what all of them and the weight must get.
+    so the first 64 determine the gradients of all rows and of the weight.
     """
     case, times = peaked_case(64, 151936, 64, torch.bfloat16), 256
     long = Case(
@@ -304,8 +304,7 @@ def test_gradcheck(plan: str, variant: str, rows: int | None) -> None:
         )
 
     leaves = [leaf(x) for x in (case.hidden, case.weight, case.bias)]
-    # A stash is used up by the first backward; a second one makes it anew,
-    # in another order of sums.
+    # The first backward consumes a stash; a second one makes another, in another order of sums.
     assert gradcheck(
         values, leaves, atol=1e-7, rtol=1e-6, nondet_tol=1e-12 if plan == "stash" else 0.0
     )
@@ -314,7 +313,7 @@ def test_gradcheck(plan: str, variant: str, rows: int | None) -> None:
 @walked("plan", LOGPROB_PLANS)
 @walked("wanted", ["hidden", "weight", "bias", "hidden+weight", "weight+bias"])
 def test_partial_gradients(wanted: str, plan: str) -> None:
-    """Each alone is what it is among all, to the bit; what needs none gets none."""
+    """Each gradient alone equals the one among all, to the bit; other leaves get none."""
     case = peaked_case(13, 33, 8, torch.float32)
     everything = dict(zip(NAMES, ours(case, plan=plan).grads, strict=True))
     inputs = zip(NAMES, (case.hidden, case.weight, case.bias), strict=True)

@@ -108,7 +108,7 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 @walked("layout", LAYOUTS)
 @walked("name", [n for n in PRESETS if not (CUDA and n == "clip_cov")])
 def test_the_current_policy_as_the_old_one(name: str, layout: str) -> None:
-    """`old_logp="current"` is the head's own log-probabilities, which nobody has beforehand."""
+    """`old_logp="current"` is the head's own log-probabilities, which do not exist beforehand."""
     batch, spec = LAYOUTS[layout], PRESETS[name]
     expected = run_oracle(spec, batch, old_logp="current")
     if not CUDA:  # in float64: its rounding moves no token over a limit
@@ -273,7 +273,7 @@ def test_full_size(name: str, rows: int, width: int, vocab: int, size: int) -> N
 
 @walked("name", PRESETS)
 def test_every_preset_that_can_takes_one_pass(name: str) -> None:
-    """All but those that compare with the whole batch; and those too once it has been measured."""
+    """All presets except those that need the whole batch; and those too after a measurement."""
     expected = LOSS_PLANS[1:] if name in NEEDS_WHOLE_BATCH else LOSS_PLANS
     for layout in LAYOUTS:
         assert preset_plans(name, layout) == expected
@@ -368,8 +368,8 @@ CALLABLES = {
 
 @walked("name", CALLABLES)
 def test_a_callable_in_a_slot(name: str) -> None:
-    """What a user's function looks at is not known, so whatever plan is taken must be right for one
-    that looks at everything.
+    """A user's function may read anything, so every chosen plan must be right for one that reads
+    everything.
     """
     batch = BATCH.with_tokens(group_ids=None) if name == "aggregate" else BATCH
     check(CALLABLES[name], batch)

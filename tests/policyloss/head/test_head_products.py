@@ -43,7 +43,7 @@ def test_cut_products_are_whole_products(
 
 
 def test_the_shapes_that_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary of 50257 is cut into 50240 and 17, on whichever side it stands;
+    """A vocabulary of 50257 is cut into 50240 and 17, on either side;
     50304 is not cut.
     """
     assert products._cut(50257) == (slice(0, 50240), slice(50240, 50257))

@@ -1,4 +1,4 @@
-"""The head over ranks gives what one process gives:
+"""The head over ranks gives the numbers of one process:
 a vocabulary in shards, sequences in shards, batches in shards.
 
 The expected numbers come from the contract line and `policy_loss` on the whole batch, in float64.
@@ -57,14 +57,14 @@ TOLERANCE = 1e-12
 
 
 def told(factory: pytest.TempPathFactory, body: Callable[[int, str], None], count: int) -> Path:
-    """The folder where `count` processes said theirs.
+    """The folder with the results of `count` processes.
     Parallel test workers share one set of them: the first starts it.
     """
 
     def start(place: Path) -> None:
         try:
             run_ranks(body, str(place), count=count)
-        # What was said before stands; the rest is missed below.
+        # Results up to here are kept; the missing ones fail below.
         except (
             ProcessExitedException,
             ProcessRaisedException,
@@ -211,7 +211,7 @@ def test_the_loss_over_a_sharded_vocabulary(said: Said, count: int, name: str) -
 
 
 def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
-    """One shard has a single entry, fewer than are asked for as the most probable ones."""
+    """One shard has a single entry, fewer than the requested number of most probable ones."""
     cut = CUTS[3][FIRST[3]]
     expected = divergence_ranks.divergences(cut, slice(0, VOCAB), None)
     assert len(expected) == len(divergence_ranks.CASES) + 2
@@ -221,7 +221,7 @@ def test_a_divergence_over_a_sharded_vocabulary(three: Said) -> None:
 
 @walked(("count", "name"), SHARDED)
 def test_the_shards_are_right(count: int, name: str) -> None:
-    """Shards make up the vocabulary, both ends of each live one are asked for,
+    """Shards make up the vocabulary, both ends of each live one are used,
     and some tokens are clipped but not most.
     """
     cut = CUTS[count][name]

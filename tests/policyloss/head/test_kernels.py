@@ -262,7 +262,7 @@ def test_gradient_in_the_first_half_of_its_own_float32_rows(
     before, narrow = z.clone(), z.view(dtype)[:, :vocabulary]
     row_gradient(z, narrow, ids, lse.float(), entropy.float(), g, h, scaling)
     assert torch.equal(narrow, apart)
-    # What lies behind the gradient is as it was.
+    # The memory behind the gradient is unchanged.
     kept = -(-vocabulary // 2)
     assert torch.equal(z[:, kept:], before[:, kept:])
 

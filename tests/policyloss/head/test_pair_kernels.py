@@ -63,7 +63,7 @@ def statistics(
 
 @by_measure
 def test_statistics(kind: str) -> None:
-    """The student's are those of its own rows; the divergence is that of float64."""
+    """The student's statistics equal those of its own rows; the divergence equals float64's."""
     measure = MEASURES[kind]
     for vocabulary, name in CASES:
         (z, u), ids = pair(vocabulary), ids_of(vocabulary)
@@ -175,7 +175,7 @@ def test_entries_of_no_probability(kind: str) -> None:
 
 @by_measure
 def test_two_shards_merge(kind: str) -> None:
-    """What two ranks add up is what one rank finds, whichever shard holds the largest logit."""
+    """The sums of two ranks equal those of one rank, whichever shard holds the largest logit."""
     (z, u), ids, measure, plain = pair(V), ids_of(V).clamp(0, V - 1), MEASURES[kind], Scaling()
     u[:, :150] += 20  # the teacher's mass is in one shard, the student's in the other
     z[:, 150:] += 15

@@ -18,7 +18,7 @@ BODY = ["q_proj", "v_proj", "up_proj"]
 IDS = token_ids(5, 25)
 SPEC = pl.preset("dapo", entropy_coef=0.01)
 ROWS = 16  # of logits that a window holds
-# What the adapter is made of, and whether the model's head is tied to its embedding.
+# The options of the adapter, and whether the model's head is tied to its embedding.
 ADAPTERS: dict[str, tuple[dict[str, Any], bool]] = {
     "body": ({"target_modules": BODY}, False),
     "body, tied head": ({"target_modules": BODY}, True),
@@ -203,7 +203,7 @@ def test_an_adapter_that_is_no_product_is_refused(config: str, words: str) -> No
 
 
 def test_positions_reach_a_wrapped_model() -> None:
-    """GPT-2 learns its positions, and PEFT's model says of none of its arguments that it takes
+    """GPT-2 learns its positions, and the signature of PEFT's model does not show that it takes
     them.
     """
     from peft import LoraConfig, get_peft_model

@@ -32,7 +32,7 @@ def expected_logp(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
 
 
 class Plain(nn.Module):
-    """As much of a model as is asked for: an embedding, a head, and what it does to its logits."""
+    """A minimal model: an embedding, a head, and a function of its logits."""
 
     def __init__(self, after: Callable[[Tensor], Any] = lambda z: z, head: Any = None) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_positions_that_begin_again_need_cu_seqlens() -> None:
         cu_seqlens=torch.tensor([0, 9, 13, 19]),
         **{**batch, "mask": mask, "advantages": torch.ones(3, dtype=torch.float64)},
     )
-    # One sequence a row, counted as transformers counts positions beside padding.
+    # One sequence per row, counted as transformers counts positions with padding.
     live = torch.ones_like(IDS).index_fill(1, torch.tensor([0, 1]), 0)
     counted = (live.cumsum(-1) - 1).masked_fill(live == 0, 1)
     assert pl.hf.logprobs(model, IDS, live, position_ids=counted).logp[:, 2:].all()
@@ -304,7 +304,7 @@ def test_an_error_names_the_missing_head(model: Any, words: str) -> None:
 
 
 class Mixing(Plain):
-    """Adds up all tokens before (or after) a token, padding included, and knows no positions."""
+    """Adds up all tokens before (or after) a token, padding included, and uses no positions."""
 
     def __init__(self, backwards: bool) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ def test_errors_name_the_alignment_of_tensors() -> None:
 
 
 def test_the_first_call_draws_no_random_numbers() -> None:
-    """What a model does to its logits is looked at with the dropout that it would have drawn."""
+    """The first forward measures a model's logits with the dropout that it would have drawn."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     def first_two() -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import policyloss as pl
 
-IMAGE, FIRST, LAST = 5, 6, 7  # the tokens of an image, and what stands around them
+IMAGE, FIRST, LAST = 5, 6, 7  # the tokens of an image, and the marks around them
 PATCH, SIDE = 4, 8  # pixels
 SPEC = pl.preset("dapo", entropy_coef=0.01)
 ROWS = 16

@@ -1,5 +1,5 @@
-"""Two ranks give what one process gives: sequences spread over ranks (context parallel), or shared
-out among them (data parallel).
+"""Two ranks give the numbers of one process: sequences spread over ranks (context parallel), or
+distributed among them (data parallel).
 
 With `cp_group`, the ranks' losses add up to the whole loss and the gradients of the shards are the
 shards of the gradient; with data-parallel ranks, their average is (`dp_size`). Metrics merged by
@@ -34,7 +34,7 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the two ranks said of every case. Parallel test workers share one pair of
+    """The results of both ranks for every case. Parallel test workers share one pair of
     processes: the first starts it.
     """
     folder = started_once(

@@ -1,5 +1,5 @@
-"""Turns and scans over time whose tokens lie on several ranks, and prompts whose samples do:
-equal to one process.
+"""Turns and scans over time with tokens on several ranks, and prompts with samples on several
+ranks: equal to one process.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of the four ranks said of every case.
-    Parallel test workers share one start of processes: the first's.
+    """The results of the four ranks for every case. Parallel test workers share one set of
+    processes: the first starts it.
     """
 
     def start(place: Path) -> None:
@@ -94,8 +94,8 @@ def test_head_and_compiled_loss_pass_positions_on(said: Said) -> None:
 
 
 def test_a_turn_is_not_a_sequence() -> None:
-    """What a rank would see alone, or the sequence as one turn, are other losses:
-    the cases above can fail.
+    """The turns of a rank alone, or the sequence as one turn, give other losses: the cases above
+    can fail.
     """
     turn, sequence = (run(PRESETS[name], BATCH).dlogp for name in ("gspo_turn", "gspo"))
     assert (turn - sequence).abs().max() > 1e-3
@@ -148,8 +148,8 @@ def test_whitening_over_pairs_of_ranks(said: Said) -> None:
 
 @walked("name", ESTIMATES)
 def test_groups_of_samples_cross_ranks(name: str, said: Said) -> None:
-    """Rank 2 has no sequence. Bit for bit what one process gives, but for whitening,
-    whose sums go by the order of rows.
+    """Rank 2 has no sequence. Bit for bit the numbers of one process, except for whitening, whose
+    sums depend on the order of rows.
     """
     expected, tol = (
         ESTIMATES[name](REWARDS, IDS),

@@ -1,9 +1,9 @@
 """Any cut of a batch into micro-batches sums to the same loss, the same gradient and the same
 metrics, to 1e-12 in float64.
 
-That is what a global denominator buys: `totals` are counted (or measured, where a loss needs more
+That is the use of a global denominator: `totals` are counted (or measured, where a loss needs more
 than counts) once per step, and nothing a micro-batch computes depends on its companions. The two
-`Local…` aggregations break this on purpose; a test says so.
+`Local…` aggregations break this on purpose; a test shows it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BASE = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entr
 
 @cache
 def whole(spec: pl.LossSpec) -> Result:
-    """The whole batch in one call that is told nothing about a step."""
+    """The whole batch in one call without totals."""
     return run(spec, BATCH)
 
 
@@ -176,8 +176,8 @@ def test_measure_is_count_where_counts_are_enough(name: str) -> None:
 
 
 def test_counts_of_micro_batches_add_up() -> None:
-    """Counted by hand in the batch: fully masked and empty rows are no sequences,
-    and a group of such rows is no group.
+    """Counted by hand in the batch: fully masked and empty rows are not sequences, and a group of
+    such rows is not a group.
     """
     counted = [
         pl.Totals.count(p.mask, group_ids=p.group_ids)

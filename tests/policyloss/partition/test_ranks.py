@@ -1,5 +1,5 @@
-"""Any partition, the same gradient: 1, 2 and 4 gloo processes give what one process gives
-for the whole batch in one call.
+"""Any partition, the same gradient: 1, 2 and 4 gloo processes give the numbers of one process with
+the whole batch in one call.
 
 Loss, gradient of a small model and every metric are compared with the single process in float64: to
 1e-12 in float64 and to 1e-6 in float32 (of the gradient's largest entry; of a number, or of 1 if it
@@ -58,7 +58,7 @@ def every_pair(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def said(every_pair: bool, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What the ranks of each world said, by the size of the world."""
+    """The results of the ranks of each world, by the size of the world."""
     body = work_on_every_pair if every_pair else work
     folder = told(tmp_path_factory, body, 4, "hypothesis")
     return {size: torch.load(folder / f"world{size}.pt", weights_only=True) for size in WORLDS}
@@ -137,7 +137,7 @@ def test_value_loss(cut: str, dtype: str, said: Said) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# what the cases are worth
+# the strength of the cases
 
 
 def test_only_the_local_aggregations_are_left_out() -> None:
@@ -267,7 +267,7 @@ def test_context_parallel_ranks_exchange_a_few_numbers_per_sequence(name: str, s
 
 
 # ------------------------------------------------------------------------------------------------
-# what is refused
+# errors
 
 
 @walked("call", ["policy_loss", "value_loss", "aggregate_tokens"])

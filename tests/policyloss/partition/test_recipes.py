@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(folder: Path, name: str) -> Saved:
-    """What a recipe saved; if one of its ranks failed, what they printed is the error."""
+    """The file that a recipe saved; if one of its ranks failed, their output is the error."""
     codes = (folder / f"{name}.codes").read_text().split() if name in RANKS else []
     printed = "\n".join(log.read_text() for log in sorted(folder.glob(f"{name}.*.log")))
     assert set(codes) <= {"0"}, f"exit codes {codes} (negative: ended from outside)\n{printed}"
@@ -94,7 +94,7 @@ def test_the_batch_shows_a_wrong_denominator(folder: Path) -> None:
 
 
 def command(name: str) -> str:
-    """How to start a recipe, as its first line says."""
+    """The command that starts a recipe, from its first line."""
     said = ast.get_docstring(ast.parse((RECIPES / f"{name}.py").read_text(encoding="utf-8")))
     assert said is not None
     return said.partition(": ")[2]

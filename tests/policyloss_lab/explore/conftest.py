@@ -37,7 +37,7 @@ def page(browser: Any, explorer_file: Path) -> Any:
 
 @pytest.fixture
 def open_page(browser: Any, explorer_file: Path) -> Iterator[Callable[..., Any]]:
-    """Opens the explorer at a fragment. Whatever it writes to the console, or asks for, fails."""
+    """Opens the explorer at a fragment. Any console output or request fails the test."""
     complaints: list[str] = []
     context = browser.new_context(viewport={"width": 1200, "height": 900})
 

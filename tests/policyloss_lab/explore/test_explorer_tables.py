@@ -1,4 +1,4 @@
-"""What the explorer is made from: the open formula of every part, limits, and the command."""
+"""The data of the explorer: the open formula of every part, limits, and the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from policyloss_lab.explore.templates import Variant, template
 
 PARTS = [part for parts in VARIANTS.values() for part in parts]
 NUMBERS = [(part, field) for part in PARTS for field in numbers_of(part)]
-# Numbers that no formula of one token shows: what the head measures, and the coefficients that
+# Numbers that no formula of one token shows: the head's measurements, and the coefficients that
 # join the slots.
 ELSEWHERE = {("KL", "coef"), ("Divergence", "coef"), ("Divergence", "beta"), ("Divergence", "k")}
 

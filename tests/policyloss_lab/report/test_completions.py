@@ -1,4 +1,4 @@
-"""What is kept of sampled completions: the branch of each token, and the choice of groups."""
+"""Data about sampled completions: the branch of each token, and the choice of groups."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whatever lies in the files of another trainer, a report is a page or an error of ours, and no
-text of them becomes an element of the page.
+"""For any files of another trainer, a report is a page or our own error, and no text of the files
+becomes an element of the page.
 """
 
 from __future__ import annotations

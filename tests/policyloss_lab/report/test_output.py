@@ -1,5 +1,5 @@
-"""What a command writes lands in a regular file, whole or not at all; devices, pipes, links and
-folders stay as they are.
+"""Commands write regular files, completely or not at all; devices, pipes, links and folders do not
+change.
 """
 
 from __future__ import annotations

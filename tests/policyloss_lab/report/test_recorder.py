@@ -78,7 +78,7 @@ IDS = torch.arange(12).reshape(3, 4)
 
 
 def test_padded_tensors(tmp_path: Path) -> None:
-    """Only what the mask keeps is stored; numbers of tokens stand beside the right ones."""
+    """Only tokens under the mask are stored, each with its own numbers."""
     logp = -torch.arange(12, dtype=torch.float64).reshape(3, 4) / 8
     with Recorder(tmp_path, spec="ppo") as recorder:
         recorder.completions(
@@ -224,7 +224,7 @@ def test_completions_are_bounded_on_disk_and_evenly_spaced(tmp_path: Path) -> No
 
 
 def test_completions_of_one_step_may_fill_the_file(tmp_path: Path) -> None:
-    """There is no second step that could be dropped: what comes is left out."""
+    """There is no second step that could be dropped: later completions are left out."""
     with Recorder(tmp_path, rollout_bytes=10_000) as recorder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(40):
@@ -313,7 +313,7 @@ STORED: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(argument: str, call: Any) -> str:
-    """ "" if a call is refused by an error that names the argument; else what it did."""
+    """ "" if a call raises an error that names the argument; else a description of its result."""
     try:
         call()
     except pl.PolicyLossError as error:
@@ -368,7 +368,7 @@ def test_numbers_of_other_packages_are_numbers(tmp_path: Path) -> None:
     assert (second["ids"], second["reward"]) == ([3], 0.5)
 
 
-# ---------------------------------------------------------------- what must not end a training
+# ---------------------------------------------------------------- faults during a training
 
 
 def test_a_recorder_that_is_closed_or_cannot_write_lets_the_training_go_on(

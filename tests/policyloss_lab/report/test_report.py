@@ -129,9 +129,7 @@ def test_runs_of_one_name_get_labels_of_their_own(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_gaps_with_a_note(tmp_path: Path) -> None:
-    """Whichever way a writer says NaN. A plain null says that nothing was measured,
-    and is no gap.
-    """
+    """For any spelling of NaN. A plain null means that nothing was measured, and is not a gap."""
     lines = [
         '{"step": 0, "a": 1.0, "b": null}',
         '{"step": 1, "a": NaN}',
@@ -260,8 +258,8 @@ def test_whether_a_run_is_still_going(tmp_path: Path) -> None:
         ([1, 2, 4, 8], [1, 2, 3], [1, 2, 4, 8]),
         ([0, 2, 4, 8], [1, 2, 3], [1, 2, 4, 8]),  # 2²/4
         ([2, 4, 8, math.inf], [1, 2, 3], [2, 4, 8, 16]),  # 8²/4
-        ([2, 4], [1, 2, 3], [1, 2, 4, 8]),  # the outer counts are of what lies beyond the edges
-        ([2], [1, 2], None),  # one edge does not say how wide a bin is
+        ([2, 4], [1, 2, 3], [1, 2, 4, 8]),  # the outer counts are beyond the edges
+        ([2], [1, 2], None),  # one edge does not define a bin
         ([2, 4, 8], [1, 2, 3, 4], [1, 2, 4, 8, 16]),
         ([1, 2], [1, 2, 3, 4], None),
         ([1, 1, 2], [1, 2], None),

@@ -1,6 +1,4 @@
-"""A report of a huge run: what is shown and what is kept in memory is bounded,
-and what was left out is said.
-"""
+"""A report of a huge run: its content and its memory are bounded, and notes list the omissions."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def run_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_text_is_shown_up_to_its_limit(tmp_path: Path) -> None:
-    """The page of a token of a megabyte is as small as that of one of 201 characters."""
+    """The page of a token of a megabyte is as small as the page of a token of 201 characters."""
     tokens = ["a" * 200, "b" * 201, "c" * 1_000_000]
     row = rollout(0, tokens, prompt="p" * 20_000, answer="q" * 20_001)
     data = collect(
@@ -346,7 +344,7 @@ def test_links_and_pipes_in_a_run_are_not_followed(tmp_path: Path) -> None:
 
 def test_the_bounds_are_documented() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/report.md").read_text(encoding="utf-8")
-    table = page.split("## What is left out of a large run", 1)[1].split("\n## ", 1)[0]
+    table = page.split("## Bounds for large runs", 1)[1].split("\n## ", 1)[0]
     counts = (
         "DEPTH INDEXED NAMES NAME_LENGTH POINTS POINT_BUDGET ALL_POINTS "
         "HISTOGRAMS BINS TOKEN_BUDGET ALL_TOKENS ROWS"

@@ -84,7 +84,7 @@ def at(page: Any, title: str, share: float, height: float = 0.5) -> tuple[float,
 
 
 def tip(page: Any, title: str, share: float) -> list[str]:
-    """What the tip says with the pointer at that share of the x axis."""
+    """The text of the tip with the pointer at that share of the x axis."""
     page.mouse.move(*at(page, title, share))
     box = page.locator("#tip")
     rows: list[str] = box.locator("> *").all_inner_texts()
@@ -191,7 +191,7 @@ def test_zoom_by_drag_wheel_keyboard_and_back(open_page: Open, tmp_path: Path) -
     assert zoom_of(page) == pytest.approx([20, 40], abs=0.3)
     assert ticks(page, "Reward")[0] == ticks(page, "Gradient norm")[0] == "20"
     heights = [float(t) for t in picture(page, "Reward").locator("text.end").all_text_contents()]
-    assert 18 < min(heights) < max(heights) < 42  # the y axis follows what is visible
+    assert 18 < min(heights) < max(heights) < 42  # the y axis follows the visible points
     assert not re.search("[#&]step=", address(page))  # a drag is no click: no step was chosen
     page.mouse.move(*at(page, "Reward", 0.5))
     page.mouse.wheel(0, -1)  # without a key, the wheel scrolls
@@ -255,7 +255,7 @@ def saved(page: Any, title: str, kind: str) -> tuple[str, str]:
 
 @needs_browser
 def test_a_chart_is_saved_as_csv(open_page: Open, tmp_path: Path) -> None:
-    """As it was logged, whatever is smoothed or averaged. A name that a spreadsheet would take for
+    """The logged numbers, without smoothing and averages. A name that a spreadsheet would take for
     a formula has a quote before it.
     """
     runs = [
@@ -452,7 +452,7 @@ def test_a_live_page_follows_its_run_and_keeps_the_view(
                 file.write('{"step": 40, "reward/mean": 77, "grad_norm": 1, "tokens": 1}\n')
             # Means of 8 of 41 steps: 0 to 7, and 33 to 39 with 77.
             page.locator(".runs", has_text="3.5 → 41.1").wait_for()
-            assert page.evaluate("window.here")  # the same page, not loaded anew
+            assert page.evaluate("window.here")  # the same page, not reloaded
             assert page.evaluate("scrollY") == 300
             assert ticks(page, "Reward")[-1] == "30"
             page.get_by_role("button", name="Show all of it").click()
@@ -511,7 +511,7 @@ def test_a_notebook_shows_a_report_that_cannot_reach_it(tab: Any, tmp_path: Path
 
 @needs_browser
 def test_charts_are_drawn_when_a_page_without_a_box_gets_one(tab: Any, tmp_path: Path) -> None:
-    """As in a frame that is laid out after its script ran: no event of the window tells of it."""
+    """As in a frame that is laid out after its script ran: the window sends no event for it."""
     file = tmp_path / "report.html"
     html = render(collect([small_run(tmp_path / "run", [1.0, 2.0])]))
     file.write_text(html.replace("<body", "<body hidden", 1), encoding="utf-8")

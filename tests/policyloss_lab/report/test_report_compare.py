@@ -1,4 +1,4 @@
-"""Runs side by side: which belong together, which coincide, what was set, whether they learn."""
+"""Runs side by side: groups, equal runs, changed settings, and whether they learn."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def test_settings_that_differ_come_first_and_defaults_are_marked(tmp_path: Path)
     mark = ' <span class="quiet">(default)</span>'
     assert f"lr<td><bdi>0.001</bdi>{mark}<td><bdi>0.005</bdi></tbody>" in different
     assert "<th scope=row>steps<td><bdi>2</bdi><td><bdi>2</bdi></tbody>" in changed
-    assert "task" not in different + changed  # as it is by default, in both
+    assert "task" not in different + changed  # the default in both
     complete = page.split("All 7", 1)[1]
     assert f"task<td><bdi>sort</bdi>{mark}" in complete
-    # Nobody said what the default of the model is.
+    # The default of the model is not stored.
     assert "model<td><bdi>tiny</bdi><td>" in complete
 
 
@@ -179,7 +179,7 @@ def test_the_prompts_that_were_evaluated_decide_and_not_an_option(tmp_path: Path
         verdict = collect([run])["runs"][0]["verdict"]
         state = "flat" if n == 20 else "unclear"
         assert (verdict["state"], words in verdict["sentence"]) == (state, True), (n, verdict)
-    # Without that number nothing is known of the noise of two evaluations.
+    # Without that number the noise of two evaluations is unknown.
     for row in rows:
         del row["eval/prompts"]
     old = write_run(tmp_path / "old", rows, config={"eval_prompts": 256})
@@ -239,7 +239,7 @@ def test_an_accuracy_that_fell_or_lost_its_gain() -> None:
     lost = judged({"eval/accuracy": curve([0.2, 0.9, 0.4])}, 98)
     assert lost["state"] == "worse"
     assert "reached 90.0 % at step 1 and fell to 40.0 % at step 2 (−50 ±" in lost["sentence"]
-    # A tenth of what was gained, lost, is no fall.
+    # A loss of a tenth of the gain is not a fall.
     assert judged({"eval/accuracy": curve([0.2, 0.9, 0.83])}, 980)["state"] == "learns"
 
 
@@ -325,7 +325,7 @@ def test_many_runs_have_a_short_head(tmp_path: Path) -> None:
     runs = [made(tmp_path, f"r{i:02d}", prompts=256, lr=i) for i in range(12)]
     head = sections.verdict(collect(runs))
     visible, folded = head.split("<details>")
-    # The twelfth line says that all of them coincide.
+    # The twelfth line states that all of them coincide.
     assert (visible.count("<li>"), folded.count("<li>")) == (8, 5)
     assert "r00, r01, r02, r03, r04 and 7 more coincide" in folded
 

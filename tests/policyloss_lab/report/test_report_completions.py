@@ -110,7 +110,7 @@ def test_the_runs_of_a_page_share_its_tokens(
 
 
 def branches(rows: Sequence[Mapping[str, Any]], spec: pl.LossSpec, folder: Path) -> list[Any]:
-    """What a report says of the branches of rows of a run with this loss."""
+    """The branches in a report of a run with this loss and these rows."""
     run = write_run(folder / "run", [], rollouts=rows)
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "loss": spec.to_dict()}))
@@ -127,7 +127,7 @@ def test_branches_follow_from_the_stored_numbers_and_the_loss(tmp_path: Path) ->
         stored(1, "a b c d", 0.0, ratio=ratio, token_advantage=[0.0] * 4),
         # Weights exp(old − rollout) of 1 and e.
         stored(1, "a b", 1.0, rollout_logp=[-1.0, -2.0]),
-        stored(1, "a b", 1.0, branch=["dual", "nonsense"]),  # what was stored counts
+        stored(1, "a b", 1.0, branch=["dual", "nonsense"]),  # stored branches count
         stored(1, "a b", 1.0, rollout_logp=[None, -1.0]),  # the band cannot be judged
         stored(1, "a b", 1.0, rollout_logp=[None, -1.0], mask=[False, True]),
     ]
@@ -202,7 +202,7 @@ def page(tab: Any, report: Path) -> Open:
 
     def opened(address: str = "", file: Path = report) -> Any:
         tab.set_viewport_size({"width": 1280, "height": 1000})
-        tab.goto("about:blank")  # another address of the same page would not load it anew
+        tab.goto("about:blank")  # another address of the same page would not reload it
         tab.goto(file.as_uri() + address)
         return tab
 
@@ -210,7 +210,7 @@ def page(tab: Any, report: Path) -> Open:
 
 
 def values(sheet: Any) -> dict[str, str]:
-    """What the page says of the token that is pointed at."""
+    """The page's text about the token under the pointer."""
     names, texts = (sheet.locator(f"#token-values {tag}").all_inner_texts() for tag in ("dt", "dd"))
     return dict(zip(names, texts, strict=True))
 
@@ -291,7 +291,7 @@ def test_arrow_keys_move_between_tokens_completions_and_groups(page: Open) -> No
 
 @needs_browser
 def test_tokens_are_coloured_by_the_chosen_value(page: Open) -> None:
-    """And not by colour alone: strong ones carry their sign, a branch has a sign of its own."""
+    """Colour is not the only sign: strong tokens carry + or −, and each branch has a mark."""
     sheet = page()
     offers = sheet.locator("#color option").all_inner_texts()
     assert offers == [

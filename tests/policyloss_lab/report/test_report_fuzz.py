@@ -1,5 +1,5 @@
-"""Whatever lies in a run directory, a report is a page or an error of ours: never a traceback,
-never a value that JSON lacks.
+"""For any run directory, a report is a page or our own error: never a traceback, never a value that
+JSON lacks.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ mess = st.binary(max_size=40) | st.sampled_from(
     [b"[" * 100_000, b'{"a":' * 5_000, b"\xff\xfe\x00", b"1" * 5_000, b'{"config": ']
 )
 contents = {name: inside | inside | inside | mess for name, inside in contents.items()}
-# Hypothesis leaves out what is optional half of the time.
+# Hypothesis leaves out optional keys half of the time.
 FIRST = (
     "rollouts.jsonl",
     "metrics.jsonl",
@@ -151,7 +151,7 @@ def test_any_directory_gives_a_page_or_an_error_of_ours(made: list[dict[str, byt
         page, data_file = folder / "page.html", folder / "data.json"
         code = main(["report", *runs, "--out", str(page), "--json", str(data_file)])
         readable = all({"config.json", "metrics.jsonl"} & set(files) for files in made)
-        # What lies there without these may be a run of another trainer.
+        # A folder without these may be a run of another trainer.
         assert code == 0 or (code == 2 and not readable)
         if code:
             assert not page.exists()
@@ -169,7 +169,7 @@ def _refuse(constant: str) -> None:
 
 
 def _check_numbers(value: Any) -> None:
-    """Every list of points, tokens or counts holds only what the page's script expects."""
+    """Every list of points, tokens or counts holds only values that the page's script expects."""
     for run in value["runs"]:
         for line in run["metrics"].values() if "metrics" in run else []:
             assert len(line["step"]) == len(line["value"])

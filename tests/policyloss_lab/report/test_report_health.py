@@ -1,4 +1,4 @@
-"""The health panel: what it says of sick, healthy and short runs."""
+"""The health panel of sick, healthy and short runs."""
 
 from __future__ import annotations
 

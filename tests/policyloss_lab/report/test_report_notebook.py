@@ -1,4 +1,4 @@
-"""`report.show`, also in a real Jupyter kernel; test_report_charts.py looks at what is drawn."""
+"""`report.show`, also in a real Jupyter kernel; test_report_charts.py checks the drawing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page_of(output: Any) -> str:
 
 
 def data_of(page: str) -> Any:
-    """What the page draws."""
+    """The drawing of the page."""
     (text,) = re.findall(r'id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(text)
 
@@ -88,7 +88,7 @@ def test_show_in_a_kernel(tmp_path: Path) -> None:
         "writes it to a file"
     )
 
-    # One that is too large has no completions and says so.
+    # A page that is too large has no completions, and a note about it.
     assert data_of(page_of(shorter))["runs"][0]["rollouts"] == []
     assert "which is too much for a notebook; `policyloss report` writes it" in page_of(shorter)
 

@@ -1,6 +1,4 @@
-"""The page of a report: what it draws, that it needs no network,
-and that nothing hostile in the data comes alive in it.
-"""
+"""The page of a report: its drawing, that it needs no network, and that hostile data is inert."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def hostile_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class Tags(HTMLParser):
-    """What a browser would see: how often each element, and every attribute."""
+    """The page as a browser sees it: the number of each element, and every attribute."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -105,9 +103,7 @@ def strip_policy(page: str) -> str:
 
 
 def browser(page: Path, address: str = "", width: int = 1280) -> tuple[str, list[str]]:
-    """The document as Chromium has it after the page's script ran,
-    and what it said in its console.
-    """
+    """The document in Chromium after the page's script ran, and its console output."""
     assert CHROMIUM is not None
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
@@ -262,8 +258,8 @@ def six_digits(x: float) -> str:
 
 @needs_browser
 def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path) -> None:
-    """The real page, with its policy on: it draws everything, says nothing in the console, and
-    shows what the address asks for.
+    """The real page, with its policy on: it draws everything, prints nothing to the console, and
+    shows the view in the address.
     """
     page = tmp_path / "report.html"
     data = write_report(two_runs, page)
@@ -309,7 +305,7 @@ def test_a_link_opens_its_view_in_a_browser(two_runs: list[Path], tmp_path: Path
     assert lines[0] == 6  # accuracy: two runs × (held-out, and the samples' raw and smoothed)
 
 
-# Uses the page as a person would, and leaves what it saw in an element, as base64 of JSON.
+# Uses the page as a person would, and stores its observations in an element, as base64 of JSON.
 DRIVER = """
 const seen = {}, text = (id) => document.getElementById(id).textContent;
 const hash = () => new URLSearchParams(location.hash.slice(1));
@@ -324,7 +320,7 @@ seen.tokens = [...boxes()].map((box) => box.textContent);
 point(boxes()[4], "pointerover"); seen.hovered = text("token-values");
 boxes()[0].focus(); press("ArrowRight"); seen.right = document.activeElement.dataset.i;
 press("End"); seen.end = document.activeElement.dataset.i; seen.token = hash().get("token");
-first("> svg").scrollIntoView();  // what is far from the screen is drawn later
+first("> svg").scrollIntoView();  // charts far from the screen are drawn later
 const where = first("> svg").getBoundingClientRect();
 point(first("> svg"), "pointermove", {clientX: where.right - 20, clientY: where.top + 50});
 seen.tip = text("tip");
@@ -355,8 +351,8 @@ out.id = "seen"; out.textContent = btoa(String.fromCharCode(...bytes)); document
 def test_hostile_texts_and_every_control_in_a_browser(
     hostile_runs: list[Path], tmp_path: Path
 ) -> None:
-    """Without the page's policy: only the escaping stands between the texts
-    and a running script. On a narrow screen.
+    """Without the page's policy: only the escaping keeps the texts from running as a script. On a
+    narrow screen.
     """
     page = tmp_path / "report.html"
     page.write_text(

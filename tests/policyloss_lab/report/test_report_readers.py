@@ -84,7 +84,7 @@ def test_rewards_of_several_functions_are_added(tmp_path: Path) -> None:
         "completion": [[{"role": "assistant", "content": "ho"}]] * 2,
         "right": [1.0, 0.0],
         "short": [0.25, None],
-        "seen": [7.0, 7.0],  # logged beside the rewards
+        "seen": [7.0, 7.0],  # logged with the rewards
         "advantage": [1.0, -1.0],
     }
     (tmp_path / "completions").mkdir()
@@ -145,7 +145,9 @@ def test_a_run_of_verl(name: str) -> None:
     assert run["metrics"]["reward/mean"]["step"] == list(range(1, 13))
     assert run["metrics"]["reward/mean"]["value"][1] == 0.375
     assert run["names"]["reward/mean"] == "critic/score/mean"
-    assert "critic/rewards/mean" in run["metrics"], "a second name of the same stays as it is"
+    assert "critic/rewards/mean" in run["metrics"], (
+        "a second name of the same metric does not change"
+    )
     assert run["names"]["policy/kl_old_k1"] == "actor/ppo_kl"
     assert run["metrics"]["eval/reward"]["step"] == [4, 8, 12]
     assert run["names"]["eval/reward"] == "val-core/openai/gsm8k/reward/mean@1"
@@ -400,4 +402,4 @@ def test_every_name_belongs_to_one_metric() -> None:
         for name in others:
             assert our_names([name]) == {name: ours}
             assert our_names([f"train/{name}"]) == {f"train/{name}": ours}
-            assert our_names([name, ours]) == {}, "what has our name already keeps it"
+            assert our_names([name, ours]) == {}, "a metric that has our name keeps it"

@@ -1,4 +1,4 @@
-"""The live report: what it answers, whom it refuses, that it follows a run, and how it ends."""
+"""The live report: its responses, its refusals, that it follows a run, and how it ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(
     host: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
-    """(status, body, headers) of one request; the path goes out as it is."""
+    """(status, body, headers) of one request; the path is sent unchanged."""
     port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
@@ -75,7 +75,7 @@ def test_the_page_is_given_to_this_machine(server: command.LiveServer) -> None:
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
     assert "Access-Control-Allow-Origin" not in headers
-    # The page may ask its own server, and nobody else.
+    # The page may send requests to its own server only.
     assert b"connect-src 'self'" in page
     assert b"default-src 'none'" in page
 
@@ -88,7 +88,7 @@ def test_head_has_the_headers_and_no_body(server: command.LiveServer) -> None:
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8321", "127.0.0.1", "localhost:1"])
 def test_the_names_of_this_machine_are_known(server: command.LiveServer, host: str) -> None:
-    """The port may be another one, that of a tunnel."""
+    """The port may differ, as behind a tunnel."""
     assert ask(server, host=host)[0] == 200
 
 
@@ -222,7 +222,7 @@ def test_ctrl_c_closes_the_server_and_frees_its_port(run: Path) -> None:
         address = re.match(r"http://127\.0\.0\.1:(\d+)/ shows the report", line)
         assert address is not None, line
         port = int(address[1])
-        # A client that asks for nothing does not keep the server from ending.
+        # A client without a request does not keep the server from ending.
         with socket.create_connection(("127.0.0.1", port), timeout=10):
             process.send_signal(signal.SIGINT)
             try:

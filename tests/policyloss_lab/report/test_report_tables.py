@@ -36,7 +36,7 @@ def test_a_chart_of_wandb_with_several_runs_is_several_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The layout of a chart's export: the x axis, then the columns of one run after the other. A
-    cell is empty where a run has no point. A run's name may hold what stands before a metric.
+    cell is empty where a run has no point. A run's name may contain the separator before a metric.
     """
     chart = tmp_path / "wandb_export.csv"
     chart.write_text(

@@ -94,7 +94,7 @@ def test_hand_computed_masses() -> None:
 
 
 def test_hand_computed_cosine_change_and_gain() -> None:
-    """Without a trust region the gradients are (-2, -3, 3, 1)/8 beside PPO's (-2, 0, 3, 0)/8: the
+    """Without a trust region the gradients are (-2, -3, 3, 1)/8, and PPO's (-2, 0, 3, 0)/8: the
     cosine is 13/√(13·23). PPO's step raises the first sequence by 0.25 and lowers the second by
     0.375, in units of its length √13/8.
     """
@@ -210,7 +210,7 @@ def test_a_mismatch_is_cured_by_a_correction() -> None:
 
 
 def test_few_heavy_tokens_are_a_problem() -> None:
-    """One token with a ratio of 40 beside nine of 1: 49² / (10·1609) = 0.149."""
+    """One token with a ratio of 40 and nine of 1: 49² / (10·1609) = 0.149."""
     (remedy,) = lab.what_if(tokens_with_ratio(40.0, 1), ["ppo"], spec=SAMPLING).remedies
     assert remedy.problem.name == "effective"
     assert "0.15" in remedy.problem.sentence

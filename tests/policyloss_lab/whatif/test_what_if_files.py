@@ -1,5 +1,5 @@
-"""Stored tokens are read from runs and files, whatever is in them; the page is whole, offline and
-inert; the command says what it did.
+"""Stored tokens are read from runs and files, whatever is in them; the page is complete, offline
+and inert; the command reports its work.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def test_tensors_of_a_file_are_the_arguments(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which every text, and half of its numbers, are somebody else's."""
+    """A run with hostile values in every text and in half of its numbers."""
     texts = "".join(HOSTILE)
     rows = [rollout(2, HOSTILE, prompt=texts, answer=texts, completion=texts) for _ in range(2)]
     rows.append({**rows[0], "logp": "x", "old_logp": {"a": 1}})
@@ -330,7 +330,7 @@ def test_a_run_without_a_checkpoint_is_compared_by_token(
 
 
 def opened(browser: Any, path: Path, html: str) -> tuple[Any, list[str]]:
-    """The page in a browser, and what went wrong or was asked for."""
+    """The page in a browser, with its errors and requests."""
     path.write_text(html, encoding="utf-8")
     tab, events = browser.new_page(viewport={"width": 1200, "height": 900}), []
     tab.on("console", lambda message: events.append(message.text))

@@ -1,5 +1,5 @@
-"""What a reader sees of `what_if`: a verdict, one line for equal reasons, columns with names, and a
-page that is laid out like the others.
+"""The output of `what_if` for a reader: a verdict, one line for equal reasons, columns with names,
+and a page that is laid out like the others.
 """
 
 from __future__ import annotations

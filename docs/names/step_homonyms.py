@@ -1,4 +1,4 @@
-"""Homonyms beside the policy term: rollout corrections, metrics, advantages. See `homonyms`."""
+"""Homonyms outside of the policy term: rollout corrections, metrics, advantages. See `homonyms`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _metric(trust: str, name: str) -> str:
     return f'metric({trust}, "{name}")'
 
 
-BESIDE = (
+STEP_HOMONYMS = (
     Homonym(
         "tis",
         "Truncated importance sampling: the weight exp(old_logp - rollout_logp), bounded — on "
@@ -191,12 +191,12 @@ BESIDE = (
         (
             Meaning(
                 "verl's `rloo`",
-                "an advantage; a sample without company keeps its reward",
+                "an advantage; a group of one keeps its reward",
                 expression='pl.advantage.rloo(rewards, prompt, single="raw")',
             ),
             Meaning(
                 "verl's `rloo_vectorized`, SkyRL",
-                "an advantage; a sample without company gets 0",
+                "an advantage; a group of one gets 0",
                 expression="pl.advantage.rloo(rewards, prompt)",
             ),
             Meaning(
@@ -212,17 +212,17 @@ BESIDE = (
         (
             Meaning(
                 "verl",
-                "1e-6 beside the sample deviation; a sample without company keeps its reward",
+                "1e-6 added to the sample deviation; a group of one keeps its reward",
                 expression='pl.advantage.grpo(rewards, prompt, single="raw")',
             ),
             Meaning(
                 "TRL, ColossalChat",
-                "1e-4 beside it",
+                "1e-4 added to it",
                 expression="pl.advantage.grpo(rewards, prompt, eps=1e-4)",
             ),
             Meaning(
                 "open-instruct",
-                "1e-8 beside the population deviation",
+                "1e-8 added to the population deviation",
                 expression="pl.advantage.grpo(rewards, prompt, eps=1e-8, ddof=0)",
             ),
             Meaning(
@@ -248,7 +248,8 @@ BESIDE = (
             ),
             Meaning(
                 "xtuner",
-                "every sample gets what it adds to the best of k, over all choices of k (here 2)",
+                "every sample gets its contribution to the best of k, over all choices of k (here "
+                "2)",
                 expression="pl.advantage.passk_combinatorial(rewards, prompt, k=2)",
             ),
         ),

@@ -1,4 +1,4 @@
-"""The options beside the loss itself: rollout correction, value loss, advantages. See `options`."""
+"""Options outside of the policy loss: rollout correction, value loss, advantages. See `options`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from docs.names.called import Argument, Option, Row, trl
 
 _RS = "algorithm.rollout_correction."
 
-BESIDE: dict[str, tuple[Row, ...]] = {
+STEP_OPTIONS: dict[str, tuple[Row, ...]] = {
     "Rollout engine ≠ trainer": (
         Row(
             "importance weights, and their level",
@@ -43,7 +43,7 @@ BESIDE: dict[str, tuple[Row, ...]] = {
             ("by the mode's second word",),
         ),
         Row(
-            "what is bounded",
+            "the bounded quantity",
             ("the weight; or `DivergenceMask`, `Reject`",),
             ("the weight",),
             (
@@ -102,7 +102,7 @@ BESIDE: dict[str, tuple[Row, ...]] = {
             ),
         ),
         Row(
-            "what a rejected token does to the denominator",
+            "effect of a rejected token on the denominator",
             (Argument("LossSpec", "rejected", "keep"),),
             (
                 (
