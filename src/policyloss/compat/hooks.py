@@ -82,7 +82,7 @@ def check_advantages(
     preset, if it is a variant of one).
 
     name: the framework's name of the loss. estimator: the function of `policyloss.advantage` that
-    computes the framework's advantages, or None if there is none. setting: the option that chooses
+    computes the framework's advantages, or None. setting: the option that chooses
     them, with its value. fix: returns the advice for an estimator, or "" if the framework does not
     have it.
     """

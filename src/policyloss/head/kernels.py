@@ -76,7 +76,7 @@ def lane_entries(K: tl.constexpr, L: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def row_decay(top):
-    """The reference of the complete row, and of each lane: its distance from it, and its factor."""
+    """The reference of the row, and for each lane its distance from it and its factor."""
     row_top = tl.max(top, axis=0)
     back = top - tl.where(row_top == float("-inf"), 0.0, row_top)
     return row_top, back, tl.exp2(back)

@@ -152,7 +152,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partials:
-    """`row_partials`; in the exact mode in the order of sums that the head has."""
+    """`row_partials`; in the exact mode, with the head's order of sums."""
     if not is_exact():
         return row_partials(z, ids, scaling, entropy)
     vocabulary = Vocabulary(z.shape[1], z.shape[1])
@@ -172,7 +172,7 @@ def _partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> Partia
 
 
 def _at_valid(x: Any, valid: Tensor | None) -> Any:
-    """`x` with 0 where there is no token; None stays None."""
+    """`x` with 0 at masked tokens; None for None."""
     return x if x is None or valid is None else torch.where(valid, x, 0)
 
 

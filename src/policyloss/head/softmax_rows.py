@@ -52,7 +52,7 @@ class Scaling(NamedTuple):
         return self if self.bias is None else self._replace(bias=self.bias[columns])
 
     def repeat_rows(self, count: int) -> Scaling:
-        """The same where each row has become `count` rows that follow each other."""
+        """The scaling of rows that are each repeated `count` times, one after the other."""
         t = self.inverse_temperature
         if not isinstance(t, Tensor):
             return self
@@ -90,7 +90,7 @@ class Statistics(NamedTuple):
     lse: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> Statistics:
-        """The same of some of the rows."""
+        """The statistics of some of the rows."""
         entropy = None if self.entropy is None else self.entropy[rows]
         return Statistics(self.logp[rows], entropy, self.lse[rows])
 
@@ -183,7 +183,7 @@ def blocks(z: Tensor) -> Iterator[slice]:
 
 
 def rescale(z: Tensor, scaling: Scaling) -> Tensor:
-    """s of z: float32 (or float64), z itself if nothing is to be done."""
+    """The scaled logits s of z, in float32 (or float64); z itself if no scaling is set."""
     s = z.to(compute_dtype(z))
     if scaling.bias is not None:
         s = s + scaling.bias.to(s.dtype)
@@ -197,7 +197,7 @@ def rescale(z: Tensor, scaling: Scaling) -> Tensor:
 
 
 def _here(ids: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Which ids are among the columns of z, and a column that exists for each."""
+    """A flag for each id among the columns of z, and its column; column 0 for other ids."""
     here = (ids >= 0) & (ids < z.shape[1])
     return here, torch.where(here, ids, 0).unsqueeze(-1)
 
@@ -272,7 +272,7 @@ def through_scaling(d: Tensor, z: Tensor, scaling: Scaling) -> Tensor:
 
 
 def without_silent_rows(d: Tensor, silent: Tensor) -> Tensor:
-    """A row without derivative has no gradient, whatever its logits are (0·nan is nan)."""
+    """Set the gradient of rows without a derivative to 0, even if their logits are NaN."""
     return d.masked_fill_(silent.unsqueeze(-1), 0) if bool(silent.any()) else d
 
 
@@ -295,7 +295,7 @@ def explain_kernels(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _reason_against_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernels cannot work on such logits; "" if they can."""
+    """The reason why the kernels cannot work on such logits; "" if they can."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
     return "the logits are float64" if dtype == torch.float64 else ""

@@ -128,7 +128,7 @@ class Tiles(NamedTuple):
         return True
 
     def full(self, n: int) -> int:
-        """The rows of the tiles that n rows lie in."""
+        """The number of rows of the tiles that hold n rows."""
         return -(-n // self.rows) * self.rows
 
     def _of_rows(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -239,7 +239,7 @@ def _check_shards(vocabulary: Vocabulary) -> None:
 
 
 def _multiply(tile: Tensor, other: Tensor, out: Tensor) -> None:
-    """`out = tile @ other`, where a row has the same bits at every place."""
+    """`out = tile @ other`; a row has the same bits at every index."""
     # In MKL with SSE4.2, 2 or 3 columns that are not contiguous depend on the place.
     product(tile, other.contiguous() if other.shape[1] < 4 else other, out)
 

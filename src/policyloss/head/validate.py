@@ -141,7 +141,7 @@ def side_stream(moment: Any, device: torch.device) -> Iterator[None]:
 def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     """`mask` as bool, flat; None if the mask is None.
 
-    Waits for the device if the mask is not bool, as the head does anyway.
+    This waits for the device if the mask is not bool, as the head does anyway.
     """
     if mask is None:
         return None

@@ -88,20 +88,20 @@ class Transformation(NamedTuple):
     cap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The model's logits, from those of its head."""
+        """The model's logits, from the logits of its head."""
         scaled = logits * self.scale
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
     def options(self, temperature: float | Tensor) -> dict[str, Any]:
-        """The same as arguments of the head: `cap·tanh(s·z/cap)/T` is `c·tanh(z/c)·s/T`, with
-        `c = cap/s`.
+        """The transformation as arguments of the head: `cap·tanh(s·z/cap)/T` is `c·tanh(z/c)·s/T`
+        with `c = cap/s`.
         """
         softcap = None if self.cap is None else self.cap / self.scale
         return {"temperature": temperature / self.scale, "softcap": softcap}
 
     @classmethod
     def observed_in(cls, model: Any, before: Tensor, after: Any) -> Transformation:
-        """The transformation of the logits `before` into the model's `after`, out of those that its
+        """The transformation of the logits `before` into the model's `after`, of the kinds that its
         configuration allows.
         """
         inside = language_model(model)
@@ -169,7 +169,7 @@ def as_forward_of(module: nn.Module, function: Callable[..., Tensor]) -> Iterato
 
 @contextmanager
 def measuring(module: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; every part is then in the mode that it was in."""
+    """A context without dropout and gradients. At its end, every module has its old mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -202,7 +202,7 @@ def with_matrices(head: Any, hidden: Tensor, use: Product) -> Tensor:
 
 
 def _of_copy(head: Any, hidden: Tensor, use: Product) -> Tensor:
-    """Of a copy that is trained instead of the head."""
+    """`with_matrices` for a copy that is trained instead of the head."""
     active = [name for name in head.active_adapters if name in head.modules_to_save]
     off = head.disable_adapters or not active
     copy = head.original_module if off else head.modules_to_save[active[0]]
@@ -210,7 +210,7 @@ def _of_copy(head: Any, hidden: Tensor, use: Product) -> Tensor:
 
 
 def _of_adapters(head: Any, hidden: Tensor, use: Product) -> Tensor:
-    """Of a head with products that are added to its own."""
+    """`with_matrices` for a head to whose product LoRA's products are added."""
     base = head.base_layer
     if head.disable_adapters and head.merged:
         head.unmerge()  # as PEFT does

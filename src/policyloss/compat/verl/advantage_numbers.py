@@ -147,8 +147,8 @@ def plain_whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, count_eps: float
 def plain_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> GAE:
     """GAE, one token after the other from the end, not whitened. All token-shaped.
 
-    A masked token gets the advantage of the next valid one (0 if there is none), and its return is
-    that plus its value.
+    A masked token gets the advantage of the next valid token, 0 without one. Its return is that
+    advantage plus its value.
     """
     valid = as_mask(mask, values)
     running, next_value, backwards = values.new_zeros(()), values.new_zeros(()), []

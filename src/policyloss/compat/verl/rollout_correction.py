@@ -64,7 +64,7 @@ def report(prefix: str, statistics: Mapping[str, Tensor | float]) -> Metrics:
 
 
 def means_of(response_mask: Tensor) -> Means:
-    """verl's means over the valid tokens; an error if there is none."""
+    """verl's means over the valid tokens; an error without a valid token."""
     if not response_mask.any():
         raise InputError("response_mask has no valid token; at least one is needed.")
     return Means(response_mask, EPSILON)

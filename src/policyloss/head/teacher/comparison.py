@@ -56,7 +56,7 @@ class Compared(NamedTuple):
     def write_gradient(
         self, z: Tensor, out: Tensor, rows: HeadRows, s: Statistics, derivatives: Derivatives
     ) -> None:
-        """Write the gradient of the logits z to `out`, as `Rows.write_gradient` does."""
+        """Write the gradient of the logits z to `out`, as `HeadRows.write_gradient` does."""
         of_rows = (z, out, rows.ids, s, derivatives, rows.scaling)
         if isinstance(self.numbers, Entries):
             support_gradient(*of_rows, self.numbers, self.first)
@@ -302,7 +302,7 @@ def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
 def comparison_of_spec(
     spec: LossSpec, teacher: Any, head: Head, tokens: tuple[int, ...]
 ) -> Comparison | None:
-    """The teacher that the spec's divergence compares with; None if it has none."""
+    """The teacher that the spec's divergence compares with; None without a divergence."""
     part = spec.divergence
     if part is None and teacher is not None:
         raise InputError(

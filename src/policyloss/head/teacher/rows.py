@@ -139,7 +139,7 @@ def pair_gradient(
 
 
 def _complete(derivatives: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The derivatives, with 0 for the logp if it has none."""
+    """The derivatives, with 0 for a missing derivative by logp."""
     dlogp, dentropy, ddivergence = derivatives
     assert ddivergence is not None
     return torch.zeros_like(ddivergence) if dlogp is None else dlogp, dentropy, ddivergence
