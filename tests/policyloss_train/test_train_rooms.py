@@ -13,7 +13,7 @@ TRAIN = Path(policyloss_train.__file__).parent
 SOURCES = {path: path.read_text() for path in sorted(TRAIN.parent.rglob("*.py"))}
 # What the modules of a room may import of the trainer outside of it. Nothing here knows the loop.
 OUTSIDE = {
-    "tasks": {"user_code"},
+    "tasks": {"time_limit", "user_code"},
     "rollout": {
         "config",
         "distributed",
@@ -22,6 +22,7 @@ OUTSIDE = {
         "run.shards",
         "sampler",
         "setup",
+        "time_limit",
         "tinker.learner",
         "user_code",
     },
@@ -113,8 +114,8 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
 
 
 def test_everything_in_the_trainer_is_used() -> None:
-    """Tests do not count: what only they call is kept for nobody. The commands are called by name
-    (`cli._training_command`), and the reader of a server's answers by `http.client`.
+    """Tests do not count: what only they call is kept for nobody. Commands are called by name
+    (`cli._training_command`), the reader of a server's answers by `http.client`.
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
     assert unused(trainer, SOURCES) == [
