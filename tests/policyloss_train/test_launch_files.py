@@ -174,3 +174,17 @@ def test_skypilot_accepts_the_file() -> None:
     sky = pytest.importorskip("sky")
     task = sky.Task.from_yaml(str(FOLDER / "skypilot.yaml"))
     assert task.num_nodes == 3
+
+
+def test_vllm_takes_the_commands_of_the_servers(tmp_path: Path) -> None:
+    """Needs vLLM (`make engines` builds an environment with it)."""
+    arguments = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    parsers = pytest.importorskip("vllm.utils.argparse_utils")
+    for name, launch in LAUNCHES.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        parser = arguments.make_arg_parser(parsers.FlexibleArgumentParser())
+        parsed = parser.parse_args(launch(folder)["vllm"][1:])
+        assert parsed.enable_scale_out
+        assert parsed.logprobs_mode == "processed_logprobs"
+        assert parsed.weight_transfer_config.backend == "nccl"
