@@ -31,7 +31,7 @@ import policyloss_lab as lab
 from benchmarks.harness import environment, table, write_json
 from policyloss_lab.whatif.tokens import StoredTokens, tokens_of
 from policyloss_lab.whatif.weights import HeadWeight, Parameters, Products, model_batches
-from policyloss_train.models import load
+from policyloss_train.models import load_model
 from policyloss_train.sampler import sample, uniforms
 from policyloss_train.setup import warm_up
 from policyloss_train.tasks import make_task
@@ -57,7 +57,7 @@ class World:
     def begin(cls, seed: int, warmup: int) -> World:
         """A model that has seen imperfect answers."""
         task = make_task("sort", reward=None, seed=seed, success=None)
-        model, tokenizer = load("tiny", task, dtype=torch.float32, device="cpu", seed=seed)
+        model, tokenizer = load_model("tiny", task, dtype=torch.float32, device="cpu", seed=seed)
         warm_up(model, tokenizer, task, steps=warmup, seed=seed)
         return cls(task, tokenizer, model, copy.deepcopy(model), seed)
 

@@ -222,7 +222,7 @@ def _difference(model: Any, attention: Attention, micro: Mapping[str, Any], alon
     gap, size = (together - alone).abs().max(), alone.abs().max()
     if gap <= _rounding(model, width=together.shape[-1]) * size:
         return ""
-    return f"its hidden states are {gap:.3g} off those of one sequence alone (up to {size:.3g})"
+    return f"its hidden states differ by {gap:.3g} from one sequence alone (up to {size:.3g})"
 
 
 def _rounding(model: Any, width: int) -> float:

@@ -12,7 +12,7 @@ from policyloss.errors import InputError
 from policyloss.output import read_regular
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import is_text
-from policyloss_train.tasks.time_limit import TimeIsUp, call_within, many_calls
+from policyloss_train.time_limit import TimeIsUp, call_within, many_calls
 
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_S = 5.0  # time limit of a template for one prompt
@@ -77,8 +77,8 @@ def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> st
         if tokenizer(candidate)["input_ids"] == expected:
             return candidate
     raise InputError(
-        f"the tokenizer puts special tokens around {text!r:.200}, which the chat template has not "
-        "asked for; set add_bos_token and add_eos_token to false in its tokenizer_config.json."
+        f"the tokenizer puts special tokens around {text!r:.200}, which the chat template does "
+        "not contain; set add_bos_token and add_eos_token to false in its tokenizer_config.json."
     )
 
 

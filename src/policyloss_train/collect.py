@@ -27,7 +27,7 @@ from policyloss_train.sampler import Sample, end_ids
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import SUCCESS, Reward
 from policyloss_train.tasks.rewards import tolerant_reward
-from policyloss_train.tasks.time_limit import many_calls
+from policyloss_train.time_limit import many_calls
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
 _SUPPORT = ("support_ids", "support_offsets")  # stored if recorded
@@ -127,7 +127,7 @@ class Completions:
                 raise TypeError("a completion without tokens, or without their log-probabilities")
             wrong = problem_of(s.support, s.completion_ids, vocabulary)
             if wrong is not None:
-                raise TypeError(f"a completion whose support cannot be: {wrong}")
+                raise TypeError(f"a completion with an invalid support: {wrong}")
 
 
 def _ragged(s: Sample) -> dict[str, Tensor]:

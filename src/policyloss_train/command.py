@@ -20,7 +20,7 @@ from policyloss_lab.runs.files import make_folder, refuse_name, sync, write_erro
 from policyloss_train.arguments import read_arguments
 from policyloss_train.chat import with_template
 from policyloss_train.collect import Evaluation, Result, score_answers
-from policyloss_train.commands import Eval, Export, FromRun, Sample
+from policyloss_train.commands import EvalOptions, ExportOptions, FromRun, SampleOptions
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.loop import train
@@ -52,7 +52,7 @@ def train_command(arguments: Sequence[str]) -> int:
 
 def eval_command(arguments: Sequence[str]) -> int:
     """`policyloss eval RUN`."""
-    options = read_options("eval", Eval, arguments)
+    options = read_options("eval", EvalOptions, arguments)
     config, spec = _options(options)
     changes = {
         name: x
@@ -105,7 +105,7 @@ def evaluate(
 
 def sample_command(arguments: Sequence[str]) -> int:
     """`policyloss sample RUN [PROMPT …]`."""
-    options = read_options("sample", Sample, arguments)
+    options = read_options("sample", SampleOptions, arguments)
     config, spec = unscored_options(options)
     (task, tokenizer, model, _), _ = load_run(options, config, spec)
     prompts = tuple(example.prompt for example in task.held_out[:3])
@@ -150,9 +150,9 @@ def _as_in_training(
         Example(text, "", i, messages=({"role": "user", "content": text},) if chat else ())
         for i, text in enumerate(prompts)
     )
-    asked = Task("prompts", examples, (), task.score)
-    written = with_template(asked, tokenizer, config.system_prompt, config.chat_template)
-    return tuple(example.prompt for example in written.train)
+    prompt_task = Task("prompts", examples, (), task.score)
+    rendered = with_template(prompt_task, tokenizer, config.system_prompt, config.chat_template)
+    return tuple(example.prompt for example in rendered.train)
 
 
 def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
@@ -224,7 +224,7 @@ def _warn(text: str) -> None:
 
 def export_command(arguments: Sequence[str]) -> int:
     """`policyloss export RUN DIR`."""
-    options = read_options("export", Export, arguments)
+    options = read_options("export", ExportOptions, arguments)
     refuse_name(options.folder)
     if options.folder.exists():
         raise InputError(f"{options.folder} is there already; name a folder that is not.")
@@ -232,12 +232,12 @@ def export_command(arguments: Sequence[str]) -> int:
     if options.adapter and not config.lora_rank:
         raise InputError(f"{options.run} has no adapter: it trained all weights. Omit --adapter.")
     setup, step = load_run(options, config, spec)
-    save(setup.model, setup.tokenizer, options.folder, adapter=options.adapter)
+    save_policy(setup.model, setup.tokenizer, options.folder, adapter=options.adapter)
     print(f"{options.folder}: the policy of {options.run} after step {step}")
     return 0
 
 
-def save(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> None:
+def save_policy(model: Any, tokenizer: Any, folder: Path, *, adapter: bool = False) -> None:
     """Write model and tokenizer under a temporary name next to `folder`, then rename them.
 
     adapter: write only the adapters; by default, the adapters are merged into the weights.

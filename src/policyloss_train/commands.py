@@ -31,7 +31,7 @@ class FromRun:
 
 
 @dataclass(frozen=True)
-class Eval(FromRun):
+class EvalOptions(FromRun):
     """Arguments of `policyloss eval`."""
 
     prompts: Count = 1024
@@ -41,7 +41,7 @@ class Eval(FromRun):
     name it here."""
     success: float | None = None
     """Smallest reward that counts as correct. Accuracy is the share of completions that reach it.
-    The default is that of the run."""
+    The default is the value of the run."""
     reward_timeout: NotNegative = 60.0
     """Time limit for one call of the reward in seconds; 0 is no limit."""
     show: Whole = 5
@@ -51,7 +51,7 @@ class Eval(FromRun):
 
 
 @dataclass(frozen=True)
-class Sample(FromRun):
+class SampleOptions(FromRun):
     """Arguments of `policyloss sample`."""
 
     prompts: Annotated[tuple[str, ...], Positional("PROMPT")] = ()
@@ -65,7 +65,7 @@ class Sample(FromRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(FromRun):
+class ExportOptions(FromRun):
     """Arguments of `policyloss export`."""
 
     folder: Annotated[Path, Positional("FOLDER")]
@@ -83,15 +83,15 @@ COMMANDS = {
     ),
     "eval": Command(
         "Evaluate the policy of a run on held-out prompts, greedily.",
-        Eval,
+        EvalOptions,
         "policyloss_train.command",
     ),
     "sample": Command(
-        "Sample completions from the policy of a run.", Sample, "policyloss_train.command"
+        "Sample completions from the policy of a run.", SampleOptions, "policyloss_train.command"
     ),
     "export": Command(
         "Write the policy of a run as a Hugging Face folder: weights, tokenizer, chat template.",
-        Export,
+        ExportOptions,
         "policyloss_train.command",
     ),
 }

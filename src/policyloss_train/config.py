@@ -179,7 +179,7 @@ class TrainConfig:
     lr_warmup: Whole = 0
     """Number of first steps in which the learning rate rises from 0 to --lr."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw is torch's AdamW. adamw8bit is that of the package torchao: its 8-bit moments take a
+    """adamw is torch's AdamW. adamw8bit comes from torchao: its 8-bit moments take a
     quarter of the memory, its steps differ slightly, and it does not work with --parallel fsdp."""
     weight_decay: NotNegative = 0.0
     """AdamW weight decay."""

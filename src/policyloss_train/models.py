@@ -32,7 +32,7 @@ for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
-def load(
+def load_model(
     model: str,
     task: Task,
     *,
@@ -81,7 +81,7 @@ def observe_head(model: PreTrainedModel) -> Transformation:
     """
     wrong = InputError(
         f"the logits of {type(model).__name__} are not its last hidden states times its head. A "
-        "model may scale or cap its logits as its config.json says, and do nothing else to them."
+        "model may scale or cap its logits as in its config.json, and do nothing else to them."
     )
     inputs = {"input_ids": torch.tensor([[0, 1, 0, 1]], device=model.device), "use_cache": False}
     try:
@@ -135,8 +135,8 @@ def refuse_missing_folder(model: str) -> None:
     # `Path.is_dir` would raise for a name that is too long.
     if not model or (looks_local and not os.path.isdir(os.path.expanduser(model))):
         raise InputError(
-            f"there is no folder {model or repr(model)}; give that of a model, a name on the hub, "
-            "or 'tiny'."
+            f"there is no folder {model or repr(model)}; name the folder of a model, a model on "
+            "the hub, or 'tiny'."
         )
 
 
@@ -195,7 +195,7 @@ def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str],
     other = sorted(str(row[0]) for row in loading["mismatched_keys"])
     for names, problem in (
         (sorted(loading["missing_keys"]), "are missing"),
-        (other, "have another shape than its config.json says"),
+        (other, "have another shape than in its config.json"),
     ):
         if names:
             raise InputError(

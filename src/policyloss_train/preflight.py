@@ -164,8 +164,8 @@ def refuse_missing(config: TrainConfig) -> None:
         refuse_missing_folder(config.model)
     if config.teacher is not None and not config.teacher.is_dir():
         raise InputError(
-            f"there is no folder {config.teacher}; --teacher is that of a model, or a run "
-            "directory."
+            f"there is no folder {config.teacher}; --teacher is the folder of a model, or a "
+            "run directory."
         )
     if config.chat_template is not None:
         read_template(config.chat_template)

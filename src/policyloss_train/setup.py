@@ -26,7 +26,7 @@ from policyloss_train.models import (
     add_adapter,
     checkpoint_gradients,
     compile_blocks,
-    load,
+    load_model,
     load_weights,
     train_base,
     vocabulary_size,
@@ -64,8 +64,8 @@ def build(
 ) -> Setup:
     """Make or load everything. offline: download nothing; the user did not name the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
-    load_model = partial(
-        load,
+    load = partial(
+        load_model,
         task=task,
         dtype=getattr(torch, config.dtype),
         device=ranks.device,
@@ -75,7 +75,7 @@ def build(
     )
     on_server = config.engine != "built-in"
     # In eval mode: with dropout, the trained policy would differ from the sampled one.
-    model, tokenizer = load_model(config.model, offline=offline, empty=on_server)
+    model, tokenizer = load(config.model, offline=offline, empty=on_server)
     _check_vocabulary(model, tokenizer)
     task = with_template(task, tokenizer, config.system_prompt, config.chat_template)
     if on_server:
@@ -107,13 +107,11 @@ def build(
     learner.routing = Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
-        learner.teacher = _teacher(config, load_model, model, tokenizer)
+        learner.teacher = _teacher(config, load, model, tokenizer)
     return Setup(task, tokenizer, model, learner)
 
 
-def _teacher(
-    config: TrainConfig, load_model: Callable[..., Any], model: Any, tokenizer: Any
-) -> Policy:
+def _teacher(config: TrainConfig, load: Callable[..., Any], model: Any, tokenizer: Any) -> Policy:
     """The teacher that `config` names, frozen: a stored model, or the policy of another run;
     nothing is downloaded. It must read and write the same tokens as the model.
     """
@@ -121,7 +119,7 @@ def _teacher(
     assert folder is not None
     is_run = (folder / "checkpoints").is_dir()
     stored = RunDir.read_config(folder).get("config", {}) if is_run else {"model": folder}
-    teacher, its_tokenizer = load_model(str(stored.get("model", "tiny")), offline=True)
+    teacher, its_tokenizer = load(str(stored.get("model", "tiny")), offline=True)
     policy = Policy(teacher, choose(teacher, config.attention)[0]).requires_grad_(False)
     if is_run:
         path, _, tensors = stored_weights(folder)

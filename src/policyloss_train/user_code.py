@@ -20,8 +20,8 @@ def is_reference(text: str | None) -> bool:
     return text is not None and ":" in text and "://" not in text
 
 
-def load_code(reference: str, what: str) -> Any:
-    """The object that `module:name` or `path/to/file.py:name` names. what: for errors, e.g. "the
+def load_code(reference: str, role: str) -> Any:
+    """The object that `module:name` or `path/to/file.py:name` names. role: for errors, e.g. "the
     reward". Modules are also searched in the current folder, as by `python -m`.
     """
     module_name, _, attribute = reference.rpartition(":")
@@ -29,21 +29,21 @@ def load_code(reference: str, what: str) -> Any:
     is_module = all(part.isidentifier() for part in module_name.split("."))
     if not attribute.isidentifier() or not (is_file or is_module):
         raise InputError(
-            f"{what} {reference!r} is not of the form module:function or path/to/file.py:function."
+            f"{role} {reference!r} is not of the form module:function or path/to/file.py:function."
         )
     try:
         path = Path(module_name).expanduser()
         module = _execute(path.resolve(strict=True)) if is_file else _module(module_name)
     except FileNotFoundError as error:
-        raise InputError(f"{what} {reference!r}: there is no file {error.filename}.") from error
+        raise InputError(f"{role} {reference!r}: there is no file {error.filename}.") from error
     # The user's code may raise anything on import.
     except (Exception, SystemExit) as error:
         raise InputError(
-            f"{what} {reference!r}: importing {module_name!r} raised "
+            f"{role} {reference!r}: importing {module_name!r} raised "
             f"{type(error).__name__}: {error}."
         ) from error
     if not hasattr(module, attribute):
-        raise InputError(f"{what} {reference!r}: {module_name!r} has no function {attribute!r}.")
+        raise InputError(f"{role} {reference!r}: {module_name!r} has no function {attribute!r}.")
     return getattr(module, attribute)
 
 

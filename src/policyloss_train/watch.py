@@ -179,7 +179,7 @@ def mismatch_of(pack: Pack) -> str | None:
     return (
         "the ratio of the unchanged policy is not 1: the sampler's log-probabilities are not the "
         f"trainer's. {verdict.title} (confidence {verdict.confidence:.0%}): "
-        f"{verdict.evidence[-1]}. {verdict.remedy} `policyloss doctor` on rollouts.jsonl says more."
+        f"{verdict.evidence[-1]}. {verdict.remedy} See `policyloss doctor` on rollouts.jsonl."
     )
 
 

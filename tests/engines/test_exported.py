@@ -64,7 +64,7 @@ class Exported:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     from policyloss_train.chat import with_template
-    from policyloss_train.models import load
+    from policyloss_train.models import load_model
     from policyloss_train.setup import warm_up
     from policyloss_train.tasks import make_task
 
@@ -79,7 +79,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     file.write_text("\n".join(map(json.dumps, rows)))
     (folder / "held_out.json").write_text(json.dumps(conversations[64:]))
     task = make_task(str(file), reward="exact", seed=0)
-    model, tokenizer = load("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
+    model, tokenizer = load_model("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
     tokenizer.chat_template = TEMPLATE
     warm_up(model, tokenizer, with_template(task, tokenizer, None, None), steps=60, seed=0)
     model.save_pretrained(base)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,12 @@ class Process:
             time.sleep(0.2)
 
 
-def trainer(out: Path, **options: Any) -> Process:
-    words = ["-m", "policyloss", "train", "--out", str(out)]
+TRAIN = ("-m", "policyloss", "train")
+TRANSFER = Path(__file__).resolve().parents[1] / "workers/transfer_on_cpu.py"
+
+
+def trainer(out: Path, command: Sequence[str] = TRAIN, **options: Any) -> Process:
+    words = [*command, "--out", str(out)]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return Process(words, out.with_suffix(".log"))
@@ -127,11 +131,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The policy of a run of one step, as a folder that a server can serve."""
     code = """if True:
         import sys, torch
-        from policyloss_train.models import load
+        from policyloss_train.models import load_model
         from policyloss_train.tasks import make_task
         from policyloss_train.setup import WARMUP_STEPS, warm_up
         task = make_task("sort", reward=None, seed=0)
-        model, tokenizer = load("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
+        model, tokenizer = load_model("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
         warm_up(model, tokenizer, task, steps=WARMUP_STEPS, seed=0)
         model.save_pretrained(sys.argv[1])
         tokenizer.save_pretrained(sys.argv[1])
@@ -142,19 +146,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    def __init__(self, model: Path) -> None:
+    """It offers to take weights over NCCL, which it cannot on a CPU, except with `options`."""
+
+    def __init__(self, model: Path, *options: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.model, self.address = model, f"http://127.0.0.1:{self.port}"
+        self.options, self.log = options, model.with_suffix(f".{self.port}.log")
 
     def start(self) -> None:
         words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
         words += ["--max-model-len", "256", "--enforce-eager", "--enable-scale-out"]
         words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "200"]
-        log = self.model.with_suffix(".server.log")
-        self.process = Process(words, log, VLLM_SERVER_DEV_MODE="1")
+        words += ["--weight-transfer-config", '{"backend": "nccl"}', *self.options]
+        path = os.pathsep.join([str(TRANSFER.parent), os.environ.get("PYTHONPATH", "")])
+        self.process = Process(words, self.log, VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path)
 
     def wait(self) -> None:
         def answers() -> bool:
@@ -169,6 +177,10 @@ class Server:
             name = str(json.loads(answer.read())["weight_version"])
         run, _, steps = name.rpartition("-")
         return run, steps
+
+    def answered(self, path: str, status: int = 200) -> int:
+        """How often it answered a request with this status."""
+        return self.log.read_text().count(f'"POST {path} HTTP/1.1" {status}')
 
 
 @pytest.fixture
@@ -226,3 +238,40 @@ def test_a_server_samples_while_the_policy_learns_and_the_trainer_is_killed(
     rows = lines(out, "rollouts")
     wanted = {(1, 0), *((s + 1, s - 1) for s in range(1, 8))}
     assert {(row["step"], row["weights"]) for row in rows} == wanted
+
+
+def test_weights_by_the_transfer_engine_of_vllm(model: Path, tmp_path: Path) -> None:
+    """vLLM's engine at both ends, with a TCP store in the place of NCCL, which has no CPU."""
+    server, out = (
+        Server(model, "--worker-extension-cls", "transfer_on_cpu.Extension"),
+        tmp_path / "run",
+    )
+    server.start()
+    server.wait()
+    try:
+        options = {"model": model, "rollout": server.address, **OPTIONS}
+        assert trainer(out, [str(TRANSFER)], **options).ended() == 0
+        assert server.weights()[1] == "8"
+        assert server.answered("/init_weight_transfer_engine") == 1
+        assert server.answered("/update_weights") == 9
+        assert server.answered("/collective_rpc") == 0  # which reads a folder
+    finally:
+        server.process.kill()
+    assert_learned(out)
+    assert_sampled_by_the_policy(out)
+
+
+def test_a_server_that_cannot_use_nccl_reads_a_folder(server: Server, tmp_path: Path) -> None:
+    """First the server refuses, as the CPU build of vLLM does; then the trainer is on a CPU."""
+    options = {"model": server.model, "rollout": server.address, **OPTIONS, "steps": 1}
+    for command, why in (
+        ([str(TRANSFER)], "Cannot access accelerator device when none is available"),
+        (TRAIN, "NCCL needs the policy on a GPU"),
+    ):
+        run = trainer(tmp_path / why, command, **options)
+        assert run.ended() == 0
+        printed = run.log.read_text()
+        assert printed.count("the servers read weights from") == 1
+        assert why in printed
+    assert server.answered("/init_weight_transfer_engine", 500) == 1
+    assert server.answered("/collective_rpc") == 4

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import policyloss as pl
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
-from policyloss_train.models import load
+from policyloss_train.models import load_model
 from policyloss_train.rollout.protocol import Prompt, Sampling, Weights
 from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
 from policyloss_train.tasks import make_task
@@ -38,7 +38,7 @@ PROMPTS = [Prompt([20 + i, 30, 40 + i], number=1, place=i) for i in range(20)]
 
 def policy() -> Weights:
     task = make_task("sort", reward=None, seed=0)
-    model, tokenizer = load("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
+    model, tokenizer = load_model("tiny32", task, dtype=torch.float32, device="cpu", seed=0)
     return Weights(model, tokenizer, Ranks(0, 1, torch.device("cpu")))
 
 

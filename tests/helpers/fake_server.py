@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from fake_vllm import likeliest
+from fake_vllm import WIRE, likeliest
 from safetensors.torch import load_file
 
 from policyloss_train.drawing import Rule
@@ -27,7 +27,9 @@ class FakeServer:
 
     faults: what to do to the next calls of a path, one after the other: "500", "400", "time out",
     "half" (of an answer), "close" (the connection), "old weights", "abort". calls: the requested
-    paths. most: the number of log-probabilities that it reports for a token.
+    paths. most: the number of log-probabilities that it reports for a token. workers: the ranks
+    that it adds to a transfer over NCCL; 0 if it was started without. joined: how it joined the
+    transfer.
     """
 
     def __init__(self, folder: str, logprobs_mode: str = "processed_logprobs") -> None:
@@ -37,6 +39,8 @@ class FakeServer:
         self.before: Callable[[str], None] = lambda path: None
         self.lock = threading.Lock()
         self.port = 0
+        self.workers = 0
+        self.joined: dict[str, Any] | None = None
 
     def start(self) -> FakeServer:
         """Serve, with the weights of the folder."""
@@ -62,7 +66,7 @@ class FakeServer:
         self.http.daemon_threads = True
         self.port = self.http.server_port
         self.address = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def forget(self) -> None:
@@ -70,6 +74,7 @@ class FakeServer:
         with self.lock:
             self.load(self.folder)
             self.version = "default"
+            self.joined = None
 
     def stop(self) -> None:
         """From here on, connections to its port are refused."""
@@ -116,7 +121,10 @@ class FakeServer:
         with self.lock:
             if path == "/server_info":
                 model = {"logprobs_mode": self.mode, "max_logprobs": self.most}
-                return {"vllm_config": {"model_config": model}}
+                transfer = {"backend": "nccl"} if self.workers else None
+                return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer}}
+            if path == "/get_world_size":
+                return {"world_size": self.workers}
             if path == "/weight_info":
                 return {"weight_version": self.version}
             if path == "/collective_rpc":
@@ -124,10 +132,18 @@ class FakeServer:
                 self.load(body["kwargs"]["weights_path"])
             elif path == "/update_weight_version":
                 self.version = body["new_version"]
+            elif path == "/init_weight_transfer_engine":
+                self.joined = body["init_info"]
+            elif path == "/update_weights":
+                assert self.joined
+                tensors = {name: WIRE[name] for name in body["update_info"]["names"]}
+                self.model.load_state_dict(tensors)
+            elif path == "/finish_weight_update":
+                self.version = body["weight_version"]
             elif path == "/inference/v1/generate":
                 return {"choices": self.choices(body["token_ids"], body["sampling_params"])}
             else:
-                assert path in ("/pause", "/resume"), path
+                assert path in ("/pause", "/resume", "/start_weight_update"), path
             return {}
 
     def load(self, folder: str) -> None:

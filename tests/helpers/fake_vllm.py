@@ -16,6 +16,7 @@ from policyloss_train.rollout import vllm_engine
 from policyloss_train.sampler import Completed, complete, uniforms
 
 Call = tuple[str, dict[str, Any]]
+WIRE: dict[str, Any] = {}  # the tensors that a trainer has sent over "NCCL"
 
 
 def installed(patch: pytest.MonkeyPatch, *, gpu: bool) -> list[Call]:
@@ -122,3 +123,47 @@ class _LLM:
             finish_reason="stop" if one.tokens[-1] in ends else "length",
             weight_versions=[SimpleNamespace(version=self.version)],
         )
+
+
+class NCCLTrainerInitInfo:
+    """How a trainer joins the transfer."""
+
+    def __init__(self, address: str, port: int, world: int, *, packed: bool, rank: int) -> None:
+        self.sent = {"master_address": address, "master_port": port, "world_size": world}
+        assert (packed, rank) == (False, 0)
+
+
+class NCCLTrainerWeightTransferEngine:
+    """vLLM's sender, which puts the tensors where `FakeServer` takes them."""
+
+    def __init__(self, client: Any, source: Any) -> None:
+        self.client, self.source = client, source
+
+    @classmethod
+    def trainer_init(cls, info: NCCLTrainerInitInfo, *, client: Any, source: Any) -> Any:
+        client.init_weight_transfer_engine({**info.sent, "rank_offset": 1, "packed": False})
+        return cls(client, source)
+
+    def send_weights(self) -> None:
+        described = {one.name: (one.dtype, one.shape) for one in self.source.metadata()}
+        self.client.start_weight_update()
+        tensors = dict(self.source)
+        assert described == {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+        WIRE.update({name: x.clone() for name, x in tensors.items()})
+        self.client.update_weights({"names": list(described)})
+        self.client.finish_weight_update()
+
+
+def with_transfer(patch: pytest.MonkeyPatch) -> None:
+    """Have `vllm.distributed.weight_transfer.nccl_engine` be these two classes."""
+    engine = ModuleType("nccl_engine")
+    engine.__dict__.update(
+        NCCLTrainerInitInfo=NCCLTrainerInitInfo,
+        NCCLTrainerWeightTransferEngine=NCCLTrainerWeightTransferEngine,
+    )
+    package = ModuleType("vllm.distributed.weight_transfer")
+    package.__dict__.update(nccl_engine=engine)
+    for name in ("vllm", "vllm.distributed"):
+        patch.setitem(sys.modules, name, ModuleType(name))
+    patch.setitem(sys.modules, package.__name__, package)
+    patch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -484,6 +484,27 @@ TRAIN = (
         "test_train_attention.py::test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not",
     ),
     (
+        "all_servers_have_one_place_in_the_nccl_group",
+        "policyloss_train/rollout/transfer.py",
+        '"rank_offset": x}',
+        '"rank_offset": 1}',
+        "test_train_servers.py::test_weights_reach_the_servers_without_a_disk",
+    ),
+    (
+        "weights_are_sent_to_a_restarted_server",
+        "policyloss_train/rollout/transfer.py",
+        "if self._before and server.version() != self._before:",
+        "if False:",
+        "test_train_servers.py::test_a_restarted_server_ends_the_transfer_before_anything_is_sent",
+    ),
+    (
+        "other_ranks_do_not_gather_the_weights",
+        "policyloss_train/rollout/transfer.py",
+        "for _ in self._tensors:",
+        "for _ in ():",
+        "test_train_servers.py::test_other_ranks_gather_every_tensor_and_call_nobody",
+    ),
+    (
         "a_server_that_averages_gets_too_small_a_gradient",
         "policyloss_train/tinker/service.py",
         "-x * len(x) * len(rows)",

@@ -186,7 +186,7 @@ def test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not() -> None:
             model.model.forward = lambda cu_seq_lens_q=None, forward=forward, **named: forward(
                 **named
             )
-            with pytest.raises(InputError, match=r"off .* --attention alone takes"):
+            with pytest.raises(InputError, match=r"differ by .* --attention alone takes"):
                 choose(model, "varlen")
             model.model.forward = forward
             choose(model, "rows")
@@ -250,7 +250,7 @@ def test_a_model_that_does_not_tell_its_attention_where_sequences_begin_falls_ba
         return forward(self, **named)
 
     monkeypatch.setattr(type(model.model), "forward", forgetful)
-    with pytest.raises(InputError, match=r"varlen: its hidden states are .* off those of one seq"):
+    with pytest.raises(InputError, match=r"varlen: its hidden states differ by .* from one seq"):
         choose(model, "varlen")
 
 
@@ -281,7 +281,7 @@ def test_a_model_that_reads_ahead_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     model = make("llama")
     read_ahead(model, monkeypatch)
     with pytest.raises(
-        InputError, match=r"rows: its hidden states are .* off those of one seq.*--attention alone "
+        InputError, match=r"rows: its hidden states differ by .* from one seq.*--attention alone "
     ):
         choose(model)
 

@@ -547,7 +547,7 @@ def test_one_process_and_many_write_one_format(folder: Path, said: Said) -> None
         ({"first": -1}, r"model/w: a piece begins at row -1, where row 0 is next"),
         (
             {"rows": 3},
-            r"model/w has the shape \[4\] in rank00000\.safetensors, but the index says \[3\]",
+            r"model/w has the shape \[4\] in rank00000\.safetensors, but \[3\] in the index",
         ),
         ({"first": "x"}, r"model/w: a piece begins at row x"),
         ({"file": "rank00007.safetensors"}, "KeyError: 'rank00007.safetensors'"),

@@ -34,12 +34,12 @@ from safetensors.torch import load_file, save_file
 from policyloss.cli import main
 from policyloss.errors import PolicyLossError
 from policyloss_train import chat
-from policyloss_train.command import save
+from policyloss_train.command import save_policy
 from policyloss_train.config import TrainConfig
 from policyloss_train.models import tiny_tokenizer
 from policyloss_train.run.resume import resume_command, stored_options
 from policyloss_train.tasks import make_task
-from policyloss_train.tasks.time_limit import TimeIsUp, call_within
+from policyloss_train.time_limit import TimeIsUp, call_within
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 VALUES: tuple[Any, ...] = (
@@ -780,12 +780,12 @@ def test_the_next_export_removes_the_files_of_a_killed_one(tmp_path: Path) -> No
     child = os.fork()
     if child == 0:
         os.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-        save(Stub(), Stub(), target)
+        save_policy(Stub(), Stub(), target)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert (left / "weights").exists()
     living = left.with_name(left.name.replace(str(child), str(os.getppid())))
     shutil.copytree(left, living)
-    save(Stub(), Stub(), target)
+    save_policy(Stub(), Stub(), target)
     assert sorted(tmp_path.iterdir()) == sorted([living, target])

@@ -27,7 +27,7 @@ from policyloss_lab.runs.lock import Lock
 from policyloss_lab.runs.records import JsonLines
 from policyloss_train.arguments import named_options, read_arguments
 from policyloss_train.config import TrainConfig
-from policyloss_train.models import load
+from policyloss_train.models import load_model
 from policyloss_train.run.checkpoint import latest
 from policyloss_train.run.directory import RunDir
 from policyloss_train.run.resume import stored_options
@@ -306,7 +306,7 @@ def test_the_code_of_a_model_is_not_run(tmp_path: Path, model: str) -> None:
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{CODE}")
     task = make_task("sort", reward=None, seed=0)
     with pytest.raises(InputError, match=r"(?s)cannot load the model.*trust_remote_code"):
-        load(str(folder), task, dtype=torch.float32, device="cpu", seed=0)
+        load_model(str(folder), task, dtype=torch.float32, device="cpu", seed=0)
     assert not (tmp_path / "ran").exists()
 
 
@@ -437,9 +437,9 @@ def test_weights_that_do_not_fit_the_model(tmp_path: Path, model: str, missing: 
     options: Any = {"dtype": torch.float32, "device": "cpu", "seed": 0, "warn": told.append}
     if missing:
         with pytest.raises(InputError, match=rf"1 weights of the model .* are missing: {gone}"):
-            load(str(folder), task, **options)
+            load_model(str(folder), task, **options)
     else:
-        load(str(folder), task, **options)
+        load_model(str(folder), task, **options)
         assert len(told) == 1
         assert "1 weights that it has no place for: model.more" in told[0]
 

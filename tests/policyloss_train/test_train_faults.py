@@ -24,13 +24,13 @@ from safetensors.torch import load_file
 from train_loop_ranks import lines, resume, train
 
 from policyloss_train import learner as learner_module
+from policyloss_train import time_limit
 from policyloss_train.batches import Pack
 from policyloss_train.distributed import Ranks
 from policyloss_train.run.directory import RunDir
-from policyloss_train.tasks import time_limit
 from policyloss_train.tasks.base import Example, Task
 from policyloss_train.tasks.rewards import RewardError, check_reward, score_completion
-from policyloss_train.tasks.time_limit import TimeIsUp, call_within
+from policyloss_train.time_limit import TimeIsUp, call_within
 from policyloss_train.watch import Watch, nonfinite_tokens
 
 

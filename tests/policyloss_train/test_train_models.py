@@ -17,7 +17,7 @@ from torch import nn
 
 from policyloss.errors import InputError
 from policyloss_train.attention import Rows
-from policyloss_train.models import load, observe_head, tiny_model, tiny_tokenizer
+from policyloss_train.models import load_model, observe_head, tiny_model, tiny_tokenizer
 from policyloss_train.policy import Critic
 from policyloss_train.setup import warm_up
 from policyloss_train.tasks import make_task
@@ -100,7 +100,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def loaded(path: Path, **options: Any) -> tuple[Any, Any]:
-    return load(
+    return load_model(
         str(path), sorting(), **{"dtype": torch.float32, "device": "cpu", "seed": 0, **options}
     )
 
@@ -174,7 +174,9 @@ def test_a_body_alone_is_refused() -> None:
 
 
 def test_folders_that_hold_no_model(tmp_path: Path, stored: Any) -> None:
-    with pytest.raises(InputError, match=r"there is no folder .*nowhere; give that of a model"):
+    with pytest.raises(
+        InputError, match=r"there is no folder .*nowhere; name the folder of a model"
+    ):
         loaded(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"(?s)cannot load the model .*weights as safetensors"):
         loaded(tmp_path)
@@ -205,7 +207,7 @@ def test_tiny_follows_from_its_seed_and_leaves_the_generator_alone() -> None:
     expected = torch.rand(1)
     torch.manual_seed(5)
     first, again, other = (
-        load("tiny", sorting(), dtype=torch.float32, device="cpu", seed=seed)[0]
+        load_model("tiny", sorting(), dtype=torch.float32, device="cpu", seed=seed)[0]
         for seed in (0, 0, 1)
     )
     assert torch.equal(torch.rand(1), expected)
@@ -237,7 +239,8 @@ def test_the_tiny_tokenizer_gives_every_character_back() -> None:
 
 def test_the_critic_is_zero_at_first_then_its_head_over_the_body_it_took_over() -> None:
     model, other = (
-        load("tiny", sorting(), dtype=torch.float64, device="cpu", seed=seed)[0] for seed in (0, 1)
+        load_model("tiny", sorting(), dtype=torch.float64, device="cpu", seed=seed)[0]
+        for seed in (0, 1)
     )
     critic = Critic(model, Rows())
     ids = torch.arange(6) + 10
@@ -270,7 +273,7 @@ def test_the_first_loss_of_warm_up_is_that_of_the_completion_alone() -> None:
     by the model's own logits in float64.
     """
     task = Task("t", (Example("a b=", "xyz"),), (), make_reward("exact"))
-    model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
+    model, tokenizer = load_model("tiny", task, dtype=torch.float64, device="cpu", seed=0)
     ids = torch.tensor(tokenizer("a b=xyz")["input_ids"] + [tokenizer.eos_token_id])
     with torch.no_grad():
         logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
@@ -290,7 +293,7 @@ def test_rows_of_other_lengths_do_not_change_a_rows_loss() -> None:
     losses: dict[str, float] = {}
     for name, chosen in {"both": rows, "short": rows[:1], "long": rows[1:]}.items():
         task = Task("t", number_examples(chosen), (), make_reward("exact"))
-        model, tokenizer = load("tiny", task, dtype=torch.float64, device="cpu", seed=0)
+        model, tokenizer = load_model("tiny", task, dtype=torch.float64, device="cpu", seed=0)
         warm_up(
             model,
             tokenizer,
@@ -313,7 +316,7 @@ def test_warm_up_repeats_and_sees_training_prompts_only() -> None:
     weights = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(weights))  # the global generator plays no part
-        model, tokenizer = load("tiny", task, dtype=torch.float32, device="cpu", seed=0)
+        model, tokenizer = load_model("tiny", task, dtype=torch.float32, device="cpu", seed=0)
         warm_up(model, tokenizer, task, steps=3, seed=seed)
         assert all(p.grad is None for p in model.parameters())
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))

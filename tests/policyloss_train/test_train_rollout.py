@@ -63,7 +63,7 @@ def test_completions_of_an_engine_keep_their_order_and_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 1}, "of the weights 1 where those of version 2 are wanted"),
+        ({"version": 1}, "of the weights 1 where version 2 is wanted"),
         ({"ids": [], "logp": []}, "of 0 tokens where 1 to 4 are wanted"),
         ({"ids": [2] * 5, "logp": [-1.0] * 5}, "of 5 tokens where 1 to 4 are wanted"),
         ({"ids": [30, END]}, r"with a token that is not below 30: \[30, 1\]"),
@@ -401,13 +401,13 @@ def test_an_engine_that_cannot_be(
 
 def test_the_tiny_model_for_vllm_has_other_heads() -> None:
     """Of 32 numbers: vLLM on a CPU has no attention for 16."""
-    from policyloss_train.models import load
+    from policyloss_train.models import load_model
     from policyloss_train.tasks import make_task
 
     task = make_task("sort", reward=None, seed=0)
     heads = {}
     for name in ("tiny", "tiny32"):
-        tiny, _ = load(name, task, dtype=torch.float32, device="cpu", seed=0)
+        tiny, _ = load_model(name, task, dtype=torch.float32, device="cpu", seed=0)
         heads[name] = tiny.config.head_dim
     assert heads == {"tiny": 16, "tiny32": 32}
 

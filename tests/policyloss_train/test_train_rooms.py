@@ -13,7 +13,7 @@ TRAIN = Path(policyloss_train.__file__).parent
 SOURCES = {path: path.read_text() for path in sorted(TRAIN.parent.rglob("*.py"))}
 # The other modules of the trainer that each room may import. None imports the loop.
 OUTSIDE = {
-    "tasks": {"user_code"},
+    "tasks": {"time_limit", "user_code"},
     "rollout": {
         "config",
         "distributed",
@@ -22,6 +22,7 @@ OUTSIDE = {
         "run.shards",
         "sampler",
         "setup",
+        "time_limit",
         "tinker.learner",
         "user_code",
     },
@@ -114,7 +115,8 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
 
 def test_everything_in_the_trainer_is_used() -> None:
     """Tests do not count: code that only they call is unused. The commands are called by name
-    (`cli._training_command`), and the reader of a server's answers by `http.client`.
+    (`cli._training_command`), the reader of a server's answers by `http.client`, and the requests
+    of a transfer by vLLM.
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
     assert unused(trainer, SOURCES) == [
@@ -122,6 +124,9 @@ def test_everything_in_the_trainer_is_used() -> None:
         "servers.makefile",
         "servers.readable",
         "servers.readinto",
+        "transfer.init_weight_transfer_engine",
+        "transfer.start_weight_update",
+        "transfer.finish_weight_update",
     ]
 
 

@@ -31,7 +31,7 @@ from policyloss_train.loop import _run_directory
 from policyloss_train.run.checkpoint import latest, save
 from policyloss_train.run.directory import RunDir
 from policyloss_train.view.display import Display
-from policyloss_train.view.track import Service, service_module
+from policyloss_train.view.track import Tracker, service_module
 
 CONFIG, SPEC = {"lr": 1e-5, "clip": math.inf}, {"trust": {"type": "clip"}}
 
@@ -427,7 +427,7 @@ def test_a_service_that_fails_does_not_end_the_run(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", stand_in(calls, fails=True))
-    tracker = Service("wandb", tmp_path, CONFIG)
+    tracker = Tracker("wandb", tmp_path, CONFIG)
     with pytest.warns(UserWarning, match=r"wandb failed \(no network\); the run continues"):
         tracker.log(0, {"x": 1.0})
     tracker.log(1, {"x": 1.0})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fake_vllm
 import pytest
 import torch
 from fake_server import FakeServer
@@ -20,6 +24,7 @@ from policyloss_train.distributed import Ranks
 from policyloss_train.rollout import servers as servers_module
 from policyloss_train.rollout.protocol import Prompt, RolloutError, Sampling, Weights
 from policyloss_train.rollout.servers import Servers
+from policyloss_train.rollout.transfer import Transfer
 from policyloss_train.rollout.vllm_engine import TopLogprobs
 
 GENERATE = "/inference/v1/generate"
@@ -58,16 +63,17 @@ class Engine:
         folder: Path,
         timeout: float = 0.6,
         report: TopLogprobs = NO_REPORT,
+        ranks: Ranks = ONE,
     ) -> None:
         self.said: list[str] = []
         addresses = ",".join(server.address for server in servers)
         config = TrainConfig(rollout=addresses, rollout_timeout=timeout, out=folder / "run")
-        self.servers = Servers(config, ONE, report, self.said.append)
+        self.servers = Servers(config, ranks, report, self.said.append)
         self.servers.update_weights(weights, 4)
 
-    def sampled(self) -> list[Any]:
+    def sampled(self, version: int = 4) -> list[Any]:
         groups = self.servers.generate(PROMPTS, SAMPLING)
-        assert {c.version for group in groups for c in group} == {4}
+        assert {c.version for group in groups for c in group} == {version}
         return [(c.ids, list(c.logp), c.finished) for group in groups for c in group]
 
 
@@ -265,6 +271,138 @@ def test_a_token_without_enough_log_probabilities_is_requested_again(
     again = engine.servers.generate(PROMPTS, cut)
     assert [one.ids for g in again for one in g] == [one.ids for g in expected for one in g]
     assert "gave half an answer" in engine.said[0]
+
+
+# ---------------------------------------------------------------- weights over NCCL
+
+ON_GPU = Ranks(0, 1, torch.device("cuda"))
+JOIN = "/init_weight_transfer_engine"
+
+
+@pytest.fixture
+def nccl(pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch) -> list[FakeServer]:
+    """Two servers that take weights over NCCL, with two workers and one."""
+    fake_vllm.with_transfer(monkeypatch)
+    pair[0].workers, pair[1].workers = 2, 1
+    return pair
+
+
+def changed(weights: Weights) -> Weights:
+    policy = copy.deepcopy(weights.model)
+    with torch.no_grad():
+        policy.model.embed_tokens.weight.mul_(0.9)
+    return Weights(policy, weights._tokenizer, ONE)
+
+
+def test_weights_reach_the_servers_without_a_disk(
+    nccl: list[FakeServer], weights: Weights, tmp_path: Path
+) -> None:
+    engine = Engine(nccl, weights, tmp_path, 30.0, ranks=ON_GPU)
+    assert gap(weights, engine.sampled()) < 1e-5
+    infos = [server.joined or {} for server in nccl]
+    assert [info["rank_offset"] for info in infos] == [1, 3]  # the trainer is rank 0
+    assert {info["world_size"] for info in infos} == {4}
+    assert {info["master_address"] for info in infos} == {"127.0.0.1"}
+    engine.servers.update_weights(changed(weights), 5)
+    assert gap(changed(weights), engine.sampled(5)) < 1e-5
+    for server in nccl:
+        assert server.calls.count(JOIN) == 1
+        assert server.calls.count("/update_weights") == 2
+        assert "/collective_rpc" not in server.calls
+    assert not (tmp_path / "run/rollout_weights").exists()
+    assert engine.said == []
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [(JOIN, "with 500"), ("/start_weight_update", "with 500"), ("cpu", "policy on a GPU")],
+)
+def test_without_nccl_the_servers_read_a_folder(
+    path: str, why: str, nccl: list[FakeServer], weights: Weights, tmp_path: Path
+) -> None:
+    nccl[1].faults[path] = ["500"]
+    engine = Engine(nccl, weights, tmp_path, 30.0, ranks=ONE if path == "cpu" else ON_GPU)
+    assert gap(weights, engine.sampled()) < 1e-5
+    engine.servers.update_weights(changed(weights), 5)
+    assert gap(changed(weights), engine.sampled(5)) < 1e-5
+    (line,) = engine.said  # once
+    assert line.startswith(f"the servers read weights from {tmp_path / 'run/rollout_weights'}")
+    assert why in line
+
+
+def test_without_vllm_here_the_servers_read_a_folder(
+    nccl: list[FakeServer], weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", None)
+    engine = Engine(nccl, weights, tmp_path, 30.0, ranks=ON_GPU)
+    assert gap(weights, engine.sampled()) < 1e-5
+    assert "vllm" in engine.said[0]
+
+
+def test_servers_that_do_not_join_are_not_waited_for(
+    nccl: list[FakeServer], weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(
+        fake_vllm.NCCLTrainerWeightTransferEngine,
+        "trainer_init",
+        lambda *_, **__: never.wait(30),
+    )
+    engine = Engine(nccl, weights, tmp_path, 1.0, ranks=ON_GPU)
+    never.set()
+    assert any("no NCCL group after 1 s" in line for line in engine.said)
+    assert gap(weights, engine.sampled()) < 1e-5
+
+
+@pytest.mark.parametrize(("fault", "why"), [("500", "ServerError: .*with 500"), ("", "TimeIsUp")])
+def test_servers_that_fail_while_they_receive_stop_the_run(
+    fault: str,
+    why: str,
+    nccl: list[FakeServer],
+    weights: Weights,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL waits for a server that is lost, and so does everything on the GPU."""
+    if fault:
+        nccl[1].faults["/update_weights"] = [fault]
+    else:
+        monkeypatch.setattr(Transfer, "update_weights", lambda self, info: time.sleep(30))
+    with pytest.raises(RolloutError, match=f"did not take the weights over NCCL: {why}"):
+        Engine(nccl, weights, tmp_path, 30.0 if fault else 2.0, ranks=ON_GPU)
+
+
+def test_a_restarted_server_ends_the_transfer_before_anything_is_sent(
+    nccl: list[FakeServer], weights: Weights, tmp_path: Path
+) -> None:
+    engine = Engine(nccl, weights, tmp_path, 30.0, ranks=ON_GPU)
+    expected = engine.sampled()
+    nccl[1].forget()
+    assert engine.sampled() == expected  # by the other server
+    (lost,) = engine.said
+    assert f"{nccl[1].address} was restarted, and has no weights before the next step" in lost
+    engine.servers.update_weights(changed(weights), 5)
+    assert f"failed: RolloutError: the server {nccl[1].address} was restarted" in engine.said[1]
+    assert [server.calls.count("/update_weights") for server in nccl] == [1, 1]
+    assert gap(changed(weights), engine.sampled(5)) < 1e-5
+
+
+def test_other_ranks_gather_every_tensor_and_call_nobody(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered = []
+    tensors = list(weights.tensors())
+
+    def gather(self: Weights) -> Iterator[Any]:
+        for name, x in tensors:
+            gathered.append(name)
+            yield name, x
+
+    monkeypatch.setattr(Weights, "tensors", gather)
+    monkeypatch.setattr(Ranks, "gather", lambda self, x: ["of the first rank", x])
+    second = Transfer([], Ranks(1, 2, torch.device("cuda")), ThreadPoolExecutor(), 1.0)
+    assert second.send(weights, "name") == "of the first rank"
+    assert gathered == [one.name for one in weights.metadata()]
 
 
 # ---------------------------------------------------------------- whole runs

@@ -206,10 +206,10 @@ def pair(ids: list[int], offsets: list[int]) -> tuple[Tensor, Tensor]:
     ("kept", "says"),
     [
         (pair([20, 5, 1], [0, 2, 3]), None),
-        (pair([20, 5, 1], [0, 3]), "whose support cannot be: support offsets must be 3 numbers"),
-        (pair([20, 5, 2], [0, 2, 3]), "whose support cannot be: 1 tokens are not in their own"),
-        (pair([20, 99, 1], [0, 2, 3]), "whose support cannot be: its support has 1 ids that are"),
-        ([[20, 5], [1]], "whose support cannot be: support ids must be a 1-D tensor"),
+        (pair([20, 5, 1], [0, 3]), "with an invalid support: support offsets must be 3 numbers"),
+        (pair([20, 5, 2], [0, 2, 3]), "with an invalid support: 1 tokens are not in their own"),
+        (pair([20, 99, 1], [0, 2, 3]), "with an invalid support: its support has 1 ids that are"),
+        ([[20, 5], [1]], "with an invalid support: support ids must be a 1-D tensor"),
     ],
 )
 def test_the_support_that_an_engine_returns_is_checked(kept: Any, says: str | None) -> None:
@@ -248,7 +248,7 @@ def test_an_engine_without_kept_tokens_is_named_once() -> None:
     rollout._compare(SAMPLING, False)
     rollout._compare(SAMPLING, False)
     (message,) = messages
-    assert "because --rollout mine does not say which" in message
+    assert "because --rollout mine does not return these tokens" in message
     assert rollout.mismatched
 
 

@@ -20,7 +20,7 @@ from policyloss_train.command import eval_command
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.learner import Learned
-from policyloss_train.models import load
+from policyloss_train.models import load_model
 from policyloss_train.sampler import Sample
 from policyloss_train.setup import build
 from policyloss_train.tasks import make_task
@@ -34,7 +34,7 @@ HERE = Ranks(0, 1, torch.device("cpu"))
 @pytest.fixture
 def server(model: str, monkeypatch: pytest.MonkeyPatch) -> fake_tinker.Server:
     task = make_task("sort", reward=None, seed=0)
-    loaded, _ = load(model, task, dtype=torch.float32, device="cpu", seed=0)
+    loaded, _ = load_model(model, task, dtype=torch.float32, device="cpu", seed=0)
     served = fake_tinker.Server(loaded, model)
     monkeypatch.setitem(sys.modules, "tinker", served.module())
     return served

@@ -121,7 +121,7 @@ def start_two_ranks(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from policyloss_train.tasks import time_limit
+    from policyloss_train import time_limit
 
     time_limit.HARD_S = 1.0
     time_limit.call_within(0.5, native_hang)

@@ -55,12 +55,12 @@ def make_model(folder: Path) -> str:
     """A tiny model that has learned to write digits and to stop, as a folder:
     a run of a test needs no warm-up of its own.
     """
-    from policyloss_train.models import load
+    from policyloss_train.models import load_model
     from policyloss_train.setup import warm_up
     from policyloss_train.tasks import make_task
 
     task = make_task("sort", reward=None, seed=0)
-    model, tokenizer = load("tiny", task, dtype=torch.float32, device="cpu", seed=0)
+    model, tokenizer = load_model("tiny", task, dtype=torch.float32, device="cpu", seed=0)
     warm_up(model, tokenizer, task, steps=60, seed=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -95,6 +95,14 @@ class Completion:
     support: Pair | None = None
 
 
+class TensorInfo(NamedTuple):
+    """A tensor that is not gathered yet."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class Weights:
     """The current weights of the policy, a Hugging Face model that may be sharded over ranks, with
     its adapters merged. Either all ranks call these methods, or none.
@@ -102,6 +110,11 @@ class Weights:
 
     def __init__(self, model: Any, tokenizer: Any, ranks: Ranks) -> None:
         self.model, self._tokenizer, self._ranks = model, tokenizer, ranks
+
+    def metadata(self) -> list[TensorInfo]:
+        """The tensors that `tensors` yields, in its order."""
+        merged = merged_weights(self.model)
+        return [TensorInfo(name, x.dtype, tuple(x.shape)) for name, x in merged.items()]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Complete tensors by name, one at a time: no rank holds all of a sharded model."""
@@ -183,8 +196,8 @@ def check_completions(
     with damage_named(f"{engine} returned no lists of completions", raises=RolloutError):
         numbers = [len(group) for group in completions]
         if numbers != [prompt.number for prompt in prompts]:
-            asked = [prompt.number for prompt in prompts]
-            raise RolloutError(f"{engine} returned {numbers} completions, not {asked}.")
+            wanted = [prompt.number for prompt in prompts]
+            raise RolloutError(f"{engine} returned {numbers} completions, not {wanted}.")
         completed = []
         for one in (one for group in completions for one in group):
             wrong = problem(one, sampling, vocabulary, version)
@@ -203,7 +216,7 @@ def check_completions(
 def problem(one: Completion, sampling: Sampling, vocabulary: int, version: int) -> str | None:
     """The problem of a completion, in words; None if it is valid."""
     if one.version != version:
-        return f"of the weights {one.version!r} where those of version {version} are wanted"
+        return f"of the weights {one.version!r} where version {version} is wanted"
     if not 1 <= len(one.ids) <= sampling.max_new_tokens:
         return f"of {len(one.ids)} tokens where 1 to {sampling.max_new_tokens} are wanted"
     ids: Any = one.ids  # an engine may return another type
@@ -221,4 +234,4 @@ def problem(one: Completion, sampling: Sampling, vocabulary: int, version: int) 
         ends = list(sampling.end_ids)
         return f"with finished={one.finished} and the last token {one.ids[-1]}; {ends} are the ends"
     wrong = problem_of(one.support, torch.tensor(one.ids), vocabulary)
-    return None if wrong is None else f"whose support cannot be: {wrong}"
+    return None if wrong is None else f"with an invalid support: {wrong}"

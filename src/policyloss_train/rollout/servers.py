@@ -2,7 +2,8 @@
 the current weights.
 
 If a server fails, its prompts go to another server. A restarted server loads the weights again
-before it gets prompts. The servers read new weights from a folder of the run.
+before it gets prompts. The servers receive new weights over NCCL (`transfer`) if they can, and else
+read them from a folder of the run.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from policyloss_train.rollout.protocol import (
     Weights,
     problem,
 )
+from policyloss_train.rollout.transfer import Transfer
 from policyloss_train.rollout.vllm_engine import TopLogprobs, parameters
 
 AT_ONCE = 64  # concurrent requests to a server, which batches them
@@ -68,6 +70,9 @@ class Servers(Engine):
         self._failing: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE * len(addresses), "policyloss-servers")
         self._persist(lambda: len(self._good(Server.check)), len(addresses))
+        self._transfer: Transfer | None = None
+        if ranks.gather(all(server.offers_nccl for server in self._servers))[0]:
+            self._transfer = Transfer(self._servers, ranks, self._threads, self._patience)
         if ranks.is_first:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -83,21 +88,32 @@ class Servers(Engine):
                 self._warn(f"the server {server.address} answers again")
             return i, completions
 
-        def ask() -> int:
+        def request() -> int:
             servers, turn = self._good(self._prepare), next(turns)
             missing = [i for i in range(len(prompts)) if i not in answers]
             jobs = [(i, servers[(i + turn) % len(servers)]) for i in missing if servers]
             answers.update(self._each(jobs, complete))
             return len(answers)
 
-        self._persist(ask, len(prompts))
+        self._persist(request, len(prompts))
         return [answers[i] for i in range(len(prompts))]
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Write a folder that the servers read. A server that does not answer reads it later."""
+        """Send the weights over NCCL, or write a folder that the servers read. A server that does
+        not answer reads it later.
+        """
+        before, self._version = self._version, version
+        if self._transfer is not None:
+            problem = self._transfer.send(weights, self._name)
+            if problem is None:
+                return
+            self._transfer = None
+            self._warn(
+                f"the servers read weights from {self._folder}, because the transfer over NCCL "
+                f"failed: {problem}"
+            )
         if self._ranks.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
-        before, self._version = self._version, version
         weights.save(self._folder / str(version))
         if self._ranks.is_first:
             self._persist(lambda: len(self._good(self._prepare)), 1)
@@ -118,6 +134,8 @@ class Servers(Engine):
 
     def _prepare(self, server: Server) -> None:
         if server.version() != self._name:
+            if self._transfer is not None:
+                raise ServerError(server, "was restarted, and has no weights before the next step.")
             server.load(self._folder / str(self._version), self._name)
 
     def _good(self, prepare: Callable[[Server], None]) -> list[Server]:
@@ -144,7 +162,7 @@ class Servers(Engine):
                 results.append(result)
                 continue
             if result.address not in self._failing:
-                self._warn(f"{result} It is asked again, and so are others.")
+                self._warn(f"{result} It is tried again, and its prompts go to other servers.")
             self._failing[result.address] = str(result)
         return results
 
@@ -176,8 +194,8 @@ NUMBER_BYTES = 512  # of one log-probability and its token, as JSON
 class ServerError(PolicyLossError):
     """A server failed or sent an invalid answer; a later attempt or another server may succeed."""
 
-    def __init__(self, server: Server, what: str) -> None:
-        super().__init__(visible(" ".join(f"the server {server.address} {what}".split())))
+    def __init__(self, server: Server, problem: str) -> None:
+        super().__init__(visible(" ".join(f"the server {server.address} {problem}".split())))
         self.address = server.address
 
 
@@ -188,10 +206,13 @@ class Server:
         if not address.startswith(("http://", "https://")) or address.count("/") > 2:
             raise InputError(f"--rollout names the server {address!r}; give http://host:port.")
         self.address, self._timeout, self._report = address, timeout, report
+        self.offers_nccl = False
 
     def check(self) -> None:
         """Raise unless the server reports enough log-probabilities, after temperature and cuts."""
-        info = self._call("/server_info?config_format=json", timeout=LOOK_S)
+        info = self.call("/server_info?config_format=json", timeout=LOOK_S)
+        transfer = _get(info, "vllm_config", "weight_transfer_config")
+        self.offers_nccl = _get(transfer, "backend") == "nccl"
         model = _get(info, "vllm_config", "model_config")
         mode, most = _get(model, "logprobs_mode"), _get(model, "max_logprobs")
         if mode != "processed_logprobs":
@@ -204,24 +225,23 @@ class Server:
         if isinstance(most, int) and 0 <= most < count:
             raise InputError(
                 f"the server {self.address} reports {most} log-probabilities of a token at most, "
-                f"and {count} say which tokens --top-p and --top-k kept; start it with "
-                f"--max-logprobs {count}."
+                f"and --top-p and --top-k need {count}; start it with --max-logprobs {count}."
             )
 
     def version(self) -> str:
         """The name of the server's weights."""
-        return str(_get(self._call("/weight_info", timeout=LOOK_S), "weight_version"))
+        return str(_get(self.call("/weight_info", timeout=LOOK_S), "weight_version"))
 
     def load(self, folder: Path, version: str) -> None:
         """Make the server load weights from a folder, and name these weights `version`."""
-        self._call("/pause?mode=wait", {})
+        self.call("/pause?mode=wait", {})
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self._call("/collective_rpc", reload)
-        self._call("/update_weight_version", {"new_version": version})
-        self._call("/resume", {})
+        self.call("/collective_rpc", reload)
+        self.call("/update_weight_version", {"new_version": version})
+        self.call("/resume", {})
         if (loaded := self.version()) != version:
             shown = safe_repr(loaded)
-            raise ServerError(self, f"has the weights {shown} after it was given {version}.")
+            raise ServerError(self, f"has the weights {shown} after it loaded {version}.")
 
     def generate(
         self, prompt: Prompt, sampling: Sampling, name: str, version: int
@@ -230,7 +250,7 @@ class Server:
         count = self._report.count if sampling.support else 0
         body = {"token_ids": prompt.ids, "sampling_params": parameters(prompt, sampling, count)}
         numbers = prompt.number * sampling.max_new_tokens * (1 + count)
-        answer = self._call("/inference/v1/generate", body, numbers=numbers)
+        answer = self.call("/inference/v1/generate", body, numbers=numbers)
         with damage_named("gave half an answer", raises=partial(ServerError, self)):
             choices = answer["choices"]
             if len(choices) != prompt.number:
@@ -261,7 +281,7 @@ class Server:
             support = self._report.support(ids, likeliest)
         return Completion(choice["token_ids"], logp, reason == "stop", version, support)
 
-    def _call(
+    def call(
         self, path: str, body: Any = None, timeout: float | None = None, numbers: int = 0
     ) -> Any:
         """The server's JSON answer. body: of a POST. numbers: of requested log-probabilities."""

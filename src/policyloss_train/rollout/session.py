@@ -112,14 +112,14 @@ class Rollout:
             return
         self.mismatched = True
         why = (
-            f"--rollout {self.name} does not say which"
+            f"--rollout {self.name} does not return these tokens"
             if sampling.support
             else "--no-sampling-mask was named"
         )
         self.warn(
             "the sampler's log-probabilities are over the tokens that --top-p and --top-k keep, "
             f"and the learner's over all tokens, because {why}. So the ratio of an unchanged "
-            "policy is not 1, but about the probability of what was kept (docs/train.md); "
+            "policy is not 1, but about the probability of the kept tokens (docs/train.md); "
             "`policyloss doctor` on rollouts.jsonl shows by how much."
         )
 

@@ -184,7 +184,7 @@ class TopLogprobs:
         if count > MOST:
             raise InputError(
                 f"--rollout {config.rollout} would have to report {count} log-probabilities of "
-                "every token, so that the learner knows which tokens --top-p and --top-k kept; add "
+                "every token, for the learner to use the tokens that --top-p and --top-k keep; add "
                 f"--top-k {MOST - TIES} or less, or --no-sampling-mask."
             )
         return cls(count, vocabulary)

@@ -29,7 +29,7 @@ from policyloss_lab.runs.files import environment
 from policyloss_lab.runs.lock import Lock, is_held
 from policyloss_lab.runs.records import JsonLines
 from policyloss_train.run.checkpoint import discard_after
-from policyloss_train.view.track import Service, TensorBoard
+from policyloss_train.view.track import TensorBoard, Tracker
 
 # A directory with one of these holds a run. A start that was killed
 # may leave only a lock or an environment.
@@ -46,7 +46,7 @@ class RunDir:
         names = ("metrics", "timing", "rollouts", "answers")
         self._lines = {name: JsonLines(path / f"{name}.jsonl") for name in names}
         self._board = TensorBoard(path / "tensorboard")
-        self._trackers: list[TensorBoard | Service] = [self._board]
+        self._trackers: list[TensorBoard | Tracker] = [self._board]
 
     @classmethod
     def create(
@@ -117,7 +117,9 @@ class RunDir:
             not isinstance(contents, dict)
             or not {"policyloss", "config", "loss"} <= contents.keys()
         ):
-            raise InputError(f"{file} is not that of a run: it lacks policyloss, config or loss.")
+            raise InputError(
+                f"{file} does not belong to a run: it lacks policyloss, config or loss."
+            )
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ class RunDir:
 
     def track(self, name: str) -> None:
         """Send the numbers to a service as well: "wandb" or "trackio"."""
-        self._trackers.append(Service(name, self.path, self.config))
+        self._trackers.append(Tracker(name, self.path, self.config))
 
     def log(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
         """Write the numbers of a step to trackers, and as lines of metrics.jsonl and timing.jsonl,

@@ -86,7 +86,7 @@ def stored_weights(
 def name_damage(path: Path) -> AbstractContextManager[None]:
     """Inside, an error about the contents of a checkpoint names the checkpoint."""
     advice = " Remove it to go on from an older one."
-    return damage_named(f"checkpoint {path} does not hold what a run needs", advice)
+    return damage_named(f"checkpoint {path} lacks entries that a run needs", advice)
 
 
 def refuse_nonfinite_weights(path: Path) -> None:
@@ -207,9 +207,9 @@ def refuse_unnamed_code(
             )
     if config.trust_remote_code and "trust_remote_code" not in named:
         raise InputError(
-            f"{config.out / 'config.json'} says that code which comes with the model "
-            f"{config.model!r} is to be run. A run directory is only data: if you trust that "
-            "code, say so yourself: --trust-remote-code"
+            f"{config.out / 'config.json'} allows code that comes with the model "
+            f"{config.model!r} to run. A run directory is only data: if you trust that code, allow "
+            "it yourself: --trust-remote-code"
         )
 
 

@@ -79,7 +79,7 @@ def check_pieces(files: Files, name: str, entry: Mapping[str, Any]) -> None:
         wanted = [piece["rows"], *shape[1:]] if shape else []
         if stored != wanted:
             raise StorageError(
-                f"{name} has the shape {stored} in {piece['file']}, but the index says {wanted}. "
+                f"{name} has the shape {stored} in {piece['file']}, but {wanted} in the index. "
                 "Use an older checkpoint."
             )
         if piece["first"] != next_row:

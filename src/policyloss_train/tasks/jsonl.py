@@ -125,6 +125,6 @@ def _messages(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
             )
     if messages[-1]["role"] == "assistant":
         raise InputError(
-            f"{where}: the last message is the assistant's; it must be one that is to be answered."
+            f"{where}: the last message is the assistant's; it must be a message to answer."
         )
     return tuple(messages)

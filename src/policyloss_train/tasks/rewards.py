@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from policyloss.errors import InputError, PolicyLossError, safe_repr, unknown_name
 from policyloss_train.tasks.base import Example, Reward, Task, normalise_spaces
-from policyloss_train.tasks.time_limit import TimeIsUp, call_within
+from policyloss_train.time_limit import TimeIsUp, call_within
 from policyloss_train.user_code import load_code
 
 LARGEST = 1e15  # the largest reward; the sum of a run's squared rewards must fit into float32
@@ -20,9 +20,9 @@ LARGEST = 1e15  # the largest reward; the sum of a run's squared rewards must fi
 class RewardError(PolicyLossError):
     """A reward function failed on one completion."""
 
-    def __init__(self, reward: str, example: Example, completion: str, what: str) -> None:
+    def __init__(self, reward: str, example: Example, completion: str, error: str) -> None:
         super().__init__(
-            f"the reward {reward!r} {what}; prompt {example.prompt!r}, completion {completion!r}."
+            f"the reward {reward!r} {error}; prompt {example.prompt!r}, completion {completion!r}."
         )
 
 
@@ -51,12 +51,12 @@ def check_reward(name: str, function: Any) -> Reward:
                 value = function(example, completion)
         # A reward that calls `sys.exit` would end the run as if it had succeeded.
         except (Exception, SystemExit) as error:
-            what = f"raised {type(error).__name__}: {safe_repr(error, str)}"
-            raise RewardError(name, example, completion, what) from error
+            problem = f"raised {type(error).__name__}: {safe_repr(error, str)}"
+            raise RewardError(name, example, completion, problem) from error
         number = _number(value)
         if not abs(number) <= LARGEST:
-            what = f"returned {safe_repr(value)} ({type(value).__name__})"
-            raise RewardError(name, example, completion, f"{what} where a finite number belongs")
+            problem = f"returned {safe_repr(value)} ({type(value).__name__})"
+            raise RewardError(name, example, completion, f"{problem} where a finite number belongs")
         return number
 
     return reward

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError  # the built-in one, from Python 3.11 on
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,6 +17,7 @@ from policyloss.commands import flag
 from policyloss.errors import InputError, visible
 from policyloss_train.models import TINY
 from policyloss_train.rollout.protocol import RolloutError
+from policyloss_train.time_limit import start_thread
 
 if TYPE_CHECKING:
     from policyloss_train.config import TrainConfig
@@ -79,29 +78,20 @@ class Service:
                 f"{self._config.model}; name one of these."
             )
 
-    def call(self, what: str, function: Callable[[], T]) -> T:
+    def call(self, request: str, function: Callable[[], T]) -> T:
         """The result of a blocking call. Some calls of the package wait without a limit, so they
         run in a thread that is left behind if the time is up.
         """
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name=f"tinker {what}", daemon=True).start()
         seconds = self._config.rollout_timeout
         try:
-            return answer.result(seconds)
+            return start_thread(function).result(seconds)
         except (LateError, TimeoutError) as error:
-            late = f"did not answer {what} in {seconds:g} s (--rollout-timeout)"
+            late = f"did not answer {request} in {seconds:g} s (--rollout-timeout)"
             raise LostServerError(f"the Tinker server {self._url} {late}.") from error
-        except Exception as error:  # the package raises its own errors, and those of httpx
+        except Exception as error:  # the package raises its own errors, and httpx's
             text = visible(f"{type(error).__name__}: {error}")[:500]
             raise LostServerError(
-                f"the Tinker server {self._url} failed at {what}: {text}."
+                f"the Tinker server {self._url} failed at {request}: {text}."
             ) from error
 
     def create(self, path: str | None = None) -> Any:

@@ -45,7 +45,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class Service:
+class Tracker:
     """Weights & Biases or trackio, which share an interface, with one run of the service per run
     directory `folder`; a resumed run continues it. If the service fails, the run warns once.
     """

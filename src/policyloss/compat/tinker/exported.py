@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
-from policyloss.compat.tinker.data import KEYS, pack, trace
+from policyloss.compat.tinker.data import KEYS, count, only, pack, trace
 from policyloss.compat.tinker.losses import check_spec
 from policyloss.errors import InputError
 from policyloss.loss import policy_loss, ready_spec
@@ -18,11 +18,12 @@ from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 
 # `logprobs` is the current policy's in a custom loss, so the sampler's need another key.
-_KEYS = {**KEYS, "rollout_logp": "rollout_logprobs"}
+_KEYS = {**KEYS, "logp": "logprobs", "rollout_logp": "rollout_logprobs"}
+_COUNTS = ("step_tokens", "step_sequences")
 _EXAMPLE_LENGTH = 7  # differs from every size in a loss, so that the graph holds it as a symbol
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ExportedLoss:
     """A loss that a Tinker server can run, made by `export`.
 
@@ -35,31 +36,18 @@ class ExportedLoss:
     input_ranks: dict[str, int]
 
     def prepare(self, data: Sequence[Any]) -> list[Any]:
-        """The data of a whole step with the inputs of this loss, the counts of the step among them.
-
-        data: as for `policyloss.compat.tinker.loss`.
-        """
-        step = pack(self.spec, data, None)
-        totals = Totals.count(step.mask, cu_seqlens=step.cu_seqlens, dp_size=1)
-        tokens = {"mask": step.mask, "advantages": step.advantages, "old_logprobs": step.old_logp}
-        tokens |= {_KEYS[name]: x for name, x in step.tensors.items()}
-        lengths = step.cu_seqlens.diff().tolist()
-        inputs: dict[str, Sequence[Tensor]] = {
-            key: torch.split(x.to(torch.float32), lengths)
-            for key, x in tokens.items()
-            if x is not None
+        """The data of a whole step, as for `loss`, with the inputs that `function` takes."""
+        step = pack(self.spec, data)
+        totals, lengths = count(step), step["cu_seqlens"].diff().tolist()
+        rows = {
+            key: x.reshape(-1).float().split(lengths)
+            for name, x in step.items()
+            if (key := _KEYS.get(name, name)) in self.input_ranks
         }
-        for name in ("tokens", "sequences"):
-            count = torch.as_tensor(getattr(totals, name)).float()
-            inputs[f"step_{name}"] = [count for _ in data]
+        numbers = torch.tensor([totals.tokens, totals.sequences], dtype=torch.float32)
+        counts = dict(zip(_COUNTS, numbers, strict=True))
         return [
-            dataclasses.replace(
-                datum,
-                loss_fn_inputs={
-                    "target_tokens": datum.loss_fn_inputs["target_tokens"],
-                    **{key: inputs[key][i] for key in self.input_ranks if key != "logprobs"},
-                },
-            )
+            only(datum, **{key: x[i] for key, x in rows.items()}, **counts)
             for i, datum in enumerate(data)
         ]
 
@@ -81,25 +69,16 @@ def export(spec: AnyLoss) -> ExportedLoss:
             "this loss compares sequences with each other, and a server runs an exported loss on "
             "one sequence at a time; use policyloss.compat.tinker.loss(spec), which runs here."
         )
-    tensors = [name for name in _KEYS if name in spec.reads]
-    keys = ("mask", "advantages", *(_KEYS[name] for name in tensors))
-    counts = ("step_tokens", "step_sequences")
+    tensors = ("logp", "mask", "advantages", *(name for name in KEYS if name in spec.reads))
 
-    def one_sequence(logprobs: Tensor, *inputs: Tensor) -> Tensor:
-        named = dict(zip((*keys, *counts), inputs, strict=True))
-        rows: dict[str, Any] = {name: named[_KEYS[name]].unsqueeze(0) for name in tensors}
-        return policy_loss(
-            spec,
-            logprobs.unsqueeze(0),
-            rows.pop("old_logp", None),
-            named["advantages"].unsqueeze(0),
-            named["mask"].unsqueeze(0) != 0,
-            totals=Totals(named["step_tokens"], named["step_sequences"]),
-            metrics="none",
-            **rows,
-        ).loss
+    def one_sequence(*inputs: Tensor) -> Tensor:
+        call: dict[str, Any] = {"old_logp": None}
+        call |= {name: x.unsqueeze(0) for name, x in zip(tensors, inputs, strict=False)}
+        call["mask"] = call["mask"] != 0
+        totals = Totals(inputs[-2], inputs[-1])
+        return policy_loss(spec, totals=totals, metrics="none", **call).loss
 
-    examples = {name: torch.full((_EXAMPLE_LENGTH,), -0.5) for name in ("logprobs", *keys)}
-    examples |= {name: torch.tensor(5.0) for name in counts}
-    ranks = {name: example.dim() for name, example in examples.items()}
-    return ExportedLoss(spec, trace(one_sequence, examples), ranks)
+    examples = {_KEYS.get(x, x): torch.full((_EXAMPLE_LENGTH,), -0.5) for x in tensors}
+    examples |= {name: torch.tensor(5.0) for name in _COUNTS}
+    function = trace(one_sequence, examples)
+    return ExportedLoss(spec, function, {name: x.dim() for name, x in examples.items()})

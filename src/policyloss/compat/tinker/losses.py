@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
-from policyloss.compat.tinker.data import pack
+from policyloss.compat.tinker.data import count, only, pack
 from policyloss.errors import InputError
 from policyloss.loss import policy_loss, ready_spec
 from policyloss.metrics import Metrics
@@ -43,19 +42,13 @@ def loss(
     spec = ready_spec(spec)
     check_level(metrics)
     check_spec(spec)
-    if data is None:
-        return StepLoss(spec, None, metrics)
-    if spec.needs_statistics:
+    if data is not None and spec.needs_statistics:
         raise InputError(
             "this loss needs numbers of the whole step that depend on the current policy "
             "(survivors of a rejection, covariances or a mean weight): leave data= out, and pass "
             "all data of a step to one call of forward_backward_custom."
         )
-    step = pack(spec, data, None)
-    totals = Totals.count(
-        step.mask, cu_seqlens=step.cu_seqlens, group_ids=step.tensors.get("group_ids"), dp_size=1
-    )
-    return StepLoss(spec, totals, metrics)
+    return StepLoss(spec, None if data is None else count(pack(spec, data)), metrics)
 
 
 class StepLoss:
@@ -66,9 +59,7 @@ class StepLoss:
     """
 
     def __init__(self, spec: LossSpec, totals: Totals | None, level: MetricsLevel) -> None:
-        self.spec = spec
-        self.totals = totals
-        self.level = level
+        self.spec, self.totals, self.level = spec, totals, level
         self.metrics = Metrics()
         self._complete: dict[int, tuple[Any, Any]] = {}
 
@@ -76,33 +67,18 @@ class StepLoss:
         """The data to pass to the client: without the inputs of the loss, which older SDKs refuse
         and no server needs. This object keeps them.
         """
-        bare = [
-            dataclasses.replace(
-                datum, loss_fn_inputs={"target_tokens": datum.loss_fn_inputs["target_tokens"]}
-            )
-            for datum in data
-        ]
+        pairs = [(only(datum), datum) for datum in data]
         # The pair keeps the bare datum alive, so that its id stays its own.
-        self._complete |= {id(mine): (mine, datum) for mine, datum in zip(bare, data, strict=True)}
-        return bare
+        self._complete |= {id(pair[0]): pair for pair in pairs}
+        return [bare for bare, _ in pairs]
 
     def __call__(
         self, data: Sequence[Any], logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
         """The share of `data` in the loss of the step. logprobs: `[T]` of each datum."""
-        data = [self._complete.get(id(datum), (None, datum))[1] for datum in data]
-        call = pack(self.spec, data, logprobs)
-        out = policy_loss(
-            self.spec,
-            call.logp,
-            call.old_logp,
-            call.advantages.unsqueeze(0),
-            call.mask,
-            cu_seqlens=call.cu_seqlens,
-            totals=self.totals,
-            metrics=self.level,
-            **call.tensors,
-        )
+        complete = [self._complete.get(id(datum), (None, datum))[1] for datum in data]
+        call = pack(self.spec, complete, logprobs)
+        out = policy_loss(self.spec, totals=self.totals, metrics=self.level, **call)
         self.metrics = sum((self.metrics, out.metrics), Metrics())
         return out.loss, out.metrics.compute()
 

@@ -1,10 +1,10 @@
-"""A time limit for a user's function, which may hang in Python or in a system call.
+"""A time limit for a function that may hang in Python, in a system call or in native code.
 
-The function runs in the calling thread, with the state, devices and signals that it expects.
-Another thread could not use signals (math-verify does), and a forked process would lose state and
-could not use a GPU. The system's alarm interrupts Python code and waiting system calls. Native
-code that never returns to the interpreter ignores the alarm: after a longer time the process prints
-its stack and ends, and the run can be resumed from its last checkpoint.
+`call_within` runs a function in the calling thread, with the state, devices and signals that it
+expects. Another thread could not use signals (math-verify does), and a forked process would lose
+state and could not use a GPU. The system's alarm interrupts Python code and waiting system calls.
+Native code that never returns to the interpreter ignores the alarm: after a longer time the process
+prints its stack and ends, and the run can be resumed from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -64,6 +65,20 @@ def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> 
     finally:
         if watched and not _Watch.kept:
             faulthandler.cancel_dump_traceback_later()
+
+
+def start_thread(function: Callable[[], T]) -> Future[T]:
+    """Run `function` in a thread that does not keep the process alive if it never returns."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
