@@ -84,6 +84,8 @@ PLANS: Mapping[str, Plan] = {
     "cispo": _GROUPS,
     "cispo_unified": _GROUPS,
     "rollout_is": Plan({"advantage": "grpo"}, why="measures against the sampler itself"),
+    "rec_one_side": _CENTRED,
+    "sppo_token": _GROUPS,
     "sapo": _GROUPS,
     "gmpo": _GROUPS,
     "gpg": Plan({"advantage": "gpg"}, why="its own advantages"),
@@ -111,6 +113,10 @@ PLANS: Mapping[str, Plan] = {
     "dppo_tv": _GROUPS,
     "dppo_kl": _GROUPS,
     "prime_rl": Plan(
+        {"advantage": "dr_grpo"},
+        why="measures against the sampler itself; reward minus the group's mean",
+    ),
+    "ipo": Plan(
         {"advantage": "dr_grpo"},
         why="measures against the sampler itself; reward minus the group's mean",
     ),

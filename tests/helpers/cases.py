@@ -36,6 +36,8 @@ TRUSTS = (
     pl.DetachedClip(0.8, 1.2),
     pl.DetachedClip(0.8, 1.2, outside="zero_by_sign"),
     pl.DetachedClip(0.8, 1.2, outside="zero"),
+    pl.DetachedClip(0.8, 1.2, outside="zero_by_sign", weight="one"),
+    pl.DetachedClip(0.8, 1.2, outside="zero", weight="one"),
     pl.SoftGate(1.0, 1.05),
     pl.ProbabilityBand("tv", 0.05, 0.08),
     pl.ProbabilityBand("kl", 0.02, 0.03, sides="both", form="ratio"),

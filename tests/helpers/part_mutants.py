@@ -146,8 +146,15 @@ PARTS = (
     (
         "cispo_keeps_what_is_outside",
         _CLIPS,
+        "self.ratio_min, self.ratio_max, self.outside, self.weight)",
+        'self.ratio_min, self.ratio_max, "clip", self.weight)',
+        _HAND + "test_trust",
+    ),
+    (
+        "rec_weighted_by_the_ratio",
+        _CLIPS,
+        "self.ratio_min, self.ratio_max, self.outside, self.weight)",
         "self.ratio_min, self.ratio_max, self.outside)",
-        'self.ratio_min, self.ratio_max, "clip")',
         _HAND + "test_trust",
     ),
     (

@@ -58,6 +58,13 @@ TRUSTS = st.one_of(
         _numbers(1, 8),
         st.sampled_from(["clip", "zero_by_sign", "zero"]),
     ),
+    st.builds(
+        pl.DetachedClip,
+        _numbers(0, 1),
+        _numbers(1, 8),
+        st.sampled_from(["zero_by_sign", "zero"]),
+        st.just("one"),
+    ),
     st.builds(pl.SoftGate, _numbers(0.25, 4), _numbers(0.25, 4)),
     st.builds(
         pl.ProbabilityBand,

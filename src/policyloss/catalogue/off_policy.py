@@ -172,6 +172,26 @@ OFF_POLICY: tuple[Preset, ...] = (
         """,
     ),
     described(
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout", log_clamp=None),
+            trust=ProbabilityBand("tv", 0.1, 0.1, sides="both", form="ratio"),
+            kl=KL("k2", 2e-3, anchor="rollout", clamp=None),
+            aggregate=TokenMean(),
+        ),
+        """
+        ipo: prime-rl's IPO: a symmetric probability band and a quadratic pull, both against the
+            rollout policy
+        paper: prime-rl trainer.loss.type='ipo'
+        ratio: prime-rl: exp(logp - inference logp), not clamped
+        trust: prime-rl ipo_threshold 0.1, whatever the sign of the advantage
+        kl: Kimi-K2.5's (logp - rollout_logp)² without the one half
+        kl.coef: kl_tau 1e-3; doubled because k2 holds the one half
+        aggregate: global token mean
+        advantage (dr_grpo): prime-rl's default: reward minus the group's mean
+        note: The preference loss IPO (arXiv 2310.12036) has the same name and is another loss.
+        """,
+    ),
+    described(
         LossSpec(trust=Quadratic(0.1), aggregate=TokenMean()),
         """
         dro: DRO: advantage regression with a quadratic pull

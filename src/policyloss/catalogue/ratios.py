@@ -166,6 +166,36 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     described(
+        LossSpec(
+            trust=DetachedClip(0.8, 1.2, outside="zero_by_sign", weight="one"),
+            aggregate=TokenMean(),
+        ),
+        """
+        rec_one_side: REC-OneSide-NoIS: REINFORCE without the tokens that PPO would clip
+        paper: arXiv 2509.24203
+        trust: arXiv 2509.24203, REC-OneSide-NoIS; Trinity-RFT clip_mode='one-side', weight='none'
+        trust.ratio_min: 1 - epsilon_low, 0.2 by default in Trinity-RFT
+        trust.ratio_max: 1 + epsilon_high, 0.2 by default in Trinity-RFT
+        aggregate: token mean, as Trinity-RFT
+        advantage (dr_grpo): arXiv 2509.24203: reward minus the group's mean
+        note: REC-TwoSide is outside='zero'; REC with importance sampling is weight='ratio'.
+        """,
+    ),
+    described(
+        LossSpec(
+            trust=DetachedClip(1 / 1.3, 1.3, outside="zero", weight="one"), aggregate=TokenMean()
+        ),
+        """
+        sppo_token: sPPO-token: REINFORCE on the tokens whose ratio is near 1
+        paper: arXiv 2108.05828
+        trust: Trinity-RFT policy_loss_fn='sppo': -A·(logp - old_logp) within the band
+        trust.ratio_min: 1 / (1 + epsilon), epsilon 0.3 by default in Trinity-RFT
+        trust.ratio_max: 1 + epsilon, epsilon 0.3 by default in Trinity-RFT
+        aggregate: token mean, Trinity-RFT's default
+        note: The gradient is Trinity-RFT's; the value lacks the constant A·old_logp.
+        """,
+    ),
+    described(
         LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
         """
         sapo: SAPO: a soft gate instead of a clip

@@ -94,12 +94,16 @@ DetachedClip outside_clip anchor_rollout
     verl: rollout_correction.bypass_mode=True with loss_type="reinforce" and rollout_is="token"
     PipelineRL: "reinforce"
     torchforge: ReinforceLoss
-surrogate: CISPO without the tokens PPO clips | DetachedClip outside_zero_by_sign
+surrogate: CISPO without the tokens PPO clips | \
+DetachedClip outside_zero_by_sign weight_ratio
     ROLL: pg_variant="cispo" with cispo_use_unified_mask
     Trinity-RFT: "cispo" with enable_mask_clip
 surrogate: the ratio to the engine, nothing outside a band | \
-DetachedClip outside_zero anchor_rollout
+DetachedClip outside_zero weight_ratio anchor_rollout
     SkyRL: policy_loss_type="rollout_is"
+surrogate: REC: no ratio, nothing outside a band | DetachedClip weight_one
+    Trinity-RFT: policy_loss_fn="rec" with weight="none", or "sppo" (the band 1 / (1 + epsilon) … 1
+        + epsilon)
 surrogate: SAPO | SoftGate
     verl: policy_loss.loss_mode="sapo" (tau_pos, tau_neg), always averaged "seq-mean-token-mean"
     TRL, Liger, Unsloth, Axolotl: loss_type="sapo" (sapo_temperature_pos, sapo_temperature_neg)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.functional.correction import nan_where_undecided
 from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import binary_divergence
 from policyloss.functional.masking import accumulator_dtype, where_equal
@@ -114,22 +115,24 @@ def detached_clipped(
     ratio_min: float,
     ratio_max: float,
     outside: str = "clip",
+    weight: str = "ratio",
 ) -> Tensor:
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`, where sg stops the gradient.
 
     Source: arXiv 2506.13585.
     outside: "clip" keeps the gradient of every token; "zero_by_sign" drops the tokens that PPO
     would clip (A>0 and r>max, or A<0 and r<min); "zero" drops all tokens outside the bounds.
+    weight: "ratio", or "one": the loss of a kept token is `-A·logp` (REC, arXiv 2509.24203).
     """
     r = ratio.detach()
-    weight = r.clamp(min=ratio_min, max=ratio_max)
+    w = r.clamp(min=ratio_min, max=ratio_max) if weight == "ratio" else nan_where_undecided(r)
     if outside == "zero_by_sign":
         dropped = ((advantages > 0) & (r > ratio_max)) | ((advantages < 0) & (r < ratio_min))
-        weight = torch.where(dropped, 0, weight)
+        w = torch.where(dropped, 0, w)
     elif outside == "zero":
         dropped = (r > ratio_max) | (r < ratio_min)
-        weight = torch.where(dropped, 0, weight)
-    return -weight * advantages * logp
+        w = torch.where(dropped, 0, w)
+    return -w * advantages * logp
 
 
 def soft_gated(

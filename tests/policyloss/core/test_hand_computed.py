@@ -49,6 +49,8 @@ TWO_SIDED, TIGHT = pl.TwoSidedClip(4.0, 0.2, 0.2), pl.TwoSidedClip(1.1, 0.2, 0.2
 CISPO = pl.DetachedClip(0.5, 2.0)
 CISPO_SIGN = pl.DetachedClip(0.5, 2.0, outside="zero_by_sign")
 CISPO_ZERO = pl.DetachedClip(0.5, 2.0, outside="zero")
+REC_SIGN = pl.DetachedClip(0.5, 2.0, outside="zero_by_sign", weight="one")
+REC_ZERO = pl.DetachedClip(0.5, 2.0, outside="zero", weight="one")
 GATE = pl.SoftGate(1.0, 2.0)
 GAMMA = pl.GammaWeight(2.0, 3.0, 3.0, 2.0)
 TOPR = pl.TaperedNegative(1.0)
@@ -102,6 +104,13 @@ TRUST = [
     (CISPO_ZERO, 4.0, -2.0, 0.0, 0),
     (CISPO_ZERO, 0.25, 2.0, 0.0, 0),
     (CISPO_ZERO, 1.5, 2.0, 3.0, -3.0),
+    # REC: −A·logp inside the band, whatever the ratio; outside as above.
+    (REC_SIGN, 1.5, 2.0, 2.0, -2.0),
+    (REC_SIGN, 4.0, 2.0, 0.0, 0),
+    (REC_SIGN, 4.0, -2.0, -2.0, 2.0),
+    (REC_SIGN, 0.25, 2.0, 2.0, -2.0),
+    (REC_ZERO, 0.25, 2.0, 0.0, 0),
+    (REC_ZERO, 0.75, -3.0, -3.0, 3.0),
     # −A·(4/τ)·σ(τ(r−1)); slope −A·4·σ(1−σ)·r. σ(ln 3) = 3/4, σ(1−σ) = 3/16.
     (GATE, 1.0, 1.0, -2.0, -1.0),  # −4·½; −4·¼
     (GATE, 1.0, -1.0, 1.0, 1.0),  # (4/2)·½; 4·¼

@@ -127,6 +127,7 @@ READS = {
     "rollout_is": ("rollout_logp",),
     "aipo": ("rollout_logp",),
     "prime_rl": ("rollout_logp",),
+    "ipo": ("rollout_logp",),
     "tis": ("old_logp", "rollout_logp"),
     "seq_tis": ("old_logp", "rollout_logp"),
     "icepop": ("old_logp", "rollout_logp"),
@@ -169,6 +170,8 @@ NUMBERS = {
         "aggregate": pl.SeqMeanTokenMean(),
     },
     "gspo_token": {"ratio": pl.SequenceRatio(grad="token"), "trust": pl.Clip(3e-4, 4e-4)},
+    "rec_one_side": {"trust": pl.DetachedClip(0.8, 1.2, "zero_by_sign", "one"), "kl": None},
+    "sppo_token": {"trust": pl.DetachedClip(1 / 1.3, 1.3, "zero", "one"), "kl": None},
     "sapo": {"trust": pl.SoftGate(1.0, 1.05), "aggregate": pl.SeqMeanTokenMean()},
     "gmpo": {"trust": pl.GeometricClip(0.4, 0.4), "aggregate": pl.SeqMeanTokenMean()},
     "gpg": {"trust": pl.Unbounded("logp"), "aggregate": pl.TokenMean()},
@@ -184,6 +187,11 @@ NUMBERS = {
     "decoupled_ppo": {"correction": (pl.Truncate(inf),)},
     "two_sided": {"trust": pl.TwoSidedClip(4.0, 0.2, 0.2)},
     "aipo": {"trust": pl.Clip(inf, 1.0, dual=2.0)},
+    "ipo": {
+        "ratio": pl.TokenRatio("rollout", log_clamp=None),
+        "trust": pl.ProbabilityBand("tv", 0.1, 0.1, sides="both", form="ratio"),
+        "kl": pl.KL("k2", 2 * 1e-3, anchor="rollout", clamp=None),
+    },
     "vespo": {
         "trust": pl.GammaWeight(2.0, 3.0, 3.0, 2.0),
         "ratio": pl.SequenceProduct(log_clamp=(log(1e-8), 20.0)),

@@ -1,0 +1,158 @@
+"""Losses of trainers that no environment here installs, evaluated by their own code and recorded.
+
+    python -m conformance.public_losses prime-rl=SRC trinity-rft=SRC areal=SRC ms-swift=SRC …
+
+SRC: the folder of an unpacked wheel or of a checkout. Only the named functions of a file are
+loaded, so that nothing else of the trainer must be installed. The command writes
+tests/recorded/public_losses.json: ragged batches in float64, with the loss and the gradient by the
+log-probabilities that the trainer computes. `tests/policyloss/compat/test_public_losses.py`
+compares them with the specs in `SPECS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import policyloss as pl
+
+RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded" / "public_losses.json"
+SEEDS = 3
+INPUTS = ("logp", "old_logp", "rollout_logp", "advantages", "mask")
+Batch = dict[str, Tensor]
+
+_UNCLAMPED = pl.TokenRatio(log_clamp=None)
+
+
+def _rec(trust: Any) -> pl.LossSpec:
+    return pl.LossSpec(_UNCLAMPED, trust)
+
+
+# The loss of each trainer as a spec; the key names the trainer, its release and its option.
+SPECS: dict[str, pl.LossSpec] = {
+    "prime-rl 2026-08-21 ipo": pl.preset("ipo"),
+    "trinity-rft 0.6.0 rec one-side": _rec(
+        pl.DetachedClip(0.8, 1.2, outside="zero_by_sign", weight="one")
+    ),
+    "trinity-rft 0.6.0 rec two-side": _rec(pl.DetachedClip(0.8, 1.2, "zero", weight="one")),
+    "trinity-rft 0.6.0 rec two-side importance_sampling": _rec(pl.DetachedClip(0.8, 1.2, "zero")),
+    "trinity-rft 0.6.0 sppo": _rec(pl.DetachedClip(1 / 1.3, 1.3, "zero", weight="one")),
+}
+# Their value differs by `A·old_logp`, a constant.
+GRADIENT_ALONE = ("trinity-rft 0.6.0 sppo",)
+
+
+def draw(seed: int) -> Batch:
+    """A ragged batch `[5, 7]` with masks that have holes, and groups of unequal lengths."""
+    g = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(5, 7, generator=g, dtype=torch.float64)
+
+    logp = -0.05 - 2 * torch.rand(5, 7, generator=g, dtype=torch.float64)
+    old = (logp + noise(0.3)).clamp(max=-0.01)
+    lengths = torch.randint(2, 8, (5, 1), generator=g)
+    mask = (torch.rand(5, 7, generator=g) < 0.8) & (torch.arange(7) < lengths)
+    mask[:, 0] = True
+    rollout = (old + noise(0.2)).clamp(max=-0.01)
+    advantages = torch.randn(5, 1, generator=g, dtype=torch.float64).expand(5, 7).contiguous()
+    return dict(zip(INPUTS, (logp, old, rollout, advantages, mask), strict=True))
+
+
+def load(path: Path, *names: str, **known: Any) -> ModuleType:
+    """A module with only the definitions `names` of the file at `path`. known: its other names."""
+    nodes = [n for n in ast.parse(path.read_text()).body if getattr(n, "name", None) in names]
+    missing = set(names) - {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    if missing:
+        raise LookupError(f"{path} has no {sorted(missing)}")
+    header = "from __future__ import annotations\nimport torch\nimport torch.nn.functional as F\n"
+    header += "from dataclasses import dataclass, field\nfrom typing import *\n"
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(header + "\n\n".join(map(ast.unparse, nodes)))
+        file.flush()
+        spec = importlib.util.spec_from_file_location("public_loss", file.name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        module.__dict__.update(known)
+        sys.modules["public_loss"] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    return module
+
+
+def _prime_rl(folder: Path, case: str, b: Batch) -> Tensor:
+    names = ("LossInputs", "LossOutputs", "_safe_mean", "ipo_loss_fn")
+    file = folder / "src/prime_rl/trainer/rl/loss.py"
+    module = load(file, *names, "compute_importance_ratio_and_mismatch_kl")
+    total = torch.zeros((), dtype=torch.float64)
+    for logp, rollout, advantages, mask in zip(
+        b["logp"], b["rollout_logp"], b["advantages"], b["mask"], strict=True
+    ):
+        inputs = module.LossInputs(logp, rollout, None, advantages, mask)
+        config = SimpleNamespace(ipo_threshold=0.1, adv_tau=1.0, kl_tau=1e-3)
+        total = total + module.ipo_loss_fn(inputs, config).loss
+    return total / b["mask"].sum()  # its trainer divides by the tokens of the step
+
+
+def _trinity(folder: Path, case: str, b: Batch) -> Tensor:
+    root = folder / "trinity/algorithm"
+    utils = load(root / "utils.py", "masked_sum", "masked_mean", "aggregate_loss")
+    known = {name: getattr(utils, name) for name in ("masked_mean", "aggregate_loss")}
+    known["PolicyLossFn"] = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
+    if case == "sppo":
+        module = load(root / "policy_loss_fn/sppo_loss_fn.py", "sPPOPolicyLossFn", **known)
+        loss = module.sPPOPolicyLossFn(**module.sPPOPolicyLossFn.default_args())
+    else:
+        module = load(root / "policy_loss_fn/rec_policy_loss.py", "RECPolicyLossFn", **known)
+        _, mode, *weight = case.split()
+        changes = {"clip_mode": mode, "weight": weight[0] if weight else "none"}
+        loss = module.RECPolicyLossFn(**{**module.RECPolicyLossFn.default_args(), **changes})
+    value: Tensor = loss(b["logp"], b["old_logp"], b["mask"], b["advantages"])[0]
+    # Its mean divides by the count plus 1e-8.
+    count = b["mask"].sum()
+    return value * (count + 1e-8) / count
+
+
+TRAINERS: Mapping[str, Callable[[Path, str, Batch], Tensor]] = {
+    "prime-rl": _prime_rl,
+    "trinity-rft": _trinity,
+}
+
+
+def record(folders: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    """The cases of the trainers in `folders`, by the keys of `SPECS`."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for key in SPECS:
+        trainer, _, case = key.split(" ", 2)
+        for seed in range(SEEDS if trainer in folders else 0):
+            b = draw(seed)
+            leaf = b["logp"].clone().requires_grad_()
+            loss = TRAINERS[trainer](folders[trainer], case, {**b, "logp": leaf})
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            inputs = {name: x.tolist() for name, x in b.items()}
+            outputs = {"loss": loss.item(), "gradient": gradient.tolist()}
+            cases.setdefault(key, []).append({"inputs": inputs, **outputs})
+    return cases
+
+
+def main(arguments: list[str]) -> None:
+    """Record the named trainers; the cases of the others stay."""
+    folders = {name: Path(path) for name, path in (a.split("=", 1) for a in arguments)}
+    kept = json.loads(RECORDED.read_text()) if RECORDED.is_file() else {}
+    cases = {key: case for key, case in (kept | record(folders)).items() if key in SPECS}
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(cases.items())]
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
