@@ -88,6 +88,7 @@ PLANS: Mapping[str, Plan] = {
     "sppo_token": _GROUPS,
     "sapo": _GROUPS,
     "gmpo": _GROUPS,
+    "fipo": _GROUPS,
     "gpg": Plan({"advantage": "gpg"}, why="its own advantages"),
     "reinforce": Plan(
         {"advantage": "reinforce_pp"}, why="no groups: returns normalised over the batch"
@@ -108,6 +109,7 @@ PLANS: Mapping[str, Plan] = {
         {"advantage": "gae", "staleness": 1},
         why="an actor, a critic, and completions that are one step old",
     ),
+    "m2po": _STALE,
     "clip_cov": _GROUPS,
     "kl_cov": _GROUPS,
     "dppo_tv": _GROUPS,
@@ -121,6 +123,8 @@ PLANS: Mapping[str, Plan] = {
         why="measures against the sampler itself; reward minus the group's mean",
     ),
     "dro": _CENTRED,
+    "a2po": Plan({"advantage": "dr_grpo"}, why="the group's mean reward stands for V*"),
+    "sppo": Plan({"advantage": "dr_grpo"}, why="reward minus the group's mean stands for P - 1/2"),
     "topr": _CENTRED,
     "up_grpo": _GROUPS,
     "luspo": _GROUPS,

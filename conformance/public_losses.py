@@ -1,6 +1,6 @@
 """Losses of trainers that no environment here installs, evaluated by their own code and recorded.
 
-    python -m conformance.public_losses prime-rl=SRC trinity-rft=SRC areal=SRC ms-swift=SRC …
+    python -m conformance.public_losses prime-rl=SRC trinity-rft=SRC openpipe-art=SRC …
 
 SRC: the folder of an unpacked wheel or of a checkout. Only the named functions of a file are
 loaded, so that nothing else of the trainer must be installed. The command writes
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +47,23 @@ SPECS: dict[str, pl.LossSpec] = {
     "trinity-rft 0.6.0 rec two-side": _rec(pl.DetachedClip(0.8, 1.2, "zero", weight="one")),
     "trinity-rft 0.6.0 rec two-side importance_sampling": _rec(pl.DetachedClip(0.8, 1.2, "zero")),
     "trinity-rft 0.6.0 sppo": _rec(pl.DetachedClip(1 / 1.3, 1.3, "zero", weight="one")),
+    "areal 1.0.4 m2po": pl.LossSpec(
+        _UNCLAMPED, correction=pl.MomentBudget(0.02), rejected="renormalise"
+    ),
+    "areal-main 2026-08-22 binary_kl": pl.LossSpec(
+        _UNCLAMPED, correction=pl.DivergenceMask("kl", 0.01, floor=1e-8, direction="both")
+    ),
+    "roll 2026-08-19 segment": pl.LossSpec(
+        _UNCLAMPED, correction=pl.Truncate(1.1, 0.9, level="turn")
+    ),
+    "ms-swift 4.6.0 fipo": pl.preset("fipo").replace(ratio=_UNCLAMPED),
+    "openpipe-art 0.5.23 average": pl.LossSpec(
+        pl.MixedRatio("arithmetic"), pl.DetachedClip(0.0, 5.0)
+    ),
+    "openpipe-art 0.5.23 geometric_average": pl.LossSpec(
+        pl.MixedRatio("geometric"), pl.Clip(0.2, 0.2)
+    ),
+    "verl-recipe 2026-08-05 sppo": pl.preset("sppo"),
 }
 # Their value differs by `A·old_logp`, a constant.
 GRADIENT_ALONE = ("trinity-rft 0.6.0 sppo",)
@@ -69,9 +86,13 @@ def draw(seed: int) -> Batch:
     return dict(zip(INPUTS, (logp, old, rollout, advantages, mask), strict=True))
 
 
-def load(path: Path, *names: str, **known: Any) -> ModuleType:
-    """A module with only the definitions `names` of the file at `path`. known: its other names."""
-    nodes = [n for n in ast.parse(path.read_text()).body if getattr(n, "name", None) in names]
+def load(path: Path, *names: str, **known: Any) -> Any:
+    """A module with only the functions, methods and classes `names` of the file at `path`.
+
+    known: its other names.
+    """
+    tree = ast.walk(ast.parse(path.read_text()))
+    nodes = [n for n in tree if getattr(n, "name", None) in names]
     missing = set(names) - {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     if missing:
         raise LookupError(f"{path} has no {sorted(missing)}")
@@ -123,9 +144,95 @@ def _trinity(folder: Path, case: str, b: Batch) -> Tensor:
     return value * (count + 1e-8) / count
 
 
+def _areal(folder: Path, case: str, b: Batch) -> Tensor:
+    masks = load(
+        folder / "areal/trainer/ppo/actor.py", "_apply_m2po_masking", "_get_m2po_loss_mask"
+    )
+    losses = load(folder / "areal/utils/functional/functional.py", "ppo_actor_loss_fn")
+    mask = masks._apply_m2po_masking(b["rollout_logp"], b["old_logp"], b["mask"], 0.02)
+    loss: Tensor = losses.ppo_actor_loss_fn(
+        b["logp"], b["old_logp"], b["rollout_logp"], b["advantages"], 0.2, mask
+    )[0]
+    return loss
+
+
+def _ppo(b: Batch) -> Tensor:
+    ratio, a = (b["logp"] - b["old_logp"]).exp(), b["advantages"]
+    return -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+
+
+def _areal_main(folder: Path, case: str, b: Batch) -> Tensor:
+    """PPO, with the tokens masked by its divergence; its denominator counts all tokens."""
+    path = folder / "areal/utils/functional/functional.py"
+    divergence = load(path, "compute_binary_kl_divergence").compute_binary_kl_divergence
+    old, rollout = b["old_logp"], b["rollout_logp"]
+    keep: Tensor = torch.maximum(divergence(old, rollout), divergence(rollout, old)) <= 0.01
+    return (_ppo(b) * (old - rollout).exp() * (keep & b["mask"])).sum() / b["mask"].sum()
+
+
+def _roll(folder: Path, case: str, b: Batch) -> Tensor:
+    """PPO, weighted by its ratio of each segment, clipped to [0.9, 1.1]."""
+    path, name = folder / "roll/pipeline/agentic/utils.py", "compute_segment_masked_mean"
+    mask = b["mask"].long()
+    log_ratio: Tensor = getattr(load(path, name), name)(b["old_logp"] - b["rollout_logp"], mask)
+    return (_ppo(b) * log_ratio.exp().clamp(0.9, 1.1) * mask).sum() / mask.sum()
+
+
+def _swift(folder: Path, case: str, b: Batch) -> Tensor:
+    """Its weight of each token, times PPO's clip as its trainer computes it."""
+    path = folder / "swift/rlhf_trainers/grpo_trainer.py"
+    method = load(path, "_compute_fipo_influence")._compute_fipo_influence
+    options = {"fipo_gamma": 2 ** (-1 / 32), "fipo_clip_range": 0.2, "fipo_clip_high_only": True}
+    args = SimpleNamespace(delta=None)
+    trainer = SimpleNamespace(**options, fipo_safety_threshold=4.0, args=args)
+    # Its distance counts masked tokens too, so the valid ones are moved together.
+    order = (~b["mask"]).to(torch.int8).argsort(dim=1, stable=True)
+    moved = {name: x.gather(1, order) for name, x in b.items()}
+    log_ratio, mask = (moved["logp"] - moved["old_logp"]).detach(), moved["mask"]
+    weight: Tensor = method(trainer, log_ratio, log_ratio.exp(), moved["advantages"], mask)[0]
+    return (_ppo(moved) * weight * mask).sum() / mask.sum()
+
+
+def _art(folder: Path, case: str, b: Batch) -> Tensor:
+    module = load(folder / "art/loss.py", "loss_fn", "compute_probs_corr", "_mask_ignored_tokens")
+    aggregate = load(folder / "art/utils/group_aggregate.py", "group_aggregate").group_aggregate
+    module.LossOffPolicyDiagnostics = SimpleNamespace(from_tensors=lambda **tensors: None)
+    module.Loss = SimpleNamespace
+    mask = b["mask"]
+    rows = 1 + torch.arange(len(mask)).unsqueeze(1).expand_as(mask)
+    aligned = SimpleNamespace(
+        old_logprobs=b["old_logp"],
+        advantages=b["advantages"],
+        assistant_mask=mask,
+        weights=torch.ones_like(b["advantages"]),
+        group_ids=rows,
+        group_mean=lambda values, by: aggregate(values, by=by, eps=0.0),
+        denominator=lambda mask, reduction: mask.sum(),
+        aligned_entropies=lambda entropies: None,
+    )
+    options = {"importance_sampling_level": case, "ppo": case != "average"}
+    inputs = SimpleNamespace(align_inputs=lambda: aligned)
+    loss: Tensor = module.loss_fn(inputs, b["logp"], None, None, options).policy_loss
+    return loss
+
+
+def _verl_recipe(folder: Path, case: str, b: Batch) -> Tensor:
+    mean = SimpleNamespace(masked_mean=lambda x, mask: (x * mask).sum() / mask.sum())
+    module = load(folder / "sppo/dp_actor.py", "compute_sppo_loss", verl_F=mean)
+    rewards = b["advantages"][:, 0]
+    loss: Tensor = module.compute_sppo_loss(b["old_logp"], b["logp"], rewards, b["mask"])[0]
+    return loss
+
+
 TRAINERS: Mapping[str, Callable[[Path, str, Batch], Tensor]] = {
     "prime-rl": _prime_rl,
     "trinity-rft": _trinity,
+    "areal": _areal,
+    "areal-main": _areal_main,
+    "roll": _roll,
+    "ms-swift": _swift,
+    "openpipe-art": _art,
+    "verl-recipe": _verl_recipe,
 }
 
 

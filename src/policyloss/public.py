@@ -36,6 +36,7 @@ from policyloss.parts.correction import (
     Band,
     Corrected,
     DivergenceMask,
+    MomentBudget,
     Reject,
     SelfNormalise,
     SequenceMask,
@@ -44,17 +45,25 @@ from policyloss.parts.correction import (
 )
 from policyloss.parts.divergence import Divergence
 from policyloss.parts.kl import KL
-from policyloss.parts.ratio import SegmentRatio, SequenceProduct, SequenceRatio, TokenRatio
+from policyloss.parts.ratio import (
+    MixedRatio,
+    SegmentRatio,
+    SequenceProduct,
+    SequenceRatio,
+    TokenRatio,
+)
 from policyloss.parts.trust import (
     BySign,
     Clip,
     CovClip,
     CovKL,
     DetachedClip,
+    FutureKL,
     GammaWeight,
     GeometricClip,
     ProbabilityBand,
     Quadratic,
+    Regression,
     SoftGate,
     Surrogate,
     TaperedNegative,
@@ -83,6 +92,7 @@ __all__ = [
     "DetachedClip",
     "Divergence",
     "DivergenceMask",
+    "FutureKL",
     "GammaWeight",
     "GeometricClip",
     "GroupTokens",
@@ -96,12 +106,15 @@ __all__ = [
     "LossSpec",
     "Metrics",
     "MicroBatch",
+    "MixedRatio",
+    "MomentBudget",
     "PartitionReport",
     "Plan",
     "PolicyLossError",
     "ProbabilityBand",
     "PromptMean",
     "Quadratic",
+    "Regression",
     "Reject",
     "SegmentRatio",
     "SelfNormalise",

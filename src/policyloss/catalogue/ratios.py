@@ -12,7 +12,7 @@ from policyloss.parts.aggregate import (
 )
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SegmentRatio, SequenceRatio, TokenRatio
-from policyloss.parts.trust import Clip, DetachedClip, GeometricClip, SoftGate, Unbounded
+from policyloss.parts.trust import Clip, DetachedClip, FutureKL, GeometricClip, SoftGate, Unbounded
 from policyloss.spec import LossSpec
 
 _GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
@@ -204,6 +204,18 @@ BY_RATIO: tuple[Preset, ...] = (
             verl's and SkyRL's defaults
         aggregate: SAPO: mean over sequences of token means
         advantage (grpo): SAPO, arXiv 2511.20347: group-normalised, as GRPO
+        """,
+    ),
+    described(
+        LossSpec(trust=FutureKL(0.2, 0.2), aggregate=TokenMean()),
+        f"""
+        fipo: FIPO: PPO with tokens weighted by the change of the policy on what follows them
+        paper: arXiv 2603.19835
+        trust: ms-swift loss_type='fipo': half-life 32, weight within [1, 1.2], safety threshold 4
+        trust.eps_low: {PPO_EPSILON}
+        trust.eps_high: {PPO_EPSILON}
+        aggregate: token mean, as ms-swift
+        note: ms-swift's option delta, off by default, is left out. Time runs over the valid tokens.
         """,
     ),
     described(

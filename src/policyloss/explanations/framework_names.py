@@ -115,12 +115,17 @@ surrogate: GMPO | GeometricClip
     verl: policy_loss.loss_mode="geo_mean", a mean over the rows of each micro-batch whatever
         loss_agg_mode says
     TRL: experimental GMPOTrainer
+surrogate: FIPO | FutureKL
+    ms-swift: loss_type="fipo"
 surrogate: no ratio: -A·logp | Unbounded form_logp
     verl: policy_loss.loss_mode="gpg"
 surrogate: the plain ratio to the engine | Unbounded form_ratio anchor_rollout
     Tinker: "importance_sampling"
     SkyRL: policy_loss_type="importance_sampling"
     Trinity-RFT: "importance_sampling"
+surrogate: the log-ratio of the sequence, regressed on the advantage | Regression product_ratio
+    TRL: experimental A2POTrainer (anchor "ref")
+    verl: recipe sppo
 surrogate: Clip-Cov | CovClip
     verl: policy_loss.loss_mode="clip_cov", over each micro-batch
     SkyRL: policy_loss_type="clip_cov"
@@ -203,6 +208,8 @@ correction: off-policy sequence masking | OPSM
     TRL: off_policy_mask_threshold
     slime: --use-opsm, --opsm-delta
     cosmos-rl: off_policy_masking_delta
+correction: M2PO | MomentBudget
+    AReaL: m2_threshold, over each micro-batch
 correction: weights divided by their mean | SelfNormalise
     verl: rollout_is_batch_normalize
     slime: batch normalisation in mis.py

@@ -192,6 +192,24 @@ def geometric_log_ratio(
     return side * torch.minimum(side * log_ratio, side * log_ratio.clamp(-eps_low, eps_high))
 
 
+def influence(
+    future: Tensor,
+    ratio: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    safe_ratio: float,
+) -> Tensor:
+    """FIPO's weight, detached: `clip(exp(future), low, high)`.
+
+    It is held within [0.8, 1] where A < 0 and r > safe_ratio. future: the discounted sum of this
+    and all later log-ratios of the sequence. Source: arXiv 2603.19835; 0.8 and 1 are ms-swift's.
+    """
+    weight = future.detach().exp().clamp(low, high)
+    risky = (advantages < 0) & (ratio.detach() > safe_ratio)
+    return torch.where(risky, weight.clamp(0.8, 1.0), weight)
+
+
 def gamma_weighted(
     log_ratio: Tensor,
     logp: Tensor,
@@ -213,6 +231,11 @@ def gamma_weighted(
 def quadratic(log_ratio: Tensor, logp: Tensor, advantages: Tensor, beta: float) -> Tensor:
     """DRO / Kimi k1.5: `-(A·logp - ½·beta·(log-ratio)²)` (arXiv 2405.19107, 2501.12599)."""
     return -(advantages * logp - 0.5 * beta * log_ratio**2)
+
+
+def regression(log_ratio: Tensor, advantages: Tensor, beta: float) -> Tensor:
+    """`(beta·log_ratio - A)²` (A*-PO, arXiv 2505.20686; SPPO, arXiv 2405.00675)."""
+    return (beta * log_ratio - advantages) ** 2
 
 
 def tapered_negative(

@@ -221,7 +221,7 @@ REFUSED = {
     "cov coef": (lambda: pl.CovKL(coef=-1.0), ["CovKL.coef", "-1.0"]),
     "anchor": (
         lambda: pl.TokenRatio(anchor="reference"),
-        ["TokenRatio.anchor", "'reference'", "current, old, rollout"],
+        ["TokenRatio.anchor", "'reference'", "current, old, ref, rollout"],
     ),
     "ratio grad": (
         lambda: pl.SequenceRatio(grad="tokens"),
