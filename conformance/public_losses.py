@@ -16,6 +16,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ import policyloss as pl
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded" / "public_losses.json"
 SEEDS = 3
-INPUTS = ("logp", "old_logp", "rollout_logp", "advantages", "mask")
+INPUTS = ("logp", "old_logp", "rollout_logp", "ref_logp", "advantages", "mask")
 Batch = dict[str, Tensor]
 
 _UNCLAMPED = pl.TokenRatio(log_clamp=None)
@@ -63,6 +64,7 @@ SPECS: dict[str, pl.LossSpec] = {
     "openpipe-art 0.5.23 geometric_average": pl.LossSpec(
         pl.MixedRatio("geometric"), pl.Clip(0.2, 0.2)
     ),
+    "trl 1.16.0 a2po": pl.preset("a2po"),
     "verl-recipe 2026-08-05 sppo": pl.preset("sppo"),
 }
 # Their value differs by `A·old_logp`, a constant.
@@ -83,7 +85,8 @@ def draw(seed: int) -> Batch:
     mask[:, 0] = True
     rollout = (old + noise(0.2)).clamp(max=-0.01)
     advantages = torch.randn(5, 1, generator=g, dtype=torch.float64).expand(5, 7).contiguous()
-    return dict(zip(INPUTS, (logp, old, rollout, advantages, mask), strict=True))
+    ref = (old + noise(0.3)).clamp(max=-0.01)
+    return dict(zip(INPUTS, (logp, old, rollout, ref, advantages, mask), strict=True))
 
 
 def load(path: Path, *names: str, **known: Any) -> Any:
@@ -216,6 +219,22 @@ def _art(folder: Path, case: str, b: Batch) -> Tensor:
     return loss
 
 
+def _trl(folder: Path, case: str, b: Batch) -> Tensor:
+    method = load(folder / "trl/experimental/a2po/a2po_trainer.py", "compute_loss").compute_loss
+    mask = b["mask"]
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(beta2=1e-3),
+        _metrics={"train": defaultdict(list)},
+        _get_sequence_logps=lambda *inputs: (b["logp"] * mask).sum(1),
+    )
+    inputs: dict[str, Any] = dict.fromkeys(("input_ids", "attention_mask", "logits_to_keep"))
+    inputs["ref_logps"] = (b["ref_logp"] * mask).sum(1)
+    inputs |= {"rewards": b["advantages"][:, 0], "v_star": torch.zeros(len(mask))}
+    loss: Tensor = method(trainer, None, inputs)
+    return loss
+
+
 def _verl_recipe(folder: Path, case: str, b: Batch) -> Tensor:
     mean = SimpleNamespace(masked_mean=lambda x, mask: (x * mask).sum() / mask.sum())
     module = load(folder / "sppo/dp_actor.py", "compute_sppo_loss", verl_F=mean)
@@ -232,6 +251,7 @@ TRAINERS: Mapping[str, Callable[[Path, str, Batch], Tensor]] = {
     "roll": _roll,
     "ms-swift": _swift,
     "openpipe-art": _art,
+    "trl": _trl,
     "verl-recipe": _verl_recipe,
 }
 
