@@ -158,7 +158,7 @@ class MixedRatio(Part):
     reach: ClassVar[str] = "sequence"
     shared_over: ClassVar[str | None] = "sequence"
     traits: ClassVar[tuple[str, ...]] = ("mixed_ratio", "other_ratio")
-    mean: Literal["arithmetic", "geometric"]
+    mean: Literal["arithmetic", "geometric"] = "arithmetic"
     anchor: Anchor = "old"
     log_clamp: Annotated[LogClamp, log_clamp] = 20.0
 
@@ -169,8 +169,8 @@ class MixedRatio(Part):
     def formula(self, anchor: str) -> list[tuple[str, str]]:
         """The lines that lead to the log-ratio; the code adds ratios by their logarithms."""
         both = {"arithmetic": "log((exp(d) + exp(s)) / 2)", "geometric": "(d + s) / 2"}
-        own = f"logp - {ANCHORS[self.anchor]}"
-        return [("d", own), ("s", "seq_mean(d)"), ("log_ratio", both[self.mean])]
+        d = f"logp - {ANCHORS[self.anchor]}"
+        return [("d", d), ("s", "seq_mean(d)"), ("log_ratio", both[self.mean])]
 
     def sentence(self) -> str:
         words = f"the {self.mean} mean of each token's own probability ratio to {{}} and of the "

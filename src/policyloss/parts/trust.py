@@ -185,7 +185,7 @@ class FutureKL(TrustPart):
         low, high = number(self.weight_min), number(self.weight_max)
         risky = f"(advantages < 0) & (ratio > {number(self.safe_ratio)})"
         return [
-            ("future", f"future_sum(log_ratio, {number(self.gamma)})"),
+            ("future", f"future_sum(log_ratio, 2 ** (-1 / {number(self.half_life)}))"),
             ("influence", f"clip(exp(future), {low}, {high})"),
             ("clipped", Clip(self.eps_low, self.eps_high)),
             ("surrogate", f"clipped * where({risky}, clip(influence, 0.8, 1), influence)"),
