@@ -63,7 +63,7 @@ def _weighted(level: str) -> str:
 
 def _at_level(t: Tokens, level: str) -> Tensor:
     if level == "turn":
-        runs = turns(t.sequences, t.mask, t.positions)
+        runs = turns(t.sequences, t.mask, t.positions, "level='turn'")
         total, length = runs.sums(t.log_weight(), t.mask)
         return runs.expand(total / length.clamp(min=1))
     reduce = {"token": "token", "geomean": "mean", "product": "sum"}[level]
