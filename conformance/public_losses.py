@@ -67,6 +67,7 @@ SPECS: dict[str, pl.LossSpec] = {
     "trl 1.16.0 a2po": pl.preset("a2po"),
     "verl-recipe 2026-08-05 sppo": pl.preset("sppo"),
 }
+KLS = "roll 2026-08-19 skewed KLs"
 # Their value differs by `A·old_logp`, a constant.
 GRADIENT_ALONE = ("trinity-rft 0.6.0 sppo",)
 
@@ -243,6 +244,24 @@ def _verl_recipe(folder: Path, case: str, b: Batch) -> Tensor:
     return loss
 
 
+def record_divergences(folder: Path) -> list[dict[str, Any]]:
+    """ROLL's skewed KLs with its λ of 0.1, which it computes in float32."""
+    g = torch.Generator().manual_seed(0)
+    logits, teacher = (2 * torch.randn(4, 9, generator=g) for _ in range(2))
+    lt, cases = teacher.log_softmax(-1), []
+    roll = SimpleNamespace(kd_temperature=1.0, args=SimpleNamespace(skew_lambda=0.1))
+    for kind, beta in (("forward", 0.1), ("reverse", 0.9)):
+        name = f"compute_skewed_{kind}_kl_divergence"
+        method = getattr(load(folder / "roll/pipeline/distill/various_divergence.py", name), name)
+        leaf = logits.clone().requires_grad_()
+        value = method(roll, leaf, lt.exp(), lt, torch.zeros_like(lt, dtype=torch.bool))
+        (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        tensors = {"logits": logits, "teacher": teacher, "value": value, "gradient": gradient}
+        options = {"kind": f"skew_{kind}", "beta": beta}
+        cases.append({"options": options, **{name: x.tolist() for name, x in tensors.items()}})
+    return cases
+
+
 TRAINERS: Mapping[str, Callable[[Path, str, Batch], Tensor]] = {
     "prime-rl": _prime_rl,
     "trinity-rft": _trinity,
@@ -276,7 +295,9 @@ def main(arguments: list[str]) -> None:
     """Record the named trainers; the cases of the others stay."""
     folders = {name: Path(path) for name, path in (a.split("=", 1) for a in arguments)}
     kept = json.loads(RECORDED.read_text()) if RECORDED.is_file() else {}
-    cases = {key: case for key, case in (kept | record(folders)).items() if key in SPECS}
+    cases = {key: case for key, case in (kept | record(folders)).items() if key in (*SPECS, KLS)}
+    if "roll" in folders:
+        cases[KLS] = record_divergences(folders["roll"])
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(cases.items())]
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -55,9 +55,30 @@ PARTS = (
     (
         "divergence_kinds_swapped",
         "policyloss/functional/divergence.py",
-        'return KINDS["reverse" if self.beta else "forward"]',
-        'return KINDS["forward" if self.beta else "reverse"]',
+        'limits=("forward", "reverse")',
+        'limits=("reverse", "forward")',
         "test_divergence.py::test_the_limits_of_the_jsd_are_the_two_kls",
+    ),
+    (
+        "skewed_kl_with_the_slopes_of_a_jsd",
+        "policyloss/functional/divergence.py",
+        "to_student + (1 - beta) * torch.expm1(-to_student))",
+        "to_student)",
+        "test_divergence.py::test_the_gradient_is_that_of_autograd",
+    ),
+    (
+        "total_variation_without_its_half",
+        "policyloss/functional/divergence.py",
+        "return (student.exp() - teacher.exp()).abs() / 2",
+        "return (student.exp() - teacher.exp()).abs()",
+        "test_divergence.py::test_hand_computed",
+    ),
+    (
+        "skewed_kl_without_its_omitted_share",
+        "policyloss/functional/divergence.py",
+        "return each + omitted * p if omitted else each",
+        "return each",
+        "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
     ),
     (
         "mixture_the_other_way",

@@ -157,7 +157,9 @@ KL_BOUNDS: tuple[st.SearchStrategy[Any], ...] = (
 )
 DIVERGENCES = st.builds(
     pl.Divergence,
-    st.sampled_from(["forward", "reverse", "jsd", "generalised"]),
+    st.sampled_from(
+        ["forward", "reverse", "jsd", "generalised", "skew_forward", "skew_reverse", "tv"]
+    ),
     _numbers(0, 1),
     beta=_numbers(0, 1),
     weight=st.sampled_from([None, "ratio"]),
