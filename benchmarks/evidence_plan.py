@@ -87,8 +87,8 @@ PLANS: Mapping[str, Plan] = {
     "rec_one_side": _CENTRED,
     "sppo_token": _GROUPS,
     "sapo": _GROUPS,
-    "gmpo": _GROUPS,
     "fipo": _GROUPS,
+    "gmpo": _GROUPS,
     "gpg": Plan({"advantage": "gpg"}, why="its own advantages"),
     "reinforce": Plan(
         {"advantage": "reinforce_pp"}, why="no groups: returns normalised over the batch"

@@ -74,13 +74,6 @@ PARTS = (
         "test_divergence.py::test_hand_computed",
     ),
     (
-        "skewed_kl_without_its_omitted_share",
-        "policyloss/functional/divergence.py",
-        "return each + omitted * p if omitted else each",
-        "return each",
-        "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
-    ),
-    (
         "mixture_the_other_way",
         "policyloss/functional/divergence.py",
         "above = (1 - beta) * torch.expm1(",
@@ -111,7 +104,7 @@ PARTS = (
     (
         "cut_reverse_as_if_whole",
         "policyloss/functional/divergence.py",
-        "return each + p if measure.computed_kind.omits_p else each",
+        "return each + omitted * p if omitted else each",
         "return each",
         "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
     ),
