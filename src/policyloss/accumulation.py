@@ -80,7 +80,7 @@ def accumulate(
             "this loss needs numbers of the whole step that its mask does not give (survivors of a "
             "rejection, covariances or a mean weight): pass logp=, a function that returns a "
             "micro-batch's current log-probabilities; or take a spec without them "
-            '(rejected="keep", no SelfNormalise, CovClip or CovKL).'
+            '(rejected="keep", no SelfNormalise, MomentBudget, CovClip or CovKL).'
         )
     group = data_parallel_group(group, cp_group)
     counts, number = count_step(micro_batches, group, cp_group, dp_size)

@@ -275,7 +275,7 @@ def corrected_tokens(
         t = t.replace(measured=measured)
     if not spec.correction:
         return t, Combined(None, None, {}, {})
-    corrected = combine(spec.correction, t)
+    corrected = combine(spec.correction, t, group)
     if spec.rejected != "keep" and corrected.keep is not None:
         keep = corrected.keep
         if spec.rejected == "drop_sequence":
@@ -314,8 +314,8 @@ def measure(
     Pass the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
     then pass the result as `totals=` to `policy_loss` on each micro-batch: the gradient is the same
     however the batch is split. These losses need it: a `rejected=` other than "keep" (the kept
-    tokens must be counted), `SelfNormalise`, `CovClip` and `CovKL`. For other specs the result
-    equals `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
+    tokens must be counted), `SelfNormalise`, `MomentBudget`, `CovClip` and `CovKL`. For other specs
+    the result equals `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
     """
     spec = ready_spec(spec)
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)

@@ -129,6 +129,19 @@ class Evaluator:
         ordered = x[self.mask].detach().sort(descending=True).values
         return ordered[min(int(k), len(ordered)) - 1] if len(ordered) else torch.tensor(0)
 
+    def budget_bound(self, x: Tensor, budget: float) -> Tensor:
+        ordered = x[self.mask].sort().values
+        means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
+        kept = int((means < budget).sum())
+        return torch.tensor(math.inf) if kept == len(ordered) else ordered[kept]
+
+    def future_sum(self, x: Tensor, gamma: float) -> Tensor:
+        same = (self.row[:, None] == self.row[None, :]) & self.mask[None, :]
+        place = self.mask.cumsum(0)
+        distance = place[None, :] - place[:, None]
+        decay = torch.where(same & (distance >= 0), gamma ** distance.clamp(min=0).double(), 0)
+        return decay @ x.detach()
+
     def padded(self, x: Tensor) -> Tensor:
         """A vector over the valid tokens as `[B, T]`, 0 elsewhere."""
         return torch.zeros(self.valid.shape, dtype=x.dtype).masked_scatter(self.valid, x)
@@ -166,6 +179,8 @@ FUNCTIONS = (
     "sum",
     "token_mean",
     "kth_largest",
+    "budget_bound",
+    "future_sum",
 )
 PLAIN = {
     "sg": lambda x: x.detach(),

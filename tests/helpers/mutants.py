@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "cispo_weight_not_detached",
         "policyloss/functional/trust.py",
-        "weight = r.clamp(min=ratio_min",
-        "weight = ratio.clamp(min=ratio_min",
+        "w = r.clamp(min=ratio_min",
+        "w = ratio.clamp(min=ratio_min",
         _HAND + "test_trust",
     ),
     Mutant(

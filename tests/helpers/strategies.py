@@ -14,7 +14,7 @@ from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 EPS = st.sampled_from([0.0, 3e-4, 0.05, 0.2, 0.28, 1.0, float("inf")])
 LOG_CLAMP = st.sampled_from([20.0, 10.0, 0.5, (None, 20.0), (-18.0, 0.7)])
 EPSILON = st.sampled_from([1e-8, 0.5])
-LEVEL = st.sampled_from(["token", "geomean", "product"])
+LEVEL = st.sampled_from(["token", "turn", "geomean", "product"])
 
 
 def _numbers(low: float, high: float) -> st.SearchStrategy[float]:
@@ -47,6 +47,12 @@ RATIOS = st.one_of(
         low=_numbers(0, 0.9375),
         high=_numbers(1.0625, 5),
     ),
+    st.builds(
+        pl.MixedRatio,
+        st.sampled_from(["arithmetic", "geometric"]),
+        anchor=st.sampled_from(["old", "rollout", "ref"]),
+        log_clamp=LOG_CLAMP,
+    ),
     st.builds(pl.SegmentRatio, anchor=st.sampled_from(["old", "rollout"]), log_clamp=LOG_CLAMP),
 )
 TRUSTS = st.one_of(
@@ -57,6 +63,13 @@ TRUSTS = st.one_of(
         _numbers(0, 1),
         _numbers(1, 8),
         st.sampled_from(["clip", "zero_by_sign", "zero"]),
+    ),
+    st.builds(
+        pl.DetachedClip,
+        _numbers(0, 1),
+        _numbers(1, 8),
+        st.sampled_from(["zero_by_sign", "zero"]),
+        st.just("one"),
     ),
     st.builds(pl.SoftGate, _numbers(0.25, 4), _numbers(0.25, 4)),
     st.builds(
@@ -69,6 +82,15 @@ TRUSTS = st.one_of(
         _numbers(0.5, 20),
     ),
     st.builds(pl.GeometricClip, EPS, EPS),
+    st.builds(
+        pl.FutureKL,
+        EPS,
+        EPS,
+        half_life=_numbers(0.25, 64),
+        weight_min=_numbers(0, 1),
+        weight_max=_numbers(1, 4),
+        safe_ratio=_numbers(0.5, 4),
+    ),
     st.builds(pl.GammaWeight, _numbers(0, 3), _numbers(0.5, 3), _numbers(0, 3), _numbers(0.5, 3)),
     st.builds(
         pl.CovClip,
@@ -81,6 +103,7 @@ TRUSTS = st.one_of(
     ),
     st.builds(pl.CovKL, fraction=_numbers(0.0625, 0.75), coef=_numbers(0, 2)),
     st.builds(pl.Quadratic, _numbers(0.0625, 2)),
+    st.builds(pl.Regression, _numbers(0.0625, 2)),
     st.builds(pl.TaperedNegative, _numbers(0.25, 2)),
     st.builds(pl.Unbounded, st.sampled_from(["ratio", "logp", "current"])),
     st.builds(
@@ -106,9 +129,11 @@ WEIGHTS = st.one_of(
         st.sampled_from(["kl", "tv"]),
         _numbers(0.015625, 0.25),
         level=st.sampled_from(["token", "sequence"]),
+        direction=st.sampled_from(["forward", "both"]),
     ),
 )
 TESTS = st.one_of(
+    st.builds(pl.MomentBudget, _numbers(0.015625, 0.25)),
     st.builds(
         pl.Reject,
         st.sampled_from(["k1", "k2", "k3"]),
@@ -132,7 +157,9 @@ KL_BOUNDS: tuple[st.SearchStrategy[Any], ...] = (
 )
 DIVERGENCES = st.builds(
     pl.Divergence,
-    st.sampled_from(["forward", "reverse", "jsd", "generalised"]),
+    st.sampled_from(
+        ["forward", "reverse", "jsd", "generalised", "skew_forward", "skew_reverse", "tv"]
+    ),
     _numbers(0, 1),
     beta=_numbers(0, 1),
     weight=st.sampled_from([None, "ratio"]),
@@ -195,7 +222,9 @@ def specs(draw: st.DrawFn) -> pl.LossSpec:
     correction = draw(corrections())
     spec = swapped(
         pl.LossSpec(),
-        ratio=pl.TokenRatio() if isinstance(trust, pl.GeometricClip) else draw(RATIOS),
+        ratio=pl.TokenRatio()
+        if isinstance(trust, (pl.GeometricClip, pl.FutureKL))
+        else draw(RATIOS),
         trust=trust,
         correction=correction,
         rejected=draw(st.sampled_from(REJECTED)) if correction else "keep",

@@ -34,6 +34,10 @@ TURN_SPECS = {
     "fewer tokens": PRESETS["gspo_turn"].replace(
         correction=(pl.Band(0.8, 1.25),), rejected="renormalise"
     ),
+    "weights of turns": PRESETS["dapo"].replace(correction=pl.Truncate(1.1, level="turn")),
+    "future": pl.LossSpec(trust=pl.FutureKL(half_life=3.0, weight_min=0.5, weight_max=2.0)),
+    "two ratios": pl.LossSpec(ratio=pl.MixedRatio("arithmetic")),
+    "budget": pl.LossSpec(correction=pl.MomentBudget(0.02), rejected="renormalise"),
 }
 LAYOUTS = ("padded", "packed")
 

@@ -17,6 +17,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "forward": {"kind": "forward"},
     "reverse": {"kind": "reverse"},
     "jsd": {"kind": "jsd", "beta": 0.3},
+    "skewed": {"kind": "skew_reverse", "beta": 0.9},
     "generalised": {"kind": "generalised", "top": "teacher", "k": 5},
     "union": {"kind": "reverse", "top": "union", "k": 4},
     "intersection": {"kind": "forward", "tail": False, "top": "intersection", "k": 6},

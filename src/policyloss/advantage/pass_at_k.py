@@ -17,9 +17,9 @@ from policyloss.advantage.groups import (
     divide_by,
     of_all_ranks,
 )
-from policyloss.advantage.returns import linear_recurrence_reverse
 from policyloss.arguments import check_choice, check_integer
 from policyloss.functional.masking import accumulator_dtype, compute_dtype
+from policyloss.functional.recurrence import linear_recurrence_reverse
 
 
 @torch.no_grad()

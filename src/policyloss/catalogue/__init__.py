@@ -25,12 +25,12 @@ LARGEST_FILE = 2**20  # bytes of a loss, or of the options of a framework
 # The names, for type checkers and editors.
 PresetName: TypeAlias = (
     Literal["ppo", "ppo_dual_clip", "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "gspo_token"]
-    | Literal["gspo_turn", "cispo", "cispo_unified", "rollout_is", "sapo", "gmpo", "gpg"]
-    | Literal["reinforce", "importance_sampling", "tis", "seq_tis", "icepop", "seq_mask_tis"]
-    | Literal["opsm", "decoupled_ppo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "prime_rl"]
-    | Literal["dro", "topr", "up_grpo", "luspo", "vespo", "rloo_loss", "two_sided", "aipo", "opd"]
-    | Literal["opd_kl", "iw_opd", "kdrl", "sdpo", "opd_exact", "gkd", "gkd_forward", "gkd_reverse"]
-    | Literal["mopd_topk", "opsd", "sdft"]
+    | Literal["gspo_turn", "cispo", "cispo_unified", "rollout_is", "rec_one_side", "sppo_token"]
+    | Literal["sapo", "fipo", "gmpo", "gpg", "reinforce", "importance_sampling", "tis", "seq_tis"]
+    | Literal["icepop", "seq_mask_tis", "opsm", "decoupled_ppo", "m2po", "clip_cov", "kl_cov"]
+    | Literal["dppo_tv", "dppo_kl", "prime_rl", "ipo", "dro", "a2po", "sppo", "topr", "up_grpo"]
+    | Literal["luspo", "vespo", "rloo_loss", "two_sided", "aipo", "opd", "opd_kl", "iw_opd", "kdrl"]
+    | Literal["sdpo", "opd_exact", "gkd", "gkd_forward", "gkd_reverse", "mopd_topk", "opsd", "sdft"]
 )
 
 # A loss as an argument: a spec, the name of a preset, or a function of `Tokens`, which fills the

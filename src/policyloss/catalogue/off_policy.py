@@ -6,7 +6,7 @@ import math
 
 from policyloss.catalogue.named_loss import CLIP, PPO_EPSILON, Preset, preset_from_text
 from policyloss.parts.aggregate import LengthWeighted, SeqMeanTokenMean, TokenMean
-from policyloss.parts.correction import OPSM, Band, SequenceMask, Truncate
+from policyloss.parts.correction import OPSM, Band, MomentBudget, SequenceMask, Truncate
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SequenceProduct, SequenceRatio, TokenRatio
 from policyloss.parts.trust import (
@@ -17,6 +17,7 @@ from policyloss.parts.trust import (
     GammaWeight,
     ProbabilityBand,
     Quadratic,
+    Regression,
     TaperedNegative,
     TwoSidedClip,
     Unbounded,
@@ -103,6 +104,27 @@ OFF_POLICY: tuple[Preset, ...] = (
         """,
     ),
     preset_from_text(
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout"),
+            trust=Unbounded("ratio"),
+            correction=MomentBudget(0.04),
+            aggregate=TokenMean(),
+        ),
+        """
+        m2po: M2PO: importance sampling without the tokens of the largest squared log-ratio
+        paper: arXiv 2510.01161
+        ratio: arXiv 2510.01161: against the policy that sampled
+        trust: arXiv 2510.01161: the mask replaces the clip
+        correction: arXiv 2510.01161; AReaL m2_threshold: a mask by (old_logp - rollout_logp)²
+        correction.budget: 0.04, as in AReaL's example gsm8k_m2po
+        aggregate: the sum over all tokens of the step, divided by their number
+        advantage (grpo): as GRPO
+        note: AReaL keeps PPO's clip, removes masked tokens from the denominator, measures each
+            micro-batch and keeps one token if none fits the budget: trust=Clip(…) and
+            rejected='renormalise' here; the budget is always that of the whole step.
+        """,
+    ),
+    preset_from_text(
         LossSpec(trust=CovClip(), aggregate=TokenMean()),
         f"""
         clip_cov: Clip-Cov: PPO, and a few high-covariance tokens get no gradient
@@ -172,6 +194,26 @@ OFF_POLICY: tuple[Preset, ...] = (
         """,
     ),
     preset_from_text(
+        LossSpec(
+            ratio=TokenRatio(anchor="rollout", log_clamp=None),
+            trust=ProbabilityBand("tv", 0.1, 0.1, sides="both", form="ratio"),
+            kl=KL("k2", 2e-3, anchor="rollout", clamp=None),
+            aggregate=TokenMean(),
+        ),
+        """
+        ipo: prime-rl's IPO: a symmetric probability band and a quadratic pull, both against the
+            rollout policy
+        paper: prime-rl trainer.loss.type='ipo'
+        ratio: prime-rl: exp(logp - inference logp), not clamped
+        trust: prime-rl ipo_threshold 0.1, whatever the sign of the advantage
+        kl: Kimi-K2.5's (logp - rollout_logp)² without the one half
+        kl.coef: kl_tau 1e-3; doubled because k2 holds the one half
+        aggregate: global token mean
+        advantage (dr_grpo): prime-rl's default: reward minus the group's mean
+        note: The preference loss IPO (arXiv 2310.12036) has the same name and is another loss.
+        """,
+    ),
+    preset_from_text(
         LossSpec(trust=Quadratic(0.1), aggregate=TokenMean()),
         """
         dro: DRO: advantage regression with a quadratic pull
@@ -182,6 +224,37 @@ OFF_POLICY: tuple[Preset, ...] = (
         aggregate: token mean, as verl
         advantage (dr_grpo): Kimi k1.5, arXiv 2501.12599, section 2.3.2: reward minus the mean of
             the sampled rewards
+        """,
+    ),
+    preset_from_text(
+        LossSpec(
+            ratio=SequenceProduct(anchor="ref", log_clamp=None),
+            trust=Regression(1e-3),
+            aggregate=SeqMeanTokenMean(),
+        ),
+        """
+        a2po: A*-PO: the sequence's log-ratio to the reference is regressed on the advantage
+        paper: arXiv 2505.20686
+        ratio: A*-PO, arXiv 2505.20686: log π(y|x) - log π_ref(y|x), summed over the sequence
+        trust: TRL experimental A2POTrainer: beta2 = 1e-3
+        aggregate: mean over sequences
+        note: The advantage is r - V*, with V* = beta1·log(mean(exp(r / beta1))) over samples of the
+            reference model; compute it before the call.
+        """,
+    ),
+    preset_from_text(
+        LossSpec(
+            ratio=SequenceProduct(log_clamp=None),
+            trust=Regression(1.0),
+            aggregate=SeqMeanTokenMean(),
+        ),
+        """
+        sppo: SPPO: the sequence's log-ratio is regressed on its scaled preference
+        paper: arXiv 2405.00675
+        ratio: SPPO, arXiv 2405.00675: log π(y|x) - log π_t(y|x), over the sequence
+        trust: verl-recipe sppo: (log-ratio - eta·reward)²; eta scales the advantage
+        aggregate: mean over sequences
+        note: Trinity-RFT calls another loss 'sppo': sppo_token.
         """,
     ),
     preset_from_text(

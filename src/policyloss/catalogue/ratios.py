@@ -12,7 +12,7 @@ from policyloss.parts.aggregate import (
 )
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SegmentRatio, SequenceRatio, TokenRatio
-from policyloss.parts.trust import Clip, DetachedClip, GeometricClip, SoftGate, Unbounded
+from policyloss.parts.trust import Clip, DetachedClip, FutureKL, GeometricClip, SoftGate, Unbounded
 from policyloss.spec import LossSpec
 
 _GSPO_EPS = "GSPO, arXiv 2507.18071, section 5.1: 3e-4 and 4e-4"
@@ -166,6 +166,36 @@ BY_RATIO: tuple[Preset, ...] = (
         """,
     ),
     preset_from_text(
+        LossSpec(
+            trust=DetachedClip(0.8, 1.2, outside="zero_by_sign", weight="one"),
+            aggregate=TokenMean(),
+        ),
+        """
+        rec_one_side: REC-OneSide-NoIS: REINFORCE without the tokens that PPO would clip
+        paper: arXiv 2509.24203
+        trust: arXiv 2509.24203, REC-OneSide-NoIS; Trinity-RFT clip_mode='one-side', weight='none'
+        trust.ratio_min: 1 - epsilon_low, 0.2 by default in Trinity-RFT
+        trust.ratio_max: 1 + epsilon_high, 0.2 by default in Trinity-RFT
+        aggregate: token mean, as Trinity-RFT
+        advantage (dr_grpo): arXiv 2509.24203: reward minus the group's mean
+        note: REC-TwoSide is outside='zero'; REC with importance sampling is weight='ratio'.
+        """,
+    ),
+    preset_from_text(
+        LossSpec(
+            trust=DetachedClip(1 / 1.3, 1.3, outside="zero", weight="one"), aggregate=TokenMean()
+        ),
+        """
+        sppo_token: sPPO-token: REINFORCE on the tokens whose ratio is near 1
+        paper: arXiv 2108.05828
+        trust: Trinity-RFT policy_loss_fn='sppo': -A·(logp - old_logp) within the band
+        trust.ratio_min: 1 / (1 + epsilon), epsilon 0.3 by default in Trinity-RFT
+        trust.ratio_max: 1 + epsilon, epsilon 0.3 by default in Trinity-RFT
+        aggregate: token mean, Trinity-RFT's default
+        note: The gradient is Trinity-RFT's; the value lacks the constant A·old_logp.
+        """,
+    ),
+    preset_from_text(
         LossSpec(trust=SoftGate(1.0, 1.05), aggregate=SeqMeanTokenMean()),
         """
         sapo: SAPO: a soft gate instead of a clip
@@ -174,6 +204,18 @@ BY_RATIO: tuple[Preset, ...] = (
             verl's and SkyRL's defaults
         aggregate: SAPO: mean over sequences of token means
         advantage (grpo): SAPO, arXiv 2511.20347: group-normalised, as GRPO
+        """,
+    ),
+    preset_from_text(
+        LossSpec(trust=FutureKL(0.2, 0.2), aggregate=TokenMean()),
+        f"""
+        fipo: FIPO: PPO with tokens weighted by the change of the policy on what follows them
+        paper: arXiv 2603.19835
+        trust: ms-swift loss_type='fipo': half-life 32, weight within [1, 1.2], safety threshold 4
+        trust.eps_low: {PPO_EPSILON}
+        trust.eps_high: {PPO_EPSILON}
+        aggregate: token mean, as ms-swift
+        note: ms-swift's option delta, off by default, is left out. Time runs over the valid tokens.
         """,
     ),
     preset_from_text(

@@ -44,6 +44,8 @@ run_all(c): c holds for every token of the run
 token_mean(x): the mean of x over all tokens of the step
 sum(x): the sum of x over all tokens
 kth_largest(x, k): the k-th largest x of the step (the smallest if there are fewer)
+budget_bound(x, b): the largest bound below which the x of the step have a mean below b
+future_sum(x, g): x plus g times the future_sum of the sequence's next token, without gradient
 floor(x): x rounded down
 draw(seed, …): a fixed pseudo-random number per token, made from the seed and the numbers given
 divergence: of the teacher's distribution and the policy's at the token, as the words below say

@@ -94,12 +94,16 @@ DetachedClip outside_clip anchor_rollout
     verl: rollout_correction.bypass_mode=True with loss_type="reinforce" and rollout_is="token"
     PipelineRL: "reinforce"
     torchforge: ReinforceLoss
-surrogate: CISPO without the tokens PPO clips | DetachedClip outside_zero_by_sign
+surrogate: CISPO without the tokens PPO clips | \
+DetachedClip outside_zero_by_sign weight_ratio
     ROLL: pg_variant="cispo" with cispo_use_unified_mask
     Trinity-RFT: "cispo" with enable_mask_clip
 surrogate: the ratio to the engine, nothing outside a band | \
-DetachedClip outside_zero anchor_rollout
+DetachedClip outside_zero weight_ratio anchor_rollout
     SkyRL: policy_loss_type="rollout_is"
+surrogate: REC: no ratio, nothing outside a band | DetachedClip weight_one
+    Trinity-RFT: policy_loss_fn="rec" with weight="none", or "sppo" (the band 1 / (1 + epsilon) … 1
+        + epsilon)
 surrogate: SAPO | SoftGate
     verl: policy_loss.loss_mode="sapo" (tau_pos, tau_neg), always averaged "seq-mean-token-mean"
     TRL, Liger, Unsloth, Axolotl: loss_type="sapo" (sapo_temperature_pos, sapo_temperature_neg)
@@ -111,12 +115,17 @@ surrogate: GMPO | GeometricClip
     verl: policy_loss.loss_mode="geo_mean", a mean over the rows of each micro-batch whatever
         loss_agg_mode says
     TRL: experimental GMPOTrainer
+surrogate: FIPO | FutureKL
+    ms-swift: loss_type="fipo"
 surrogate: no ratio: -A·logp | Unbounded form_logp
     verl: policy_loss.loss_mode="gpg"
 surrogate: the plain ratio to the engine | Unbounded form_ratio anchor_rollout
     Tinker: "importance_sampling"
     SkyRL: policy_loss_type="importance_sampling"
     Trinity-RFT: "importance_sampling"
+surrogate: the log-ratio of the sequence, regressed on the advantage | Regression product_ratio
+    TRL: experimental A2POTrainer (anchor "ref")
+    verl: recipe sppo
 surrogate: Clip-Cov | CovClip
     verl: policy_loss.loss_mode="clip_cov", over each micro-batch
     SkyRL: policy_loss_type="clip_cov"
@@ -199,6 +208,8 @@ correction: off-policy sequence masking | OPSM
     TRL: off_policy_mask_threshold
     slime: --use-opsm, --opsm-delta
     cosmos-rl: off_policy_masking_delta
+correction: M2PO | MomentBudget
+    AReaL: m2_threshold, over each micro-batch
 correction: weights divided by their mean | SelfNormalise
     verl: rollout_is_batch_normalize
     slime: batch normalisation in mis.py

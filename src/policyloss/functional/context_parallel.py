@@ -23,14 +23,16 @@ from policyloss.functional.collectives import gather_rows
 from policyloss.functional.segments import Sequences
 
 
-def turns(sequences: Sequences, mask: Tensor, positions: Tensor | None) -> Sequences | _TurnsAcross:
+def turns(
+    sequences: Sequences, mask: Tensor, positions: Tensor | None, reader: str = "SegmentRatio"
+) -> Sequences | _TurnsAcross:
     """The R runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
 
-    Positions are read only if the sequences have a context-parallel group.
+    Positions are read only if the sequences have a context-parallel group. reader: who needs them.
     """
     if sequences.cp_group is None:
         return sequences.runs(mask)
-    return _turns_across(sequences, mask, checked_positions(positions, mask, "SegmentRatio"))
+    return _turns_across(sequences, mask, checked_positions(positions, mask, reader))
 
 
 def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> Tensor:

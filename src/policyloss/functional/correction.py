@@ -8,11 +8,14 @@ Legend: `log_weight` = old_logp − rollout_logp, token-shaped, 0 at masked posi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
-from policyloss.functional.masking import bound
+from policyloss.functional.exact import arithmetic
+from policyloss.functional.masking import accumulator_dtype, bound
 from policyloss.functional.segments import Sequences
 
 
@@ -65,3 +68,24 @@ def reduced(
 def any_in_sequence(hit: Tensor, sequences: Sequences) -> Tensor:
     """True at every token of a sequence in which `hit` is True anywhere."""
     return sequences.expand(sequences.sum(hit)) > 0
+
+
+def budget_bound(x: Tensor, mask: Tensor, budget: float, *groups: Any) -> Tensor:
+    """The largest bound such that the numbers below it have a mean below `budget`, 0-dim.
+
+    x: not negative, token-shaped; the valid tokens of all ranks of every group count. inf if all of
+    them fit; 0, below which there is no number, if the smallest does not.
+    The bound is searched by bisection over the floats, so no token travels between ranks.
+    """
+    bits = {torch.float32: torch.int32, torch.float64: torch.int64}[x.dtype]
+    # The bits of floats that are not negative have the order of the floats.
+    low = torch.zeros((), dtype=bits, device=x.device)
+    high = torch.full((), torch.inf, dtype=x.dtype, device=x.device).view(bits) + 1
+    for _ in range(torch.iinfo(bits).bits - 1):
+        middle = low + (high - low) // 2
+        below = mask & (x < middle.view(x.dtype))
+        terms = (torch.where(below, x, 0), below)
+        total, count = arithmetic().totals_over(groups, *terms, dtype=accumulator_dtype(x.device))
+        fits = (total < budget * count) | (count == 0)
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    return low.view(x.dtype)

@@ -8,6 +8,9 @@ of −inf has probability 0. For one row, before the sum,
     reverse      p_s·(log p_s − log p_t)                        KL(student‖teacher)
     jsd          β·p_t·(log p_t − log m) + (1−β)·p_s·(log p_s − log m)         arXiv 2306.13649
     generalised  p_s·(log p_s − log p_t) − p_s + p_t            arXiv 2606.30406, equation 5
+    skew_forward p_t·(log p_t − log m)                          KL(teacher‖m), arXiv 2402.03898
+    skew_reverse p_s·(log p_s − log m)                          KL(student‖m), arXiv 2402.03898
+    tv           ½·|p_s − p_t|                                  total variation
 
 The limits of the JSD are defined as in GKD: β = 0 is the forward KL and β = 1 the reverse KL.
 """
@@ -20,7 +23,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-KindName = Literal["forward", "reverse", "jsd", "generalised"]
+KindName = Literal["forward", "reverse", "jsd", "generalised", "skew_forward", "skew_reverse", "tv"]
 Top = Literal["student", "teacher", "union", "intersection"]
 TOPS = get_args(Top)
 
@@ -29,11 +32,12 @@ class Kind(NamedTuple):
     """One kind of divergence. terms, slopes: its formulas, of `student`, `teacher` and β.
 
     total: Σ slopes of a complete row, from its divergence and the sum of its computed slopes.
-    words: its name in a sentence. reads_beta: whether it compares with the mixture m.
-    weighted_by_teacher: whether p_t weights the log-ratios, not p_s. omits_p: whether the slopes
-    leave out a p_s. takes_tail: whether a support may have a tail. complete: the kind that it
-    equals on complete rows, where both p_s and p_t sum to 1; "" if it is that kind itself. code:
-    FORM of the kernels, which read complete rows only.
+    words: its name in a sentence. reads_beta: whether it compares with the mixture m. limits: the
+    kinds that it equals at β = 0 and 1; "" for none. weighted_by_teacher: whether p_t weights the
+    log-ratios, not p_s. omits: the multiple of p_s that the slopes leave out, of β. takes_tail:
+    whether a support may have a tail. complete: the kind that it equals on complete rows, where
+    both p_s and p_t sum to 1; "" if it is that kind itself. code: FORM of the kernels, which read
+    complete rows only; -1 if they do not compute it.
     """
 
     name: KindName
@@ -43,8 +47,9 @@ class Kind(NamedTuple):
     total: Callable[[Tensor, Tensor], Tensor]
     code: int = -1
     reads_beta: bool = False
+    limits: tuple[KindName | Literal[""], KindName | Literal[""]] = ("", "")
     weighted_by_teacher: bool = False
-    omits_p: bool = False
+    omits: Callable[[float], float] = lambda beta: 0.0
     takes_tail: bool = True
     complete: KindName | Literal[""] = ""
 
@@ -65,10 +70,9 @@ class Measure(NamedTuple):
 
     @property
     def computed_kind(self) -> Kind:
-        """The kind that is computed: at its limits a JSD is one of the two KLs."""
-        if self.kind == "jsd" and self.beta in (0, 1):
-            return KINDS["reverse" if self.beta else "forward"]
-        return KINDS[self.kind]
+        """The kind that is computed: at its limits a mixture's kind is one of the two KLs."""
+        limit = KINDS[self.kind].limits[int(self.beta)] if self.beta in (0, 1) else ""
+        return KINDS[limit or self.kind]
 
     @property
     def has_tail(self) -> bool:
@@ -91,7 +95,9 @@ def slopes(student: Tensor, teacher: Tensor, measure: Measure) -> Tensor:
 
     A multiple of p_s has no effect where the probabilities of all entries sum to 1, and leaving it
     out keeps the digits of the rest: forward −p_t, reverse and generalised p_s·(log p_s − log p_t),
-    jsd (1−β)·p_s·(log p_s − log m). `[..., V]`, `[..., V]` → `[..., V]`.
+    jsd (1−β)·p_s·(log p_s − log m), skew_forward (1−β)·p_s·(1 − p_t/m), skew_reverse
+    p_s·(log p_s − log m) + (1−β)·p_s·(1 − p_s/m), tv ½·p_s·sign(p_s − p_t). `[..., V]`,
+    `[..., V]` → `[..., V]`.
     """
     return measure.computed_kind.slopes(student, teacher, measure.beta)
 
@@ -118,7 +124,8 @@ def support_slopes(
     p = student.exp()
     if not measure.has_tail:
         each = slopes(student, teacher, measure)
-        return each + p if measure.computed_kind.omits_p else each
+        omitted = measure.computed_kind.omits(measure.beta)
+        return each + omitted * p if omitted else each
     rest = 1 - p.sum(-1, keepdim=True)
     student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
     each = slopes(student, teacher, measure)
@@ -209,6 +216,33 @@ def _generalised_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return _reverse_terms(student, teacher, beta) - student.exp() + teacher.exp()
 
 
+def _skew_forward_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return -_times(teacher.exp(), _to_mixture(_gap(student, teacher), beta)[1])
+
+
+def _skew_forward_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    to_teacher = _to_mixture(_gap(student, teacher), beta)[1]
+    return -(1 - beta) * _times(student.exp(), torch.expm1(-to_teacher))
+
+
+def _skew_reverse_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return -_times(student.exp(), _to_mixture(_gap(student, teacher), beta)[0])
+
+
+def _skew_reverse_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    to_student = _to_mixture(_gap(student, teacher), beta)[0]
+    return -_times(student.exp(), to_student + (1 - beta) * torch.expm1(-to_student))
+
+
+def _tv_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return (student.exp() - teacher.exp()).abs() / 2
+
+
+def _tv_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    p = student.exp()
+    return p * (p - teacher.exp()).sign() / 2
+
+
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -228,7 +262,7 @@ KINDS: dict[str, Kind] = {
             slopes=_reverse_terms,
             total=lambda divergence, summed: divergence,
             code=1,
-            omits_p=True,
+            omits=lambda beta: 1.0,
         ),
         Kind(
             "jsd",
@@ -238,6 +272,7 @@ KINDS: dict[str, Kind] = {
             total=lambda divergence, summed: summed,
             code=2,
             reads_beta=True,
+            limits=("forward", "reverse"),
         ),
         Kind(
             "generalised",
@@ -247,6 +282,33 @@ KINDS: dict[str, Kind] = {
             total=lambda divergence, summed: divergence,
             takes_tail=False,
             complete="reverse",
+        ),
+        Kind(
+            "skew_forward",
+            "KL(teacher, mixture with {beta:.10g} of the teacher)",
+            terms=_skew_forward_terms,
+            slopes=_skew_forward_slopes,
+            total=lambda divergence, summed: summed,
+            reads_beta=True,
+            limits=("forward", ""),
+            omits=lambda beta: beta - 1,
+        ),
+        Kind(
+            "skew_reverse",
+            "KL(student, mixture with {beta:.10g} of the teacher)",
+            terms=_skew_reverse_terms,
+            slopes=_skew_reverse_slopes,
+            total=lambda divergence, summed: summed,
+            reads_beta=True,
+            limits=("", "reverse"),
+            omits=lambda beta: beta,
+        ),
+        Kind(
+            "tv",
+            "the total variation of student and teacher",
+            terms=_tv_terms,
+            slopes=_tv_slopes,
+            total=lambda divergence, summed: summed,
         ),
     )
 }

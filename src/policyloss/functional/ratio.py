@@ -52,3 +52,15 @@ def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
         return bound(log_ratio, limit).exp()
     ratio: Tensor = _BoundedExp.apply(log_ratio, limit)  # type: ignore[no-untyped-call]
     return ratio
+
+
+def mean_log_ratio(first: Tensor, second: Tensor, mean: str) -> Tensor:
+    """The logarithm of the "arithmetic" or "geometric" mean of two ratios, from their logarithms.
+
+    `log((eᵃ + eᵇ) / 2)` or `(a + b) / 2`.
+    """
+    if mean == "geometric":
+        return (first + second) / 2
+    # Exactly 0 where both are 0, and finite wherever they are.
+    lower = torch.expm1(-(first - second).abs())
+    return torch.maximum(first, second) + torch.log1p(lower / 2)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.functional.correction import nan_where_undecided
 from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import binary_divergence
 from policyloss.functional.masking import accumulator_dtype, where_equal
@@ -113,22 +114,24 @@ def detached_clipped(
     ratio_min: float,
     ratio_max: float,
     outside: str = "clip",
+    weight: str = "ratio",
 ) -> Tensor:
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`, where sg stops the gradient.
 
     Source: arXiv 2506.13585.
     outside: "clip" keeps the gradient of every token; "zero_by_sign" drops the tokens that PPO
     would clip (A>0 and r>max, or A<0 and r<min); "zero" drops all tokens outside the bounds.
+    weight: "ratio", or "one": the loss of a kept token is `-A·logp` (REC, arXiv 2509.24203).
     """
     r = ratio.detach()
-    weight = r.clamp(min=ratio_min, max=ratio_max)
+    w = r.clamp(min=ratio_min, max=ratio_max) if weight == "ratio" else nan_where_undecided(r)
     if outside == "zero_by_sign":
         dropped = ((advantages > 0) & (r > ratio_max)) | ((advantages < 0) & (r < ratio_min))
-        weight = torch.where(dropped, 0, weight)
+        w = torch.where(dropped, 0, w)
     elif outside == "zero":
         dropped = (r > ratio_max) | (r < ratio_min)
-        weight = torch.where(dropped, 0, weight)
-    return -weight * advantages * logp
+        w = torch.where(dropped, 0, w)
+    return -w * advantages * logp
 
 
 def soft_gated(
@@ -188,6 +191,24 @@ def geometric_log_ratio(
     return side * torch.minimum(side * log_ratio, side * log_ratio.clamp(-eps_low, eps_high))
 
 
+def influence(
+    future: Tensor,
+    ratio: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    safe_ratio: float,
+) -> Tensor:
+    """FIPO's weight, detached: `clip(exp(future), low, high)`.
+
+    It is held within [0.8, 1] where A < 0 and r > safe_ratio. future: the discounted sum of this
+    and all later log-ratios of the sequence. Source: arXiv 2603.19835; 0.8 and 1 are ms-swift's.
+    """
+    weight = future.detach().exp().clamp(low, high)
+    risky = (advantages < 0) & (ratio.detach() > safe_ratio)
+    return torch.where(risky, weight.clamp(0.8, 1.0), weight)
+
+
 def gamma_weighted(
     log_ratio: Tensor,
     logp: Tensor,
@@ -209,6 +230,11 @@ def gamma_weighted(
 def quadratic(log_ratio: Tensor, logp: Tensor, advantages: Tensor, beta: float) -> Tensor:
     """DRO / Kimi k1.5: `-(A·logp - ½·beta·(log-ratio)²)` (arXiv 2405.19107, 2501.12599)."""
     return -(advantages * logp - 0.5 * beta * log_ratio**2)
+
+
+def regression(log_ratio: Tensor, advantages: Tensor, beta: float) -> Tensor:
+    """`(beta·log_ratio - A)²` (A*-PO, arXiv 2505.20686; SPPO, arXiv 2405.00675)."""
+    return (beta * log_ratio - advantages) ** 2
 
 
 def tapered_negative(

@@ -217,12 +217,12 @@ class _SingleTokens(Sequences):
 def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> TokenBatch:
     """Fill in all of `t` that does not depend on logp."""
     weight, corrections = None, spec.correction
+    t = replace(t, measured=None if step is None else step.statistics)
     if spec.corrections_by_logp:
         corrections = tuple(_correct_batch(part, t) for part in spec.correction)
     else:
         t, corrected = corrected_tokens(spec, t, step)
         weight = None if corrected.weight is None else corrected.weight.broadcast_to(t.mask.shape)
-    t = replace(t, measured=None if step is None else step.statistics)
     live = t.mask.reshape(-1)
     if spec.follows_advantage:
         silent = t.advantages == 0

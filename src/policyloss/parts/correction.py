@@ -4,8 +4,9 @@ A correction is called with `Tokens` and returns a `Corrected`.
 
 A tuple may hold several corrections: their weights are multiplied, and a token is kept if all of
 them keep it. A weight is `exp(old_logp - rollout_logp)` at a level: "token"; "geomean", the
-geometric mean over the sequence; "product", the likelihood ratio of the whole sequence. Weights
-carry no gradient. `combine` applies all corrections of a spec.
+geometric mean over the sequence; "turn", that over the token's turn (an unbroken run of the mask,
+see `SegmentRatio`); "product", the likelihood ratio of the whole sequence. Weights carry no
+gradient. `combine` applies all corrections of a spec.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import correction, kl
 from policyloss.functional.aggregate import check_alignment
+from policyloss.functional.context_parallel import turns
 from policyloss.functional.exact import arithmetic
 from policyloss.functional.masking import accumulator_dtype, fill
 from policyloss.parts.validate import (
@@ -34,10 +36,11 @@ from policyloss.parts.validate import (
 from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
 from policyloss.tokens import Tokens
 
-Level = Literal["token", "geomean", "product"]
+Level = Literal["token", "turn", "geomean", "product"]
 # The name of each level in a sentence.
 LEVELS = {
     "token": "token's",
+    "turn": "turn's geometric-mean",
     "geomean": "sequence's geometric-mean",
     "product": "sequence's product",
 }
@@ -59,6 +62,10 @@ def _weight_sentence(level: str) -> str:
 
 
 def _at_level(t: Tokens, level: str) -> Tensor:
+    if level == "turn":
+        runs = turns(t.sequences, t.mask, t.positions, "level='turn'")
+        total, length = runs.sums(t.log_weight(), t.mask)
+        return runs.expand(total / length.clamp(min=1))
     reduce = {"token": "token", "geomean": "mean", "product": "sum"}[level]
     return _reduce_over_ranks(t, t.log_weight(), reduce)
 
@@ -162,9 +169,10 @@ class DivergenceMask(Part):
     divergence: of the choice "this token or another". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))`
     in nats, "tv" is `|p−q|`, with p = exp(rollout_logp) and q = exp(old_logp), both held in [floor,
     1−floor]. level: "token" decides for each token, "sequence" for a whole sequence by the mean
-    over its valid tokens. low: None by default, as a divergence is never negative (0.0 would reject
-    a token whose divergence rounding puts below 0). weight: the weight of the kept tokens. "token":
-    the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1.
+    over its valid tokens. direction: "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and
+    KL(q‖p) (KPop); "tv" is the same both ways. low: None by default, as a divergence is never
+    negative (0.0 would reject a token whose divergence rounding puts below 0). weight: the weight
+    of the kept tokens. "token": the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -175,6 +183,7 @@ class DivergenceMask(Part):
     weight: Literal["token"] | None = "token"
     floor: Annotated[float, limits(above=0, below=0.5)] = 1e-6  # the smallest probability
     log_clamp: Positive | None = 20.0
+    direction: Literal["forward", "both"] = "forward"
 
     @property
     def weighs(self) -> bool:
@@ -184,6 +193,9 @@ class DivergenceMask(Part):
     def __call__(self, t: Tokens) -> Corrected:
         old, rollout = t.anchor_logp("old"), t.anchor_logp("rollout")
         each = kl.binary_divergence(old, rollout, self.divergence, self.floor)
+        if self.direction == "both":
+            back = kl.binary_divergence(rollout, old, self.divergence, self.floor)
+            each = torch.maximum(each, back)
         stat = _reduce_over_ranks(t, each, "token" if self.level == "token" else "mean")
         keep = correction.within(stat, self.low, self.high)
         if self.weight is None:
@@ -192,7 +204,8 @@ class DivergenceMask(Part):
 
     def sentence(self) -> str:
         measure = "binary KL" if self.divergence == "kl" else "change"
-        measure = f"the {measure} of its probability, rollout to old,"
+        way = "rollout to old" if self.direction == "forward" else "either way"
+        measure = f"the {measure} of its probability, {way},"
         what, test = "a token", measure
         if self.level == "sequence":
             what, test = "a sequence", f"the mean over its tokens of {measure}"
@@ -279,6 +292,39 @@ class Veto(Part):
 
 
 @dataclass(frozen=True)
+class MomentBudget(Part):
+    """M2PO: reject the tokens of the largest `d²` until the mean of the others is below `budget`.
+
+    d = old_logp − rollout_logp. The mean is over the tokens of the whole step. Tokens of equal d²
+    are all kept or all rejected. Source: arXiv 2510.01161.
+    """
+
+    reads_logp: ClassVar[bool] = False
+    statistics_names: ClassVar[tuple[str, ...]] = ("moment_bound",)
+    budget: Annotated[float, limits(above=0, finite=True)] = 0.04
+
+    def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
+        """The smallest d² that is rejected, inf if none is."""
+        groups = (t.sequences.cp_group, group)
+        bound = correction.budget_bound(t.log_weight() ** 2, t.mask, self.budget, *groups)
+        return {"moment_bound": bound}
+
+    def __call__(self, t: Tokens) -> Corrected:
+        moment = t.log_weight() ** 2
+        keep = ~(moment >= t.batch_statistics(self)["moment_bound"].to(t.dtype))
+        return Corrected(correction.nan_where_undecided(moment), keep)
+
+    def formula(self, anchor: str) -> list[tuple[str, str]]:
+        """The condition on which a token is kept."""
+        return [("keep", f"log_weight ** 2 < budget_bound(log_weight ** 2, {number(self.budget)})")]
+
+    def sentence(self) -> str:
+        rest = f"the mean over the step's other tokens is below {spoken(self.budget)}"
+        squares = "those with the largest squared old_logp - rollout_logp"
+        return f"tokens are rejected, {squares} first, until {rest}"
+
+
+@dataclass(frozen=True)
 class OPSM(Part):
     """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 of drifted sequences.
 
@@ -334,7 +380,10 @@ class SelfNormalise(Part):
         return f"where({weight} > 0, {weight} / {mean}, 0)"
 
 
-VARIANTS = (Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, OPSM, SelfNormalise)
+VARIANTS = (
+    *(Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, MomentBudget, OPSM),
+    SelfNormalise,
+)
 
 
 class Combined(NamedTuple):
@@ -350,16 +399,19 @@ class Combined(NamedTuple):
     statistics: dict[str, Tensor]
 
 
-def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
-    """Apply every correction of a spec to `t`.
+def combine(corrections: tuple[Any, ...], t: Tokens, group: Any = None) -> Combined:
+    """Apply every correction of a spec to `t`. group: the ranks that share batch-wide numbers.
 
     `SelfNormalise` is left out: it is applied after rejected tokens have left the mask.
     """
     weight: Tensor | None = None
     keep: Tensor | None = None
     verdicts: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     for i, part in enumerate(c for c in corrections if not isinstance(c, SelfNormalise)):
-        verdict = part(t)
+        if t.measured is None and hasattr(part, "statistics"):
+            statistics |= part.statistics(t, group)
+        verdict = part(t.replace(measured=statistics) if statistics else t)
         if not isinstance(verdict, Corrected):
             raise InputError(
                 "a correction must return policyloss.Corrected(weight, keep), got "
@@ -381,7 +433,7 @@ def combine(corrections: tuple[Any, ...], t: Tokens) -> Combined:
         # weight, does not.
         weight = torch.ones_like(t.advantages) if weight is None else weight
         weight = torch.where(keep | weight.isnan(), weight, 0)
-    return Combined(weight, keep, verdicts, {})
+    return Combined(weight, keep, verdicts, statistics)
 
 
 def correction_name(part: Any) -> str:
@@ -401,6 +453,7 @@ def self_normalised(
             statistics = part.statistics(t, weight, group) if t.measured is None else t.measured
             mean = statistics["weight_mean"].to(t.dtype)
             weight = weight / mean.clamp(min=torch.finfo(t.dtype).tiny)
+            statistics = {**corrected.statistics, **statistics}
             corrected = corrected._replace(weight=weight, statistics=statistics)
     return corrected
 

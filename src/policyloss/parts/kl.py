@@ -129,9 +129,10 @@ class Divergence(Part):
     """`coef · divergence` between the teacher's and the student's distributions, per token.
 
     kind: "forward" KL(teacher‖student), "reverse" KL(student‖teacher), "jsd" with the mixture m =
-    (1−beta)·student + beta·teacher (beta 0 is the forward and 1 the reverse KL, as in GKD), or
-    "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, with p_s and p_t the student's and the
-    teacher's probabilities; it is least at p_s = p_t on any set of entries.
+    (1−beta)·student + beta·teacher (beta 0 is the forward and 1 the reverse KL, as in GKD),
+    "skew_forward" KL(teacher‖m) and "skew_reverse" KL(student‖m) (DistiLLM's λ is beta and 1−beta),
+    "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, with p_s and p_t the
+    student's and the teacher's probabilities; it is least at p_s = p_t on any set of entries.
     weight: None, "ratio" for the ratio slot's ratio, or the name of a tensor of `extras`; the
     weight, limited to `weight_max`, multiplies the divergence and carries no gradient. clamp: the
     divergence is held within ±clamp, or within a pair (low, high) with None for no bound; its

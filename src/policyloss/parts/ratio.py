@@ -10,11 +10,12 @@ from torch import Tensor
 
 from policyloss.functional.context_parallel import turns
 from policyloss.functional.masking import LogClamp, bound
+from policyloss.functional.ratio import mean_log_ratio
 from policyloss.parts.validate import Part, Positive, log_clamp
 from policyloss.parts.wording import ANCHORS, Condition, number
 from policyloss.tokens import Tokens
 
-Anchor = Literal["old", "rollout", "teacher", "current"]
+Anchor = Literal["old", "rollout", "teacher", "ref", "current"]
 
 ON_POLICY = "exactly 1, with the gradient of logp (the anchor is logp itself)"
 
@@ -29,9 +30,10 @@ class TokenRatio(Part):
     """`ratio_t = exp(logp_t - anchor_logp_t)`.
 
     anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), "teacher" (for
-    tokens that a teacher wrote), or "current" (`sg[logp]`, where sg stops the gradient: the ratio
-    is exactly 1, and its gradient is that of logp). log_clamp: the log-ratio is held within
-    ±log_clamp, or within a pair (low, high), before `exp`; None is no clamp.
+    tokens that a teacher wrote), "ref" (the reference model's), or "current" (`sg[logp]`, where sg
+    stops the gradient: the ratio is exactly 1, and its gradient is that of logp). log_clamp: the
+    log-ratio is held within ±log_clamp, or within a pair (low, high), before `exp`; None is no
+    clamp.
     """
 
     reach: ClassVar[str] = "token"
@@ -145,4 +147,34 @@ class SegmentRatio(Part):
         return _sentence(self.anchor, words + "ratios to {}")
 
 
-VARIANTS = (TokenRatio, SequenceRatio, SequenceProduct, SegmentRatio)
+@dataclass(frozen=True)
+class MixedRatio(Part):
+    """The mean of the token's ratio r and of GSPO's ratio s of its sequence (OpenPipe ART).
+
+    mean: "arithmetic" is `(r + s) / 2` (ART's "average"), "geometric" is `√(r·s)` (its
+    "geometric_average"). The gradient goes through both ratios.
+    """
+
+    reach: ClassVar[str] = "sequence"
+    shared_over: ClassVar[str | None] = "sequence"
+    traits: ClassVar[tuple[str, ...]] = ("mixed_ratio", "other_ratio")
+    mean: Literal["arithmetic", "geometric"] = "arithmetic"
+    anchor: Anchor = "old"
+    log_clamp: Annotated[LogClamp, log_clamp] = 20.0
+
+    def __call__(self, t: Tokens) -> Tensor:
+        d = t.log_ratio_to(self.anchor)
+        return mean_log_ratio(d, t.sequences.expand(t.sequence_mean(d)), self.mean)
+
+    def formula(self, anchor: str) -> list[tuple[str, str]]:
+        """The lines that lead to the log-ratio; the code adds ratios by their logarithms."""
+        both = {"arithmetic": "log((exp(d) + exp(s)) / 2)", "geometric": "(d + s) / 2"}
+        d = f"logp - {ANCHORS[self.anchor]}"
+        return [("d", d), ("s", "seq_mean(d)"), ("log_ratio", both[self.mean])]
+
+    def sentence(self) -> str:
+        words = f"the {self.mean} mean of each token's own probability ratio to {{}} and of the "
+        return _sentence(self.anchor, words + "geometric mean of these over its sequence")
+
+
+VARIANTS = (TokenRatio, SequenceRatio, SequenceProduct, SegmentRatio, MixedRatio)

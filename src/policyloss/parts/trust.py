@@ -23,7 +23,9 @@ from torch import Tensor
 from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import trust
 from policyloss.functional.collectives import kth_largest, least_of_largest, reaches_threshold
+from policyloss.functional.recurrence import future_sum
 from policyloss.functional.trust import step_covariance, step_means
+from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust_clips import (
     Clip,
     DetachedClip,
@@ -37,8 +39,16 @@ from policyloss.parts.trust_clips import (
     bounds_of_clip,
     clipped_surrogate,
 )
-from policyloss.parts.validate import Positive, Real, limits, not_below
-from policyloss.parts.wording import ANCHORS, NO_ADVANTAGE, Condition, Slopes, number, spoken
+from policyloss.parts.validate import LowerBound, Positive, Real, limits, not_below
+from policyloss.parts.wording import (
+    ANCHORS,
+    NO_ADVANTAGE,
+    Condition,
+    Slopes,
+    interval_in_words,
+    number,
+    spoken,
+)
 from policyloss.tokens import Tokens
 
 _MEANS = ("advantage_mean", "logp_mean", "advantage_rounding", "logp_rounding")
@@ -50,10 +60,12 @@ __all__ = [
     "CovClip",
     "CovKL",
     "DetachedClip",
+    "FutureKL",
     "GammaWeight",
     "GeometricClip",
     "ProbabilityBand",
     "Quadratic",
+    "Regression",
     "SoftGate",
     "Surrogate",
     "TaperedNegative",
@@ -131,6 +143,68 @@ class SoftGate(TrustPart):
 
 
 @dataclass(frozen=True)
+class FutureKL(TrustPart):
+    """FIPO: PPO's clip, times a stopped weight that grows with the log-ratios of later tokens.
+
+    The weight is `clip(exp(f), weight_min, weight_max)`, where `f_t = d_t + γ·f_{t+1}` over the
+    valid tokens of the sequence, d is the log-ratio, and `γ = 2^(-1/half_life)`, half_life in
+    tokens. Where A < 0 and r > safe_ratio, the weight is held within [0.8, 1]. The ratio slot must
+    hold a `TokenRatio`. With `cp_group` this part reads `positions`. Source: arXiv 2603.19835.
+    """
+
+    reach: ClassVar[str] = "sequence"
+    eps_low: LowerDistance = 0.2
+    eps_high: UpperDistance = 0.2
+    half_life: Positive = 32.0
+    weight_min: LowerBound = 1.0
+    weight_max: Annotated[_FinitePositive, not_below("weight_min")] = 1.2
+    safe_ratio: Positive = 4.0
+
+    @property
+    def gamma(self) -> float:
+        """The share that the log-ratio of the next token keeps."""
+        return float(2 ** (-1 / self.half_life))
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        d, surrogate = t.log_ratio.detach(), clipped_surrogate(t, self.eps_low, self.eps_high)
+        future = future_sum(d, self.gamma, t.mask, t.sequences, t.positions)
+        bounds = (self.weight_min, self.weight_max, self.safe_ratio)
+        weight = trust.influence(future, t.ratio, t.advantages, *bounds)
+        return surrogate._replace(loss=surrogate.loss * weight)
+
+    def check_ratio(self, ratio: Any) -> None:
+        """Raise unless this part can be used with `ratio`."""
+        if not isinstance(ratio, TokenRatio):
+            raise SpecError(
+                "FutureKL sums the log-ratios of tokens, so ratio must be TokenRatio, got "
+                f"{type(ratio).__name__}."
+            )
+
+    def formula(self, anchor: str) -> list[tuple[str, Any]]:
+        """The lines that lead to the surrogate, each a text or a part."""
+        low, high = number(self.weight_min), number(self.weight_max)
+        risky = f"(advantages < 0) & (ratio > {number(self.safe_ratio)})"
+        return [
+            ("future", f"future_sum(log_ratio, 2 ** (-1 / {number(self.half_life)}))"),
+            ("influence", f"clip(exp(future), {low}, {high})"),
+            ("clipped", Clip(self.eps_low, self.eps_high)),
+            ("surrogate", f"clipped * where({risky}, clip(influence, 0.8, 1), influence)"),
+        ]
+
+    def sentence(self) -> str:
+        clip = Clip(self.eps_low, self.eps_high).sentence()
+        later = f"the ratios of this and later tokens (half-life {spoken(self.half_life)} tokens)"
+        band = interval_in_words(self.weight_min, self.weight_max)
+        risky = "within [0.8, 1] where the advantage is negative and the ratio above "
+        weight = f"the loss is weighted by the product of {later}, kept {band}"
+        return f"{clip}; {weight}, and {risky}{spoken(self.safe_ratio)}"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
+        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
+
+
+@dataclass(frozen=True)
 class GammaWeight(TrustPart):
     """VESPO: `-sg[φ(r)]·A·logp`, `φ(r) = e^λ·r^k·e^(-λr)`; (k, λ) by the sign of A.
 
@@ -180,6 +254,31 @@ class Quadratic(TrustPart):
         pull = Condition("log_ratio == 0", "at the anchor")
         idle = "nothing to learn from, and no pull to the anchor"
         return (Slopes(through_logp=(NO_ADVANTAGE,), through_ratio=(pull,), idle=idle),)
+
+
+@dataclass(frozen=True)
+class Regression(TrustPart):
+    """`(beta·log_ratio - A)²`: the scaled log-ratio is regressed on the advantage.
+
+    With the ratio `SequenceProduct` the log-ratio is the sum over the sequence: A*-PO (anchor
+    "ref", A = r - V*), SPPO (anchor "old", A = η·(P(win) - ½)).
+    """
+
+    follows_advantage: ClassVar[bool] = False
+    beta: Annotated[
+        float, limits(above=0, finite=True, hint="beta scales the log-ratio to the advantage.")
+    ]
+
+    def __call__(self, t: Tokens) -> Surrogate:
+        return Surrogate(trust.regression(t.log_ratio, t.advantages, self.beta))
+
+    def sentence(self) -> str:
+        fit = f"{spoken(self.beta)} times the log-ratio is regressed on the advantage"
+        return f"{fit}: the loss is the squared difference"
+
+    def slopes(self) -> tuple[Slopes, ...]:
+        met = f"{number(self.beta)} * log_ratio == advantages"
+        return (Slopes(through_ratio=(Condition(met, "its log-ratio is where it should be"),)),)
 
 
 @dataclass(frozen=True)
@@ -455,10 +554,12 @@ VARIANTS = (
     SoftGate,
     ProbabilityBand,
     GeometricClip,
+    FutureKL,
     GammaWeight,
     CovClip,
     CovKL,
     Quadratic,
+    Regression,
     TaperedNegative,
     Unbounded,
 )

@@ -219,12 +219,22 @@ class DetachedClip(TrustPart):
 
     ratio_min and ratio_max bound the ratio r itself, not its distance from 1. outside="clip" keeps
     every token's gradient; "zero_by_sign" zeroes the loss of the tokens that PPO would clip; "zero"
-    zeroes it for every token outside the bounds.
+    zeroes it for every token outside the bounds. weight="one" replaces the ratio by 1, so the loss
+    of a token that is not zeroed is `-A·logp` (REC without importance sampling).
     """
 
     ratio_min: Annotated[float, limits(least=0, finite=True, hint=_RATIO)]
     ratio_max: Annotated[float, limits(above=0, hint=_RATIO), not_below("ratio_min")]
     outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
+    weight: Literal["ratio", "one"] = "ratio"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight == "one" and self.outside == "clip":
+            raise SpecError(
+                "DetachedClip(weight='one') with outside='clip' would have no bound: give "
+                "outside='zero' or 'zero_by_sign', or use Unbounded('logp')."
+            )
 
     @classmethod
     def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
@@ -234,7 +244,7 @@ class DetachedClip(TrustPart):
     def __call__(self, t: Tokens) -> Surrogate:
         r = t.ratio
         loss = trust.detached_clipped(
-            r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside
+            r, t.logp, t.advantages, self.ratio_min, self.ratio_max, self.outside, self.weight
         )
         if not t.flags:
             return Surrogate(loss)
@@ -245,10 +255,12 @@ class DetachedClip(TrustPart):
 
     def sentence(self) -> str:
         band = interval_in_words(self.ratio_min, self.ratio_max)
+        by = "the stopped ratio" if self.weight == "ratio" else "the advantage alone"
         if self.outside == "zero":
-            counts = f"a token counts only while its ratio is {band}"
-            return f"logp is weighted by the stopped ratio; {counts}"
+            return f"logp is weighted by {by}; a token counts only while its ratio is {band}"
         tail = "tokens that PPO would clip get none"
+        if self.weight == "one":
+            return f"logp is weighted by {by}; {tail} (the band is {band})"
         if self.outside == "clip":
             tail = "no token loses its gradient"
         return f"logp is weighted by the stopped ratio, kept {band}; {tail}"

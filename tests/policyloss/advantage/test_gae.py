@@ -12,7 +12,7 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.advantage import discounted_returns, gae
-from policyloss.advantage.returns import linear_recurrence_reverse
+from policyloss.functional.recurrence import linear_recurrence_reverse
 
 DISCOUNTS = [(1.0, 1.0), (0.99, 0.95), (1.0, 0.95), (0.9, 0.0), (0.0, 0.7), (0.5, 1.0)]
 

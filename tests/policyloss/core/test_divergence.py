@@ -23,6 +23,9 @@ from policyloss.functional.divergence import (
 
 FORWARD, REVERSE, GENERALISED = Measure("forward"), Measure("reverse"), Measure("generalised")
 MEASURES = [FORWARD, REVERSE, GENERALISED, *(Measure("jsd", b) for b in (0.0, 0.1, 0.5, 0.9, 1.0))]
+MEASURES += [Measure("skew_forward", b) for b in (0.0, 0.1)]
+MEASURES += [Measure("skew_reverse", b) for b in (0.9, 1.0)]
+MEASURES += [Measure("tv")]
 by_measure = walked("measure", MEASURES, ids=lambda m: f"{m.kind}-{m.beta}")
 
 
@@ -48,6 +51,10 @@ HAND = [
     (REVERSE, 0.25 * math.log(2)),
     (GENERALISED, 0.25 * math.log(2)),
     (Measure("jsd", 0.5), 0.25 * math.log(2 / 3) + 0.5 * math.log(4 / 3)),
+    # The same m: KL(teacher‖m) = ¼·log(2/3) + ½·log(4/3), and by symmetry KL(student‖m).
+    (Measure("skew_forward", 0.5), 0.25 * math.log(2 / 3) + 0.5 * math.log(4 / 3)),
+    (Measure("skew_reverse", 0.5), 0.25 * math.log(2 / 3) + 0.5 * math.log(4 / 3)),
+    (Measure("tv"), 0.25),  # ½·(¼ + 0 + ¼)
 ]
 
 
@@ -88,6 +95,13 @@ def test_unequal_beta_hand_computed() -> None:
     value = 0.25 * math.log(8 / 5) + 0.375 * (math.log(4 / 5) + math.log(4 / 3))
     found = of_distributions(log(0.5, 0.5), log(1.0, 0.0), Measure("jsd", 0.25))
     assert found.item() == pytest.approx(value, rel=1e-14)
+    # Its two halves: KL(teacher‖m) = log(8/5), KL(student‖m) = ½·log(4/5) + ½·log(4/3).
+    for kind, half in (
+        ("skew_forward", math.log(8 / 5)),
+        ("skew_reverse", (math.log(4 / 5) + math.log(4 / 3)) / 2),
+    ):
+        found = of_distributions(log(0.5, 0.5), log(1.0, 0.0), Measure(kind, 0.25))
+        assert found.item() == pytest.approx(half, rel=1e-14)
 
 
 @by_measure
@@ -99,7 +113,8 @@ def test_the_gradient_is_that_of_autograd(measure: Measure) -> None:
         (expected,) = torch.autograd.grad(value.sum(), z)
         found = whole_gradient(z.detach().log_softmax(-1), teacher, measure)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        assert expected.abs().max() > 1e-5
+        # Total variation saturates: where student and teacher share nothing it hardly moves.
+        assert expected.abs().max() > (1e-6 if measure.kind == "tv" else 1e-5)
 
 
 @by_measure
@@ -422,4 +437,10 @@ def test_in_words() -> None:
     assert "beta" not in str(pl.explain(pl.LossSpec(kl=pl.Divergence("reverse", 0.5))))
     named = pl.LossSpec(kl=pl.Divergence("forward", 1.0, weight="importance"))
     assert "kl = divergence * importance" in str(pl.explain(named))
-    assert tuple(KINDS) == ("forward", "reverse", "jsd", "generalised")
+    skewed = pl.LossSpec(kl=pl.Divergence("skew_reverse", 0.5, beta=0.9))
+    assert "KL(student, mixture with 0.9 of the teacher)" in " ".join(
+        str(pl.explain(skewed)).split()
+    )
+    assert tuple(KINDS) == (
+        *("forward", "reverse", "jsd", "generalised", "skew_forward", "skew_reverse", "tv"),
+    )

@@ -5,6 +5,7 @@ Conventions: logp = −1 unless stated, one token, TokenMean, so that the loss i
 Gradients are with respect to logp.
 """
 
+from functools import partial
 from math import e, exp, inf, log
 
 import pytest
@@ -49,6 +50,8 @@ TWO_SIDED, TIGHT = pl.TwoSidedClip(4.0, 0.2, 0.2), pl.TwoSidedClip(1.1, 0.2, 0.2
 CISPO = pl.DetachedClip(0.5, 2.0)
 CISPO_SIGN = pl.DetachedClip(0.5, 2.0, outside="zero_by_sign")
 CISPO_ZERO = pl.DetachedClip(0.5, 2.0, outside="zero")
+REC_SIGN = pl.DetachedClip(0.5, 2.0, outside="zero_by_sign", weight="one")
+REC_ZERO = pl.DetachedClip(0.5, 2.0, outside="zero", weight="one")
 GATE = pl.SoftGate(1.0, 2.0)
 GAMMA = pl.GammaWeight(2.0, 3.0, 3.0, 2.0)
 TOPR = pl.TaperedNegative(1.0)
@@ -102,6 +105,13 @@ TRUST = [
     (CISPO_ZERO, 4.0, -2.0, 0.0, 0),
     (CISPO_ZERO, 0.25, 2.0, 0.0, 0),
     (CISPO_ZERO, 1.5, 2.0, 3.0, -3.0),
+    # REC: −A·logp inside the band, whatever the ratio; outside as above.
+    (REC_SIGN, 1.5, 2.0, 2.0, -2.0),
+    (REC_SIGN, 4.0, 2.0, 0.0, 0),
+    (REC_SIGN, 4.0, -2.0, -2.0, 2.0),
+    (REC_SIGN, 0.25, 2.0, 2.0, -2.0),
+    (REC_ZERO, 0.25, 2.0, 0.0, 0),
+    (REC_ZERO, 0.75, -3.0, -3.0, 3.0),
     # −A·(4/τ)·σ(τ(r−1)); slope −A·4·σ(1−σ)·r. σ(ln 3) = 3/4, σ(1−σ) = 3/16.
     (GATE, 1.0, 1.0, -2.0, -1.0),  # −4·½; −4·¼
     (GATE, 1.0, -1.0, 1.0, 1.0),  # (4/2)·½; 4·¼
@@ -114,6 +124,9 @@ TRUST = [
     (GAMMA, 2.0, -1.0, -8 * exp(-2), 8 * exp(-2)),  # e²·8·e⁻⁴
     # −(A·logp − ½·β·d²) with d = ln r = 2: 3 + ½·0.5·4 = 4; slope −A + β·d = −3 + 1.
     (pl.Quadratic(0.5), e**2, 3.0, 4.0, -2.0),
+    # (β·d − A)² with d = ln r = 2: (0.5·2 − 3)² = 4; slope 2·β·(β·d − A) = −2.
+    (pl.Regression(0.5), e**2, 3.0, 4.0, -2.0),
+    (pl.Regression(0.5), e**2, 1.0, 0.0, 0),
     # A > 0: −A·logp whatever r; A ≤ 0: −min(r, 1)·A·logp.
     (TOPR, 4.0, 2.0, 2.0, -2.0),
     (TOPR, 4.0, -2.0, -2.0, 2.0),
@@ -208,6 +221,21 @@ def test_geometric_clip():
     )
 
 
+def test_future_kl():
+    # half_life 1: γ = ½. Log-ratios (0.1, 0.2, –, −0.4): f = (0.1 + ½·0, 0.2 − ½·0.4, –, −0.4)
+    # = (0.1, 0, –, −0.4), over the masked token. Weights e^f within [0.7, 1.08]: (1.08, 1, –, 0.7).
+    spec = token(pl.FutureKL(0.9, 0.9, half_life=1.0, weight_min=0.7, weight_max=1.08))
+    ratios, weights = [exp(0.1), exp(0.2), 9.0, exp(-0.4)], [1.08, 1.0, 0.0, 0.7]
+    terms = [-r * w / 3 for r, w in zip(ratios, weights, strict=True)]
+    assert_loss(at_ratio(spec, ratios, [1] * 4, mask=[1, 1, 0, 1]), sum(terms), terms)
+    # The weight of a bad token above safe_ratio stays within [0.8, 1]: e^0.5 is held at 1, e^-0.4
+    # at 0.8; the good one keeps 1.08.
+    safe = spec.replace(trust=pl.FutureKL(0.9, 9.0, 1.0, 0.5, 1.08, safe_ratio=1.2))
+    for log_ratio, a, weight in ((0.5, -1, 1.0), (0.5, 1, 1.08), (0.1, -1, 1.08)):
+        r = exp(log_ratio)
+        assert_loss(at_ratio(safe, r, a), -a * r * weight, -a * r * weight)
+
+
 # A = (3, −1, −1, −1) has mean 0, logp = (−1, −3, −3.5, −4.5) has mean −3:
 # covariances (6, 0, ½, 3/2).
 COV_A, COV_LOGP = [3.0, -1.0, -1.0, -1.0], [-1.0, -3.0, -3.5, -4.5]
@@ -289,14 +317,34 @@ def test_segment_ratio():
     assert_loss(two, -(2 + 3) / 2, [[-0.5, -0.5], [-0.75, -0.75]])
 
 
+def test_mixed_ratio():
+    # Log-ratios (ln 4, 0): r = (4, 1), s = 2. Arithmetic: (3, 1.5), loss −(3 + 1.5)/2. The slope of
+    # token t: ½·r_t/2 of its own ratio and, of each token's ½·s, half (the mean of two) over 2
+    # tokens: −(r_t/2 + (s/2 + s/2)/2)/2.
+    spec = ratio_spec(pl.MixedRatio("arithmetic"))
+    assert_loss(at_ratio(spec, [4, 1], [1, 1]), -2.25, [-(2 + 1) / 2, -(0.5 + 1) / 2])
+    # Geometric: √(r·s) = (√8, √2). d √(r_t·s)/d logp_t = √(r_t·s)·(½ + ¼), of the other one ¼.
+    spec, a, b = ratio_spec(pl.MixedRatio("geometric")), 8**0.5, 2**0.5
+    slopes = [-(0.75 * a + 0.25 * b) / 2, -(0.25 * a + 0.75 * b) / 2]
+    assert_loss(at_ratio(spec, [4, 1], [1, 1]), -(a + b) / 2, slopes)
+
+
+def test_regression_on_the_sum_of_a_sequence():
+    # Log-ratios (ln 2, ln 2): their sum is ln 4, so (½·ln 4 − 1)², with the slope
+    # 2·½·(½·ln 4 − 1) = ln 2 − 1 for each token.
+    spec = ratio_spec(pl.SequenceProduct(log_clamp=None)).replace(trust=pl.Regression(0.5))
+    assert_loss(at_ratio(spec, [2, 2], [1, 1]), (LOG2 - 1) ** 2, [LOG2 - 1] * 2)
+
+
 def test_anchors():
     # rollout_logp = logp − ln 3 and old_logp = logp − ln 2: the anchor says which ratio.
     # "current" is exactly 1.
-    for anchor, ratio in (("old", 2.0), ("rollout", 3.0), ("current", 1.0)):
-        for kind in (pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio):
-            result = evaluate(
-                ratio_spec(kind(anchor=anchor)), -1.0, -1 - LOG2, 1.0, rollout_logp=-1 - LOG3
-            )
+    others = {"rollout_logp": -1 - LOG3, "ref_logp": -1 - 2 * LOG2}
+    for anchor, ratio in (("old", 2.0), ("rollout", 3.0), ("ref", 4.0), ("current", 1.0)):
+        kinds = (pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio)
+        for kind in (*kinds, partial(pl.MixedRatio, "arithmetic")):
+            spec = ratio_spec(kind(anchor=anchor))
+            result = evaluate(spec, -1.0, -1 - LOG2, 1.0, **others)
             assert_loss(result, -ratio, -ratio)
 
 

@@ -158,6 +158,24 @@ def test_reject(estimator, reduce, values):
                 assert_loss(result, sum(kept) / 3, rows(kept) / 3)
 
 
+def test_the_weight_of_a_turn():
+    # Turns {0, 1} and {3}: √(4·1) = 2 for both tokens of the first, 3 for the second.
+    weights = rows([2.0, 2.0, 0.0, 3.0])
+    result = weighted(corrected(pl.Truncate(inf, level="turn")), [4, 1, 99, 3], mask=[1, 1, 0, 1])
+    assert_loss(result, 7 / 3, weights / 3)
+
+
+def test_divergence_mask_both_ways():
+    # p = ½, q = ¼: KL(p‖q) = ½·ln 2 + ½·ln(2/3) = 0.1438, KL(q‖p) = ¼·ln ½ + ¾·ln(3/2) = 0.1308.
+    # The other way round, the larger one is KL(q‖p).
+    for old, rollout in ((0.25, 0.5), (0.5, 0.25)):
+        for high, kept in ((0.14, 0), (0.15, 1)):
+            part = pl.DivergenceMask("kl", high, weight=None, direction="both")
+            logs = {"rollout_logp": log(rollout)}
+            result = evaluate(corrected(part), log(old), log(old), -1, **logs)
+            assert_loss(result, kept, kept)
+
+
 # rollout p = ½, ¼ | ¾, old q = ¼, ¼ | ¼: weights q/p = ½, 1 | ⅓; |p − q| = ¼, 0 | ½.
 # Binary KL: ½·ln 2 + ½·ln(½/¾) = ½·ln(4/3), 0 | ¾·ln 3 + ¼·ln(¼/¾) = ½·ln 3.
 DIVERGENCES = [
@@ -245,6 +263,48 @@ def test_veto():
     assert_loss(
         weighted(corrected(pl.Veto()), w, mask=[[0, 1], [1, 1]]), 1, [[0, 1 / 3], [1 / 3, 1 / 3]]
     )
+
+
+def test_moment_budget():
+    # d = (0.5, −0.1, 0.3): d² = (0.25, 0.01, 0.09). The mean of all is 0.117, of the two smallest
+    # 0.05, of the smallest 0.01.
+    w = [exp(0.5), exp(-0.1), exp(0.3)]
+    for budget, kept in (
+        (0.2, [1, 1, 1]),
+        (0.06, [0, 1, 1]),
+        (0.04, [0, 1, 0]),
+        (0.009, [0, 0, 0]),
+    ):
+        result = weighted(corrected(pl.MomentBudget(budget)), w)
+        assert_loss(result, sum(kept) / 3, rows(kept) / 3)
+    # Equal ones stay together: (0.01, 0.09, 0.09) has the mean 0.063, and both of 0.09 go.
+    twins = weighted(corrected(pl.MomentBudget(0.06)), [exp(-0.3), exp(-0.1), exp(0.3)])
+    assert_loss(twins, 1 / 3, [0, 1 / 3, 0])
+    # A masked token neither uses the budget up nor makes room: of two, (0.01, 0.09) has mean 0.05.
+    for budget, kept in ((0.06, [0, 1, 1]), (0.04, [0, 1, 0])):
+        result = weighted(corrected(pl.MomentBudget(budget)), w, mask=[0, 1, 1])
+        assert_loss(result, sum(kept) / 2, rows(kept) / 2)
+
+
+def test_moment_budget_of_the_whole_step():
+    """The bound is measured over both calls: alone, the second would reject its token."""
+    spec = corrected(pl.MomentBudget(0.04), rejected="renormalise")
+    # d² = (0, 0) and (0.0625): the mean of all three is 0.021.
+    logp = torch.full((2, 2), -1.0)
+    d = torch.tensor([[0.0, 0.0], [0.25, 0.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    step = pl.measure(spec, logp, logp, -torch.ones(2, 2), mask, rollout_logp=logp - d)
+    assert step.tokens == 3
+    assert step.statistics["moment_bound"] == inf
+    out = [
+        pl.policy_loss(
+            *(spec, logp[i : i + 1], logp[i : i + 1], -torch.ones(1, 2), mask[i : i + 1]),
+            rollout_logp=(logp - d)[i : i + 1],
+            totals=step,
+        ).loss.item()
+        for i in range(2)
+    ]
+    assert out == pytest.approx([2 / 3, 1 / 3])
 
 
 def test_opsm():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import torch
@@ -63,8 +64,8 @@ def differ(a: pl.LossSpec, b: pl.LossSpec, batch: Batch) -> bool:
 
 # GeometricClip's ratio is the sequence's: its gradient is −A only on average over the sequence.
 # CovClip and CovKL choose tokens: a dropped one has gradient 0, a penalised one has |log_ratio| at
-# its kink, where the gradient is taken as 0.
-NOT_MINUS_A = (pl.GeometricClip, pl.CovClip)
+# its kink, where the gradient is taken as 0. Regression's gradient is −2·beta·A.
+NOT_MINUS_A = (pl.GeometricClip, pl.CovClip, pl.Regression)
 
 
 @walked("trust", [t for t in TRUSTS if not isinstance(t, NOT_MINUS_A)], ids=label)
@@ -117,14 +118,19 @@ def test_presets_at_ratio_one_agree_with_reinforce(name):
     """
     spec = PRESETS[name]
     batch = on_policy(one_token(BATCH))
-    batch = replace(batch, rollout_logp=batch.logp)
+    batch = replace(batch, rollout_logp=batch.logp, ref_logp=batch.logp)
     if isinstance(spec.trust, pl.CovClip):
         spec = spec.replace(trust=replace(spec.trust, cov_low=100.0, cov_high=101.0))
     same = pl.LossSpec(trust=pl.Unbounded("logp"), aggregate=spec.aggregate)
-    assert_same(run(spec, batch).dlogp, run(same, batch).dlogp)
+    scale = 2 * spec.trust.beta if isinstance(spec.trust, pl.Regression) else 1
+    assert_same(run(spec, batch).dlogp, scale * run(same, batch).dlogp)
 
 
-@walked("kind", [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio])
+ARITHMETIC = partial(pl.MixedRatio, "arithmetic")
+KINDS = [pl.TokenRatio, pl.SequenceRatio, pl.SequenceProduct, pl.SegmentRatio, ARITHMETIC]
+
+
+@walked("kind", KINDS, ids=str)
 def test_current_anchor_is_exactly_on_policy(kind):
     spec = pl.LossSpec(ratio=kind(anchor="current"), trust=RATIO)
     result = run(spec, BATCH)

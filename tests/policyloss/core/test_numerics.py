@@ -164,9 +164,12 @@ def test_huge_log_ratios_have_finite_losses_and_gradients(name: str, distance: f
 @walked("ratio", [r for r in RATIOS if getattr(r, "anchor", "") != "current"], ids=label)
 def test_clamped_tokens_are_counted(ratio: Any, distance: float) -> None:
     """Row 0 has +d, +d, −d, −d (mean and sum 0), row 1 only −d:
-    all 8 tokens leave a token ratio's band, 4 a sequence's.
+    all 8 tokens leave a token ratio's band, 4 a sequence's. Half of a token's log-ratio leaves it,
+    too; the mean of a ratio and of the sequence's 1 is at least ½, so only +d leaves the band.
     """
     beyond = 8 if isinstance(ratio, pl.TokenRatio) else 4
+    if isinstance(ratio, pl.MixedRatio):
+        beyond = 6 if ratio.mean == "arithmetic" else 8
     spec = pl.LossSpec(ratio=ratio)
     for batch in (far_off(distance, torch.float32), far_off(distance, torch.float32).packed()):
         assert run(spec, batch).metrics["clamped_tokens"] == beyond
@@ -267,12 +270,12 @@ def test_a_fully_masked_sequence_is_no_sequence(name: str) -> None:
 @every_preset
 def test_zero_advantages_have_no_policy_gradient(name: str, layout: str) -> None:
     """Only a term that does not read the advantage may be left:
-    a KL penalty, DRO's quadratic, KL-Cov's penalty.
+    a KL penalty, DRO's quadratic, a regression on the advantage, KL-Cov's penalty.
     """
     spec = PRESETS[name].replace(kl=None)
     batch = laid_out(SMALL.map(torch.zeros_like, "advantages"), layout)
     result = run(spec, batch)
-    if isinstance(spec.trust, (pl.Quadratic, pl.CovKL)):
+    if isinstance(spec.trust, (pl.Quadratic, pl.Regression, pl.CovKL)):
         assert (result.dlogp != 0).any()
     else:
         assert float(result.loss) == 0

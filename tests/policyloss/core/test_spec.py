@@ -173,6 +173,10 @@ REFUSED = {
         lambda: pl.DetachedClip(0.8, 1.2, outside="zeros"),
         ["'zeros'", "did you mean 'zero'"],
     ),
+    "one without a band": (
+        lambda: pl.DetachedClip(0.8, 1.2, weight="one"),
+        ["weight='one'", "outside='clip'", "Unbounded('logp')"],
+    ),
     "tau": (lambda: pl.SoftGate(0.0), ["SoftGate.tau_positive", "0.0", "> 0"]),
     "infinite tau": (lambda: pl.SoftGate(1.0, inf), ["SoftGate.tau_negative", "inf", "finite"]),
     "band kind": (
@@ -217,7 +221,7 @@ REFUSED = {
     "cov coef": (lambda: pl.CovKL(coef=-1.0), ["CovKL.coef", "-1.0"]),
     "anchor": (
         lambda: pl.TokenRatio(anchor="reference"),
-        ["TokenRatio.anchor", "'reference'", "current, old, rollout"],
+        ["TokenRatio.anchor", "'reference'", "current, old, ref, rollout"],
     ),
     "ratio grad": (
         lambda: pl.SequenceRatio(grad="tokens"),

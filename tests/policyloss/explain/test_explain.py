@@ -73,6 +73,8 @@ MORE_TRUSTS = (
 MORE_CORRECTIONS = (
     (pl.Reject("k1", high=-9.0),),  # rejects everything
     (pl.Truncate(INF),),
+    (pl.MomentBudget(1e-9), pl.OPSM(0.01)),
+    (pl.MomentBudget(9.0),),  # rejects nothing
     (pl.Truncate(1.1, low=0.9, log_clamp=None),),
     (pl.Reject("k1", high=-9.0), pl.Truncate(1.1), pl.SelfNormalise()),
     (
@@ -203,7 +205,7 @@ def test_the_gradient_is_zero_exactly_where_explain_shows_it(part: Any) -> None:
             continue
         counts = [assert_zero_where_said(spec, zero_batch(seed)) for seed in (1, 2)]
         assert all(sum(c) > 0 for c in zip(*counts, strict=True)) or isinstance(
-            trusted, (pl.Quadratic, pl.CovKL)
+            trusted, (pl.Quadratic, pl.Regression, pl.CovKL)
         ), spec
 
 

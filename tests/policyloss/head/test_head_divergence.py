@@ -31,7 +31,7 @@ from policyloss.functional.divergence import Measure, on_support, support_of
 
 N, V, D, E = 40, 50, 6, 4
 TOL = 1e-12 if torch.float64 == FLOAT else 2e-5
-KINDS = ("forward", "reverse", "jsd", "generalised")
+KINDS = ("forward", "reverse", "jsd", "generalised", "skew_forward", "skew_reverse", "tv")
 CASE = peaked_case(N, V, D, FLOAT, seed=3, peak=5.0)
 MASK = (torch.arange(N, device=DEVICE) % 5 != 2) & (torch.arange(N, device=DEVICE) != 7)
 UP = CASE.dlogp

@@ -43,7 +43,10 @@ LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
 SMALL = make_head_batch(seed=5, rows=3, width=4, vocab=5, size=3, dtype=torch.float64)
 BASE = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entropy_coef=0.01)
 NEEDS_WHOLE_BATCH = ("clip_cov", "kl_cov")
-SEQUENCE_LEVEL = ("gspo", "gspo_token", "gspo_turn", "gmpo", "vespo", "rloo_loss", "luspo", "opsm")
+SEQUENCE_LEVEL = (
+    *("gspo", "gspo_token", "gspo_turn", "gmpo", "fipo", "vespo", "rloo_loss", "luspo", "opsm"),
+    *("a2po", "sppo"),
+)
 
 
 def totals_of(spec: pl.LossSpec, batch: HeadBatch) -> pl.Totals:

@@ -141,6 +141,7 @@ def test_a_combination_that_the_class_refuses_has_its_error(part: type) -> None:
     variants = template(part).variants.values()
     assert all(bool(v.error) != bool(v.lines) or part is pl.SelfNormalise for v in variants)
     errors = {"KL": "weight_max", "Reject": "bound", "Veto": "bound", "Divergence": "Divergence"}
+    errors["DetachedClip"] = "outside"
     refused = [v.error for v in variants if v.error]
     assert bool(refused) is (part.__name__ in errors)
     assert all(errors[part.__name__] in error for error in refused)

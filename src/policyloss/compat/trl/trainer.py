@@ -324,9 +324,9 @@ def _problems(spec: LossSpec, config_spec: LossSpec, config: Any) -> dict[str, A
         f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use "
         "another average.": "group_ids" in spec.reads,
         "policy_loss needs statistics of the complete step (rejected= other than 'keep', "
-        "SelfNormalise, CovClip, CovKL), but the trainer computes one micro-batch at a time: "
-        f"gradient_accumulation_steps={calls!r} on {processes} process(es); use 1 and 1, or "
-        "another loss.": spec.needs_statistics and (calls > 1 or processes > 1),
+        "SelfNormalise, MomentBudget, CovClip, CovKL), but the trainer computes one micro-batch at "
+        f"a time: gradient_accumulation_steps={calls!r} on {processes} process(es); use 1 and 1, "
+        "or another loss.": spec.needs_statistics and (calls > 1 or processes > 1),
         f"aggregate={spec.aggregate!r} ignores gradient_accumulation_steps={calls!r}, so the sum "
         "of the step would be that many times too large; use TokenMean or SeqMeanTokenMean, or "
         "loss_type='bnpo'.": local and calls > 1,

@@ -68,7 +68,8 @@ def pair_statistics(
 ) -> tuple[Statistics, PairStatistics]:
     """The student's statistics and its divergence from the teacher, over all shards; `[R]` each."""
     here = (ids, z.shape[1])
-    kind, fused = measure.computed_kind, kernels_for(z, scaling, KERNELS)
+    kind = measure.computed_kind
+    fused = kernels_for(z, scaling, KERNELS) if kind.code >= 0 else None
     if fused is not None:
         # Read both rows once for a KL, twice for a JSD: its mixture needs the normalisers.
         ours, theirs, cross = fused.pair_partials(z, ids, scaling, *teacher, kind, entropy)
@@ -119,7 +120,7 @@ def pair_gradient(
     dlogp, dentropy, ddivergence = _complete(derivatives)
     spread = s.spread(dentropy)
     target = target_gradient(s.logp, dlogp, spread)
-    fused = kernels_for(z, scaling, KERNELS)
+    fused = kernels_for(z, scaling, KERNELS) if measure.computed_kind.code >= 0 else None
     if fused is not None:
         fused.pair_gradient(
             z, out, ids, s, dlogp, spread, target, scaling, *teacher, pair, ddivergence, measure

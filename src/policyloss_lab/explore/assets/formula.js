@@ -137,6 +137,22 @@ function evaluate(lines, step, of = "loss") {
     const ordered = x.filter((_, i) => mask()[i]).sort((a, b) => (a < b ? 1 : a > b ? -1 : 0));
     return ordered.length ? ordered[Math.min(Math.trunc(k), ordered.length) - 1] : 0;
   };
+  const budgetBound = (x, budget) => {
+    const ordered = x.filter((_, i) => mask()[i]).sort((a, b) => a - b);
+    let total = 0;
+    const over = ordered.findIndex((v, i) => (total += v) >= budget * (i + 1));
+    return over < 0 ? Infinity : ordered[over];
+  };
+  const futureSum = (x, gamma) => {
+    const later = new Map();
+    const sums = step.row.map(() => 0);
+    for (let i = size - 1; i >= 0; i--) {
+      if (!mask()[i]) continue;
+      sums[i] = at(x, i) + gamma * (later.get(step.row[i]) ?? 0);
+      later.set(step.row[i], sums[i]);
+    }
+    return sums;
+  };
   const words = {
     sg: (x) => leaf(x.value),
     seq_sum: (x) => overKeys(step.row, x, false),
@@ -149,6 +165,8 @@ function evaluate(lines, step, of = "loss") {
     seq_all: (x) => leaf(allOf(step.row, x.value)),
     run_all: (x) => leaf(allOf(runs(), x.value)),
     kth_largest: (x, k) => leaf(kthLargest(x.value, k.value)),
+    budget_bound: (x, b) => leaf(budgetBound(x.value, b.value)),
+    future_sum: (x, g) => leaf(futureSum(x.value, g.value)),
     draw: (seed, ...keys) =>
       leaf(
         each(

@@ -307,8 +307,9 @@ function readsOf(lines) {
 }
 
 // Whether a token's loss depends on numbers of the whole step.
+const STEP_WORDS = ["token_mean", "kth_largest", "budget_bound", "sum"];
 const rankedWords = (x) =>
-  Array.isArray(x) && (["token_mean", "kth_largest", "sum"].includes(x[0]) || x.some(rankedWords));
+  Array.isArray(x) && (STEP_WORDS.includes(x[0]) || x.some(rankedWords));
 const needsStep = (lines) => lines.some(([label, x]) => label !== "loss" && rankedWords(x));
 
 // The presets that equal this spec.
