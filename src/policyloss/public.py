@@ -30,6 +30,7 @@ from policyloss.parts.aggregate import (
     TokenMean,
     TokenSum,
     TokenSumNorm,
+    WeightMean,
 )
 from policyloss.parts.correction import (
     OPSM,
@@ -128,6 +129,7 @@ __all__ = [
     "TwoSidedClip",
     "Unbounded",
     "Veto",
+    "WeightMean",
     "accumulate",
     "advantage",
     "aggregate_tokens",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, description, fits_kind, is_compiling
 from policyloss.errors import InputError
+from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import (
     bound,
@@ -67,7 +68,7 @@ def checked_mask(
     if not holds(invalid == 0):
         raise InputError(
             f"{called} must be bool or hold only 0 and 1 (1 = train on this token); to weight "
-            "tokens, scale the advantages."
+            "tokens, pass weights=."
         )
     return mask != 0, None
 
@@ -110,12 +111,38 @@ def expand_advantages(
     )
 
 
+def token_weights(
+    weights: Any,
+    layout: dict[str, Any],
+    dtype: torch.dtype,
+    zero: Tensor | float,
+    like: tuple[str, Tensor],
+) -> Tensor | None:
+    """`weights` per token, 0 where masked; None without weights. A negative weight is an error, or
+    is counted among the invalid values of `layout` if reading it would wait for the device.
+    """
+    if weights is None:
+        return None
+    expanded = expand_advantages(weights, layout["sequences"], "weights", like)
+    expanded = fill(expanded, layout["mask"], dtype, zero)
+    negative = count(expanded < 0)
+    if not can_be_read(expanded):
+        layout["invalid"]["negative_weights"] = negative
+    elif not holds(negative == 0):
+        raise InputError(
+            "weights must not be negative: they scale the loss of a token, KL and entropy "
+            "included; the sign of a token's policy term belongs to its advantage."
+        )
+    return expanded
+
+
 @dataclass(kw_only=True)
 class Layout:
     """The layout of a call: which tokens count, and which sequence each belongs to.
 
     Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: of the
-    computation, float32 or float64. positions: each token's index in its whole sequence, for parts
+    computation, float32 or float64. weights: of the tokens, in `dtype`, 0 where `mask` is False, or
+    None if all are 1. positions: each token's index in its whole sequence, for parts
     that depend on the order of tokens; read if a sequence's tokens are on several ranks. zero: the
     0 that `fill` writes where `mask` is False (see `shared_zero`). step: the counts of the whole
     optimizer step, or "local" if this call is the whole step; parts read these counts as `totals`.
@@ -127,6 +154,7 @@ class Layout:
     sequences: Sequences
     dtype: torch.dtype
     group_ids: Tensor | None = None
+    weights: Tensor | None = None
     positions: Tensor | None = None
     zero: Tensor | float = 0
     step: Totals | Literal["local"] | None = None
@@ -135,10 +163,14 @@ class Layout:
     names: ClassVar[tuple[str, ...]]  # of the fields
 
     @classmethod
-    def of(cls, tokens: Tensor, mask: Tensor, *, called: str, **where: Any) -> Layout:
+    def of(
+        cls, tokens: Tensor, mask: Tensor, *, called: str, weights: Any = None, **where: Any
+    ) -> Layout:
         """The layout of the tokens of the argument `called`. where: as in `layout_fields`."""
         layout, dtype = layout_fields(tokens, mask, called=called, **where), compute_dtype(tokens)
-        return cls(**layout, dtype=dtype, zero=shared_zero(tokens, dtype))
+        zero = shared_zero(tokens, dtype)
+        layout["weights"] = token_weights(weights, layout, dtype, zero, (called, tokens))
+        return cls(**layout, dtype=dtype, zero=zero)
 
     @property
     def totals(self) -> Totals | LocalTotals:
@@ -168,6 +200,10 @@ class Layout:
     def fill(self, x: Tensor) -> Tensor:
         """`x` as numbers to compute with: in `dtype`, and 0 where `mask` is False."""
         return fill(x, self.mask, self.dtype, self.zero)
+
+    def weighted(self, x: Tensor) -> Tensor:
+        """`x` times the weight of each token."""
+        return x if self.weights is None else x * self.weights
 
     @property
     def count(self) -> Tensor:
@@ -225,6 +261,12 @@ class LocalTotals:
     def sequences(self) -> Tensor:
         """Sequences with at least one valid token."""
         return count(self.layout.counts > 0)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """The sum of the weights of the valid tokens; None without weights."""
+        w = self.layout.weights
+        return None if w is None else self.layout.sequences.across(weighted_sum(w, w.new_ones(())))
 
     @property
     def groups(self) -> Tensor | None:
@@ -288,7 +330,8 @@ class Tokens(Layout):
     def with_mask(self, mask: Tensor) -> Tokens:
         """The same call with another mask, of fewer tokens."""
         advantages = fill(self.advantages, mask, zero=self.zero)
-        return self.replace(mask=mask, advantages=advantages, memo={})
+        weights = None if self.weights is None else fill(self.weights, mask, zero=self.zero)
+        return self.replace(mask=mask, advantages=advantages, weights=weights, memo={})
 
     def has(self, name: str) -> bool:
         """Whether the call has a tensor of this name."""

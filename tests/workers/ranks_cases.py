@@ -76,6 +76,7 @@ def _whole() -> dict[str, Tensor]:
     floats["advantages"] = made.advantages + 1
     floats["old_values"] = values + 0.2 * made.advantages
     floats["returns"] = values + made.advantages
+    floats["weights"] = made.weights
     positions = torch.arange(made.width).expand(made.mask.shape)
     return {
         **{name: x.float().double() for name, x in floats.items()},
@@ -266,8 +267,9 @@ POLICY_INPUTS = (
     "teacher_logp",
     "cu_seqlens",
     "group_ids",
+    "weights",
 )
-VALUE_INPUTS = ("returns", "old_values", "mask", "cu_seqlens", "group_ids")
+VALUE_INPUTS = ("returns", "old_values", "mask", "cu_seqlens", "group_ids", "weights")
 
 
 def only(tensors: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

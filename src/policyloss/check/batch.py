@@ -14,7 +14,8 @@ from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS
 
-TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "advantages", "divergence")
+_PER_SEQUENCE = ("advantages", "weights")  # may be one per sequence, too
+TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "divergence", *_PER_SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Batch:
     ref_logp: Tensor
     teacher_logp: Tensor
     entropy: Tensor
-    advantages: Tensor
     divergence: Tensor
+    advantages: Tensor
+    weights: Tensor
     mask: Tensor
     group_ids: Tensor
     lengths: Tensor
@@ -52,8 +54,9 @@ class Batch:
         # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
         ref = logp + noise(0.3)
-        others = (old + mismatch, ref, 0.5 * (ref + logp) - 0.1, entropy, noise(1.0))
-        rest = (*others, torch.rand(rows, width, generator=g, dtype=torch.float64), mask)
+        policies, advantages = (old + mismatch, ref, 0.5 * (ref + logp) - 0.1), noise(1.0)
+        divergence, half = torch.rand(2, rows, width, generator=g, dtype=torch.float64)
+        rest = (*policies, entropy, divergence, advantages, 0.5 + half, mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(
             logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
@@ -96,11 +99,11 @@ class Batch:
         """The arguments of `policy_loss` and `measure`."""
         names = (*TOKEN_TENSORS, "mask", "cu_seqlens", "group_ids")
         arguments = {name: getattr(self, name) for name in names}
-        if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (
-            len(self.cu_seqlens) - 1,
-        ):
-            # If N = S, `[1, N]` marks one advantage per token.
-            arguments["advantages"] = self.advantages.unsqueeze(0)
+        sequences = None if self.cu_seqlens is None else (len(self.cu_seqlens) - 1,)
+        for name in _PER_SEQUENCE:
+            if getattr(self, name).shape == self.mask.shape == sequences:
+                # If N = S, `[1, N]` marks one number per token.
+                arguments[name] = arguments[name].unsqueeze(0)
         return arguments
 
     def others(self, spec: LossSpec | None = None) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class Batch:
             sequences=sequences,
             memo={},
             advantages=t.advantages.reshape(-1)[at].view(shape),
+            weights=None if t.weights is None else t.weights.reshape(-1)[at].view(shape),
             raw=raw,
             group_ids=None,
             positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),

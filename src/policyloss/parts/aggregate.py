@@ -212,6 +212,31 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 
 
 @dataclass(frozen=True)
+class WeightMean:
+    """Every unit of weight counts the same: `1 / W`, with W the sum of `weights` over the step.
+
+    A token of weight w has the share `w / W`. It reads weights.
+    """
+
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        if t.weights is None:
+            raise InputError("WeightMean reads weights, which is missing; pass weights=.")
+        if totals.weights is None:
+            raise InputError(
+                "WeightMean needs the sum of the weights of the whole step: make totals with "
+                "Totals.count(mask, weights=…)."
+            )
+        return reciprocal(totals.weights, t.mask, t.dtype, totals.dp_size)
+
+    def sentence(self) -> str:
+        return "every token counts by its weight, as a share of all weights of the step"
+
+    def averaged(self, x: str) -> str:
+        return f"sum(w * {x}) / W"
+
+
+@dataclass(frozen=True)
 class LengthWeighted:
     """LUSPO: the mean over sequences of the token mean times the length: `L_i / (B·L_i)`.
 
@@ -283,6 +308,7 @@ VARIANTS = (
     TokenSum,
     TokenSumNorm,
     PromptMean,
+    WeightMean,
     LengthWeighted,
     LocalTokenMean,
     LocalSeqMeanTokenMean,

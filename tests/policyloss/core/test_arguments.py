@@ -51,6 +51,7 @@ NO_CALLS = {
         "SeqMeanTokenSum",
         "TokenMean",
         "TokenSum",
+        "WeightMean",
     ),
     *("advantage", "compat", "functional", "hf", "report", "ESTIMATORS", "GAE"),
     *("BitsReport", "WhatIf", "exact", "unfused"),

@@ -71,10 +71,14 @@ def pack(spec: LossSpec, data: Sequence[Any], logprobs: Sequence[Tensor] | None)
         if len(ids) != len(rows):
             raise InputError("group_id must be one integer per datum.")
         tensors["group_ids"] = ids
-    masked_by = "mask" if "mask" in rows[0] else "weights"
-    mask = _join(rows, masked_by)
-    if not ((mask == 0) | (mask == 1)).all():
-        raise InputError(f"{masked_by} must hold 0 and 1, 1 where a token is trained on.")
+    if "weights" in rows[0]:
+        tensors["weights"] = _join(rows, "weights").unsqueeze(0)
+    if "mask" in rows[0]:
+        mask = _join(rows, "mask")
+        if not ((mask == 0) | (mask == 1)).all():
+            raise InputError("mask must hold 0 and 1, 1 where a token is trained on.")
+    else:
+        mask = _join(rows, "weights")
     ends = torch.tensor([0, *(n for (n,) in shapes)]).cumsum(0)
     logp = None if logprobs is None else torch.cat(list(logprobs))
     advantages, old_logp = _join(rows, "advantages", expand=True), tensors.pop("old_logp", None)

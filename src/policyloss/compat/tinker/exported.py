@@ -40,6 +40,12 @@ class ExportedLoss:
         data: as for `policyloss.compat.tinker.loss`.
         """
         step = pack(self.spec, data, None)
+        weights = step.tensors.pop("weights", None)
+        if weights is not None and not (weights == step.mask).all():
+            raise InputError(
+                "weights must be 1 where a token is trained on and 0 elsewhere: an exported loss "
+                "takes no other weights; policyloss.compat.tinker.loss(spec) does."
+            )
         totals = Totals.count(step.mask, cu_seqlens=step.cu_seqlens, dp_size=1)
         tokens = {"mask": step.mask, "advantages": step.advantages, "old_logprobs": step.old_logp}
         tokens |= {_KEYS[name]: x for name, x in step.tensors.items()}
@@ -76,7 +82,8 @@ def export(spec: AnyLoss) -> ExportedLoss:
     """
     spec = ready_spec(spec)
     check_spec(spec)
-    if spec.needs_statistics or "group_ids" in spec.reads or spec.reach == "batch":
+    counted = {"group_ids", "weights"} & set(spec.reads)
+    if spec.needs_statistics or counted or spec.reach == "batch":
         raise InputError(
             "this loss compares sequences with each other, and a server runs an exported loss on "
             "one sequence at a time; use policyloss.compat.tinker.loss(spec), which runs here."

@@ -165,8 +165,9 @@ function evaluate(lines, step, of = "loss") {
     L: () => counts(step.row),
     N_group: () => counts(step.group),
     inf: () => Infinity,
+    w: () => 1, // every token of the page has the weight 1
   };
-  Object.assign(known, { n: known.N, b: known.B });
+  Object.assign(known, { n: known.N, b: known.B, W: known.N });
 
   const valueOf = (x) => {
     if (typeof x === "string") {
