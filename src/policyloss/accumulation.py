@@ -35,7 +35,7 @@ from policyloss.totals import GroupTokens, Totals, data_parallel_group, group_to
 # The step was counted with the first tensors, so no call may replace them. A call may replace the
 # others, which are per token or passed through.
 _COUNTED = ("mask", "cu_seqlens", "group_ids", "weights")
-_PER_TOKEN = (*TOKEN_SHAPED, "positions")
+_PER_TOKEN = (*TOKEN_SHAPED, "turn_ids", "positions")
 _REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
 _PER_SEQUENCE = ("advantages", "weights")  # per token or per sequence
 

@@ -43,6 +43,7 @@ class SharedTensors(TypedDict, total=False):
     cu_seqlens: Tensor | None
     group_ids: Tensor | None
     weights: Tensor | None
+    turn_ids: Tensor | None
     cp_group: Any
     positions: Tensor | None
     extras: Mapping[str, Tensor] | None
@@ -74,6 +75,7 @@ class Inputs:
     cu_seqlens: Tensor | None = None
     group_ids: Tensor | None = None
     weights: Tensor | None = None
+    turn_ids: Tensor | None = None
     cp_group: Any = None
     positions: Tensor | None = None
     extras: Mapping[str, Tensor] | None = None
@@ -124,6 +126,7 @@ class Inputs:
             called="logp",
             cu_seqlens=self.cu_seqlens,
             group_ids=self.group_ids,
+            turn_ids=self.turn_ids,
             cp_group=self.cp_group,
             positions=self.positions,
         )

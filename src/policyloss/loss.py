@@ -79,14 +79,17 @@ def policy_loss(
       entropy unchanged. Averages divide by counts of tokens, whatever the weights; `WeightMean`
       divides by the sum of the weights of the step. Of the metrics, `loss` is weighted; the others
       count each valid token once.
+    - `turn_ids` are token-shaped integers, the turn of each token in its sequence, and −1 at tokens
+      that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
+      them; without them, a turn is an unbroken run of the mask.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
       that this call is the whole batch; with `cp_group`, that the calls of all its ranks together
       are the whole batch, and that the engine sums their losses and gradients (an engine that
       averages over those ranks needs `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
-      Only parts that depend on the order of tokens (`SegmentRatio`) read positions, only with
-      `cp_group`, and only where `mask` is True.
+      Only parts that depend on the order of tokens (turns without `turn_ids`) read positions, only
+      with `cp_group`, and only where `mask` is True.
     - `extras` maps names to token-shaped tensors that custom parts read with
       `tokens.extra(name)`.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
@@ -239,6 +242,7 @@ def aggregate_tokens(
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
     weights: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> Tensor:
@@ -252,7 +256,8 @@ def aggregate_tokens(
     step = resolve(totals)
     check_tensor("x", x, "float")
     where = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
-    layout = Layout.of(x, mask, called="x", weights=weights, **where).with_totals(step)
+    where |= {"weights": weights, "turn_ids": turn_ids}
+    layout = Layout.of(x, mask, called="x", **where).with_totals(step)
     return weighted_sum(layout.weighted(layout.fill(x)), aggregate(layout))
 
 

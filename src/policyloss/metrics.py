@@ -29,6 +29,10 @@ REFUSED = {
         "them was trained on. Give a bool mask (labels != -100, attention_mask == 1); to weight "
         "tokens, pass weights=."
     ),
+    "tokens_without_turn": (
+        "turn_ids held {n} negative numbers where mask is True; −1 marks tokens that the "
+        "environment wrote, which the policy is not trained on. Mask them, too."
+    ),
     "negative_weights": (
         "weights held {n} negative numbers, and each of them turned the loss of its token around, "
         "KL and entropy included. Give weights of 0 or more."

@@ -76,6 +76,10 @@ FORMULAS = {
         "calls whose cu_seqlens do not rise from 0 to N, only where that could "
         "not be checked at once; `compute` raises unless it is 0"
     ),
+    "tokens_without_turn": (
+        "valid tokens with a negative turn id, only where that could not be checked at once; "
+        "`compute` raises unless it is 0"
+    ),
     "negative_weights": (
         "negative weights of valid tokens, only where that could not be checked at once; `compute` "
         "raises unless it is 0"

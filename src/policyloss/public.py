@@ -30,6 +30,7 @@ from policyloss.parts.aggregate import (
     TokenMean,
     TokenSum,
     TokenSumNorm,
+    TurnMean,
     WeightMean,
 )
 from policyloss.parts.correction import (
@@ -126,6 +127,7 @@ __all__ = [
     "TopK",
     "Totals",
     "Truncate",
+    "TurnMean",
     "TwoSidedClip",
     "Unbounded",
     "Veto",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind, is_compiling
+from policyloss.arguments import check_like, check_tensor, description, fits_kind, is_compiling
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.context_parallel import checked_positions
@@ -125,15 +125,20 @@ def token_weights(
         return None
     expanded = expand_advantages(weights, layout["sequences"], "weights", like)
     expanded = fill(expanded, layout["mask"], dtype, zero)
-    negative = count(expanded < 0)
-    if not can_be_read(expanded):
-        layout["invalid"]["negative_weights"] = negative
-    elif not holds(negative == 0):
-        raise InputError(
-            "weights must not be negative: they scale the loss of a token, KL and entropy "
-            "included; the sign of a token's policy term belongs to its advantage."
-        )
+    message = (
+        "weights must not be negative: they scale the loss of a token, KL and entropy included; "
+        "the sign of a token's policy term belongs to its advantage."
+    )
+    _refuse(layout["invalid"], "negative_weights", count(expanded < 0), message)
     return expanded
+
+
+def _refuse(invalid: dict[str, Tensor], name: str, number: Tensor, message: str) -> None:
+    """Raise unless `number` is 0; if reading it would wait for the device, keep it in `invalid`."""
+    if not can_be_read(number):
+        invalid[name] = number
+    elif not holds(number == 0):
+        raise InputError(message)
 
 
 @dataclass(kw_only=True)
@@ -142,9 +147,10 @@ class Layout:
 
     Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: of the
     computation, float32 or float64. weights: of the tokens, in `dtype`, 0 where `mask` is False, or
-    None if all are 1. positions: each token's index in its whole sequence, for parts
-    that depend on the order of tokens; read if a sequence's tokens are on several ranks. zero: the
-    0 that `fill` writes where `mask` is False (see `shared_zero`). step: the counts of the whole
+    None if all are 1. turn_ids: the turn of each token, read where `mask` is True; None if turns
+    are the runs of the mask. positions: each token's index in its whole sequence, for parts that
+    depend on the order of tokens; read if a sequence's tokens are on several ranks. zero: the 0
+    that `fill` writes where `mask` is False (see `shared_zero`). step: the counts of the whole
     optimizer step, or "local" if this call is the whole step; parts read these counts as `totals`.
     invalid: counts of certainly wrong values that could not be checked without waiting for the
     device, by the name of their metric. memo: numbers that are computed once, when first read.
@@ -155,6 +161,7 @@ class Layout:
     dtype: torch.dtype
     group_ids: Tensor | None = None
     weights: Tensor | None = None
+    turn_ids: Tensor | None = None
     positions: Tensor | None = None
     zero: Tensor | float = 0
     step: Totals | Literal["local"] | None = None
@@ -284,6 +291,7 @@ def layout_fields(
     called: str,
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
@@ -303,8 +311,15 @@ def layout_fields(
         invalid["invalid_mask_values"] = invalid_mask
     if sequences.invalid is not None:
         invalid["invalid_cu_seqlens"] = sequences.invalid
+    if turn_ids is not None:
+        check_like("turn_ids", turn_ids, (called, tokens), "integer", "give one turn per token")
+        message = (
+            "turn_ids must not be negative where mask is True: −1 marks tokens that the "
+            "environment wrote, which the policy is not trained on; mask them, too."
+        )
+        _refuse(invalid, "tokens_without_turn", count(mask & (turn_ids < 0)), message)
     where = {"sequences": sequences, "group_ids": group_ids, "positions": positions}
-    return {"mask": mask, **where, "invalid": invalid}
+    return {"mask": mask, **where, "turn_ids": turn_ids, "invalid": invalid}
 
 
 @dataclass(kw_only=True)

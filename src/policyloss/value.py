@@ -48,6 +48,7 @@ def value_loss(
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
     weights: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> LossOutput:
@@ -62,7 +63,8 @@ def value_loss(
     bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
     values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: any
     part of the `aggregate` slot, `TokenMean()` by default. weights: multiply the loss of each
-    token, and of the metrics only `loss`. totals, cp_group, group_ids: as in `policy_loss`.
+    token, and of the metrics only `loss`. totals, cp_group, group_ids, turn_ids: as in
+    `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
     `clip_fraction` (share of tokens where the clipped error is the larger one),
     `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in
@@ -82,7 +84,8 @@ def value_loss(
     step = resolve(totals)
     check_tensor("values", values, "float")
     where = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
-    t = Layout.of(values, mask, called="values", weights=weights, **where).with_totals(step)
+    where |= {"weights": weights, "turn_ids": turn_ids}
+    t = Layout.of(values, mask, called="values", **where).with_totals(step)
     value = t.fill(values)
     target = t.fill(expand_advantages(returns, t.sequences, "returns", ("values", values)))
 

@@ -96,6 +96,7 @@ AGGREGATES = (
     pl.TokenSum(),
     pl.TokenSumNorm(50),
     pl.PromptMean(),
+    pl.TurnMean(),
     pl.WeightMean(),
     pl.LengthWeighted(),
     pl.LocalTokenMean(),
@@ -290,6 +291,14 @@ def layout_of(batch: Batch) -> dict[str, Any]:
     layout.
     """
     return {name: batch.kwargs[name] for name in ("cu_seqlens", "group_ids", "weights")}
+
+
+def with_turns(batch: Batch) -> Batch:
+    """The batch with turn_ids: two tokens of the mask to a turn, whatever lies between them, the
+    ids not in order; −1 where the mask is False.
+    """
+    turn = 7 - batch.mask.cumsum(-1).add(1).div(2, rounding_mode="floor")
+    return dataclasses.replace(batch, turn_ids=torch.where(batch.mask, turn, -1))
 
 
 def assert_same(actual: Any, expected: Any, tol: float = 1e-12, what: str = "result") -> None:

@@ -168,6 +168,7 @@ AGGREGATES = st.one_of(
             pl.SeqMeanTokenSum(),
             pl.TokenSum(),
             pl.PromptMean(),
+            pl.TurnMean(),
             pl.WeightMean(),
             pl.LengthWeighted(),
         ]

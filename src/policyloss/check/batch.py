@@ -36,6 +36,7 @@ class Batch:
     lengths: Tensor
     width: int
     cu_seqlens: Tensor | None = None
+    turn_ids: Tensor | None = None
 
     @classmethod
     def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
@@ -69,10 +70,15 @@ class Batch:
         }
         return replace(self, **changed)
 
+    @property
+    def token_shaped(self) -> tuple[str, ...]:
+        """The names of the token-shaped tensors of this batch."""
+        return (*TOKEN_TENSORS, "mask", *(() if self.turn_ids is None else ("turn_ids",)))
+
     def rows(self, index: Sequence[int] | Tensor) -> Batch:
         """The sequences at `index`, in that order. Padded only."""
         i = torch.as_tensor(index, dtype=torch.int64)
-        return self.map(lambda x: x[i], *TOKEN_TENSORS, "mask", "group_ids", "lengths")
+        return self.map(lambda x: x[i], *self.token_shaped, "group_ids", "lengths")
 
     @property
     def inside(self) -> Tensor:
@@ -82,9 +88,7 @@ class Batch:
     def packed(self) -> Batch:
         """The same sequences end to end, without padding; an empty row is an empty sequence."""
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-        return replace(
-            self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets
-        )
+        return replace(self.map(lambda x: x[self.inside], *self.token_shaped), cu_seqlens=offsets)
 
     def as_rows(self, x: Tensor) -> Tensor:
         """A token-shaped result as `[B, width]`, 0 in the padding of a packed batch."""
@@ -97,7 +101,7 @@ class Batch:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments of `policy_loss` and `measure`."""
-        names = (*TOKEN_TENSORS, "mask", "cu_seqlens", "group_ids")
+        names = (*self.token_shaped, "cu_seqlens", "group_ids")
         arguments = {name: getattr(self, name) for name in names}
         sequences = None if self.cu_seqlens is None else (len(self.cu_seqlens) - 1,)
         for name in _PER_SEQUENCE:

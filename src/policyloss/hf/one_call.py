@@ -86,7 +86,7 @@ class ModelCall:
         the `cu_seqlens` that belong to them.
         """
         for name, x in tensors.items():
-            if name == "mask" or name.endswith("_logp"):
+            if name in ("mask", "turn_ids") or name.endswith("_logp"):
                 self._check_token_shaped(name, x)
         extras = tensors.get("extras") or {}
         for name, x in extras.items():

@@ -51,6 +51,7 @@ NO_CALLS = {
         "SeqMeanTokenSum",
         "TokenMean",
         "TokenSum",
+        "TurnMean",
         "WeightMean",
     ),
     *("advantage", "compat", "functional", "hf", "report", "ESTIMATORS", "GAE"),

@@ -135,6 +135,7 @@ def test_every_formula_is_a_metric():
         make_batch().packed().map(lambda x: x.to("meta"), *TOKEN_TENSORS, "mask", "cu_seqlens")
     )
     layout = {"cu_seqlens": on_a_device.cu_seqlens, "weights": on_a_device.weights}
+    layout["turn_ids"] = on_a_device.mask.long()
     tensors = (
         on_a_device.logp,
         on_a_device.old_logp,
