@@ -104,6 +104,7 @@ class _Turns:
     def group_ids(self, group_ids: Tensor) -> Tensor:
         """The group of each turn, from the group of each sequence `[S]`."""
         check_group_ids(group_ids, Sequences.of(self.index, self.cu_seqlens))
+        check_tensor("group_ids", group_ids, like=("turn_ids", self.index))
         return group_ids[self.sequence]
 
 
