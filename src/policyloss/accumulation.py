@@ -30,13 +30,14 @@ from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.records import Invalid
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask, check_group_ids, expand_advantages
-from policyloss.totals import GroupTokens, Totals, data_parallel_group, group_tokens
+from policyloss.totals import GroupTokens, Totals, data_parallel_group, group_tokens, sum_weights
 
 # The step was counted with the first tensors, so no call may replace them. A call may replace the
 # others, which are per token or passed through.
-_COUNTED = ("mask", "cu_seqlens", "group_ids")
-_PER_TOKEN = (*TOKEN_SHAPED, "positions")
+_COUNTED = ("mask", "cu_seqlens", "group_ids", "weights")
+_PER_TOKEN = (*TOKEN_SHAPED, "turn_ids", "positions")
 _REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
+_PER_SEQUENCE = ("advantages", "weights")  # per token or per sequence
 
 
 def accumulate(
@@ -59,12 +60,13 @@ def accumulate(
 
     micro_batches: this rank's share of the step, a list of mappings. Each mapping holds `mask` and
     the tensors that `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`,
-    `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, …), padded `[B, T]` or packed `[N]`;
-    other entries are ignored. Every rank of `group` yields the same number of micro-batches,
+    `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, `weights`, …), padded `[B, T]` or packed
+    `[N]`; other entries are ignored. Every rank of `group` yields the same number of micro-batches,
     because the forward of a sharded model is a collective: a rank with fewer micro-batches repeats
     its last one with an all-False mask, which adds nothing.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
-    one over `group`, and a second one over `group` if there are `group_ids`.
+    one over `group`, and a second one over `group` if there are `group_ids`; one more over each if
+    the loss divides by weights (`WeightMean`).
     logp: a function that takes a micro-batch and returns its current log-probabilities, in the
     shape of its mask. It is required if `spec.needs_statistics`: the function is then called first,
     for every micro-batch, without gradient, and `measure` computes the totals from the results.
@@ -83,7 +85,8 @@ def accumulate(
             '(rejected="keep", no SelfNormalise, MomentBudget, CovClip or CovKL).'
         )
     group = data_parallel_group(group, cp_group)
-    counts, number = count_step(micro_batches, group, cp_group, dp_size)
+    weighted = "weights" in spec.reads
+    counts, number = count_step(micro_batches, group, cp_group, dp_size, weighted)
     step = Accumulation(spec, counts, counts, group, cp_group, metrics)
     last = micro_batches[-1]
     empty = {**last, "mask": torch.zeros_like(last["mask"], dtype=torch.bool)}
@@ -250,19 +253,21 @@ def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> T
         with torch.no_grad():
             tensors = {**micro.arguments(), "logp": logp(micro)}
         micro.is_used = used  # to measure it trains nothing
-        if isinstance(tensors["advantages"], Tensor):
-            tensors["advantages"] = expand_advantages(tensors["advantages"], sequences)
+        for name in _PER_SEQUENCE:
+            if isinstance(x := tensors.get(name), Tensor):
+                tensors[name] = expand_advantages(x, sequences, name)
         tensors |= {f"extras.{name}": x for name, x in (tensors.get("extras") or {}).items()}
         for name, x in tensors.items():
-            per_token = name in ("advantages", *_PER_TOKEN) or name.startswith("extras.")
+            per_token = name in (*_PER_SEQUENCE, *_PER_TOKEN) or name.startswith("extras.")
             if name == "logp" or (per_token and x is not None):
                 flat.setdefault(name, []).append(_flat(name, x, i, sequences))
     number = len(micro_batches)
     joined = {name: torch.cat(parts) for name, parts in flat.items() if len(parts) == number}
     named: dict[str, Any] = {name: x for name, x in joined.items() if "." not in name}
     named["extras"] = {name.removeprefix("extras."): x for name, x in joined.items() if "." in name}
-    if "advantages" in named:  # in a pack of single tokens, `[N]` could also mean one per sequence
-        named["advantages"] = named["advantages"].unsqueeze(0)
+    for name in _PER_SEQUENCE:  # in a pack of single tokens, `[N]` could also mean one per sequence
+        if name in named:
+            named[name] = named[name].unsqueeze(0)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
     named.setdefault("old_logp", None)
     return measure(
@@ -298,27 +303,32 @@ def check_micro_batches(micro_batches: Any) -> None:
         if data.get("mask") is None:
             names = ", ".join(map(str, data)) or "nothing"
             raise InputError(f"micro_batches[{i}] has no mask (it has {names}); put it there.")
-    with_groups = [data.get("group_ids") is not None for data in micro_batches]
-    if any(with_groups) and not all(with_groups):
-        raise InputError(
-            f"micro_batches[{with_groups.index(False)}] has no group_ids, but others have; give "
-            "all of them or none."
-        )
+    for name in ("group_ids", "weights"):
+        present = [data.get(name) is not None for data in micro_batches]
+        if any(present) and not all(present):
+            raise InputError(
+                f"micro_batches[{present.index(False)}] has no {name}, but others have; give all "
+                "of them or none."
+            )
 
 
 @dataclass(frozen=True)
 class StepPack:
-    """All micro-batches of a rank as one pack. layouts: the sequences of each micro-batch."""
+    """All micro-batches of a rank as one pack. Shapes: `[N]`, `[S+1]`, `[S]`, and weights `[1, N]`.
+
+    layouts: the sequences of each micro-batch.
+    """
 
     mask: Tensor
     cu_seqlens: Tensor
     group_ids: Tensor | None
+    weights: Tensor | None
     layouts: list[Sequences]
 
     @classmethod
     def of(cls, micro_batches: Sequence[Mapping[str, Any]]) -> StepPack:
         """Check and pack one micro-batch or more."""
-        layouts, masks, lengths, groups = [], [], [], []
+        layouts, masks, lengths, groups, weights = [], [], [], [], []
         for i, data in enumerate(micro_batches):
             mask, group_ids = data["mask"], data.get("group_ids")
             try:
@@ -330,6 +340,10 @@ class StepPack:
                     check_group_ids(group_ids, sequences)
                     _check_values("group_ids", group_ids)
                     groups.append(group_ids.to(mask.device))
+                if data.get("weights") is not None:
+                    like = ("mask", mask)
+                    each = expand_advantages(data["weights"], sequences, "weights", like)
+                    weights.append(each.reshape(1, -1))
             except InputError as error:
                 raise InputError(f"micro_batches[{i}]: {error}") from None
             layouts.append(sequences)
@@ -337,7 +351,9 @@ class StepPack:
             ends = sequences.offsets
             lengths.append(rows if ends is None else ends.diff().to(torch.int64))
         offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
-        return cls(torch.cat(masks), offsets, torch.cat(groups) if groups else None, layouts)
+        ids = torch.cat(groups) if groups else None
+        all_weights = torch.cat(weights, 1) if weights else None
+        return cls(torch.cat(masks), offsets, ids, all_weights, layouts)
 
 
 def _check_values(name: str, x: Tensor) -> None:
@@ -347,36 +363,55 @@ def _check_values(name: str, x: Tensor) -> None:
 
 
 def count_step(
-    micro_batches: Sequence[Mapping[str, Any]], group: Any, cp_group: Any, dp_size: int | None
+    micro_batches: Sequence[Mapping[str, Any]],
+    group: Any,
+    cp_group: Any,
+    dp_size: int | None,
+    weighted: bool = False,
 ) -> tuple[Totals, int]:
-    """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
+    """The counts of the step, and the largest number of micro-batches on any rank of `group`.
+
+    weighted: whether to sum up the weights, too.
+    """
     if group is None:
         _check_numbers([len(micro_batches)])
         pack = StepPack.of(micro_batches)
         layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": cp_group}
-        return Totals.count(pack.mask, **layout, dp_size=dp_size), len(micro_batches)
-    share, members = _share(micro_batches, cp_group)
-    tokens, sequences, numbers, with_ids = torch.stack(all_gather(share, group)).unbind(1)
+        weights = pack.weights if weighted else None
+        counts = Totals.count(pack.mask, **layout, weights=weights, dp_size=dp_size)
+        return counts, len(micro_batches)
+    pack_here = StepPack.of(micro_batches) if micro_batches else None
+    share, members = _share(pack_here, len(micro_batches), cp_group)
+    shares = torch.stack(all_gather(share, group))
+    tokens, sequences, numbers, with_ids, with_weights = shares.unbind(1)
     number_of_each, members_of_each = numbers.tolist(), with_ids.tolist()
     _check_numbers(number_of_each)
     groups = _groups(members, members_of_each, group) if max(members_of_each) >= 0 else None
+    weight_total = None
+    if weighted:
+        _refuse_missing("weights", with_weights.tolist())
+        assert pack_here is not None
+        assert pack_here.weights is not None
+        weight_total = sum_weights(pack_here.weights.reshape(-1), pack_here.mask, cp_group, group)
     ranks = len(number_of_each) * (1 if cp_group is None else dist.get_world_size(cp_group))
     size = ranks if dp_size is None else dp_size
-    return Totals(tokens.sum(), sequences.sum(), groups, size), max(number_of_each)
+    counts = Totals(tokens.sum(), sequences.sum(), groups, size, weights=weight_total)
+    return counts, max(number_of_each)
 
 
-def _share(micro_batches: Sequence[Mapping[str, Any]], cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Count this rank's tokens, sequences, micro-batches and group ids (−1 without ids), `[4]`.
+def _share(pack: StepPack | None, number: int, cp_group: Any) -> tuple[Tensor, Tensor]:
+    """Count this rank's tokens, sequences, micro-batches, group ids (−1 without ids), and whether
+    it has weights, `[5]`.
 
     Also return its group ids and lengths as `[2, S]`, empty without ids.
     """
-    if not micro_batches:
-        return torch.tensor([0, 0, 0, -1]), torch.zeros(2, 0, dtype=torch.int64)
-    pack = StepPack.of(micro_batches)
+    if pack is None:
+        return torch.tensor([0, 0, 0, -1, 0]), torch.zeros(2, 0, dtype=torch.int64)
     lengths = Sequences.of(pack.mask, pack.cu_seqlens, cp_group).sum(pack.mask)
     ids = pack.group_ids
     members = -1 if ids is None else ids.shape[0]
-    numbers = torch.tensor([len(micro_batches), members], device=lengths.device)
+    has_weights = int(pack.weights is not None)
+    numbers = torch.tensor([number, members, has_weights], device=lengths.device)
     counts = torch.cat([torch.stack([lengths.sum(), (lengths > 0).sum()]), numbers])
     if ids is None:
         return counts, lengths.new_zeros(2, 0)
@@ -393,13 +428,19 @@ def _check_numbers(numbers: list[int]) -> None:
         )
 
 
+def _refuse_missing(name: str, present: Sequence[bool]) -> None:
+    """Raise on every rank if one of them lacks the tensor `name`, which others have."""
+    if not all(present):
+        missing = [bool(x) for x in present].index(False)
+        raise InputError(
+            f"rank {missing} of the group has no {name}, but others have; give them on all ranks "
+            "or on none."
+        )
+
+
 def _groups(members: Tensor, members_of_each: list[int], group: Any) -> GroupTokens:
     """The tokens of each group over all ranks. members: this rank's ids and lengths `[2, S]`."""
-    if min(members_of_each) < 0:
-        raise InputError(
-            f"rank {members_of_each.index(-1)} of the group has no group_ids, but others have; "
-            "give them on all ranks or on none."
-        )
+    _refuse_missing("group_ids", [members >= 0 for members in members_of_each])
     missing = (0, max(members_of_each) - members.shape[1])
     shares = all_gather(torch.nn.functional.pad(members, missing), group)
     there = [share[:, :n] for share, n in zip(shares, members_of_each, strict=True)]

@@ -18,7 +18,13 @@ from torch import Tensor
 from policyloss.arguments import check_like, check_tensor, description, refuse_transforms
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill, shared_zero
-from policyloss.tokens import LOGP_ARGUMENTS, Tokens, expand_advantages, layout_fields
+from policyloss.tokens import (
+    LOGP_ARGUMENTS,
+    Tokens,
+    expand_advantages,
+    layout_fields,
+    token_weights,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +42,8 @@ class SharedTensors(TypedDict, total=False):
     teacher_logp: Tensor | None
     cu_seqlens: Tensor | None
     group_ids: Tensor | None
+    weights: Tensor | None
+    turn_ids: Tensor | None
     cp_group: Any
     positions: Tensor | None
     extras: Mapping[str, Tensor] | None
@@ -66,6 +74,8 @@ class Inputs:
     divergence: Tensor | None = None
     cu_seqlens: Tensor | None = None
     group_ids: Tensor | None = None
+    weights: Tensor | None = None
+    turn_ids: Tensor | None = None
     cp_group: Any = None
     positions: Tensor | None = None
     extras: Mapping[str, Tensor] | None = None
@@ -113,6 +123,7 @@ class Inputs:
             called="logp",
             cu_seqlens=self.cu_seqlens,
             group_ids=self.group_ids,
+            turn_ids=self.turn_ids,
             cp_group=self.cp_group,
             positions=self.positions,
         )
@@ -133,6 +144,7 @@ class Inputs:
         advantages = expand_advantages(self.advantages, layout["sequences"], like=like)
         zero = shared_zero(logp, dtype)
         advantages = fill(advantages, layout["mask"], dtype, zero)
+        layout["weights"] = token_weights(self.weights, layout, dtype, zero, like)
         return Tokens(**layout, dtype=dtype, zero=zero, advantages=advantages, raw=raw)
 
 

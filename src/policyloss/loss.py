@@ -26,7 +26,7 @@ from policyloss.parts.trust import Surrogate
 from policyloss.policy_metrics import MeasuredCall, MetricsLevel, check_level, policy_metrics
 from policyloss.spec import LossSpec
 from policyloss.tokens import Layout, Tokens
-from policyloss.totals import Totals, data_parallel_group, resolve
+from policyloss.totals import Totals, data_parallel_group, resolve, sum_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # part of typing since Python 3.11
@@ -56,7 +56,8 @@ def policy_loss(
 
     `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
 
-    `spec.kl` may hold several parts; each adds its own `coef · kl_t`.
+    `spec.kl` may hold several parts; each adds its own `coef · kl_t`. With `weights`, the sum in
+    parentheses is multiplied by the weight of the token.
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`; S sequences.
 
@@ -73,14 +74,22 @@ def policy_loss(
       or `[S, 1]`. With `cp_group`, a pack's `[N]` is per token; pass `[S, 1]` per sequence.
     - `mask` is bool or 0/1; True means that the token is trained on.
     - `group_ids` are `[S]` integers: sequences of one prompt have the same id.
+    - `weights` are numbers that are not negative, in a shape of `advantages`. A weight multiplies
+      the loss of its token: surrogate, KL and entropy alike, while a scaled advantage leaves KL and
+      entropy unchanged. Averages divide by counts of tokens, whatever the weights; `WeightMean`
+      divides by the sum of the weights of the step. Of the metrics, `loss` is weighted; the others
+      count each valid token once.
+    - `turn_ids` are token-shaped integers, the turn of each token in its sequence, and −1 at tokens
+      that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
+      them; without them, a turn is an unbroken run of the mask.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
       that this call is the whole batch; with `cp_group`, that the calls of all its ranks together
       are the whole batch, and that the engine sums their losses and gradients (an engine that
       averages over those ranks needs `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
-      Only parts that depend on the order of tokens (`SegmentRatio`) read positions, only with
-      `cp_group`, and only where `mask` is True.
+      Only parts that depend on the order of tokens (turns without `turn_ids`) read positions, only
+      with `cp_group`, and only where `mask` is True.
     - `extras` maps names to token-shaped tensors that custom parts read with
       `tokens.extra(name)`.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
@@ -201,7 +210,8 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosses:
-    """`weight·surrogate + kl.coef·kl − entropy_coef·entropy` of every token, before any averaging.
+    """`weight·surrogate + kl.coef·kl − entropy_coef·entropy` of every token, before any averaging,
+    times the weight of the token in the call (`weights`).
 
     weight: the corrections' weight of each token, or None for 1.
     """
@@ -221,7 +231,7 @@ def token_losses(spec: LossSpec, t: Tokens, weight: Tensor | None) -> TokenLosse
         loss = loss - spec.entropy_coef * t.entropy
     if weight is not None or not spec.is_zero_where_masked:
         loss = fill(loss, t.mask, zero=t.zero)
-    return TokenLosses(surrogate, kl, loss)
+    return TokenLosses(surrogate, kl, t.weighted(loss))
 
 
 def aggregate_tokens(
@@ -231,6 +241,8 @@ def aggregate_tokens(
     *,
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> Tensor:
@@ -244,8 +256,9 @@ def aggregate_tokens(
     step = resolve(totals)
     check_tensor("x", x, "float")
     where = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+    where |= {"weights": weights, "turn_ids": turn_ids}
     layout = Layout.of(x, mask, called="x", **where).with_totals(step)
-    return weighted_sum(layout.fill(x), aggregate(layout))
+    return weighted_sum(layout.weighted(layout.fill(x)), aggregate(layout))
 
 
 def _per_token(slot: str, x: Any, t: Tokens) -> Tensor:
@@ -331,4 +344,6 @@ def measure(
             statistics.update(spec.trust.statistics(t, group))
         where = {"cu_seqlens": t.sequences.offsets, "group_ids": inputs.group_ids}
         totals = Totals.count(t.mask, **where, cp_group=cp_group, group=group, dp_size=dp_size)
+        if t.weights is not None:
+            totals = replace(totals, weights=sum_weights(t.weights, t.mask, cp_group, group))
         return replace(totals, statistics=statistics)

@@ -27,7 +27,15 @@ REFUSED = {
     "invalid_mask_values": (
         "mask held {n} values that are neither 0 nor 1 (1 = train on this token), and each of "
         "them was trained on. Give a bool mask (labels != -100, attention_mask == 1); to weight "
-        "tokens, scale the advantages."
+        "tokens, pass weights=."
+    ),
+    "tokens_without_turn": (
+        "turn_ids held {n} negative numbers where mask is True; −1 marks tokens that the "
+        "environment wrote, which the policy is not trained on. Mask them, too."
+    ),
+    "negative_weights": (
+        "weights held {n} negative numbers, and each of them turned the loss of its token around, "
+        "KL and entropy included. Give weights of 0 or more."
     ),
     "invalid_cu_seqlens": (
         "cu_seqlens of {n} calls did not rise from 0 to the number of packed tokens, and their "

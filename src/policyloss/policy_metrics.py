@@ -1,6 +1,8 @@
 """The metrics of `policy_loss`, each with its formula. Every one is a record that adds up over
 micro-batches and ranks.
 
+The weights of a call (`weights=`) enter the metric `loss` alone.
+
 Legend: Σ over the valid tokens, n their number, lr = logp − old_logp (before any clamp), r = the
 ratio slot's ratio before its clamp, w = the corrections' weight. `docs/metrics.md` is generated
 from `FORMULAS`.
@@ -73,6 +75,14 @@ FORMULAS = {
     "invalid_cu_seqlens": (
         "calls whose cu_seqlens do not rise from 0 to N, only where that could "
         "not be checked at once; `compute` raises unless it is 0"
+    ),
+    "tokens_without_turn": (
+        "valid tokens with a negative turn id, only where that could not be checked at once; "
+        "`compute` raises unless it is 0"
+    ),
+    "negative_weights": (
+        "negative weights of valid tokens, only where that could not be checked at once; `compute` "
+        "raises unless it is 0"
     ),
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",

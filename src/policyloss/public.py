@@ -30,6 +30,8 @@ from policyloss.parts.aggregate import (
     TokenMean,
     TokenSum,
     TokenSumNorm,
+    TurnMean,
+    WeightMean,
 )
 from policyloss.parts.correction import (
     OPSM,
@@ -137,9 +139,11 @@ __all__ = [
     "TopK",
     "Totals",
     "Truncate",
+    "TurnMean",
     "TwoSidedClip",
     "Unbounded",
     "Veto",
+    "WeightMean",
     "accumulate",
     "advantage",
     "aggregate_tokens",

@@ -179,7 +179,9 @@ class LossSpec(Part):
             names.add("entropy")
         if isinstance(self.aggregate, aggregate.PromptMean):
             names.add("group_ids")
-        order = (*LOGP_ARGUMENTS.values(), "entropy", "divergence", "group_ids")
+        if isinstance(self.aggregate, aggregate.WeightMean):
+            names.add("weights")
+        order = (*LOGP_ARGUMENTS.values(), "entropy", "divergence", "group_ids", "weights")
         return tuple(name for name in order if name in names)
 
     @property

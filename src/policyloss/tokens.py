@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from policyloss.arguments import check_tensor, description, fits_kind, is_compiling
+from policyloss.arguments import check_like, check_tensor, description, fits_kind, is_compiling
 from policyloss.errors import InputError
+from policyloss.functional.aggregate import weighted_sum
 from policyloss.functional.context_parallel import checked_positions
 from policyloss.functional.masking import (
     LogClamp,
@@ -67,7 +68,7 @@ def checked_mask(
     if not holds(invalid == 0):
         raise InputError(
             f"{called} must be bool or hold only 0 and 1 (1 = train on this token); to weight "
-            "tokens, scale the advantages."
+            "tokens, pass weights=."
         )
     return mask != 0, None
 
@@ -110,14 +111,46 @@ def expand_advantages(
     )
 
 
+def token_weights(
+    weights: Any,
+    layout: dict[str, Any],
+    dtype: torch.dtype,
+    zero: Tensor | float,
+    like: tuple[str, Tensor],
+) -> Tensor | None:
+    """`weights` per token, 0 where masked; None without weights. A negative weight is an error, or
+    is counted among the invalid values of `layout` if reading it would wait for the device.
+    """
+    if weights is None:
+        return None
+    expanded = expand_advantages(weights, layout["sequences"], "weights", like)
+    expanded = fill(expanded, layout["mask"], dtype, zero)
+    message = (
+        "weights must not be negative: they scale the loss of a token, KL and entropy included; "
+        "the sign of a token's policy term belongs to its advantage."
+    )
+    _refuse(layout["invalid"], "negative_weights", count(expanded < 0), message)
+    return expanded
+
+
+def _refuse(invalid: dict[str, Tensor], name: str, number: Tensor, message: str) -> None:
+    """Raise unless `number` is 0; if reading it would wait for the device, keep it in `invalid`."""
+    if not can_be_read(number):
+        invalid[name] = number
+    elif not holds(number == 0):
+        raise InputError(message)
+
+
 @dataclass(kw_only=True)
 class Layout:
     """The layout of a call: which tokens count, and which sequence each belongs to.
 
     Legend: `x` token-shaped (`[B, T]` or packed `[N]`), `[S]` one per sequence. dtype: of the
-    computation, float32 or float64. positions: each token's index in its whole sequence, for parts
-    that depend on the order of tokens; read if a sequence's tokens are on several ranks. zero: the
-    0 that `fill` writes where `mask` is False (see `shared_zero`). step: the counts of the whole
+    computation, float32 or float64. weights: of the tokens, in `dtype`, 0 where `mask` is False, or
+    None if all are 1. turn_ids: the turn of each token, read where `mask` is True; None if turns
+    are the runs of the mask. positions: each token's index in its whole sequence, for parts that
+    depend on the order of tokens; read if a sequence's tokens are on several ranks. zero: the 0
+    that `fill` writes where `mask` is False (see `shared_zero`). step: the counts of the whole
     optimizer step, or "local" if this call is the whole step; parts read these counts as `totals`.
     invalid: counts of certainly wrong values that could not be checked without waiting for the
     device, by the name of their metric. memo: numbers that are computed once, when first read.
@@ -127,6 +160,8 @@ class Layout:
     sequences: Sequences
     dtype: torch.dtype
     group_ids: Tensor | None = None
+    weights: Tensor | None = None
+    turn_ids: Tensor | None = None
     positions: Tensor | None = None
     zero: Tensor | float = 0
     step: Totals | Literal["local"] | None = None
@@ -135,10 +170,14 @@ class Layout:
     names: ClassVar[tuple[str, ...]]  # of the fields
 
     @classmethod
-    def of(cls, tokens: Tensor, mask: Tensor, *, called: str, **where: Any) -> Layout:
+    def of(
+        cls, tokens: Tensor, mask: Tensor, *, called: str, weights: Any = None, **where: Any
+    ) -> Layout:
         """The layout of the tokens of the argument `called`. where: as in `layout_fields`."""
         layout, dtype = layout_fields(tokens, mask, called=called, **where), compute_dtype(tokens)
-        return cls(**layout, dtype=dtype, zero=shared_zero(tokens, dtype))
+        zero = shared_zero(tokens, dtype)
+        layout["weights"] = token_weights(weights, layout, dtype, zero, (called, tokens))
+        return cls(**layout, dtype=dtype, zero=zero)
 
     @property
     def totals(self) -> Totals | LocalTotals:
@@ -168,6 +207,10 @@ class Layout:
     def fill(self, x: Tensor) -> Tensor:
         """`x` as numbers to compute with: in `dtype`, and 0 where `mask` is False."""
         return fill(x, self.mask, self.dtype, self.zero)
+
+    def weighted(self, x: Tensor) -> Tensor:
+        """`x` times the weight of each token."""
+        return x if self.weights is None else x * self.weights
 
     @property
     def count(self) -> Tensor:
@@ -227,6 +270,12 @@ class LocalTotals:
         return count(self.layout.counts > 0)
 
     @property
+    def weights(self) -> Tensor | None:
+        """The sum of the weights of the valid tokens; None without weights."""
+        w = self.layout.weights
+        return None if w is None else self.layout.sequences.across(weighted_sum(w, w.new_ones(())))
+
+    @property
     def groups(self) -> Tensor | None:
         """Prompt groups with at least one valid token; None without group_ids."""
         if self.layout.group_ids is None:
@@ -242,6 +291,7 @@ def layout_fields(
     called: str,
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
@@ -261,8 +311,15 @@ def layout_fields(
         invalid["invalid_mask_values"] = invalid_mask
     if sequences.invalid is not None:
         invalid["invalid_cu_seqlens"] = sequences.invalid
+    if turn_ids is not None:
+        check_like("turn_ids", turn_ids, (called, tokens), "integer", "give one turn per token")
+        message = (
+            "turn_ids must not be negative where mask is True: −1 marks tokens that the "
+            "environment wrote, which the policy is not trained on; mask them, too."
+        )
+        _refuse(invalid, "tokens_without_turn", count(mask & (turn_ids < 0)), message)
     where = {"sequences": sequences, "group_ids": group_ids, "positions": positions}
-    return {"mask": mask, **where, "invalid": invalid}
+    return {"mask": mask, **where, "turn_ids": turn_ids, "invalid": invalid}
 
 
 @dataclass(kw_only=True)
@@ -288,7 +345,8 @@ class Tokens(Layout):
     def with_mask(self, mask: Tensor) -> Tokens:
         """The same call with another mask, of fewer tokens."""
         advantages = fill(self.advantages, mask, zero=self.zero)
-        return self.replace(mask=mask, advantages=advantages, memo={})
+        weights = None if self.weights is None else fill(self.weights, mask, zero=self.zero)
+        return self.replace(mask=mask, advantages=advantages, weights=weights, memo={})
 
     def has(self, name: str) -> bool:
         """Whether the call has a tensor of this name."""

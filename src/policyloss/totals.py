@@ -15,10 +15,11 @@ from torch import Tensor
 
 from policyloss.arguments import check_group, check_like, check_tensor, description, is_number
 from policyloss.errors import InputError
-from policyloss.functional.collectives import several_ranks
-from policyloss.functional.masking import accumulator_dtype, count
+from policyloss.functional.collectives import all_sum, several_ranks
+from policyloss.functional.exact import arithmetic
+from policyloss.functional.masking import accumulator_dtype, count, fill
 from policyloss.functional.segments import Sequences, group_index
-from policyloss.tokens import as_mask, check_group_ids
+from policyloss.tokens import as_mask, check_group_ids, expand_advantages
 
 Number = int | float | Tensor
 
@@ -46,7 +47,7 @@ class Totals:
 
     tokens: valid tokens. sequences: sequences with at least one valid token. groups: for
     `PromptMean`, the number of prompt groups (if no group is split between calls) or a
-    `GroupTokens`.
+    `GroupTokens`. weights: for `WeightMean`, the sum of the weights of the valid tokens.
     dp_size: the number of ranks over which the framework *averages* gradients (DDP, FSDP); the loss
     is multiplied by dp_size, so that the average is the gradient of the whole batch. Pass 1 for an
     engine that sums gradients.
@@ -58,6 +59,7 @@ class Totals:
     groups: Number | GroupTokens | None = None
     dp_size: int = 1
     statistics: dict[str, Tensor] | None = field(default=None, compare=False)
+    weights: Number | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "dp_size"):
@@ -65,6 +67,8 @@ class Totals:
             _check_count(f"Totals.{name}", value, "a count")
         if self.groups is not None and not isinstance(self.groups, GroupTokens):
             _check_count("Totals.groups", self.groups, "a number of groups, a GroupTokens or None")
+        if self.weights is not None:
+            _check_count("Totals.weights", self.weights, "a sum of weights or None")
         ranks: Any = self.dp_size
         if not isinstance(ranks, Tensor) and (not isinstance(ranks, int) or ranks < 1):
             raise InputError(f"Totals.dp_size must be a number of ranks, got {description(ranks)}.")
@@ -84,6 +88,7 @@ class Totals:
         *,
         cu_seqlens: Tensor | None = None,
         group_ids: Tensor | None = None,
+        weights: Tensor | None = None,
         group: Any = None,
         cp_group: Any = None,
         dp_size: int | None = None,
@@ -91,7 +96,8 @@ class Totals:
         """Count this rank's whole share of the step, then sum the counts over all ranks.
 
         mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank
-        (concatenate the masks, or add the results of several calls: `a + b`). group: the process
+        (concatenate the masks, or add the results of several calls: `a + b`). weights: as in
+        `policy_loss`; only `WeightMean` needs their sum. group: the process
         group of data-parallel ranks, each with other sequences; None is the default group if there
         is one. cp_group: ranks with other tokens of the *same* sequences. dp_size: by default the
         number of ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine
@@ -106,7 +112,12 @@ class Totals:
             check_tensor("group_ids", group_ids, like=("mask", mask))
             groups = group_tokens(group_ids, lengths)
         counts = cls(lengths.sum(), count(lengths > 0), groups)
-        return counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
+        counts = counts.all_reduce(group, cp_group=cp_group, dp_size=dp_size)
+        if weights is None:
+            return counts
+        weights = expand_advantages(weights, sequences, "weights", ("mask", mask))
+        ranks = (cp_group, data_parallel_group(group, cp_group))
+        return replace(counts, weights=sum_weights(weights, mask, *ranks))
 
     @classmethod
     def of_call(cls, mask: Tensor, dp_size: int = 1) -> Totals:
@@ -135,7 +146,12 @@ class Totals:
             ids, tokens = (torch.cat([s[i] for s in shares]).to(pair.device) for i in (0, 1))
             groups = group_tokens(ids, tokens)
         size = dist.get_world_size(group) * cp_size if dp_size is None else dp_size
-        return replace(self, tokens=pair[0], sequences=pair[1], groups=groups, dp_size=size)
+        weights = self.weights
+        if weights is not None:
+            weights = all_sum(torch.as_tensor(weights, device=pair.device), group)
+        tokens, sequences = pair
+        counts = replace(self, tokens=tokens, sequences=sequences, groups=groups, dp_size=size)
+        return replace(counts, weights=weights)
 
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
@@ -162,7 +178,9 @@ class Totals:
         else:
             groups = a + b
         tokens, sequences = self.tokens + other.tokens, self.sequences + other.sequences
-        return replace(self, tokens=tokens, sequences=sequences, groups=groups)
+        u, v = self.weights, other.weights
+        weights = None if u is None or v is None else u + v
+        return replace(self, tokens=tokens, sequences=sequences, groups=groups, weights=weights)
 
 
 def _check_count(name: str, value: Any, wanted: str) -> None:
@@ -172,6 +190,13 @@ def _check_count(name: str, value: Any, wanted: str) -> None:
             raise InputError(f"{name} must be one number, got a tensor of {description(value)}.")
     elif not is_number(value) or not value >= 0:
         raise InputError(f"{name} must be {wanted}, got {description(value)}.")
+
+
+def sum_weights(weights: Tensor, mask: Tensor, *groups: Any) -> Tensor:
+    """The sum of the token-shaped `weights` where `mask`, over the ranks of all groups, 0-dim."""
+    wide = fill(weights, as_mask(mask, mask), accumulator_dtype(mask.device))
+    ranks = [group for group in groups if group is not None]
+    return arithmetic().scaled_totals_over(ranks, wide)[0]
 
 
 def data_parallel_group(group: Any, cp_group: Any) -> Any:

@@ -47,6 +47,8 @@ def value_loss(
     aggregate: Any = None,
     cu_seqlens: Tensor | None = None,
     group_ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> LossOutput:
@@ -60,7 +62,8 @@ def value_loss(
     for no clipping (`old_values` may then be None). boundary: the slope of the clamp exactly at a
     bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
     values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: any
-    part of the `aggregate` slot, `TokenMean()` by default. totals, cp_group, group_ids: as in
+    part of the `aggregate` slot, `TokenMean()` by default. weights: multiply the loss of each
+    token, and of the metrics only `loss`. totals, cp_group, group_ids, turn_ids: as in
     `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
     `clip_fraction` (share of tokens where the clipped error is the larger one),
@@ -81,6 +84,7 @@ def value_loss(
     step = resolve(totals)
     check_tensor("values", values, "float")
     where = {"cu_seqlens": cu_seqlens, "group_ids": group_ids, "cp_group": cp_group}
+    where |= {"weights": weights, "turn_ids": turn_ids}
     t = Layout.of(values, mask, called="values", **where).with_totals(step)
     value = t.fill(values)
     target = t.fill(expand_advantages(returns, t.sequences, "returns", ("values", values)))
@@ -98,7 +102,7 @@ def value_loss(
         with torch.no_grad():
             binds = t.mask & (clipped > token_loss)
         token_loss = torch.maximum(token_loss, clipped)
-    token_loss = fill(token_loss, t.mask)
+    token_loss = t.weighted(fill(token_loss, t.mask))
     weight = aggregate(t)
     loss = weighted_sum(token_loss, weight)
     share = arithmetic().step_share(token_loss, weight, None, loss, t.totals.dp_size)

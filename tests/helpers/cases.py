@@ -106,6 +106,8 @@ AGGREGATES = (
     pl.TokenSum(),
     pl.TokenSumNorm(50),
     pl.PromptMean(),
+    pl.TurnMean(),
+    pl.WeightMean(),
     pl.LengthWeighted(),
     pl.LocalTokenMean(),
     pl.LocalSeqMeanTokenMean(),
@@ -237,9 +239,15 @@ def make_batch(
     teacher = 0.5 * (ref + logp) - 0.1
     advantages = 1.5 * noise(1.0)
     divergence = torch.rand(rows, width, generator=g, dtype=torch.float64)
-    tokens = (logp, old, rollout, ref, teacher, entropy, advantages, divergence)
+    weights = 2 * torch.rand(rows, width, generator=g, dtype=torch.float64)
+    tokens = (logp, old, rollout, ref, teacher, entropy, divergence, advantages, weights)
     tensors = [x.to(dtype) for x in tokens]
     return Batch(*tensors, mask, groups, lengths, width)
+
+
+def unweighted(batch: Batch) -> Batch:
+    """The batch with the weight 1 at every token, for formulas without weights."""
+    return dataclasses.replace(batch, weights=torch.ones_like(batch.weights))
 
 
 class Result(NamedTuple):
@@ -285,9 +293,22 @@ def step_totals(spec: pl.LossSpec, batch: Batch, **kwargs: Any) -> pl.Totals:
     """The totals of the whole step, counted or measured as the spec needs."""
     if spec.needs_statistics:
         return pl.measure(spec, **batch.kwargs, **kwargs)
-    return pl.Totals.count(
-        batch.mask, cu_seqlens=batch.cu_seqlens, group_ids=batch.group_ids, **kwargs
-    )
+    return pl.Totals.count(batch.mask, **layout_of(batch), **kwargs)
+
+
+def layout_of(batch: Batch) -> dict[str, Any]:
+    """The arguments of `Totals.count`, `value_loss` and `aggregate_tokens` that belong to the
+    layout.
+    """
+    return {name: batch.kwargs[name] for name in ("cu_seqlens", "group_ids", "weights")}
+
+
+def with_turns(batch: Batch) -> Batch:
+    """The batch with turn_ids: two tokens of the mask to a turn, whatever lies between them, the
+    ids not in order; −1 where the mask is False.
+    """
+    turn = 7 - batch.mask.cumsum(-1).add(1).div(2, rounding_mode="floor")
+    return dataclasses.replace(batch, turn_ids=torch.where(batch.mask, turn, -1))
 
 
 def assert_same(actual: Any, expected: Any, tol: float = 1e-12, what: str = "result") -> None:

@@ -35,6 +35,7 @@ class Evaluator:
             "entropy": entropy,
             "divergence": batch.divergence[valid] + 4 * (entropy - entropy.detach()),
             "mask": torch.ones(len(self.row), dtype=torch.bool),
+            "weights": batch.weights[valid],
             **{
                 name: getattr(batch, name)[valid]
                 for name in ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "advantages")
@@ -55,6 +56,9 @@ class Evaluator:
             "b": self.rows(),
             "G": self.groups(),
             "inf": math.inf,
+            "W": self.names["weights"][self.mask].sum() or 1,
+            "L_turn": self.by(self.run(), self.ones()).clamp(min=1),
+            "K": self.seq_sum(1 / self.by(self.run(), self.ones()).clamp(min=1)).clamp(min=1),
         }
         for name, key in (("L", self.row), ("N_group", self.group_ids[self.row])):
             # A token outside the mask may have no peers left.

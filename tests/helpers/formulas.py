@@ -9,13 +9,14 @@ import torch
 from formula_evaluator import Evaluator
 
 import policyloss as pl
-from cases import Batch, make_batch, run
+from cases import Batch, make_batch, run, unweighted
 from policyloss.explanations import Explanation
 from policyloss.explanations.formula import formula
 from policyloss.explanations.zero_gradient import zero_gradient
 
 
 def assert_formula_holds(spec: pl.LossSpec, batch: Batch) -> None:
+    batch = batch if "weights" in spec.reads else unweighted(batch)
     evaluated = Evaluator(formula(spec), batch)
     loss = evaluated.names["loss"]
     dlogp, dentropy = torch.autograd.grad(

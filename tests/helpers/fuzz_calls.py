@@ -24,6 +24,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
 LOGP = -(0.2 + torch.arange(12.0).view(B, T) / 10)
 OLD = LOGP - 0.1
 IDS = torch.tensor([0, 0, 1])
+TURNS = torch.tensor([[0, 0, 1, -1], [0, 1, -1, -1], [0, 1, 1, 2]])
 PER_SEQUENCE = torch.tensor([1.0, -1.0, 0.5])
 LENGTHS = torch.tensor([3, 2, 4])
 CU = torch.tensor([0, 3, 5, 9])
@@ -435,6 +436,26 @@ ADVANTAGES: dict[str, Case] = {
         pl.advantage.discounted_returns,
         {"rewards": LOGP, "mask": MASK, "gamma": 1.0, "cp_group": None},
     ),
+    "turn_returns": (pl.advantage.turn_returns, {"rewards": LOGP, "turn_ids": TURNS, "gamma": 1.0}),
+    "turn_gae": (
+        pl.advantage.turn_gae,
+        {"rewards": LOGP, "values": OLD, "turn_ids": TURNS, "gamma": 0.9, "lam": 0.8},
+    ),
+    "turn_loo": (
+        pl.advantage.turn_loo,
+        {"rewards": LOGP, "turn_ids": TURNS, "group_ids": IDS, "gamma": 1.0, "group": None},
+    ),
+    "mt_grpo": (
+        pl.advantage.mt_grpo,
+        {"rewards": LOGP, "outcomes": PER_SEQUENCE, "turn_ids": TURNS, "group_ids": IDS}
+        | {"coef": 1.0, "scale": "std", "eps": 1e-6, "group": None},
+    ),
+    "gigpo": (
+        pl.advantage.gigpo,
+        {"rewards": LOGP, "turn_ids": TURNS, "state_ids": TURNS, "group_ids": IDS}
+        | {"gamma": 1.0, "omega": 1.0, "scale": None, "eps": 1e-6, "group": None},
+    ),
+    "adaptive_lam": (pl.advantage.adaptive_lam, {"lengths": PER_SEQUENCE + 40, "alpha": 0.05}),
     "estimator": (pl.advantage.estimator, {"name": "grpo"}),
 }
 

@@ -195,6 +195,8 @@ AGGREGATES = st.one_of(
             pl.SeqMeanTokenSum(),
             pl.TokenSum(),
             pl.PromptMean(),
+            pl.TurnMean(),
+            pl.WeightMean(),
             pl.LengthWeighted(),
         ]
     ),

@@ -42,7 +42,7 @@ ON_RANKS = (
     "OPSM(0.01):drop_sequence",
     "Truncate(1.1)+SelfNormalise():keep",
 )
-PROMPT = {"PromptMean": BY_AGGREGATE["token:PromptMean()"]}
+PROMPT = {name: BY_AGGREGATE[f"token:{name}()"] for name in ("PromptMean", "WeightMean")}
 # On ranks the presets, which measure by covariances, and one loss of each other kind that measures.
 SPECS = {**PRESETS, **PROMPT, **{name: MEASURED[name] for name in ON_RANKS}}
 FEW = ("ppo", "gspo", "gspo_turn", "clip_cov", "kl_cov", *PROMPT, *ON_RANKS)

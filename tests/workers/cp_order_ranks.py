@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import policyloss as pl
-from cases import BY_AGGREGATE, PRESETS, TOKEN_TENSORS, Batch, make_batch, run, step_totals
+from cases import BY_AGGREGATE, PRESETS, Batch, make_batch, run, step_totals, with_turns
 from policyloss import advantage
 from policyloss.compat.verl.advantages import ADVANTAGE_ESTIMATORS
 
-BATCH = make_batch(seed=21, width=13)
+BATCH = with_turns(make_batch(seed=21, width=13))
 SEQUENCES = len(BATCH.lengths)
 TURN_SPECS = {
     "gspo_turn": PRESETS["gspo_turn"],
-    "turn means": BY_AGGREGATE["turn:SeqMeanTokenMean()"],
+    "turn means": BY_AGGREGATE["turn:TurnMean()"],
     "fewer tokens": PRESETS["gspo_turn"].replace(
         correction=(pl.Band(0.8, 1.25),), rejected="renormalise"
     ),
@@ -39,6 +40,8 @@ TURN_SPECS = {
     "two ratios": pl.LossSpec(ratio=pl.MixedRatio("arithmetic")),
     "budget": pl.LossSpec(correction=pl.MomentBudget(0.02), rejected="renormalise"),
 }
+# Turns are the runs of the mask, in the order of positions, or the tokens with one id.
+KINDS: dict[str, dict[str, Any]] = {"runs": {"turn_ids": None}, "ids": {}}
 LAYOUTS = ("padded", "packed")
 
 
@@ -81,10 +84,11 @@ class Shard:
     positions: Tensor
 
     def split(self, x: Tensor) -> Tensor:
-        """This rank's part of `x` `[B, T]`, token-shaped; NaN (or False) in the padding."""
+        """This rank's part of `x` `[B, T]`, token-shaped; NaN (False, or −1) in the padding."""
         b = self.batch
         rows = torch.arange(SEQUENCES)[:, None].expand(b.inside.shape)
-        empty = torch.full(b.inside.shape, 0 if x.dtype == torch.bool else torch.nan, dtype=x.dtype)
+        nothing = torch.nan if x.is_floating_point() else 0 if x.dtype == torch.bool else -1
+        empty = torch.full(b.inside.shape, nothing, dtype=x.dtype)
         found = empty.masked_scatter(b.inside, x[rows[b.inside], self.columns[b.inside]])
         return found if b.cu_seqlens is None else found[b.inside]
 
@@ -116,7 +120,7 @@ def shard(sharding: str, rank: int, ranks: int, layout: str) -> Shard:
     columns = torch.where(mine, key, key + BATCH.width).argsort(1)[:, :width]
     batch = dataclasses.replace(BATCH, lengths=lengths, width=width)
     part = Shard(batch, columns, columns)
-    batch = batch.map(part.split, *TOKEN_TENSORS, "mask")
+    batch = batch.map(part.split, *batch.token_shaped)
     positions = torch.where(batch.mask, columns + begins()[:, None], 3)
     if layout == "padded":
         return Shard(batch, columns, positions)
@@ -156,15 +160,16 @@ def turns(groups: Ranks) -> dict[str, Any]:
     for size, sharding, layout in CASES:
         cp = groups.cp[size]
         part = shard(sharding, dist.get_rank(cp), size, layout)
-        for name, spec in TURN_SPECS.items():
+        for (name, spec), kind in product(TURN_SPECS.items(), KINDS):
             totals = totals_of(spec, part, cp_group=cp, group=groups.alone)
-            out = run(spec, part.batch, totals, cp_group=cp, positions=part.positions)
+            place: Any = {"positions": part.positions, **KINDS[kind]}
+            out = run(spec, part.batch, totals, cp_group=cp, **place)
             numbers = {
                 "loss": out.loss,
                 "dlogp": out.dlogp,
                 "metrics": out.records.all_reduce(cp).compute(),
             }
-            said[f"turns: {name}, {size}, {sharding}, {layout}"] = numbers
+            said[f"turns: {name}, {kind}, {size}, {sharding}, {layout}"] = numbers
     return said
 
 
@@ -239,10 +244,27 @@ def over_time(
     elif b.cu_seqlens is not None:
         rewards = rewards.unsqueeze(0)  # for the same reason
     last = torch.linspace(2, -3, SEQUENCES, dtype=torch.float64)
-    return b.as_rows(call(rewards, values, b.mask, last, cu_seqlens=b.cu_seqlens, **spread))
+    where = b.turn_ids if call in BY_TURN.values() else b.mask
+    return b.as_rows(call(rewards, values, where, last, cu_seqlens=b.cu_seqlens, **spread))
 
 
+BY_TURN: dict[str, Callable[..., Tensor]] = {
+    "turn_gae": lambda r, v, i, last, **layout: (
+        advantage.turn_gae(r, v, i, 0.9, 0.8, last_values=last, **layout).advantages
+    ),
+    "turn_returns": lambda r, v, i, last, **layout: advantage.turn_returns(r, i, 0.7, **layout),
+    "turn_loo": lambda r, v, i, last, **layout: advantage.turn_loo(
+        r, i, BATCH.group_ids, 0.7, group="local", **layout
+    ),
+    "mt_grpo": lambda r, v, i, last, **layout: advantage.mt_grpo(
+        r, last, i, BATCH.group_ids, group="local", **layout
+    ),
+    "gigpo": lambda r, v, i, last, **layout: advantage.gigpo(
+        r, i, i % 2, BATCH.group_ids, 0.7, group="local", **layout
+    ),
+}
 SCANS: dict[str, Callable[..., Tensor]] = {
+    **BY_TURN,
     "advantages": lambda r, v, m, last, **layout: (
         pl.gae(r, v, m, 0.9, 0.8, last_values=last, **layout).advantages
     ),
@@ -480,7 +502,8 @@ def errors(groups: Ranks) -> dict[str, str]:
     mask = torch.ones(3, 2, dtype=torch.bool)
 
     def loss(positions: Any) -> Any:
-        return run(PRESETS["gspo_turn"], b, "local", cp_group=cp, positions=positions)
+        where = {"cp_group": cp, "positions": positions, "turn_ids": None}
+        return run(PRESETS["gspo_turn"], b, "local", **where)
 
     def scan(positions: Any, rows: int = 3) -> Any:
         values = torch.zeros(rows, 2)

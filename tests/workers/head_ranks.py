@@ -33,7 +33,7 @@ from torch import Tensor
 from two_ranks import SHARDINGS, held
 
 import policyloss as pl
-from cases import PRESETS, TOKEN_TENSORS
+from cases import PRESETS, TOKEN_TENSORS, layout_of
 from policyloss.head import plans
 
 VOCAB, SIZE = 33, 8
@@ -416,12 +416,7 @@ def cp_cases() -> dict[str, tuple[pl.LossSpec, str | pl.Plan, str, bool]]:
 
 
 def counted(part: HeadBatch, **groups: Any) -> pl.Totals:
-    return pl.Totals.count(
-        part.tokens.mask,
-        cu_seqlens=part.tokens.cu_seqlens,
-        group_ids=part.tokens.group_ids,
-        **groups,
-    )
+    return pl.Totals.count(part.tokens.mask, **layout_of(part.tokens), **groups)
 
 
 def plain(part: HeadBatch) -> dict[str, Tensor]:

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
-from cases import AGGREGATES, BY_AGGREGATE, BY_CORRECTION, LOCAL, PRESETS, label, make_batch
+from cases import (
+    AGGREGATES,
+    BY_AGGREGATE,
+    BY_CORRECTION,
+    LOCAL,
+    PRESETS,
+    label,
+    make_batch,
+    with_turns,
+)
 
 V, H = 6, 4
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
@@ -76,6 +85,7 @@ def _whole() -> dict[str, Tensor]:
     floats["advantages"] = made.advantages + 1
     floats["old_values"] = values + 0.2 * made.advantages
     floats["returns"] = values + made.advantages
+    floats["weights"] = made.weights
     positions = torch.arange(made.width).expand(made.mask.shape)
     return {
         **{name: x.float().double() for name, x in floats.items()},
@@ -84,6 +94,7 @@ def _whole() -> dict[str, Tensor]:
         "positions": positions,
         "inside": made.inside,
         "group_ids": made.group_ids,
+        "turn_ids": with_turns(made).turn_ids,
         "rewards": torch.tensor([1, 0, 0.5, 1, 0.25, 1, 0, 0], dtype=torch.float64),
         "lengths": made.mask.sum(1).double(),
     }
@@ -266,8 +277,10 @@ POLICY_INPUTS = (
     "teacher_logp",
     "cu_seqlens",
     "group_ids",
+    "weights",
+    "turn_ids",
 )
-VALUE_INPUTS = ("returns", "old_values", "mask", "cu_seqlens", "group_ids")
+VALUE_INPUTS = ("returns", "old_values", "mask", "cu_seqlens", "group_ids", "weights", "turn_ids")
 
 
 def only(tensors: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

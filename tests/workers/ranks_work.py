@@ -105,7 +105,7 @@ class Share:
             self.all_predicted = predict(self.model, self.all["ids"])
         self.groups, self.cut = groups.of(cut), cut
         self.dp_size = 1 if cut.summed else None
-        counted = only(self.all, ("mask", "cu_seqlens", "group_ids"))
+        counted = only(self.all, ("mask", "cu_seqlens", "group_ids", "weights"))
         self.counts = pl.Totals.count(**counted, **self.groups, dp_size=self.dp_size)
 
     def totals(self, spec: pl.LossSpec) -> pl.Totals:

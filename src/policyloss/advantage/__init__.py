@@ -2,7 +2,8 @@
 
 Advantages are computed once per batch and carry no gradient.
 
-Over time: `gae`, `discounted_returns`. Over a group of samples: `group_advantages`, the named
+Over time: `gae`, `discounted_returns`. By turn: `turn_gae`, `turn_returns`, `turn_loo`, `mt_grpo`,
+`gigpo`. Over a group of samples: `group_advantages`, the named
 estimators built on it, and `optimal_token_baseline`, which has a baseline for each token. Over the
 batch: `whiten`. From a teacher or a reference: `opd`, `iw_opd`, `prefix_weights`, `centered_kl`,
 `kl_in_reward`.
@@ -33,6 +34,14 @@ from policyloss.advantage.groups import group_advantages, whiten
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_combinatorial, passk_max_gap
 from policyloss.advantage.returns import GAE, discounted_returns, gae
+from policyloss.advantage.turns import (
+    adaptive_lam,
+    gigpo,
+    mt_grpo,
+    turn_gae,
+    turn_loo,
+    turn_returns,
+)
 from policyloss.errors import InputError, match_name, unknown_name
 
 
@@ -47,12 +56,14 @@ def estimator(name: str) -> Callable[..., Any]:
 __all__ = [
     "ESTIMATORS",
     "GAE",
+    "adaptive_lam",
     "centered_kl",
     "discounted_returns",
     "dr_grpo",
     "estimator",
     "gae",
     "gdpo",
+    "gigpo",
     "gpg",
     "group_advantages",
     "grpo",
@@ -60,6 +71,7 @@ __all__ = [
     "iw_opd",
     "kl_in_reward",
     "maxrl",
+    "mt_grpo",
     "opd",
     "opo",
     "optimal_token_baseline",
@@ -70,5 +82,8 @@ __all__ = [
     "reinforce_pp_baseline",
     "remax",
     "rloo",
+    "turn_gae",
+    "turn_loo",
+    "turn_returns",
     "whiten",
 ]

@@ -39,7 +39,7 @@ def gae(
     values: Tensor,
     mask: Tensor,
     gamma: float = 1.0,
-    lam: float = 1.0,
+    lam: float | Tensor = 1.0,
     *,
     cu_seqlens: Tensor | None = None,
     last_values: Tensor | None = None,
@@ -53,6 +53,7 @@ def gae(
 
     values, mask: token-shaped (`[B, T]`, or packed `[N]`). rewards: token-shaped, or `[S]`, one per
     sequence, which is placed on the sequence's last valid token.
+    lam: one λ, or one per sequence `[S]` (`advantage.adaptive_lam` makes them from lengths).
     last_values: `[S]`, the value after a sequence's last valid token (a truncated episode); 0 if
     not given.
     The values at masked positions are ignored. A NaN or inf at a valid token makes its whole
@@ -66,7 +67,10 @@ def gae(
     verl's gae.
     """
     _check_discount("gamma", gamma)
-    _check_discount("lam", lam)
+    if isinstance(lam, Tensor):
+        check_tensor("lam", lam, "float")
+    else:
+        _check_discount("lam", lam)
     check_tensor("rewards", rewards)
     check_tensor("values", values)
     if cp_group is not None:
@@ -76,7 +80,7 @@ def gae(
         where = {"cu_seqlens": pack.cu_seqlens, "last_values": last_values}
         result = gae(reward, pack.columns[0], pack.mask, gamma, lam, **where)
         return GAE(*map(pack.on_this_rank, result))
-    if _runs_as_kernel(rewards, values, mask, last_values):
+    if not isinstance(lam, Tensor) and _runs_as_kernel(rewards, values, mask, last_values):
         return _gae_by_kernel(rewards, values, mask, gamma, lam, cu_seqlens, last_values)
     with torch.no_grad():
         layout, mask = _check_layout("values", values, mask, cu_seqlens)
@@ -134,7 +138,7 @@ def _lambda_returns(
     value: Tensor,
     mask: Tensor,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     layout: Sequences,
     last_values: Tensor | None = None,
     in_rows: bool = False,
@@ -166,8 +170,13 @@ def _lambda_returns(
     n = reward.numel()
     if n == 0:
         return reward
+    if isinstance(lam, Tensor):
+        lam = layout.expand(_per_sequence(lam, layout, reward, "lam").detach().to(reward.dtype))
+        per_token = gamma * lam
+    else:
+        per_token = reward.new_full((), gamma * lam)
     x = torch.lerp(reward, value, 1 - lam).reshape(-1)
-    decay = torch.where(mask, x.new_full((), gamma * lam), 1).reshape(-1)
+    decay = torch.where(mask, per_token, 1).reshape(-1)
     ends = _ends(layout, x.device)
     after = x.new_zeros(layout.count)
     if last_values is not None:
@@ -254,7 +263,7 @@ def whole_sequences(
     """
     rewards = _check_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
-    columns = [x.to(dtype) for x in others]
+    columns = [x.to(dtype) if x.is_floating_point() else x for x in others]
     if tuple(rewards.shape) not in _token_shapes(layout):
         pack = WholeSequences.of(layout, mask, at, *columns)
         return pack, rewards.detach().reshape(-1, 1).to(dtype)
@@ -288,14 +297,13 @@ def _check_rewards(rewards: Tensor, layout: Sequences, mask: Tensor) -> Tensor:
     return rewards
 
 
-def _per_sequence(last_values: Tensor, layout: Sequences, like: Tensor) -> Tensor:
-    check_tensor("last_values", last_values, like=("values", like))
-    if tuple(last_values.shape) not in ((layout.count,), (layout.count, 1)):
+def _per_sequence(x: Tensor, layout: Sequences, like: Tensor, name: str = "last_values") -> Tensor:
+    check_tensor(name, x, like=("values", like))
+    if tuple(x.shape) not in ((layout.count,), (layout.count, 1)):
         raise InputError(
-            f"last_values has shape {tuple(last_values.shape)}; give one per sequence, "
-            f"({layout.count},)."
+            f"{name} has shape {tuple(x.shape)}; give one per sequence, ({layout.count},)."
         )
-    return last_values.reshape(-1)
+    return x.reshape(-1)
 
 
 def _check_discount(name: str, x: float) -> None:

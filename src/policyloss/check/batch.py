@@ -14,7 +14,8 @@ from policyloss.loss import policy_loss
 from policyloss.spec import LossSpec
 from policyloss.tokens import LOGP_ARGUMENTS
 
-TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "advantages", "divergence")
+_PER_SEQUENCE = ("advantages", "weights")  # may be one per sequence, too
+TOKEN_TENSORS = ("logp", *LOGP_ARGUMENTS.values(), "entropy", "divergence", *_PER_SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,15 @@ class Batch:
     ref_logp: Tensor
     teacher_logp: Tensor
     entropy: Tensor
-    advantages: Tensor
     divergence: Tensor
+    advantages: Tensor
+    weights: Tensor
     mask: Tensor
     group_ids: Tensor
     lengths: Tensor
     width: int
     cu_seqlens: Tensor | None = None
+    turn_ids: Tensor | None = None
 
     @classmethod
     def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
@@ -52,8 +55,9 @@ class Batch:
         # them.
         mismatch = torch.where(torch.arange(rows)[:, None] % 2 == 0, 1e-4, 0.1) * noise(1.0)
         ref = logp + noise(0.3)
-        others = (old + mismatch, ref, 0.5 * (ref + logp) - 0.1, entropy, noise(1.0))
-        rest = (*others, torch.rand(rows, width, generator=g, dtype=torch.float64), mask)
+        policies, advantages = (old + mismatch, ref, 0.5 * (ref + logp) - 0.1), noise(1.0)
+        divergence, half = torch.rand(2, rows, width, generator=g, dtype=torch.float64)
+        rest = (*policies, entropy, divergence, advantages, 0.5 + half, mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
         return cls(
             logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
@@ -66,10 +70,15 @@ class Batch:
         }
         return replace(self, **changed)
 
+    @property
+    def token_shaped(self) -> tuple[str, ...]:
+        """The names of the token-shaped tensors of this batch."""
+        return (*TOKEN_TENSORS, "mask", *(() if self.turn_ids is None else ("turn_ids",)))
+
     def rows(self, index: Sequence[int] | Tensor) -> Batch:
         """The sequences at `index`, in that order. Padded only."""
         i = torch.as_tensor(index, dtype=torch.int64)
-        return self.map(lambda x: x[i], *TOKEN_TENSORS, "mask", "group_ids", "lengths")
+        return self.map(lambda x: x[i], *self.token_shaped, "group_ids", "lengths")
 
     @property
     def inside(self) -> Tensor:
@@ -79,9 +88,7 @@ class Batch:
     def packed(self) -> Batch:
         """The same sequences end to end, without padding; an empty row is an empty sequence."""
         offsets = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-        return replace(
-            self.map(lambda x: x[self.inside], *TOKEN_TENSORS, "mask"), cu_seqlens=offsets
-        )
+        return replace(self.map(lambda x: x[self.inside], *self.token_shaped), cu_seqlens=offsets)
 
     def as_rows(self, x: Tensor) -> Tensor:
         """A token-shaped result as `[B, width]`, 0 in the padding of a packed batch."""
@@ -94,13 +101,13 @@ class Batch:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments of `policy_loss` and `measure`."""
-        names = (*TOKEN_TENSORS, "mask", "cu_seqlens", "group_ids")
+        names = (*self.token_shaped, "cu_seqlens", "group_ids")
         arguments = {name: getattr(self, name) for name in names}
-        if self.cu_seqlens is not None and self.advantages.shape == self.mask.shape == (
-            len(self.cu_seqlens) - 1,
-        ):
-            # If N = S, `[1, N]` marks one advantage per token.
-            arguments["advantages"] = self.advantages.unsqueeze(0)
+        sequences = None if self.cu_seqlens is None else (len(self.cu_seqlens) - 1,)
+        for name in _PER_SEQUENCE:
+            if getattr(self, name).shape == self.mask.shape == sequences:
+                # If N = S, `[1, N]` marks one number per token.
+                arguments[name] = arguments[name].unsqueeze(0)
         return arguments
 
     def others(self, spec: LossSpec | None = None) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def _partition(spec: LossSpec, batch: Batch) -> str:
     if spec.needs_statistics:
         totals = measure(spec, batch.logp, **batch.others())
     else:
-        totals = Totals.count(batch.mask, group_ids=batch.group_ids)
+        totals = Totals.count(batch.mask, group_ids=batch.group_ids, weights=batch.weights)
     for size in (1, 4):
         rows = torch.arange(batch.mask.shape[0])
         parts = [
@@ -315,8 +315,9 @@ def _tokens(
     anchor = ANCHOR[: len(advantages)].unsqueeze(1)
     old, ones, rows = anchor + log_weight, torch.ones_like(anchor), torch.arange(len(anchor))
     logp = (old + log_ratio).requires_grad_()
-    others = (old, anchor, old, old, ones, advantages.unsqueeze(1), ones, ones.bool(), rows // 2)
-    return Inputs(**Batch(logp, *others, torch.ones_like(rows), width=1).kwargs).tokens()
+    policies, given = (logp, old, anchor, old, old), (ones, ones, advantages.unsqueeze(1), ones)
+    where = (ones.bool(), rows // 2, torch.ones_like(rows))
+    return Inputs(**Batch(*policies, *given, *where, width=1).kwargs).tokens()
 
 
 def _losses(spec: LossSpec, advantages: Tensor, log_ratio: Tensor | float) -> tuple[Tensor, Tensor]:

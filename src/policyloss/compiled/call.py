@@ -76,6 +76,8 @@ def totals_tensors(totals: Totals, device: torch.device) -> dict[str, Tensor]:
         numbers.update({"groups.ids": totals.groups.ids, "groups.tokens": totals.groups.tokens})
     elif totals.groups is not None:
         numbers["totals.groups"] = totals.groups
+    if totals.weights is not None:
+        numbers["totals.weights"] = totals.weights
     numbers.update({f"statistics.{name}": x for name, x in (totals.statistics or {}).items()})
     wide = accumulator_dtype(device)
     return {

@@ -149,7 +149,7 @@ def _as_tensors(totals: Any, logp: Any) -> Any:
     """`totals` with tensors for its numbers, which would be constants of the graph."""
     if not isinstance(totals, Totals) or not isinstance(logp, Tensor):
         return totals
-    counts = {name: getattr(totals, name) for name in ("tokens", "sequences", "groups")}
+    counts = {name: getattr(totals, name) for name in ("tokens", "sequences", "groups", "weights")}
     wide: Any = {"device": logp.device, "dtype": accumulator_dtype(logp.device)}
     plain = {name: x for name, x in counts.items() if isinstance(x, (int, float))}
     numbers: Any = {name: torch.full((), float(x), **wide) for name, x in plain.items()}

@@ -55,6 +55,10 @@ B: sequences of the whole step that have a token (1 if there are none)
 L: tokens of the token's sequence
 G: prompt groups of the whole step that have a token (1 if there are none)
 N_group: tokens of the token's prompt group in the whole step
+L_turn: tokens of the token's turn
+K: turns of the token's sequence
+weights: the weight of the token in the call
+W: the sum of the weights of the whole step
 horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)
 n: tokens of this call alone (1 if there are none)
 b: sequences of this call alone that have a token (1 if there are none)

@@ -266,6 +266,8 @@ aggregate: token sum over a constant | TokenSumNorm
     Trinity-RFT: "seq-mean-token-sum-norm"
 aggregate: every prompt counts the same | PromptMean
     SkyRL: loss_reduction="prompt_mean"
+aggregate: every turn of a sequence counts the same | TurnMean
+    RLinf: loss_scales "turn_level"
 aggregate: LUSPO's: a sequence counts by its length | LengthWeighted
     TRL: loss_type="luspo"
 aggregate: the token mean of each micro-batch | LocalTokenMean

@@ -175,6 +175,10 @@ kl: divergence_generalised
     With every entry known this is the reverse KL, number for number.
 kl: Divergence
     The advantages still count: pass zeros to learn from the teacher alone.
+kl: Divergence
+    As an advantage, the same number would train nothing: it does not depend on the sampled token,
+    so its expected gradient is 0 (miles#2362). Only the sampled token's log-ratio can be an
+    advantage.
 entropy_coef: entropy
     Entropy is the full softmax's here; EasyR1 uses -logp, Megatron-LM -p·logp of the sampled token.
     TRL averages the bonus over tokens whatever the loss type; here it is averaged like the rest of
@@ -194,6 +198,15 @@ aggregate: TokenSum
     with it.
 aggregate: PromptMean
     SkyRL's prompt_mean is this one; TorchRL's prompt_mean is the mean over samples.
+ratio: turn_ratio | TurnMean
+    Tokens of a tool must be outside the mask: ratio, KL and denominators read every token inside,
+    and a KL of tool tokens in the reward enters the return of every turn before them.
+ratio: turn_ratio | TurnMean
+    Rewards normalised per turn are biased if the policy decides when to stop: a trajectory that
+    goes on subtracts one mean more. advantage.turn_loo is not.
+aggregate: TurnMean
+    The mean over turns depends on how many turns the policy takes, so it favours short good
+    trajectories and long bad ones, as a mean over lengths does.
 aggregate: LengthWeighted
     A sequence's mean times its length is its sum: the same weights as SeqMeanTokenSum.
 aggregate: LocalTokenMean

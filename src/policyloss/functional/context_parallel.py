@@ -12,7 +12,7 @@ sequences (the same on every rank).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +24,18 @@ from policyloss.functional.segments import Sequences
 
 
 def turns(
-    sequences: Sequences, mask: Tensor, positions: Tensor | None, reader: str = "SegmentRatio"
-) -> Sequences | _TurnsAcross:
-    """The R runs of `mask`: neighbouring tokens, or tokens at consecutive `positions`.
+    sequences: Sequences, mask: Tensor, positions: Tensor | None, turn_ids: Tensor | None = None
+) -> Sequences | _SortedTurns:
+    """The R turns: the valid tokens of a sequence with one of `turn_ids`; without ids, the runs of
+    `mask`, which are neighbouring tokens, or tokens at consecutive `positions`.
 
-    Positions are read only if the sequences have a context-parallel group. reader: who needs them.
+    Positions are read only if the sequences have a context-parallel group, and no turn_ids.
     """
+    if turn_ids is not None:
+        return _turns_by_id(sequences, mask, turn_ids)
     if sequences.cp_group is None:
         return sequences.runs(mask)
-    return _turns_across(sequences, mask, checked_positions(positions, mask, reader))
+    return _turns_across(sequences, mask, checked_positions(positions, mask, "a turn"))
 
 
 def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> Tensor:
@@ -48,17 +51,25 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
 
 
 @dataclass(frozen=True)
-class _TurnsAcross:
-    """The turns of sequences that lie on several ranks.
+class _SortedTurns:
+    """Turns whose tokens are not neighbours, or lie on several ranks.
 
-    runs: over this rank's tokens, sorted by run; the last run holds the masked tokens. order: the
-    permutation that sorts the tokens. back: its inverse.
+    runs: over this rank's tokens, sorted by turn; masked tokens are in a run of their own. order:
+    the permutation that sorts the tokens. back: its inverse.
     """
 
     runs: Sequences
     order: Tensor
     back: Tensor
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: Tensor, count: int, mask: Tensor, cp_group: Any) -> _SortedTurns:
+        """From the turn of each token, flat; `count` for masked tokens."""
+        ordered, order = torch.sort(ids, stable=True)
+        offsets = torch.searchsorted(ordered, torch.arange(count + 2, device=ids.device))
+        runs = Sequences((mask.numel(),), offsets, ordered, cp_group)
+        return cls(runs, order, _inverse(order), tuple(mask.shape))
 
     def sums(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Token-shaped → `[R]` each, over all ranks; `xs` must be 0 at masked tokens."""
@@ -93,7 +104,34 @@ def _joined_spans(sequence: Tensor, first: Tensor, last: Tensor) -> _Spans:
     )
 
 
-def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> _TurnsAcross:
+def _turns_by_id(sequences: Sequences, mask: Tensor, turn_ids: Tensor) -> _SortedTurns:
+    """The valid tokens of each sequence with one id, over all ranks of the context-parallel group.
+
+    On one rank the shapes do not depend on the data, and nothing is read back to the host.
+    """
+    n = mask.numel()
+    if sequences.cp_group is not None:
+        at, sequence, turn = _valid_tokens(sequences, mask, turn_ids)
+        pairs, here = torch.unique(torch.stack([sequence, turn]), dim=1, return_inverse=True)
+        gathered, this_rank = gather_rows(
+            list(pairs), sequences.cp_group, sequences=sequences.count
+        )
+        pairs, ids = torch.unique(torch.stack(gathered), dim=1, return_inverse=True)
+        count = pairs.shape[1]
+        every = torch.full((n,), count, device=mask.device)
+        every.index_copy_(0, at, ids[this_rank][here])
+        return _SortedTurns.of(every, count, mask, sequences.cp_group)
+    place = torch.arange(n, device=mask.device)
+    sequence = place // max(sequences.shape[-1], 1) if sequences.ids is None else sequences.ids
+    turn = torch.where(mask, turn_ids, -1).reshape(-1)
+    order = _order_by_position(sequence, turn)
+    changes = (sequence[order].diff() != 0) | (turn[order].diff() != 0)
+    numbers = torch.nn.functional.pad(changes.to(torch.int64), (1, 0))[:n].cumsum(0)
+    ids = torch.empty_like(numbers).scatter(0, order, numbers)
+    return _SortedTurns.of(ids, n, mask, None)
+
+
+def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> _SortedTurns:
     """The turns over all ranks of the context-parallel group.
 
     Each rank joins its tokens to intervals. Only the ends of these travel, and every rank joins
@@ -109,10 +147,7 @@ def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> _Tur
     ids = torch.full((mask.numel(),), count, device=mask.device).index_copy_(
         0, at, spans.span_of[this_rank][here.span_of]
     )
-    ordered, order = torch.sort(ids, stable=True)
-    offsets = torch.searchsorted(ordered, torch.arange(count + 2, device=ids.device))
-    runs = Sequences((mask.numel(),), offsets, ordered, sequences.cp_group)
-    return _TurnsAcross(runs, order, _inverse(order), tuple(mask.shape))
+    return _SortedTurns.of(ids, count, mask, sequences.cp_group)
 
 
 @dataclass(frozen=True)

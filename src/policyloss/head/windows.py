@@ -153,6 +153,8 @@ class TokenBatch:
             sequences=sequences,
             memo={},
             advantages=t.advantages.reshape(-1)[at].view(shape),
+            weights=None if t.weights is None else t.weights.reshape(-1)[at].view(shape),
+            turn_ids=None if t.turn_ids is None else t.turn_ids.reshape(-1)[at].view(shape),
             raw=raw,
             group_ids=None,
             positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal
+from policyloss.functional.context_parallel import turns
 from policyloss.functional.segments import group_sum
 from policyloss.parts.validate import Part, limits
 from policyloss.parts.wording import number, spoken
@@ -212,6 +213,63 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 
 
 @dataclass(frozen=True)
+class TurnMean:
+    """The mean over sequences of the mean over their turns of the mean over each turn's tokens:
+    `1 / (B·K_i·L_k)`, for turn k of the K_i turns of sequence i.
+
+    Turns as in `SegmentRatio`: runs of the mask, or `turn_ids`. With the agent of each token as
+    `turn_ids`, agents count the same within a sequence.
+    """
+
+    divides_by: ClassVar[str] = "sequences"
+
+    def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
+        """`1 / (K_i·L_k)` of each token, and `1 / B`, which all tokens share."""
+        runs = turns(t.sequences, t.mask, t.positions, t.turn_ids)
+        (lengths,) = runs.sums(t.mask)
+        per_token = t.fill(runs.expand(reciprocal(lengths, lengths, t.dtype)))
+        # The shares of the tokens of a turn add up to 1.
+        number = t.sequences.sum(per_token).round()
+        shared = reciprocal(t.totals.sequences, number, times=t.totals.dp_size)
+        return per_token * per_sequence_mean(number, t.sequences), shared
+
+    def __call__(self, t: Layout) -> Tensor:
+        per_token, shared = self.factors(t)
+        return per_token * shared
+
+    def sentence(self) -> str:
+        return "every sequence counts the same, its turns alike, each as the mean of its tokens"
+
+    def averaged(self, x: str) -> str:
+        return f"sum({x} / (K * L_turn)) / B"
+
+
+@dataclass(frozen=True)
+class WeightMean:
+    """Every unit of weight counts the same: `1 / W`, with W the sum of `weights` over the step.
+
+    A token of weight w has the share `w / W`. It reads weights.
+    """
+
+    def __call__(self, t: Layout) -> Tensor:
+        totals = t.totals
+        if t.weights is None:
+            raise InputError("WeightMean reads weights, which is missing; pass weights=.")
+        if totals.weights is None:
+            raise InputError(
+                "WeightMean needs the sum of the weights of the whole step: make totals with "
+                "Totals.count(mask, weights=…)."
+            )
+        return reciprocal(totals.weights, t.mask, t.dtype, totals.dp_size)
+
+    def sentence(self) -> str:
+        return "every token counts by its weight, as a share of all weights of the step"
+
+    def averaged(self, x: str) -> str:
+        return f"sum(weights * {x}) / W"
+
+
+@dataclass(frozen=True)
 class LengthWeighted:
     """LUSPO: the mean over sequences of the token mean times the length: `L_i / (B·L_i)`.
 
@@ -283,6 +341,8 @@ VARIANTS = (
     TokenSum,
     TokenSumNorm,
     PromptMean,
+    TurnMean,
+    WeightMean,
     LengthWeighted,
     LocalTokenMean,
     LocalSeqMeanTokenMean,

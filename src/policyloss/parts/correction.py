@@ -63,7 +63,7 @@ def _weight_sentence(level: str) -> str:
 
 def _at_level(t: Tokens, level: str) -> Tensor:
     if level == "turn":
-        runs = turns(t.sequences, t.mask, t.positions, "level='turn'")
+        runs = turns(t.sequences, t.mask, t.positions, t.turn_ids)
         total, length = runs.sums(t.log_weight(), t.mask)
         return runs.expand(total / length.clamp(min=1))
     reduce = {"token": "token", "geomean": "mean", "product": "sum"}[level]

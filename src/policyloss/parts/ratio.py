@@ -126,9 +126,10 @@ class SequenceProduct(Part):
 class SegmentRatio(Part):
     """GSPO's ratio within each turn of a dialogue: `exp(mean of the log-ratio over the turn)`.
 
-    A turn is a contiguous run of valid tokens.
-    Where a context-parallel group holds the sequences, a turn is a run of consecutive `positions`
-    and may cross ranks.
+    A turn is a contiguous run of valid tokens; or, if the call has `turn_ids`, the valid tokens of
+    a sequence with one id.
+    Where a context-parallel group holds the sequences, a turn may cross ranks; without ids it is a
+    run of consecutive `positions`.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -138,7 +139,7 @@ class SegmentRatio(Part):
     log_clamp: Annotated[LogClamp, log_clamp] = 20.0
 
     def __call__(self, t: Tokens) -> Tensor:
-        runs = turns(t.sequences, t.mask, t.positions)
+        runs = turns(t.sequences, t.mask, t.positions, t.turn_ids)
         total, length = runs.sums(t.log_ratio_to(self.anchor), t.mask)
         return runs.expand(total / length.clamp(min=1))
 

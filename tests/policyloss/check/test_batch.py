@@ -12,7 +12,7 @@ def small() -> Batch:
     """Three rows of width 3 and lengths 2, 0, 3. Token j of row i is 10·i + j in every tensor."""
     x = torch.arange(3) + 10.0 * torch.arange(3)[:, None]
     mask = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1]], dtype=torch.bool)
-    return Batch(*[x] * 8, mask, torch.tensor([7, 8, 9]), torch.tensor([2, 0, 3]), 3)
+    return Batch(*[x] * 9, mask, torch.tensor([7, 8, 9]), torch.tensor([2, 0, 3]), 3)
 
 
 def test_the_tests_and_check_loss_have_one_class() -> None:

@@ -179,7 +179,8 @@ def test_the_head_in_one_pass() -> None:
 
     head = weight.clone().requires_grad_()
     whole = pl.linear_policy_loss(
-        spec, hidden, head, ids, BATCH.old_logp, BATCH.advantages, BATCH.mask
+        *(spec, hidden, head, ids, BATCH.old_logp, BATCH.advantages, BATCH.mask),
+        weights=BATCH.weights,
     )
     expected = gradient(whole.loss, head)
     step = pl.accumulate(spec, micro_batches([([4, 0], "padded"), ([1, 2, 3, 6, 5], "padded")]))

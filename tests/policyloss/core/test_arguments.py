@@ -52,6 +52,8 @@ NO_CALLS = {
         "SeqMeanTokenSum",
         "TokenMean",
         "TokenSum",
+        "TurnMean",
+        "WeightMean",
     ),
     *("advantage", "compat", "functional", "hf", "report", "ESTIMATORS", "GAE"),
     *("BitsReport", "WhatIf", "exact", "unfused"),

@@ -77,7 +77,7 @@ BAD = {
     "mask is a list": (lambda: call(mask=[[True]]), ["mask", "tensor", "list"]),
     "mask shape": (lambda: call(mask=BATCH.mask[:, :4]), ["mask", "(7, 4)", "(7, 8)"]),
     "mask is per sequence": (lambda: call(mask=torch.ones(7)), ["mask", "(7,)"]),
-    "mask has a half": (lambda: call(mask=BATCH.mask * 0.5), ["mask", "0 and 1", "advantages"]),
+    "mask has a half": (lambda: call(mask=BATCH.mask * 0.5), ["mask", "0 and 1", "weights="]),
     "mask is negative": (lambda: call(mask=-BATCH.mask.long()), ["mask", "0 and 1"]),
     "mask has nan": (lambda: call(mask=torch.full((7, 8), float("nan"))), ["mask", "0 and 1"]),
     "mask is two": (lambda: call(mask=2 * BATCH.mask.long()), ["mask", "0 and 1"]),

@@ -17,7 +17,16 @@ from torch.autograd import gradcheck
 from walk import walked
 
 import policyloss as pl
-from cases import AGGREGATES, NEIGHBOURS, PRESETS, Batch, label, make_batch, run
+from cases import (
+    AGGREGATES,
+    NEIGHBOURS,
+    PRESETS,
+    Batch,
+    label,
+    layout_of,
+    make_batch,
+    run,
+)
 from policyloss.check.loss import FrozenStopGradients
 
 BATCH = make_batch(seed=5, rows=5, width=4)
@@ -114,7 +123,7 @@ def test_gradient_of_every_one_slot_neighbour(name: str, share: int) -> None:
 
 def value_loss_of(batch: Batch, **kwargs: Any) -> Callable[[Tensor], Tensor]:
     def loss(values: Tensor) -> Tensor:
-        shared = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids}
+        shared = layout_of(batch)
         return pl.value_loss(
             values, batch.advantages, batch.old_logp, batch.mask, **shared, **kwargs
         ).loss

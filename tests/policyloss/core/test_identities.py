@@ -20,11 +20,12 @@ from cases import (
     label,
     make_batch,
     run,
+    unweighted,
 )
 from policyloss import functional
 
 RATIO = pl.Unbounded("ratio")
-BATCH = make_batch(seed=11)
+BATCH = unweighted(make_batch(seed=11))
 
 
 def on_policy(batch: Batch) -> Batch:
@@ -187,7 +188,7 @@ def test_two_sided_below_the_clip_is_not_dual_clip():
 def test_aipo_is_the_ratio_held_from_above(rho):
     """−min(ρ, rho)·A for either sign, from Clip(∞, rho − 1, dual=rho)."""
     spec = pl.preset("aipo").replace(trust=pl.Clip(inf, rho - 1, dual=rho))
-    batch = make_batch(seed=4, spread=1.0)
+    batch = unweighted(make_batch(seed=4, spread=1.0))
     logp = batch.logp.clone().requires_grad_()
     surrogate = -(logp - batch.rollout_logp).exp().clamp(max=rho) * batch.advantages
     naive = surrogate[batch.mask].mean()
@@ -274,7 +275,7 @@ def test_weight_one_is_no_correction_bitwise(parts, rejected):
 
 
 def test_opsm_drops_only_negative_advantages():
-    batch = make_batch(seed=5)
+    batch = unweighted(make_batch(seed=5))
     spec = pl.LossSpec(trust=RATIO, correction=pl.OPSM(0.0), aggregate=pl.TokenSum())
     lost = run(spec, batch).dlogp - run(spec.replace(correction=()), batch).dlogp
     drift = torch.where(batch.mask, batch.old_logp - batch.logp, 0).sum(-1, keepdim=True)

@@ -31,6 +31,7 @@ from cases import (
     Result,
     assert_same,
     assert_same_result,
+    layout_of,
     make_batch,
     run,
 )
@@ -215,8 +216,7 @@ def test_value_loss_ignores_masked_positions_layout_and_row_order(
     def value_run(batch: Batch) -> Result:
         values = batch.logp.clone().requires_grad_()
         shared: dict[str, Any] = {
-            "cu_seqlens": batch.cu_seqlens,
-            "group_ids": batch.group_ids,
+            **layout_of(batch),
             "huber_delta": 0.7,
         }
         out = pl.value_loss(

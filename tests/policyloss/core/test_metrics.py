@@ -13,7 +13,7 @@ import torch
 from walk import walked
 
 import policyloss as pl
-from cases import Batch, assert_same, make_batch, run, step_totals
+from cases import TOKEN_TENSORS, Batch, assert_same, make_batch, run, step_totals
 from policyloss.functional import collectives
 from policyloss.metrics import RecordPlaces
 from policyloss.policy_metrics import FORMULAS
@@ -34,7 +34,7 @@ FULL = pl.LossSpec(
 
 def tokens_of(batch: Batch) -> list[dict[str, Any]]:
     """The valid tokens as plain Python numbers, each with the row it came from."""
-    names = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy", "advantages", "divergence")
+    names = [name for name in TOKEN_TENSORS if name != "teacher_logp"]
     found = []
     for i, row in enumerate(batch.mask.tolist()):
         found += [
@@ -71,6 +71,7 @@ def naive(batch: Batch) -> dict[str, float]:
         k = t["ref_logp"] - t["logp"]
         t["kl"] = r * (exp(k) - k - 1)
         t["loss"] = t["w"] * surrogate + 0.1 * t["kl"] - 0.01 * t["entropy"]
+        t["loss"] *= t["weights"]
     weights, weight_sum = [t["w"] for t in tokens], sum(t["w"] for t in tokens)
     mismatch = [t["old_logp"] - t["rollout_logp"] for t in tokens]
     return {
@@ -131,11 +132,10 @@ def test_every_formula_is_a_metric():
     }
     reported |= set(run(pl.LossSpec(trust=pl.CovClip()), make_batch()).metrics)
     on_a_device = (
-        make_batch()
-        .packed()
-        .map(lambda x: x.to("meta"), "logp", "old_logp", "advantages", "mask", "cu_seqlens")
+        make_batch().packed().map(lambda x: x.to("meta"), *TOKEN_TENSORS, "mask", "cu_seqlens")
     )
-    layout = {"cu_seqlens": on_a_device.cu_seqlens}
+    layout = {"cu_seqlens": on_a_device.cu_seqlens, "weights": on_a_device.weights}
+    layout["turn_ids"] = on_a_device.mask.long()
     tensors = (
         on_a_device.logp,
         on_a_device.old_logp,

@@ -30,6 +30,7 @@ from cases import (
     assert_same,
     assert_same_result,
     label,
+    layout_of,
     make_batch,
     run,
 )
@@ -240,7 +241,7 @@ def test_nothing_to_train_on_is_exactly_zero(name: str) -> None:
 def test_nothing_to_train_on_is_exactly_zero_for_the_value_loss(aggregate: Any, kind: str) -> None:
     batch = nothing_to_train_on()[kind]
     values = batch.logp.clone().requires_grad_()
-    shared: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids}
+    shared = layout_of(batch)
     out = pl.value_loss(
         values, batch.advantages, batch.old_logp, batch.mask, aggregate=aggregate, **shared
     )

@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_leaves
 from walk import walked
 
 import policyloss as pl
-from cases import AGGREGATES, BY_CORRECTION, PRESETS, Batch, label, make_batch, step_totals
+from cases import (
+    AGGREGATES,
+    BY_CORRECTION,
+    PRESETS,
+    Batch,
+    label,
+    layout_of,
+    make_batch,
+    step_totals,
+)
 
 READS_DATA = (
     "_local_scalar_dense",
@@ -99,7 +108,7 @@ def policy_call(spec: pl.LossSpec, batch: Batch, totals: Any = None) -> Callable
 
 def value_call(batch: Batch, **options: Any) -> Callable[[], Any]:
     values = batch.logp.clone().requires_grad_()
-    layout = {"cu_seqlens": batch.cu_seqlens, "group_ids": batch.group_ids}
+    layout = layout_of(batch)
 
     def call() -> Any:
         out = pl.value_loss(

@@ -131,7 +131,7 @@ def test_a_nan_on_one_rank_is_not_dropped(name: str, holder: int, said: Said) ->
 def test_turns_that_cross_ranks_need_positions(said: Said) -> None:
     """With them, see `test_cp_order`."""
     for message in both(said, "cp turn"):
-        assert "SegmentRatio depends on the order of tokens" in str(message)
+        assert "a turn depends on the order of tokens" in str(message)
         assert "pass positions=" in str(message)
 
 

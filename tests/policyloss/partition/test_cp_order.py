@@ -16,6 +16,7 @@ from cp_order_ranks import (
     CASES,
     ESTIMATES,
     IDS,
+    KINDS,
     REWARDS,
     ROWS,
     SCANS,
@@ -70,11 +71,16 @@ def test_the_shards_are_the_batch(sharding: str, ranks: int) -> None:
 
 
 @walked(("size", "sharding", "layout"), CASES)
+@walked("kind", KINDS)
 @walked("name", TURN_SPECS)
-def test_turns_cross_ranks(name: str, size: int, sharding: str, layout: str, said: Said) -> None:
-    expected = run(TURN_SPECS[name], BATCH)
+def test_turns_cross_ranks(
+    name: str, kind: str, size: int, sharding: str, layout: str, said: Said
+) -> None:
+    expected = run(TURN_SPECS[name], BATCH, **KINDS[kind])
     for ranks in groups_of(size):
-        found = [said[rank][f"turns: {name}, {size}, {sharding}, {layout}"] for rank in ranks]
+        found = [
+            said[rank][f"turns: {name}, {kind}, {size}, {sharding}, {layout}"] for rank in ranks
+        ]
         assert_same(sum(f["loss"] for f in found), expected.loss, what="loss")
         assert_same(whole([f["dlogp"] for f in found], sharding), expected.dlogp, what="gradient")
         for f in found:
@@ -196,7 +202,7 @@ def test_the_numbers_that_losses_exchange(said: Said) -> None:
 @walked(
     ("case", "message"),
     [
-        ("missing", "SegmentRatio depends on the order of tokens, and with cp_group"),
+        ("missing", "a turn depends on the order of tokens, and with cp_group"),
         ("missing", "pass positions=, each token's place in its whole sequence"),
         ("twice", "belongs to two valid tokens on the ranks of cp_group"),
         ("float", "positions must be a tensor of integers, got dtype torch.float64"),

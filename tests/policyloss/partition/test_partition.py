@@ -30,6 +30,7 @@ from cases import (
     assert_same,
     assert_same_result,
     label,
+    layout_of,
     make_batch,
     run,
     step_totals,
@@ -248,8 +249,7 @@ def test_totals_may_be_numbers_or_tensors(as_type: Any) -> None:
 def value_run(aggregate: Any, kind: Any, batch: Batch, totals: Any = None) -> Result:
     values = batch.logp.clone().requires_grad_()
     shared: dict[str, Any] = {
-        "cu_seqlens": batch.cu_seqlens,
-        "group_ids": batch.group_ids,
+        **layout_of(batch),
         "totals": totals,
         "huber_delta": 0.7,
     }

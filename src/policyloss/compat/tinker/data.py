@@ -62,10 +62,14 @@ def pack(
         if len(ids) != len(rows):
             raise InputError("group_id must be one integer per datum.")
         step["group_ids"] = ids
-    masked_by = "mask" if "mask" in rows[0] else "weights"
-    mask = _join(rows, masked_by)
-    if not ((mask == 0) | (mask == 1)).all():
-        raise InputError(f"{masked_by} must hold 0 and 1, 1 where a token is trained on.")
+    if "weights" in rows[0]:
+        step["weights"] = _join(rows, "weights").unsqueeze(0)
+    if "mask" in rows[0]:
+        mask = _join(rows, "mask")
+        if not ((mask == 0) | (mask == 1)).all():
+            raise InputError("mask must hold 0 and 1, 1 where a token is trained on.")
+    else:
+        mask = _join(rows, "weights")
     advantages = _join(rows, "advantages", expand=True).unsqueeze(0)
     ends = torch.tensor([0, *(n for (n,) in shapes)]).cumsum(0)
     return {**step, "advantages": advantages, "mask": mask != 0, "cu_seqlens": ends}
@@ -73,8 +77,8 @@ def pack(
 
 def count(step: dict[str, Any]) -> Totals:
     """The counts of a packed step."""
-    ends, group_ids = step["cu_seqlens"], step.get("group_ids")
-    return Totals.count(step["mask"], cu_seqlens=ends, group_ids=group_ids, dp_size=1)
+    optional = {name: step.get(name) for name in ("cu_seqlens", "group_ids", "weights")}
+    return Totals.count(step["mask"], **optional, dp_size=1)
 
 
 def only(datum: Any, **inputs: Any) -> Any:

@@ -38,6 +38,12 @@ class ExportedLoss:
     def prepare(self, data: Sequence[Any]) -> list[Any]:
         """The data of a whole step, as for `loss`, with the inputs that `function` takes."""
         step = pack(self.spec, data)
+        weights = step.pop("weights", step["mask"])
+        if not (weights == step["mask"]).all():
+            raise InputError(
+                "weights must be 1 where a token is trained on and 0 elsewhere: an exported loss "
+                "takes no other weights; policyloss.compat.tinker.loss(spec) does."
+            )
         totals, lengths = count(step), step["cu_seqlens"].diff().tolist()
         rows = {
             key: x.reshape(-1).float().split(lengths)
@@ -64,7 +70,8 @@ def export(spec: AnyLoss) -> ExportedLoss:
     """
     spec = ready_spec(spec)
     check_spec(spec)
-    if spec.needs_statistics or "group_ids" in spec.reads or spec.reach == "batch":
+    counted = {"group_ids", "weights"} & set(spec.reads)
+    if spec.needs_statistics or counted or spec.reach == "batch":
         raise InputError(
             "this loss compares sequences with each other, and a server runs an exported loss on "
             "one sequence at a time; use policyloss.compat.tinker.loss(spec), which runs here."

@@ -33,7 +33,8 @@ def loss(
 
     Each datum is one sequence. Its `loss_fn_inputs` hold, `[T]` like `target_tokens`:
 
-    - `mask`, or `weights` of 0 and 1: True where a token is trained on;
+    - `mask`: 1 where a token is trained on, else 0; and `weights`, which multiply the loss of each
+      token. Either may be left out: without a mask, the tokens with a weight of 0 are masked;
     - `advantages`, `[T]` or one number;
     - `logprobs`: the sampler's, and the anchor of the ratio unless there are `old_logprobs`;
     - `old_logprobs`, `ref_logprobs`, `teacher_logprobs`, if the loss reads them;

@@ -183,8 +183,14 @@ function evaluate(lines, step, of = "loss") {
     L: () => counts(step.row),
     N_group: () => counts(step.group),
     inf: () => Infinity,
+    weights: () => 1, // every token of the page has the weight 1
+    L_turn: () => counts(runs()),
+    K: () => {
+      const shares = counts(runs()).map((length) => 1 / length);
+      return totals(step.row, shares, mask());
+    },
   };
-  Object.assign(known, { n: known.N, b: known.B });
+  Object.assign(known, { n: known.N, b: known.B, W: known.N });
 
   const valueOf = (x) => {
     if (typeof x === "string") {
