@@ -27,7 +27,7 @@ from docs.what_if_page import what_if_pages
 from policyloss.catalogue import PRESETS, Preset
 from policyloss.catalogue.nearest import distance
 from policyloss.explanations import Explanation, shorten_sources
-from policyloss.explanations.difference import Difference, show
+from policyloss.explanations.difference import Difference, entry
 from policyloss.output import write_output
 from policyloss.policy_metrics import FORMULAS
 from policyloss_train.policy import FORMULAS as ROUTER_FORMULAS
@@ -148,7 +148,7 @@ def preset_page(e: Explanation) -> str:
     advantages = f"Advantages: {linked(e.advantages)}"
     rows = zip(e.numbers, shorten_sources(e.numbers), strict=True)
     numbers = [
-        [f"`{n.where}`", f"`{show(n.value, n.where)}`", linked(source)] for n, source in rows
+        [f"`{n.where}`", f"`{entry(n.value, n.where)}`", linked(source)] for n, source in rows
     ]
     return join(
         f"# {e.title}",

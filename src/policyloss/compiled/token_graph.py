@@ -20,7 +20,7 @@ class UnfitGraphError(Exception):
     """The reason why a graph cannot become two kernels."""
 
 
-def trace(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> GraphModule:
+def trace_graph(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> GraphModule:
     """The operations of `function(*examples)`.
 
     The function runs once, on stand-ins that have shapes but no values, so it must not read a

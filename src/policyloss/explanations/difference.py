@@ -76,7 +76,7 @@ class Difference:
         rows = []
         for c in self.changes:
             rows.append((c.slot, c.a, c.b))
-            rows += [(f"{c.slot}.{f.field}", str(show(f.a)), str(show(f.b))) for f in c.fields]
+            rows += [(f"{c.slot}.{f.field}", str(entry(f.a)), str(entry(f.b))) for f in c.fields]
         meanings = [f"{c.slot}, {text}" for c in self.changes for text in c.meaning]
         table = notebook.table(("", self.a, self.b), rows)
         return table + notebook.html_list(meanings) + notebook.paragraphs(*self.notes)
@@ -95,8 +95,8 @@ def diff(a: AnyLoss, b: AnyLoss) -> Difference:
     )
 
 
-def show(value: Any, where: str = "") -> Any:
-    """A number as printed in formulas; other values unchanged.
+def entry(value: Any, where: str = "") -> Any:
+    """The entry of `value` in a table: a number as in formulas; other values unchanged.
 
     A horizon of None is "not set".
     where: the name of the number, such as "aggregate.horizon".
@@ -105,7 +105,7 @@ def show(value: Any, where: str = "") -> Any:
         return number(value)
     if value is None and where.rpartition(".")[2] == "horizon":
         return "not set"
-    return f"({', '.join(str(show(v)) for v in value)})" if isinstance(value, tuple) else value
+    return f"({', '.join(str(entry(v)) for v in value)})" if isinstance(value, tuple) else value
 
 
 def plain(value: Any) -> Any:
@@ -152,7 +152,7 @@ def part_text(value: Any) -> str:
     if isinstance(value, tuple):
         return " + ".join(part_text(v) for v in value) or "none"
     if value is None or isinstance(value, (str, int, float)):
-        return "none" if value is None else str(show(value))
+        return "none" if value is None else str(entry(value))
     if not has_fields(value):
         return part_name(value)
     fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
@@ -163,7 +163,7 @@ def part_text(value: Any) -> str:
 def _value_text(value: Any) -> str:
     if has_fields(value):
         return part_text(value)
-    return str(show(value)) if isinstance(value, (int, float)) else repr(value)
+    return str(entry(value)) if isinstance(value, (int, float)) else repr(value)
 
 
 def _meaning(slot: str, a: LossSpec, b: LossSpec) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ def _notes(a: LossSpec, b: LossSpec) -> tuple[str, ...]:
 
 def _block(change: SlotChange) -> str:
     lines = [f"{change.slot}: {change.a} -> {change.b}"]
-    lines += [f"  {f.field}: {show(f.a, f.field)} -> {show(f.b, f.field)}" for f in change.fields]
+    lines += [f"  {f.field}: {entry(f.a, f.field)} -> {entry(f.b, f.field)}" for f in change.fields]
     for text in change.meaning:
         lines += textwrap.wrap(
             text, 100, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False

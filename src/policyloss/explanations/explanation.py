@@ -7,7 +7,7 @@ from typing import Any
 
 from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
-from policyloss.explanations.difference import plain, show
+from policyloss.explanations.difference import entry, plain
 from policyloss.explanations.formula import Formula, formula
 from policyloss.explanations.framework_names import FrameworkNames
 from policyloss.explanations.sources import SourcedValue, sources
@@ -115,7 +115,7 @@ class Explanation:
         title, *rest = _heading(self)
         remarks = [line for line in _formula(self) if not line.startswith("  ")]
         numbers = [
-            (n.where, show(n.value), source)
+            (n.where, entry(n.value), source)
             for n, source in zip(self.numbers, shorten_sources(self.numbers), strict=True)
         ]
         sections = {
@@ -198,7 +198,7 @@ def _formula(e: Explanation) -> list[str]:
 
 def _numbers(e: Explanation) -> list[str]:
     width = max(len(n.where) for n in e.numbers)
-    values = [str(show(n.value, n.where)) for n in e.numbers]
+    values = [str(entry(n.value, n.where)) for n in e.numbers]
     column = max(len(v) for v in values)
     rows = zip(e.numbers, values, shorten_sources(e.numbers), strict=True)
     return [f"  {n.where:<{width}}  {value:<{column}}  {source}" for n, value, source in rows]
@@ -235,7 +235,7 @@ def _conditions(conditions: tuple[Condition, ...]) -> list[str]:
 
 def _elsewhere(e: Explanation) -> list[str]:
     lines = []
-    for entry in e.elsewhere:
-        lines.append(f"{entry.part}:")
-        lines += [f"  {framework}: {name}" for framework, name in entry.names.items()]
+    for one in e.elsewhere:
+        lines.append(f"{one.part}:")
+        lines += [f"  {framework}: {name}" for framework, name in one.names.items()]
     return lines

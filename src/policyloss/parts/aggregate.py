@@ -23,13 +23,13 @@ from policyloss.errors import InputError
 from policyloss.functional.aggregate import per_sequence_mean, reciprocal
 from policyloss.functional.context_parallel import turns
 from policyloss.functional.segments import group_sum
-from policyloss.parts.validate import Part, limits
+from policyloss.parts.validate import Part, bounds
 from policyloss.parts.wording import number, spoken
 from policyloss.tokens import Layout
 from policyloss.totals import GroupTokens
 
 _HINT = "it is the constant length that sums are divided by."
-Horizon: TypeAlias = Annotated[float, limits(above=0, finite=True, hint=_HINT)]
+Horizon: TypeAlias = Annotated[float, bounds(above=0, finite=True, hint=_HINT)]
 
 
 def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:

@@ -30,7 +30,7 @@ from policyloss.parts.validate import (
     NotNegative,
     Part,
     Positive,
-    limits,
+    bounds,
     not_below,
 )
 from policyloss.parts.wording import bounds_in_words, interval_in_words, number, spoken
@@ -83,7 +83,7 @@ class Truncate(Part):
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
-    high: Annotated[float, limits(above=0, hint="math.inf is no truncation."), not_below("low")]
+    high: Annotated[float, bounds(above=0, hint="math.inf is no truncation."), not_below("low")]
     low: LowerBound = 0.0
     level: Level = "token"
     log_clamp: Positive | None = 20.0
@@ -181,7 +181,7 @@ class DivergenceMask(Part):
     low: Finite | None = None
     level: Literal["token", "sequence"] = "token"
     weight: Literal["token"] | None = "token"
-    floor: Annotated[float, limits(above=0, below=0.5)] = 1e-6  # the smallest probability
+    floor: Annotated[float, bounds(above=0, below=0.5)] = 1e-6  # the smallest probability
     log_clamp: Positive | None = 20.0
     direction: Literal["forward", "both"] = "forward"
 
@@ -263,7 +263,7 @@ class Veto(Part):
     """
 
     reads_logp: ClassVar[bool] = False
-    low: Annotated[float, limits(above=0, finite=True)] | None = 1e-4
+    low: Annotated[float, bounds(above=0, finite=True)] | None = 1e-4
     high: Annotated[Positive, not_below("low")] | None = None
 
     def __post_init__(self) -> None:
@@ -301,7 +301,7 @@ class MomentBudget(Part):
 
     reads_logp: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = ("moment_bound",)
-    budget: Annotated[float, limits(above=0, finite=True)] = 0.04
+    budget: Annotated[float, bounds(above=0, finite=True)] = 0.04
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """The smallest d² that is rejected, inf if none is."""

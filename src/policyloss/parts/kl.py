@@ -14,7 +14,7 @@ from policyloss.errors import SpecError
 from policyloss.functional import kl
 from policyloss.functional.divergence import KINDS, KindName, Measure, Top
 from policyloss.functional.masking import LogClamp, bound
-from policyloss.parts.validate import Part, Positive, limits, log_clamp
+from policyloss.parts.validate import Part, Positive, bounds, log_clamp
 from policyloss.parts.wording import bounds_in_words, spoken
 from policyloss.tokens import Tokens
 
@@ -38,7 +38,7 @@ class KL(Part):
 
     estimator: Literal["k1", "k2", "k3", "abs"]
     coef: Annotated[
-        float, limits(least=0, finite=True, hint="to leave the penalty out, use kl=None.")
+        float, bounds(least=0, finite=True, hint="to leave the penalty out, use kl=None.")
     ]
     grad: Literal["value", "k2", "score"] = "value"
     weight: Literal["ratio", "detached_ratio"] | None = None
@@ -150,8 +150,8 @@ class Divergence(Part):
     teaches: ClassVar[bool] = True
 
     kind: KindName
-    coef: Annotated[float, limits(least=0, finite=True, hint="to leave it out, use kl=None.")]
-    beta: Annotated[float, limits(least=0, most=1, hint="0: forward KL, 1: reverse KL.")] = 0.5
+    coef: Annotated[float, bounds(least=0, finite=True, hint="to leave it out, use kl=None.")]
+    beta: Annotated[float, bounds(least=0, most=1, hint="0: forward KL, 1: reverse KL.")] = 0.5
     weight: Annotated[str | None, _name_or_none] = None
     clamp: Annotated[LogClamp, log_clamp] = None
     weight_max: Positive | None = None

@@ -39,7 +39,7 @@ from policyloss.parts.trust_clips import (
     bounds_of_clip,
     clipped_surrogate,
 )
-from policyloss.parts.validate import LowerBound, Positive, Real, limits, not_below
+from policyloss.parts.validate import LowerBound, Positive, Real, bounds, not_below
 from policyloss.parts.wording import (
     ANCHORS,
     NO_ADVANTAGE,
@@ -83,9 +83,9 @@ def _is_seed(owner: CovClip, field: str) -> None:
         )
 
 
-Fraction: TypeAlias = Annotated[float, limits(above=0, most=1, hint="It is a share of the tokens.")]
-_FinitePositive: TypeAlias = Annotated[float, limits(above=0, finite=True)]
-_FiniteNotNegative: TypeAlias = Annotated[float, limits(least=0, finite=True)]
+Fraction: TypeAlias = Annotated[float, bounds(above=0, most=1, hint="It is a share of the tokens.")]
+_FinitePositive: TypeAlias = Annotated[float, bounds(above=0, finite=True)]
+_FiniteNotNegative: TypeAlias = Annotated[float, bounds(least=0, finite=True)]
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Quadratic(TrustPart):
 
     follows_advantage: ClassVar[bool] = False
     beta: Annotated[
-        float, limits(above=0, finite=True, hint="beta scales the pull to the anchor policy.")
+        float, bounds(above=0, finite=True, hint="beta scales the pull to the anchor policy.")
     ]
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -266,7 +266,7 @@ class Regression(TrustPart):
 
     follows_advantage: ClassVar[bool] = False
     beta: Annotated[
-        float, limits(above=0, finite=True, hint="beta scales the log-ratio to the advantage.")
+        float, bounds(above=0, finite=True, hint="beta scales the log-ratio to the advantage.")
     ]
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -325,7 +325,7 @@ class CovClip(TrustPart):
     fraction: Fraction = 2e-4
     cov_low: Real = 1.0
     cov_high: Annotated[Real, not_below("cov_low")] = 5.0
-    seed: Annotated[int, limits(least=0), _is_seed] = 0
+    seed: Annotated[int, bounds(least=0), _is_seed] = 0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the draw from which a candidate is dropped."""
@@ -400,7 +400,7 @@ class CovKL(TrustPart):
     follows_advantage: ClassVar[bool] = False
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "cov_threshold", "draw_threshold")
     fraction: Fraction = 2e-4
-    coef: Annotated[float, limits(least=0, finite=True)] = 1.0
+    coef: Annotated[float, bounds(least=0, finite=True)] = 1.0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
         """Mean advantage and logp of the step, and the threshold of the penalty.

@@ -15,7 +15,7 @@ from policyloss.errors import SpecError
 from policyloss.functional import trust
 from policyloss.functional.collectives import outside_level
 from policyloss.parts.ratio import TokenRatio
-from policyloss.parts.validate import NotNegative, Part, limits, not_below
+from policyloss.parts.validate import NotNegative, Part, bounds, not_below
 from policyloss.parts.wording import (
     NO_ADVANTAGE,
     Condition,
@@ -82,9 +82,9 @@ def _warn_of_bounds(owner: Any, field: str) -> None:
 
 # A little above 1 is no lower bound either, but is no percentage.
 LowerDistance: TypeAlias = Annotated[
-    float, limits(least=0, hint=_HINT), partial(_no_percentage, below=2)
+    float, bounds(least=0, hint=_HINT), partial(_no_percentage, below=2)
 ]
-UpperDistance: TypeAlias = Annotated[float, limits(least=0, hint=_HINT), _warn_of_bounds]
+UpperDistance: TypeAlias = Annotated[float, bounds(least=0, hint=_HINT), _warn_of_bounds]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Clip(TrustPart):
 
     eps_low: LowerDistance
     eps_high: UpperDistance = _SYMMETRIC
-    dual: Annotated[float, limits(above=1, hint=_DUAL)] | None = None
+    dual: Annotated[float, bounds(above=1, hint=_DUAL)] | None = None
 
     def __post_init__(self) -> None:
         if self.eps_high is _SYMMETRIC:
@@ -176,7 +176,7 @@ class TwoSidedClip(TrustPart):
     delta: the largest ratio, for either sign of A.
     """
 
-    delta: Annotated[float, limits(above=1, hint=_DELTA)]
+    delta: Annotated[float, bounds(above=1, hint=_DELTA)]
     eps_low: LowerDistance = 0.2
     eps_high: UpperDistance = 0.2
 
@@ -223,8 +223,8 @@ class DetachedClip(TrustPart):
     of a token that is not zeroed is `-A·logp` (REC without importance sampling).
     """
 
-    ratio_min: Annotated[float, limits(least=0, finite=True, hint=_RATIO)]
-    ratio_max: Annotated[float, limits(above=0, hint=_RATIO), not_below("ratio_min")]
+    ratio_min: Annotated[float, bounds(least=0, finite=True, hint=_RATIO)]
+    ratio_max: Annotated[float, bounds(above=0, hint=_RATIO), not_below("ratio_min")]
     outside: Literal["clip", "zero_by_sign", "zero"] = "clip"
     weight: Literal["ratio", "one"] = "ratio"
 
@@ -294,7 +294,7 @@ class ProbabilityBand(TrustPart):
     high: NotNegative
     sides: Literal["advantage", "both"] = "advantage"
     form: Literal["score", "ratio"] = "score"
-    cap: Annotated[float, limits(above=0, hint=_CAP)] = 20.0
+    cap: Annotated[float, bounds(above=0, hint=_CAP)] = 20.0
 
     @property
     def idle_fields(self) -> tuple[str, ...]:

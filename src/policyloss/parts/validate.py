@@ -1,7 +1,7 @@
 """Checks of the fields of parts; each error names the field, its value and the fix.
 
 A part that extends `Part` is checked when it is made, by the annotations of its fields: the words
-of a `Literal`, and the checks of an `Annotated` type, such as `Annotated[float, limits(above=0)]`.
+of a `Literal`, and the checks of an `Annotated` type, such as `Annotated[float, bounds(above=0)]`.
 A field whose annotation ends in `| None` may also be None.
 """
 
@@ -82,7 +82,7 @@ def check_field(owner: Any, field: str, **bounds: Any) -> None:
     )
 
 
-def limits(**bounds: Any) -> Check:
+def bounds(**bounds: Any) -> Check:
     """A check that a field is a number within these bounds (see `check_number`)."""
     return partial(check_field, **bounds)
 
@@ -121,8 +121,8 @@ def log_clamp(owner: Any, field: str) -> None:
         )
 
 
-Real: TypeAlias = Annotated[float, limits()]
-Finite: TypeAlias = Annotated[float, limits(finite=True)]
-Positive: TypeAlias = Annotated[float, limits(above=0)]
-NotNegative: TypeAlias = Annotated[float, limits(least=0)]
-LowerBound: TypeAlias = Annotated[float, limits(least=0, finite=True)]
+Real: TypeAlias = Annotated[float, bounds()]
+Finite: TypeAlias = Annotated[float, bounds(finite=True)]
+Positive: TypeAlias = Annotated[float, bounds(above=0)]
+NotNegative: TypeAlias = Annotated[float, bounds(least=0)]
+LowerBound: TypeAlias = Annotated[float, bounds(least=0, finite=True)]

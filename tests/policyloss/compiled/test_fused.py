@@ -20,7 +20,7 @@ from torch import Tensor
 import policyloss as pl
 from cases import PRESETS, Batch, make_batch
 from policyloss.compiled import fused, token_graph, token_program
-from policyloss.compiled.token_graph import trace
+from policyloss.compiled.token_graph import trace_graph
 from policyloss.inputs import Inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -184,7 +184,7 @@ def test_only_present_tensors_are_summed() -> None:
         return [(x + 1).sum(), packed, 3 * x]
 
     example = torch.zeros(token_graph.ROWS, token_graph.WIDTH)
-    run = token_program.TokenKernels(token_program.kernel_source(trace(numbers, [example])))
+    run = token_program.TokenKernels(token_program.kernel_source(trace_graph(numbers, [example])))
     for shape in ((2, 3), (3, token_program.BLOCK), (5, token_program.SPAN // 5 + 1)):
         x = 1 - torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) / 2
         for actual, expected in zip(run([x], x.shape), numbers(x), strict=True):
