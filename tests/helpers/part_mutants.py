@@ -629,7 +629,7 @@ PARTS = (
     (
         "turns_joined_across_sequences",
         "policyloss/advantage/turns.py",
-        "begins[1:] = (ids.diff() != 0) | (whole.ids.diff() != 0)",
+        "begins[1:] = (ids.diff() != 0) | (sequences.ids.diff() != 0)",
         "begins[1:] = ids.diff() != 0",
         "test_turns.py::test_returns_by_hand",
     ),

@@ -75,16 +75,16 @@ class _Turns:
         columns = (turn_ids, *(x.detach() for x in others.values()))
         tokens, reward = whole_sequences(rewards, mask, layout, positions, dtype, *columns)
         ids, count = tokens.columns[0], tokens.mask.shape[0]
-        whole = Sequences.of(ids, tokens.cu_seqlens)
-        assert whole.ids is not None
+        sequences = Sequences.of(ids, tokens.cu_seqlens)
+        assert sequences.ids is not None
         begins = torch.ones_like(tokens.mask)
-        begins[1:] = (ids.diff() != 0) | (whole.ids.diff() != 0)
+        begins[1:] = (ids.diff() != 0) | (sequences.ids.diff() != 0)
         first = begins.nonzero().squeeze(1)
         ends = torch.nn.functional.pad(first, (0, 1), value=count)
         by_turn = Sequences.of(ids, ends)
-        sequence = whole.ids[first]
+        sequence = sequences.ids[first]
         turns_before = torch.searchsorted(first, tokens.cu_seqlens)
-        per_token = token_rewards(reward, tokens.mask, whole, dtype)
+        per_token = token_rewards(reward, tokens.mask, sequences, dtype)
         index = torch.arange(len(first), device=ids.device) - turns_before[sequence]
         at_first = [x[first] for x in tokens.columns[1 : 1 + len(others)]]
         summed = by_turn.sum(per_token)

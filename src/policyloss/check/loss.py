@@ -315,9 +315,9 @@ def _tokens(
     anchor = ANCHOR[: len(advantages)].unsqueeze(1)
     old, ones, rows = anchor + log_weight, torch.ones_like(anchor), torch.arange(len(anchor))
     logp = (old + log_ratio).requires_grad_()
-    policies, given = (logp, old, anchor, old, old), (ones, ones, advantages.unsqueeze(1), ones)
+    policies, numbers = (logp, old, anchor, old, old), (ones, ones, advantages.unsqueeze(1), ones)
     where = (ones.bool(), rows // 2, torch.ones_like(rows))
-    return Inputs(**Batch(*policies, *given, *where, width=1).kwargs).tokens()
+    return Inputs(**Batch(*policies, *numbers, *where, width=1).kwargs).tokens()
 
 
 def _losses(spec: LossSpec, advantages: Tensor, log_ratio: Tensor | float) -> tuple[Tensor, Tensor]:

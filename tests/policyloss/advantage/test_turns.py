@@ -226,3 +226,24 @@ def test_mt_grpo_has_no_bias_where_nobody_can_stop(monkeypatch: pytest.MonkeyPat
 
 def test_the_leave_one_out_baseline_lowers_the_variance() -> None:
     assert stopping.variance(stopping.turn_loo) < 0.9 * stopping.variance(stopping.rloo)
+
+
+def test_a_divergence_of_whole_distributions_is_no_advantage() -> None:
+    """Its expected gradient as an advantage is 0, over all tokens that can be sampled; as a loss it
+    has one.
+    """
+    logits = torch.randn(7, generator=torch.Generator().manual_seed(4), **F64).requires_grad_()
+    teacher = torch.randn(7, generator=torch.Generator().manual_seed(5), **F64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    top = teacher.topk(3).indices
+    divergence = (logp.exp() * (logp - teacher))[top].sum()
+    sampled = (logp.detach().exp() * logp * -divergence.detach()).sum()  # E[log π(a)·A]
+    (as_advantage,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    (as_loss,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    assert as_advantage.abs().max() < 1e-15 < 0.01 < as_loss.abs().max()
+    log_ratio = (teacher - logp).detach()  # of the sampled token: `advantage.opd`
+    whole = (logp.exp() * (logp - teacher)).sum()
+    (by_token,) = torch.autograd.grad(
+        (logp.detach().exp() * logp * log_ratio).sum(), logits, retain_graph=True
+    )
+    assert_same(by_token, -torch.autograd.grad(whole, logits)[0])

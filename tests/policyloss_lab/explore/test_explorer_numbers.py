@@ -17,7 +17,7 @@ from strategies import specs
 from walk import walked
 
 import policyloss as pl
-from cases import PRESETS, Batch, make_batch, run
+from cases import PRESETS, Batch, make_batch, run, unweighted
 from policyloss.explanations.formula import Formula, FormulaLine
 from policyloss.explanations.traits import elsewhere
 from policyloss.parts.data import VARIANTS
@@ -41,6 +41,7 @@ def as_step(batch: Batch) -> dict[str, Any]:
 
 def assert_computes(page: Any, spec: pl.LossSpec, batches: list[Batch]) -> None:
     """One loss per batch, and the gradients of each of its tokens."""
+    batches = list(map(unweighted, batches))  # as on the page
     results = page.evaluate(
         "([spec, steps]) => steps.map((step) => policyloss.evaluate(spec, step))",
         [spec.to_dict(), [as_step(batch) for batch in batches]],
