@@ -189,8 +189,8 @@ class _Call:
         for term in terms:
             side = ~self.labels if term.margin == "rejected" else self.labels
             # Replaced before and after: the link of the other side's scores may overflow.
-            own = term.link(fill(self._margin(term), side))
-            total = total + fill(term.weight * own, side)
+            of_side = term.link(fill(self._margin(term), side))
+            total = total + fill(term.weight * of_side, side)
         return total
 
     def _margin(self, term: Term) -> Tensor:
