@@ -58,35 +58,32 @@ METRICS = {
 def _terms(loss_type: str, options: Options, weight: float) -> tuple[Term, ...]:
     """The terms of one of TRL's loss types."""
     beta, smoothing = options["beta"], options["label_smoothing"]
-    score = {"tail": options["ld_alpha"] or 0.0 if options["ld_alpha"] is not None else 1.0}
-    score |= SHAPES[options["f_divergence_type"]]
-    if loss_type in ("sigmoid_norm", "ipo"):
-        score["length"] = "mean"
-
-    def term(link: Any, margin: Any = "pair", share: float = 1.0) -> Term:
-        return Term(link, margin, Score(**score), weight * share)
-
-    noisy = Logistic(beta, smoothing)
-    half = {"link": Logistic(beta), "share": 0.5}
-    return {
-        "sigmoid": lambda: (term(Logistic(beta)),),
-        "sigmoid_norm": lambda: (term(Logistic(beta)),),
-        "hinge": lambda: (term(Hinge(beta)),),
-        "ipo": lambda: (term(Square(beta)),),
-        "exo_pair": lambda: (term(ReverseKL(beta, smoothing)),),
-        "robust": lambda: (term(Logistic(beta, -smoothing / (1 - 2 * smoothing))),),
-        "discopop": lambda: (term(LogisticOrExponential(beta, 0.05)),),
-        "nca_pair": lambda: (
-            term(Logistic(beta), "chosen"),
-            *(term(margin=margin, **half) for margin in ("against_chosen", "rejected")),
-        ),
-        "bco_pair": lambda: (term(Logistic(beta), "chosen"), term(Logistic(beta), "rejected")),
-        "sppo_hard": lambda: (term(Square(beta), "chosen"), term(Square(beta), "rejected")),
-        "apo_zero": lambda: (term(Sigmoid(beta), "chosen"), term(Sigmoid(beta), "rejected")),
-        "apo_down": lambda: (term(Sigmoid(beta)), term(Sigmoid(beta), "against_chosen")),
-        "aot": lambda: (term(noisy, "ranked_pair"),),
-        "aot_unpaired": lambda: (term(noisy, "ranked_sides"),),
-    }[loss_type]()
+    tail = 1.0 if options["ld_alpha"] is None else options["ld_alpha"]
+    length: Any = "mean" if loss_type in ("sigmoid_norm", "ipo") else "sum"
+    score = Score("ref", length, tail, **SHAPES[options["f_divergence_type"]])
+    links: dict[str, Any] = {
+        "exo_pair": ReverseKL,
+        "robust": lambda beta, noise: Logistic(beta, -noise / (1 - 2 * noise)),
+        "discopop": lambda beta, noise: LogisticOrExponential(beta, 0.05),
+        "aot": Logistic,
+        "aot_unpaired": Logistic,
+    }
+    plain: dict[str, Any] = {"hinge": Hinge, "ipo": Square, "sppo_hard": Square}
+    plain |= {"apo_zero": Sigmoid, "apo_down": Sigmoid}
+    link = (
+        links[loss_type](beta, smoothing)
+        if loss_type in links
+        else plain.get(loss_type, Logistic)(beta)
+    )
+    both: list[tuple[Any, float]] = [("chosen", 1.0), ("rejected", 1.0)]
+    margins = {
+        "nca_pair": [("chosen", 1.0), ("against_chosen", 0.5), ("rejected", 0.5)],
+        **dict.fromkeys(("bco_pair", "sppo_hard", "apo_zero"), both),
+        "apo_down": [("pair", 1.0), ("against_chosen", 1.0)],
+        "aot": [("ranked_pair", 1.0)],
+        "aot_unpaired": [("ranked_sides", 1.0)],
+    }.get(loss_type, [("pair", 1.0)])
+    return tuple(Term(link, margin, score, weight * share) for margin, share in margins)
 
 
 def _dpo_spec(options: Options) -> PreferenceSpec:
@@ -126,9 +123,9 @@ def _metrics(options: Options) -> list[str]:
 
 def _our_dpo(inputs: Inputs, options: Options) -> Outputs:
     spec = _dpo_spec(options)
-    tensors = {name: _in_pairs(inputs[name]) for name in ("logp", "ref_logp", "mask")}
+    tensors = [_in_pairs(inputs[name]) for name in ("logp", "ref_logp", "mask")]
     squares = _in_pairs(inputs["log_sum_sq_probs"]) if options["use_weighting"] else None
-    out = preference_loss(spec, **tensors, log_sum_sq_probs=squares)
+    out = preference_loss(spec, *tensors, log_sum_sq_probs=squares)
     logged = {name: out.metrics[METRICS[name]].value for name in _metrics(options)}
     if "rewards/accuracies" in logged:  # TRL's mean is float32
         logged["rewards/accuracies"] = logged["rewards/accuracies"].float()
@@ -203,7 +200,8 @@ def _weights_in_place(options: Options, inputs: Inputs) -> Defect | None:
 
 
 def _dpo_option(*loss_types: str, weights: tuple[float, ...] = (1.0,), **others: Any) -> Options:
-    plain = {"beta": 0.1, "label_smoothing": 0.1, "ld_alpha": None, "use_weighting": False}
+    plain: Options = {"beta": 0.1, "label_smoothing": 0.1, "ld_alpha": None}
+    plain["use_weighting"] = False
     plain |= {"f_divergence_type": "reverse_kl", "loss_weights": list(weights)}
     return {"loss_type": list(loss_types), **plain, **others}
 
@@ -352,7 +350,7 @@ def _is_mild(options: Options) -> bool:
     """Whether a reward is no power of a probability, `(1 − p^(−α)) / α`, for which TRL's exp and
     pow leave 5 digits in float32; SimPO's logistic loss flattens that.
     """
-    return options["alpha"] == 0 or options["loss_type"] == "simpo"
+    return bool(options["alpha"] == 0 or options["loss_type"] == "simpo")
 
 
 def _cpo_function(name: str, options: list[Options], **others: Any) -> Function:
