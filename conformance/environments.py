@@ -97,7 +97,7 @@ PEERS = {
         Peer(
             "trl",
             "1.16.0",
-            ("trl", "trl_distillation"),
+            ("trl", "trl_distillation", "trl_preference"),
             others=("1.15.0", "1.14.0"),
             steps=(
                 ("torch", "numpy"),

@@ -21,7 +21,7 @@ from docs.markdown import fenced, join
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODULES = {"": pl, "advantage.": pl.advantage, "functional.": pl.functional}
-MODULES |= {"hf.": pl.hf, "lab.": lab, "lab.report.": lab.report}
+MODULES |= {"preference.": pl.preference, "hf.": pl.hf, "lab.": lab, "lab.report.": lab.report}
 
 
 class Topic(NamedTuple):
@@ -113,6 +113,13 @@ TOPICS = (
         "Advantages from rewards, from a critic, or from a teacher.",
         ("advantage",),
         "advantage.grpo",
+    ),
+    Topic(
+        "preference",
+        "Preference losses",
+        "DPO, KTO, ORPO, CPO and their relatives, as compositions of score, margin and link.",
+        ("preference",),
+        "preference_loss",
     ),
     Topic(
         "head",

@@ -1,6 +1,6 @@
 """Every public name of the library. `import policyloss` reads them from here when one is used."""
 
-from policyloss import advantage, compat, functional, hf
+from policyloss import advantage, compat, functional, hf, preference
 from policyloss.accumulation import Accumulation, MicroBatch, accumulate
 from policyloss.advantage import gae, group_advantages, whiten
 from policyloss.catalogue import preset, presets
@@ -71,6 +71,7 @@ from policyloss.parts.trust import (
     TwoSidedClip,
     Unbounded,
 )
+from policyloss.preference.loss import preference_loss
 from policyloss.records import Stat
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
@@ -168,6 +169,8 @@ __all__ = [
     "measure",
     "partition_check",
     "policy_loss",
+    "preference",
+    "preference_loss",
     "preset",
     "presets",
     "unfused",

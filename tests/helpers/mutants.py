@@ -24,6 +24,7 @@ from compiled_mutants import COMPILED
 from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
+from preference_mutants import PREFERENCE
 from report_mutants import REPORT
 from train_mutants import TRAIN
 from whatif_mutants import WHATIF
@@ -445,7 +446,17 @@ MUTANTS = (
     ),
     *(
         Mutant(*mutant)
-        for mutant in (*BITS, *COMPILED, *DOCTOR, *HEAD, *PARTS, *REPORT, *TRAIN, *WHATIF)
+        for mutant in (
+            *BITS,
+            *COMPILED,
+            *DOCTOR,
+            *HEAD,
+            *PARTS,
+            *PREFERENCE,
+            *REPORT,
+            *TRAIN,
+            *WHATIF,
+        )
     ),
 )
 
