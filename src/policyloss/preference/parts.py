@@ -14,9 +14,9 @@ from torch import Tensor
 
 from policyloss.errors import SpecError, safe_repr
 from policyloss.functional import preference
-from policyloss.parts.validate import Finite, Part, within
+from policyloss.parts.validate import Finite, Part, bounds
 
-Scale: TypeAlias = Annotated[float, within(above=0, finite=True)]
+Scale: TypeAlias = Annotated[float, bounds(above=0, finite=True)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Score(Part):
 
     reference: Literal["ref"] | None = "ref"
     length: Literal["sum", "mean"] = "sum"
-    tail: Annotated[float, within(least=0, most=1)] = 1.0
+    tail: Annotated[float, bounds(least=0, most=1)] = 1.0
     shape: Literal["power", "jensen_shannon", "log_odds"] = "power"
     alpha: Finite = 1.0
 
@@ -55,7 +55,7 @@ class Logistic(Part):
     """
 
     beta: Scale
-    smoothing: Annotated[float, within(most=1, finite=True)] = 0.0
+    smoothing: Annotated[float, bounds(most=1, finite=True)] = 0.0
     target: Finite = 0.0
 
     def __call__(self, m: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class ReverseKL(Part):
     """`KL(q‖p)` of q = (σ(z), σ(−z)), `z = beta·m`, and p = (1 − ε, ε), ε = smoothing (EXO)."""
 
     beta: Scale
-    smoothing: Annotated[float, within(above=0, below=1)]
+    smoothing: Annotated[float, bounds(above=0, below=1)]
 
     def __call__(self, m: Tensor) -> Tensor:
         return preference.reverse_kl(self.beta * m, self.smoothing)
