@@ -58,10 +58,19 @@ SHARDINGS = {
     "a rank without a sequence": _some_rows_whole(),
     "a rank without a valid token": BATCH.mask | (torch.arange(BATCH.width) < 2),
 }
+
+
+def reads_order(spec: pl.LossSpec) -> bool:
+    """Whether a part reads `positions`; `cp_order_ranks` has such losses."""
+    levels = {getattr(part, "level", "") for part in spec.correction}
+    ordered = isinstance(spec.ratio, pl.SegmentRatio) or isinstance(spec.trust, pl.FutureKL)
+    return ordered or "turn" in levels
+
+
 CP_SPECS = {
-    **{name: spec for name, spec in PRESETS.items() if not isinstance(spec.ratio, pl.SegmentRatio)},
-    **{name: spec for name, spec in BY_AGGREGATE.items() if name.startswith("sequence")},
-    **BY_CORRECTION,
+    name: spec
+    for name, spec in {**PRESETS, **BY_AGGREGATE, **BY_CORRECTION}.items()
+    if not reads_order(spec) and not (name in BY_AGGREGATE and not name.startswith("sequence"))
 }
 
 
@@ -162,7 +171,7 @@ def context_parallel(rank: int, cp: Any) -> dict[str, Any]:
             part.mask, cu_seqlens=part.cu_seqlens, group_ids=part.group_ids, cp_group=cp, dp_size=1
         )
         said[f"cp value: {aggregate}"] = _value(part, aggregate, totals, cp)
-    for name, spec in BY_CORRECTION.items():
+    for name, spec in CP_SPECS.items():
         if name.endswith(":keep") and "rollout_logp" in spec.reads:
             for holder in (0, 1):
                 part = shard("halves", rank, packed=bool(holder))

@@ -16,6 +16,7 @@ import torch.multiprocessing
 from started import run_ranks, started_once
 from two_ranks import (
     BATCH,
+    CP_SPECS,
     DP_ROWS,
     SHARDINGS,
     VALUE_AGGREGATES,
@@ -120,7 +121,7 @@ def test_one_advantage_per_sequence_reaches_every_rank(said: Said) -> None:
 @walked("holder", [0, 1])
 @walked(
     "name",
-    [n for n, s in BY_CORRECTION.items() if n.endswith(":keep") and "rollout_logp" in s.reads],
+    [n for n, s in CP_SPECS.items() if n.endswith(":keep") and "rollout_logp" in s.reads],
 )
 def test_a_nan_on_one_rank_is_not_dropped(name: str, holder: int, said: Said) -> None:
     ranks = both(said, f"cp nan: {name}, {holder}")
