@@ -201,6 +201,7 @@ def test_one_row(plan: str) -> None:
         "entropy",
         "advantages",
         "divergence",
+        "weights",
         "mask",
     )
     one = dataclasses.replace(
