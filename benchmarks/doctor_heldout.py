@@ -123,17 +123,19 @@ def rows_of(
     sizes: Sequence[int],
     names: Sequence[str],
     healthy_seeds: int,
+    first_seed: int,
 ) -> Iterator[dict[str, Any]]:
     """Every verdict of the benchmark: each batch has one of the sizes, and every second engine
     computes in bf16.
     """
     for model in models:
         source = TorchSource(model)
-        for seed in range(max(seeds, healthy_seeds)):
+        for k in range(max(seeds, healthy_seeds)):
+            seed = first_seed + k
             makes: dict[str, Stranger] = {}
-            if seed < seeds:
+            if k < seeds:
                 makes |= {name: STRANGERS[name] for name in names or STRANGERS}
-            if seed < healthy_seeds:
+            if k < healthy_seeds:
                 makes |= {name: Stranger("", (), make) for name, make in HEALTHY.items()}
             for name, stranger in makes.items():
                 number = zlib.crc32(f"{name}{model}{seed}".encode())
@@ -209,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=STRANGE)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--faults", nargs="*", default=[])
     parser.add_argument("--healthy-seeds", type=int, default=14)
@@ -218,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     start = time.monotonic()
     rows = []
-    for row in rows_of(args.models, args.seeds, args.sizes, args.faults, args.healthy_seeds):
+    numbers = (args.healthy_seeds, args.first_seed)
+    for row in rows_of(args.models, args.seeds, args.sizes, args.faults, *numbers):
         rows.append(row)
         if args.rows:
             with args.rows.open("a") as file:

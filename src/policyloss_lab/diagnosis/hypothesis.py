@@ -91,6 +91,11 @@ class Fit:
     share: str = "explains"
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def masks(self) -> bool:
+        """Whether the fit only claims that some tokens do not count."""
+        return self.prediction is not None and bool(self.prediction.isnan().any())
+
     def residual(self, pairs: Pairs) -> Tensor:
         """The differences that the fit does not predict; NaN for tokens that do not count."""
         if self.source is not None:
@@ -101,6 +106,7 @@ class Fit:
 
 # Yields the best fits; none if the case lacks a tensor that the hypothesis needs.
 Hypothesis = Callable[[Case], Iterator[Fit]]
+ModelHypothesis = Callable[[Case, Scorer], Iterator[Fit]]
 
 DEGREES = 4.0
 ROUNDING = 2.0**-23  # the smallest scale: float32 cannot resolve a smaller one
@@ -152,8 +158,3 @@ def _likelihood(squares: Tensor, start: Tensor) -> tuple[float, float]:
     return math.sqrt(variance), _CONSTANT - 0.5 * (
         (DEGREES + 1) * float(tails) + math.log(variance)
     )
-
-
-def roughness(residual: Tensor, shape: Tensor) -> float:
-    """A cheap stand-in for the scale, to search with: the mean root of the sizes."""
-    return float((residual / shape).abs().sqrt().mean())

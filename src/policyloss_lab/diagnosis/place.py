@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss_lab.diagnosis.forward import routers
 from policyloss_lab.diagnosis.hypothesis import Case, misfit
 
 LOUDER = 2.0  # times the others: the least scale of a class of tokens that is named
@@ -239,12 +240,16 @@ def _shapes(case: Case) -> Iterator[Place]:
         yield Place(
             "network",
             "everywhere, larger at unlikely tokens, as a change inside the model makes them",
-            "Pass model=, ids= and prompts=."
-            if case.scorer is None
-            else "Load the trainer's weights into the engine by hand, in float32 and without any "
-            "quantisation, and score 8 sequences: if they agree, formats or stale weights are the "
-            "cause (pass earlier_logp=); if not, compare the hidden states layer by layer.",
+            _network_next(case),
         )
+
+
+def _network_next(case: Case) -> str:
+    if case.scorer is None:
+        return "Pass model=, ids= and prompts= as well, so that causes inside the model are tested."
+    if [side for side, _ in case.sides] == ["old_logp"]:
+        return DROPOUT_NEXT
+    return ENGINE_NEXT + (ROUTER_NEXT if routers(case.scorer.model) else "")
 
 
 PROMPT_NEXT = "Print the prompt's token ids of one row on both sides, special tokens included."
@@ -252,3 +257,13 @@ END_NEXT = "Print the last three tokens of five rows with both numbers and both 
 LATE_NEXT = "Compare positions, RoPE scaling and the window of attention on both sides."
 PENALTY_NEXT = "Print the engine's repetition, presence and frequency penalties."
 BIAS_NEXT = "Print the engine's logit_bias, bad_words and guided decoding options."
+DROPOUT_NEXT = (
+    "Score the batch twice with the trainer's own code: two results mean dropout, so call "
+    "model.eval(); one result means that this code computes something else than model= does."
+)
+ENGINE_NEXT = (
+    "Load the trainer's weights into the engine by hand, in float32 and without quantisation, and "
+    "score 8 sequences: if they agree now, the weights were stale or rounded (pass earlier_logp=); "
+    "if not, compare the hidden states layer by layer."
+)
+ROUTER_NEXT = " Compare the chosen experts of one sequence first."

@@ -54,15 +54,20 @@ class RunDiagnosis:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
-        lines = [self._title()] + [
-            f"  {f.severity}: {f.cause} from step {f.step}: {f.evidence}. Remedy: {f.remedy}"
-            for f in self.findings
-        ]
         checked, missing = (
-            ", ".join(TITLES[name] for name in names) for names in (self.metrics, self.missing)
+            ", ".join(TITLES[name] for name in names) or "nothing"
+            for names in (self.metrics, self.missing)
         )
-        lines.append(f"  Checked: {checked or 'nothing'}.")
-        return "\n".join([*lines, f"  Not in the log, so not checked: {missing or 'nothing'}."])
+        lines = [
+            self._title(),
+            *(
+                f"  {f.severity}: {f.cause} from step {f.step}: {f.evidence}. Remedy: {f.remedy}"
+                for f in self.findings
+            ),
+            f"  Checked: {checked}.",
+            f"  Not in the log, so not checked: {missing}.",
+        ]
+        return "\n".join(lines)
 
     def _title(self) -> str:
         count = len(self.findings)

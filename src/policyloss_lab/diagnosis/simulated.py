@@ -74,19 +74,17 @@ CACHES: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
 )
 
 
-def fit_formats(case: Case) -> Iterator[Fit]:
+def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """The weights of one side are rounded: all to 16 bits, or the matrices to 8 or 4, with and
     without the head; or its cache of keys and values is.
     """
-    if case.scorer is None:
-        return
-    scorer, model = case.scorer, case.scorer.model
+    model = scorer.model
     roundings = [(*row, True) for row in EVERY]
     if len(case.sides) == 1:  # if both sides run in bf16, neither is wrong
         yield from case.fit_sides(
             "weights_bf16",
             "the model behind {side} is rounded to bfloat16 and runs in it",
-            scorer.half_precision(),
+            scorer.half_precision("bf16"),
             {"rounding": "bfloat16"},
             share="fixed",
         )
@@ -149,14 +147,11 @@ STRETCHES = (2.0, 4.0, 8.0, 0.5, 0.25)
 SCALES = (0.25, 0.5, 0.5**0.5, 2.0**0.5, 2.0, 4.0)
 
 
-def fit_configuration(case: Case) -> Iterator[Fit]:
+def fit_configuration(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """The model of one side has another RoPE base or scaling, another scale of attention scores, or
     another window of attention.
     """
-    if case.scorer is None or not _of_transformers(case.scorer.model):
-        return
-    scorer = case.scorer
-    for cause, what, run in _configurations(scorer):
+    for cause, what, run in _configurations(scorer) if _of_transformers(scorer.model) else ():
         sentence = f"the model behind {{side}} has {what}"
         effect = scorer.effect(what, run)
         yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
@@ -202,30 +197,21 @@ def _power(frequencies: Tensor, base: float) -> float:
 
 
 def fit_earlier(case: Case) -> Iterator[Fit]:
-    """The engine has older weights: those of `earlier_logp`, or weights that lie some steps behind
-    on the way of the trainer's own step.
-    """
-    pairs, details = case.pairs, {"side": "rollout_logp"}
-    if pairs.earlier is not None:
+    """The engine has the older weights of `earlier_logp`."""
+    if case.pairs.earlier is not None:
         sentence = "rollout_logp is that of the older weights (earlier_logp)"
-        effect = pairs.earlier - pairs.trainer
+        effect = case.pairs.earlier - case.pairs.trainer
+        details = {"side": "rollout_logp"}
         yield Fit("stale_weights", sentence, effect, share="fixed", details=details)
-    if pairs.later is not None:
-        step = (pairs.later - pairs.trainer) / pairs.shape
-        along = (step * pairs.difference / pairs.shape).sum()
-        slope = float(along / step.square().sum().clamp(min=1e-12))
-        sentence = f"rollout_logp - old_logp is {slope:.2g} times the trainer's own step"
-        effect = slope * step * pairs.shape
-        yield Fit("stale_weights", sentence, effect, freedom=1, share="rough", details=details)
 
 
-def fit_adapter(case: Case) -> Iterator[Fit]:
+def fit_adapter(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """The model has an adapter that one side leaves out, or merges into rounded weights: a model
     with `disable_adapter` and `merge_and_unload`, as in peft.
     """
-    if case.scorer is None or not hasattr(case.scorer.model, "disable_adapter"):
+    model = scorer.model
+    if not hasattr(model, "disable_adapter"):
         return
-    scorer, model = case.scorer, case.scorer.model
 
     def without() -> Tensor:
         with model.disable_adapter():
@@ -253,15 +239,15 @@ def bos_of(scorer: Scorer) -> int | None:
     return bos if isinstance(bos, int) else None
 
 
-def fit_prompts(case: Case, others: Sequence[Sequence[int]] | None = None) -> Iterator[Fit]:
+def fit_prompts(
+    case: Case, scorer: Scorer, others: Sequence[Sequence[int]] | None = None
+) -> Iterator[Fit]:
     """One side saw another prompt: the first token (BOS) is doubled or missing, the last tokens or
     all but the first are missing, or the template differs.
 
     others: the prompts in that template, as token ids.
     """
-    if case.scorer is None:
-        return
-    scorer, prompts = case.scorer, case.scorer.prompts
+    prompts = scorer.prompts
     shortest = min(len(p) for p in prompts)
     changed: list[tuple[str, str, list[list[int]]]] = []
     if (bos := bos_of(scorer)) is not None:
@@ -286,11 +272,8 @@ def fit_prompts(case: Case, others: Sequence[Sequence[int]] | None = None) -> It
         yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
 
 
-def fit_padding(case: Case) -> Iterator[Fit]:
+def fit_padding(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """Rows are padded on the left, and one side counts padding as positions or attends to it."""
-    if case.scorer is None:
-        return
-    scorer = case.scorer
     for what, positions, attend in (
         ("counts padding as positions", False, False),
         ("attends to padding", True, True),
@@ -300,3 +283,6 @@ def fit_padding(case: Case) -> Iterator[Fit]:
         effect = scorer.effect(what, logits)
         sentence = f"the model behind {{side}} {what}"
         yield from case.fit_sides("positions", sentence, effect, {"what": what})
+
+
+SIMULATED = (fit_formats, fit_configuration, fit_adapter, fit_padding)

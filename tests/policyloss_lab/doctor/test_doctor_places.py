@@ -18,6 +18,7 @@ from walk import walked
 
 import policyloss_lab as lab
 from policyloss_lab.diagnosis import diagnose as diagnosing
+from policyloss_lab.diagnosis.columns import fit_units
 from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose
 from policyloss_lab.diagnosis.forward import altered
 from policyloss_lab.diagnosis.hypothesis import Case
@@ -204,12 +205,12 @@ def test_a_cause_that_leaves_much_is_not_named() -> None:
 
 def test_two_families_that_explain_alike_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def twin(case: Case) -> Any:
-        for fit in diagnosing.fit_units(case):
+        for fit in fit_units(case):
             yield diagnosing.Fit("softcap", "a twin", fit.prediction)
 
     a = numbers()
     a["rollout_logp"] = a["rollout_logp"] / math.log(2)
-    monkeypatch.setattr(diagnosing, "NUMBERS", (diagnosing.fit_units, twin))
+    monkeypatch.setattr(diagnosing, "NUMBERS", (fit_units, twin))
     found = lab.doctor(**a)
     assert found.cause == "not_explained"
     assert found.details["candidates"] == ["units", "softcap"]
