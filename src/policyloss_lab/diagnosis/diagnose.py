@@ -76,7 +76,7 @@ class Fitted(NamedTuple):
 
 
 class Search:
-    """The state of a diagnosis. first: the misfit of no cause. floor: the healthy scale. tested:
+    """The state of a diagnosis. floor: the healthy scale. tested:
     all fits. candidates: two causes that explain the case equally well. held_out: families that
     must not be named, for the benchmark.
     """
@@ -89,7 +89,6 @@ class Search:
         held_out: frozenset[str],
     ) -> None:
         self.case, self.limits, self.others, self.held_out = case, limits, others, held_out
-        self.first = unexplained(case)
         self.tested: list[Fitted] = []
         self.candidates: tuple[str, ...] = ()
         self.floor, self.wild_share = limits.floor, limits.wild
@@ -123,16 +122,20 @@ class Search:
         self, fits: Iterable[Fit], case: Case, before: Sequence[Fitted] = ()
     ) -> list[Fitted]:
         """The fits, with those of before, best first."""
-        rows = [Fitted(fit, size_of(fit.residual(case.pairs), case, fit.freedom)) for fit in fits]
+        rows = [Fitted(fit, case.misfit(fit)) for fit in fits]
         rows = [row for row in rows if not row.families & self.held_out]
         self.tested += rows
-        return sorted([*before, *rows], key=lambda row: row.left.score)
+        return sorted([*before, *rows], key=self.cost)
+
+    def cost(self, row: Fitted) -> float:
+        """The score; two causes must beat one by `gain`."""
+        return row.left.score + self.limits.gain * row.fit.cause.count("+")
 
     def explains(self, row: Fitted, case: Case) -> bool:
         """Whether a fit explains the case: its score beats noise, and it leaves next to nothing or
         no more than the noise floor.
         """
-        first, limits = unexplained(case), self.limits
+        first, limits = case.first, self.limits
         if row.left.score > first.score - limits.gain:
             return False
         share, below = row.left.scale / first.scale, row.left.scale <= self.floor
@@ -172,7 +175,7 @@ class Search:
         def more(*hypotheses: ModelHypothesis) -> list[Fitted]:
             return self.ranked((fit for h in hypotheses for fit in h(case, scorer)), case, rows)
 
-        first = unexplained(case).scale
+        first = case.first.scale
         enough = self.limits.rest * first
         rows = more(*LOGITS)
         parts = [row.left.scale for row in rows if row.families & {"temperature", "cut"}]
@@ -184,7 +187,7 @@ class Search:
 
     def causes(self, case: Case) -> list[Fitted]:
         """The order, the effect, or both that explain the case; none if nothing does."""
-        first = unexplained(case)
+        first = case.first
         order = next(iter(self.ranked((fit for h in ORDERS for fit in h(case)), case)), None)
         enough = max(self.floor, self.limits.rest * first.scale)
         if order is not None and order.left.scale <= enough and self.explains(order, case):
@@ -200,20 +203,6 @@ class Search:
             if effect is not None and not effect.fit.masks:
                 return [order, effect]
         return [order] if self.explains(order, case) else []
-
-
-def size_of(residual: Tensor, case: Case, freedom: int = 0) -> Misfit:
-    """The scale of residuals as noise of shape `1 - p`, and the better score of that noise and of
-    noise that is the same everywhere.
-    """
-    noise = misfit(residual, case.pairs.shape, freedom)
-    flat = misfit(residual, torch.ones_like(residual), freedom)
-    return Misfit(noise.scale, min(noise.score, flat.score))
-
-
-def unexplained(case: Case) -> Misfit:
-    """The misfit without a hypothesis."""
-    return size_of(case.pairs.difference, case)
 
 
 def diagnose(
@@ -240,7 +229,7 @@ def diagnose(
     """
     search = Search(case, thresholds, others, held_out)
     pairs = case.pairs
-    if search.first.scale <= thresholds.exact and not search.is_wild(pairs.difference, pairs.shape):
+    if case.first.scale <= thresholds.exact and not search.is_wild(pairs.difference, pairs.shape):
         return _equal(search)
     everywhere = rows = torch.ones(pairs.size, dtype=torch.bool)
     named = search.causes(case)
@@ -313,7 +302,7 @@ def _named(search: Search, named: Sequence[Fitted], rows: Tensor) -> Diagnosis:
     some = "" if bool(rows.all()) else f"in {numbers.numel()} of {count} rows, "
     details: dict[str, object] = {"scale_left": named[-1].left.scale}
     evidence = []
-    here = unexplained(case.select(rows)).scale
+    here = case.select(rows).first.scale
     for row in named:
         subject = "this explains" if row is named[0] else "together they explain"
         tail = f"{subject} {1 - row.left.scale / here:.0%} of the difference"
@@ -355,7 +344,7 @@ def _verdict(
     places: Sequence[Place] = (),
 ) -> Diagnosis:
     """The diagnosis, with the facts first and the best fit of each cause that was not chosen."""
-    d, scale = search.case.pairs.difference, search.first.scale
+    d, scale = search.case.pairs.difference, search.case.first.scale
     facts = [
         f"rollout_logp - old_logp: mean {float(d.mean()):+.3g}, mean size "
         f"{float(d.abs().mean()):.3g}, largest {float(d.abs().max()):.3g}; "

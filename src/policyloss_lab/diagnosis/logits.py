@@ -20,7 +20,7 @@ BRANCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 GROUP = 6  # the least mean number of tokens that share a temperature of their own
 LIKELY = 0.5  # above it, a token gains for certain if the distribution is sharpened
 ONE_WAY = 0.02  # the largest share of differences with the other sign
-NEARLY_1 = 0.03  # the logarithm of a temperature that is as good as 1
+NEARLY_1 = 0.05  # the logarithm of a temperature that is as good as 1
 SIGNS = 0.95  # the least share of likely tokens that move as a temperature moves them
 
 
@@ -373,6 +373,21 @@ def counts_before(scorer: Scorer, prompts: bool = False) -> Tensor:
     return out
 
 
+def fit_min_tokens(case: Case, scorer: Scorer) -> Iterator[Fit]:
+    """One side forbids the end tokens at the beginning of a completion (min_tokens)."""
+    end = getattr(scorer.config, "eos_token_id", None)
+    ends = [i for i in (end if isinstance(end, list) else [end]) if i is not None]
+    gain = -torch.log1p(-scorer.logits.double().softmax(1)[:, ends].sum(1).clamp(max=1 - 1e-9))
+    place = scorer.scored[:, 1]
+    yield from fit_number(
+        *(case, "support", "min_tokens"),
+        "{side} forbids the end token among the first {value:.0f} tokens (min_tokens)",
+        range(1, int(place.max()) + 2),
+        lambda least: torch.where(place < least, gain, 0.0),
+        rounds=0,
+    )
+
+
 def fit_bias(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """One side adds a bias to the logits of some tokens, or forbids them.
 
@@ -419,5 +434,6 @@ def fit_bias(case: Case, scorer: Scorer) -> Iterator[Fit]:
 
 
 LOGITS = (  # cheap: the model is not run again
-    *(fit_cuts, fit_softcap, fit_rounded_logits, fit_shard, fit_penalties, fit_bias, fit_top1),
+    *(fit_cuts, fit_softcap, fit_rounded_logits, fit_shard, fit_penalties, fit_bias),
+    *(fit_min_tokens, fit_top1),
 )

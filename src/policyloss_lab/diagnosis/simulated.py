@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policyloss_lab.diagnosis.forward import Scorer, altered, replaced
+from policyloss_lab.diagnosis.forward import Scorer, altered, replaced, routers
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
 
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -95,15 +95,16 @@ def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
     head_name = next(
         (n for n, w in model.named_parameters() if w is getattr(head, "weight", None)), ""
     )
-    names = set(axes)
+    kinds = {"": set(axes), ", but for the head": set(axes) - {head_name}}
+    if choosing := routers(model):
+        kinds[", but for head and routers"] = set(axes) - {head_name} - choosing
     for cause, name, rounding, every in [*roundings, *((*row, False) for row in MATRICES)]:
-        kinds = {"": names} if every else {"": names, ", but for the head": names - {head_name}}
-        for tail, chosen in kinds.items():
+        for tail, chosen in [("", set(axes))] if every else kinds.items():
 
             def change(key: str, w: Tensor) -> Tensor | None:
                 if not every and key not in chosen:  # noqa: B023  (used in this turn)
                     return None
-                return rounding(w, axes.get(key, 1))  # noqa: B023
+                return rounding(w, axes.get(key, -1))  # noqa: B023
 
             effect = scorer.effect(name + tail, partial(_altered, scorer, change))
             sentence = f"the weights behind {{side}} are rounded to {name}{tail}"
@@ -128,17 +129,16 @@ def _of_transformers(model: Any) -> bool:
 
 
 def matrices(model: nn.Module) -> dict[str, int]:
-    """The weights of linear layers by name, with the axis of their inputs: 1, or 0 where a layer
-    stores its weight transposed.
+    """The weights of linear layers, experts and routers by name, with the axis of their inputs: the
+    last one, or 0 where a layer stores its weight transposed.
     """
-    axes = {}
+    axes = {name: -1 for name, w in model.named_parameters() if w.dim() == 3}
+    axes |= dict.fromkeys(routers(model), -1)
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2:
-            if isinstance(module, nn.Linear):
-                axes[f"{name}.weight"] = 1
-            elif type(module).__name__ == "Conv1D":
-                axes[f"{name}.weight"] = 0
+        if isinstance(module, nn.Linear):
+            axes[f"{name}.weight"] = -1
+        elif type(module).__name__ == "Conv1D":
+            axes[f"{name}.weight"] = 0
     return axes
 
 
