@@ -7,9 +7,10 @@ The first command makes small models (trained for a moment, and random), an engi
 batches of every fault of `benchmarks.doctor_strangers`. Each batch is diagnosed with the model and
 from pairs alone: with all families, and with the family of the fault disabled. Then the right
 verdict is "not explained" with the right place, or "healthy" if the fault is below the noise floor.
-Batches come in random order, and verdicts that are in the file are not made again, so the command
-can be stopped at any time, and several can share the models. The second command fits the confidence
-on the even seeds, measures it on the odd ones, and writes `benchmarks/results/doctor_heldout.json`.
+Healthy batches come first, and faults in random order; verdicts that are in the file are not made
+again. So the command can be stopped at any time, and several can share the models. The second
+command fits the confidence on the even seeds, measures it on the odd ones, and writes
+`benchmarks/results/doctor_heldout.json`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from policyloss_lab.diagnosis.verdict import Diagnosis
 # Thresholds were chosen on other models (llama, gpt2, mixtral) and on other seeds.
 MODELS = ("mistral", "gemma2", "opt", "olmoe", "mistral_random", "opt_random")
 FIRST_SEED = 2000
-SIZES = (32, 8)
+SIZES = (32, 8)  # rows of a batch with a fault
+HEALTHY_SIZES = (16, 8, 4)
 ABOVE = 2.0  # times the floor: the least effect that must not be called healthy
 # Nothing that is passed here proves these: a verdict without a name is right at the right place.
 UNPROVEN = ("stale_weights", "template", "dropout")
@@ -119,19 +121,26 @@ def verdicts(job: dict[str, Any], batch: Batch, stranger: Stranger) -> Iterator[
 
 
 def jobs_of(models: Sequence[str], seeds: int, healthy_seeds: int) -> list[dict[str, Any]]:
-    """Every batch, in random order. Each has one of the sizes; every second engine computes in
-    bf16. The models begin with even and odd seeds in turn.
+    """Every batch: the healthy ones, and then faults in random order. Each has one of the sizes;
+    every second engine computes in bf16. The models begin with even and odd seeds in turn.
     """
     jobs = []
     for model in models:
         first = FIRST_SEED + MODELS.index(model) % 2
-        for names, count in ((STRANGERS, seeds), (HEALTHY, healthy_seeds)):
+        for names, count, sizes in (
+            (HEALTHY, healthy_seeds, HEALTHY_SIZES),
+            (STRANGERS, seeds, SIZES),
+        ):
             for name, seed in itertools.product(names, range(first, first + count)):
                 number = zlib.crc32(f"{name}{model}{seed}".encode())
-                rows, half = SIZES[number // 2 % len(SIZES)], number % 2 == 1 or name in HEALTHY
-                job = {"fault": name, "model": model, "seed": seed, "rows": rows, "bf16": half}
-                jobs.append((zlib.crc32(repr(job).encode()), job))
-    return [job for _, job in sorted(jobs, key=lambda pair: pair[0])]
+                half = number % 2 == 1 or name in HEALTHY
+                rows = sizes[number // 2 % len(sizes)]
+                jobs.append(
+                    {"fault": name, "model": model, "seed": seed, "rows": rows, "bf16": half}
+                )
+    return sorted(
+        jobs, key=lambda job: (job["fault"] not in HEALTHY, zlib.crc32(repr(job).encode()))
+    )
 
 
 def rows_of(job: dict[str, Any], source: TorchSource) -> Iterator[dict[str, Any]]:
@@ -142,7 +151,7 @@ def rows_of(job: dict[str, Any], source: TorchSource) -> Iterator[dict[str, Any]
     batch = stranger.make(source, job["seed"], job["rows"])
     for row in () if batch is None else verdicts(job, batch, stranger):
         if name in HEALTHY:
-            good = row["outcome"] in ("healthy", "right")
+            good = row["named"] == "healthy" or row["outcome"] == "healthy"
             row |= {"mode": "healthy", "outcome": "right" if good else "alarm"}
         yield row
 

@@ -50,6 +50,20 @@ DOCTOR = (
         _PLACES + "test_two_families_that_explain_alike_are_not_named",
     ),
     (
+        "doctor_two_causes_cost_nothing",
+        "policyloss_lab/diagnosis/diagnose.py",
+        'gain * row.fit.cause.count("+")',
+        "0",
+        _PLACES + "test_one_cause_is_preferred_to_two",
+    ),
+    (
+        "doctor_named_family_stays_ruled_out",
+        "policyloss_lab/diagnosis/verdict.py",
+        "ruled_out=(),",
+        "",
+        _VERDICTS + "test_a_family_that_is_named_is_not_ruled_out",
+    ),
+    (
         "doctor_loud_rows_speak_for_all",
         "policyloss_lab/diagnosis/diagnose.py",
         "pairs.size and search.is_quiet(case.select(~loud)):",

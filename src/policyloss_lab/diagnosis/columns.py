@@ -36,14 +36,9 @@ def fit_shift(case: Case) -> Iterator[Fit]:
 
 def _shifted(pairs: Pairs, lag: int) -> Tensor:
     """The index of the token `lag` columns further in the same row, or −1."""
-    index = torch.arange(pairs.size) + lag
-    inside = index.clamp(0, pairs.size - 1)
-    there = (
-        (inside == index)
-        & (pairs.row[inside] == pairs.row)
-        & (pairs.column[inside] == pairs.column + lag)
-    )
-    return torch.where(there, inside, -1)
+    index = (torch.arange(pairs.size) + lag).clamp(0, pairs.size - 1)
+    there = (pairs.row[index] == pairs.row) & (pairs.column[index] == pairs.column + lag)
+    return torch.where(there, index, -1)
 
 
 def fit_permuted_rows(case: Case) -> Iterator[Fit]:

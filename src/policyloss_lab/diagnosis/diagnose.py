@@ -13,14 +13,7 @@ from torch import Tensor
 
 from policyloss_lab.diagnosis.columns import ORDERS, VALUES
 from policyloss_lab.diagnosis.forward import routers
-from policyloss_lab.diagnosis.hypothesis import (
-    Case,
-    Fit,
-    Hypothesis,
-    Misfit,
-    ModelHypothesis,
-    misfit,
-)
+from policyloss_lab.diagnosis.hypothesis import Case, Fit, Hypothesis, Misfit, misfit
 from policyloss_lab.diagnosis.logits import LOGITS, fit_temperature, fit_temperature_and_cut
 from policyloss_lab.diagnosis.pairs import LEAST_TOKENS
 from policyloss_lab.diagnosis.place import Place, find_places, loud_rows
@@ -30,8 +23,8 @@ from policyloss_lab.diagnosis.verdict import CAUSES, FAMILIES, Alternative, Diag
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The numbers of the verdict. "Share" is that of the scale of all differences; "far" is a
-    difference that noise rarely reaches. docs/doctor.md gives the reasons.
+    """The numbers of the verdict. "Share" means share of the scale of all differences; "far" means
+    a difference that noise rarely reaches. docs/doctor.md gives the reasons.
     """
 
     floor: float = 0.05  # the healthy scale without a model, in nats of an unlikely token
@@ -52,13 +45,15 @@ class Thresholds:
     least_far: int = 2  # fewer far tokens may be chance
     extreme: float = 5.0  # times as far: of these, one in 50 wild tokens is enough
     sided: float = 0.98  # the least share of one sign if tokens were removed from the support
-    least_sided: int = 12  # differences of one sign that are no accident
-    least_twins: int = 8  # equal numbers outside of the mask that are no accident
+    least_sided: int = 12  # fewer differences may have one sign by chance
+    least_twins: int = 8  # fewer numbers outside of the mask may be equal by chance
 
 
-# Of each kind of verdict; fitted by `python -m benchmarks.doctor_heldout`.
-CONFIDENCE = {"named": 0.97, "rough": 0.9, "healthy": 0.97, "not_explained": 0.9}
-FEW_TOKENS = 8  # the confidence is halved at this many tokens
+# The share of verdicts of each kind that are right, as `benchmarks.doctor_heldout --count` fits it.
+CONFIDENCE = {
+    "model": {"healthy": 0.995, "named": 0.959, "not_explained": 0.921},
+    "pairs": {"healthy": 0.996, "named": 0.906, "not_explained": 0.894},
+}
 SAMPLES = ("format", "config", "prompt")  # families of which only some members are simulated
 NUMBERS: tuple[Hypothesis, ...] = (*VALUES, fit_temperature, fit_earlier)
 
@@ -118,18 +113,14 @@ class Search:
         d, shape = case.pairs.difference, case.pairs.shape
         return misfit(d, shape, 0).scale <= self.floor and not self.is_wild(d, shape)
 
-    def ranked(
-        self, fits: Iterable[Fit], case: Case, before: Sequence[Fitted] = ()
-    ) -> list[Fitted]:
-        """The fits, with those of before, best first."""
+    def rank(self, fits: Iterable[Fit], case: Case, others: Sequence[Fitted] = ()) -> list[Fitted]:
+        """The fits and the others, best first; two causes must beat one by `gain`."""
         rows = [Fitted(fit, case.misfit(fit)) for fit in fits]
         rows = [row for row in rows if not row.families & self.held_out]
         self.tested += rows
-        return sorted([*before, *rows], key=self.cost)
-
-    def cost(self, row: Fitted) -> float:
-        """The score; two causes must beat one by `gain`."""
-        return row.left.score + self.limits.gain * row.fit.cause.count("+")
+        gain = self.limits.gain
+        rows = [*others, *rows]
+        return sorted(rows, key=lambda row: row.left.score + gain * row.fit.cause.count("+"))
 
     def explains(self, row: Fitted, case: Case) -> bool:
         """Whether a fit explains the case: its score beats noise, and it leaves next to nothing or
@@ -168,12 +159,12 @@ class Search:
 
     def effect(self, case: Case) -> Fitted | None:
         """The cause that predicts each difference."""
-        rows = self.ranked((fit for h in NUMBERS for fit in h(case)), case)
+        rows = self.rank((fit for h in NUMBERS for fit in h(case)), case)
         if (scorer := case.scorer) is None:
             return self.best(rows, case)
 
-        def more(*hypotheses: ModelHypothesis) -> list[Fitted]:
-            return self.ranked((fit for h in hypotheses for fit in h(case, scorer)), case, rows)
+        def more(*hypotheses: Hypothesis) -> list[Fitted]:
+            return self.rank((fit for h in hypotheses for fit in h(case, scorer)), case, rows)
 
         first = case.first.scale
         enough = self.limits.rest * first
@@ -188,7 +179,7 @@ class Search:
     def causes(self, case: Case) -> list[Fitted]:
         """The order, the effect, or both that explain the case; none if nothing does."""
         first = case.first
-        order = next(iter(self.ranked((fit for h in ORDERS for fit in h(case)), case)), None)
+        order = next(iter(self.rank((fit for h in ORDERS for fit in h(case)), case)), None)
         enough = max(self.floor, self.limits.rest * first.scale)
         if order is not None and order.left.scale <= enough and self.explains(order, case):
             return [order]
@@ -224,42 +215,42 @@ def diagnose(
        are repeated on these rows.
     5. Support. If all differences still have one sign, tokens were removed on one side.
     6. Health. If all differences are below the measured floor, the batch is healthy.
-    7. Place. Otherwise it is not explained, and the verdict says where the differences are, which
+    7. Place. Otherwise it is not explained, and the verdict lists where the differences are, which
        families are ruled out, and what to measure next.
     """
     search = Search(case, thresholds, others, held_out)
     pairs = case.pairs
     if case.first.scale <= thresholds.exact and not search.is_wild(pairs.difference, pairs.shape):
-        return _equal(search)
+        return _equal(search)  # step 1
     everywhere = rows = torch.ones(pairs.size, dtype=torch.bool)
-    named = search.causes(case)
-    if not named:
+    named = search.causes(case)  # steps 2 and 3
+    if not named:  # step 4
         loud = loud_rows(case, search.floor)
         if LEAST_TOKENS <= int(loud.sum()) < pairs.size and search.is_quiet(case.select(~loud)):
             rows, named = loud, search.causes(case.select(loud))
-    if not named and (fit := _removed(search)) is not None:
+    if not named and (fit := _removed(search)) is not None:  # step 5
         rows, named = everywhere, [Fitted(fit, Misfit(0.0, 0.0))]
     if named:
         return _named(search, named, rows)
     if search.is_quiet(case):
-        return _verdict(search, ("healthy",), "healthy")
-    return _not_explained(search)
+        return _verdict(search, ("healthy",))  # step 6
+    return _not_explained(search)  # step 7
 
 
 def _equal(search: Search) -> Diagnosis:
     """Step 1 of `diagnose`."""
     pairs = search.case.pairs
     if not bool((pairs.rollout == pairs.trainer).all()):
-        return _verdict(search, ("healthy",), "healthy")
+        return _verdict(search, ("healthy",))
     equal = f"all {pairs.size} log-probabilities are equal bit for bit"
     if pairs.twins >= search.limits.least_twins and "copy" not in search.held_out:
         equal += f", and so are {pairs.twins} outside of the mask, where engines have none"
-        return _verdict(search, ("copy",), "named", [equal])
+        return _verdict(search, ("copy",), [equal])
     equal += ", as from an engine with the trainer's kernels or a copy of old_logp"
     remedy = (
         "Confirm that rollout_logp comes from the engine; if it does, no more needs to be done."
     )
-    return replace(_verdict(search, ("healthy",), "healthy", [equal]), remedy=remedy)
+    return replace(_verdict(search, ("healthy",), [equal]), remedy=remedy)
 
 
 def _removed(search: Search) -> Fit | None:
@@ -306,15 +297,18 @@ def _named(search: Search, named: Sequence[Fitted], rows: Tensor) -> Diagnosis:
     for row in named:
         subject = "this explains" if row is named[0] else "together they explain"
         tail = f"{subject} {1 - row.left.scale / here:.0%} of the difference"
+        if row.left.scale > search.limits.explains * here:
+            tail += ", and the rest is as small as noise" if row.left.scale <= search.floor else ""
         evidence.append(f"{some}{row.fit.sentence}; {tail}")
         if row.fit.masks:
             evidence[-1] = f"{some}{row.fit.sentence}; the other tokens agree"
         details |= row.fit.details
     if some:
         details |= {"rows": numbers.tolist(), "share_of_rows": numbers.numel() / count}
+    if search.is_quiet(case):
+        evidence.append("all differences are as small as between healthy engines: they may stay")
     causes = tuple(dict.fromkeys(c for row in named for c in row.fit.cause.split("+")))
-    kind = "rough" if any(row.fit.share == "rough" for row in named) else "named"
-    return _verdict(search, causes, kind, evidence, details)
+    return _verdict(search, causes, evidence, details)
 
 
 def _not_explained(search: Search) -> Diagnosis:
@@ -332,13 +326,12 @@ def _not_explained(search: Search) -> Diagnosis:
         titles = " or ".join(CAUSES[c.split("+")[0]].title for c in search.candidates)
         evidence.append(f"two families explain it equally well: {titles}")
         details["candidates"] = list(search.candidates)
-    return _verdict(search, ("not_explained",), "not_explained", evidence, details, places)
+    return _verdict(search, ("not_explained",), evidence, details, places)
 
 
 def _verdict(
     search: Search,
     causes: tuple[str, ...],
-    kind: str,
     evidence: Sequence[str] = (),
     details: Mapping[str, object] | None = None,
     places: Sequence[Place] = (),
@@ -362,11 +355,12 @@ def _verdict(
             best.setdefault(cause, Alternative(cause, row.fit.sentence, share, row.left.score))
             left.setdefault(CAUSES[cause].family, share)
     out = sorted(f for f, x in left.items() if x >= search.limits.ruled_out and f not in SAMPLES)
+    confidence = CONFIDENCE["pairs" if search.case.scorer is None else "model"]
     corrections = [FAMILIES[CAUSES[cause].family].correction for cause in causes]
     return Diagnosis(
         causes[0],
         causes,
-        CONFIDENCE[kind] * d.numel() / (d.numel() + FEW_TOKENS),
+        confidence.get(causes[0], confidence["named"]),
         (*facts, *evidence),
         places[0].next if places else " ".join(CAUSES[cause].remedy for cause in causes),
         None if None in corrections else corrections[0],

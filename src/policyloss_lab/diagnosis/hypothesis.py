@@ -117,9 +117,8 @@ class Fit:
         return pairs.difference - (0 if self.prediction is None else self.prediction)
 
 
-# Yields the best fits; none if the case lacks a tensor that the hypothesis needs.
-Hypothesis = Callable[[Case], Iterator[Fit]]
-ModelHypothesis = Callable[[Case, Scorer], Iterator[Fit]]
+# Takes a case, and its scorer if the hypothesis needs a model; yields the best fits.
+Hypothesis = Callable[..., Iterator[Fit]]
 
 DEGREES = 4.0
 ROUNDING = 2.0**-23  # the smallest scale: float32 cannot resolve a smaller one

@@ -86,47 +86,35 @@ TEMPERATURES = geometric(0.2, 5.0, 41)
 def fit_temperature(case: Case) -> Iterator[Fit]:
     """One side divides its logits by a temperature: of the batch, of each row, or of each place.
 
-    With logits z the prediction is exact: `log softmax(z/τ) - log softmax(z)`. With the entropy H
-    the prediction is `(1/τ - 1)·(logp + H)`. With pairs alone, K equally likely tokens represent
-    all tokens that were not sampled: `p' = p^β / (p^β + (1 - p)^β·K^(1-β))` with β = 1/τ.
+    With logits z the prediction is exact: `log softmax(z/τ) - log softmax(z)`. With pairs alone, K
+    equally likely tokens represent all tokens that were not sampled:
+    `p' = p^β / (p^β + (1 - p)^β·K^(1-β))` with β = 1/τ.
     """
-    scorer, pairs = case.scorer, case.pairs
     for side, sign in case.sides:
-        if scorer is not None:
-            predict = partial(_exact_temperature, case, sign)
-        elif pairs.entropy is not None:
-            predict = partial(_tilted, sign * (pairs.trainer + pairs.entropy))
-        else:
+        if case.scorer is None:
             yield from _temperature_from_pairs(case, side, sign)
             continue
         for what, groups in _groups(case):
+            predict = partial(_exact_temperature, case.scorer, sign)
             taus, prediction = refined(TEMPERATURES, predict, case, groups)
             low, high = float(taus.min()), float(taus.max())
-            tail = f" {low:.3g}"
-            if groups is not None:
-                tail = f"s of {low:.3g} to {high:.3g}, one for {what}"
+            tail = f"temperatures from {low:.3g} to {high:.3g}, one for {what}"
+            tail = f"a temperature of {low:.3g}" if groups is None else tail
             yield Fit(
                 "temperature",
-                f"{side} is that of temperature{tail}",
+                f"{side} has {tail}",
                 prediction,
                 freedom=taus.numel(),
-                share="explains" if scorer is not None else "rough",
                 details={"temperature": float(taus.median()), "side": side, "by": what},
             )
 
 
-def _exact_temperature(case: Case, sign: int, tau: Tensor) -> Tensor:
-    assert case.scorer is not None
-    logits = case.scorer.logits / tau[:, None].float()
-    return sign * (case.scorer.of_ids(logits) - case.scorer.logp)
-
-
-def _tilted(slope: Tensor, tau: Tensor) -> Tensor:
-    return (1 / tau - 1) * slope
+def _exact_temperature(scorer: Scorer, sign: int, tau: Tensor) -> Tensor:
+    return sign * (scorer.of_ids(scorer.logits / tau[:, None].float()) - scorer.logp)
 
 
 def _groups(case: Case) -> Iterator[tuple[str, Tensor | None]]:
-    """The tokens that may share a temperature: all, those of a row, those at a place of rows."""
+    """The tokens that may share a temperature: all, each row, or each place in a row."""
     pairs = case.pairs
     yield "the batch", None
     longest = int(pairs.rank.max()) + 1
@@ -158,7 +146,7 @@ def _temperature_from_pairs(case: Case, side: str, sign: int) -> Iterator[Fit]:
         return
     yield Fit(
         "temperature",
-        f"{side} is that of temperature {float(tau):.3g}, or of a soft cap",
+        f"{side} has a temperature of {float(tau):.3g}, or a soft cap",
         prediction,
         freedom=2,
         share="rough",
@@ -185,9 +173,7 @@ def fit_cuts(case: Case, scorer: Scorer) -> Iterator[Fit]:
     ordered = scorer.logits.double().sort(1, descending=True).values
     table = _Sorted.of((scorer.logits, ordered), scorer.ids)
     for cause, values in CUTS.items():
-        sentence = (
-            f"{{side}} is that of the tokens that {cause} = {{value:.4g}} keeps, renormalised"
-        )
+        sentence = f"{{side}} is normalised over the tokens that {cause} = {{value:.4g}} keeps"
         rounds = 0 if cause == "top_k" else 3
         effect = partial(table.effect, cause)
         yield from fit_number(case, cause, cause, sentence, values, effect, rounds)
@@ -223,7 +209,7 @@ def fit_temperature_and_cut(case: Case, scorer: Scorer) -> Iterator[Fit]:
             continue  # then it is a cut alone
         yield Fit(
             "temperature+top_p",
-            f"{side} is that of temperature {tau:.3g} and top_p = {float(p):.3g}, renormalised",
+            f"{side} has a temperature of {tau:.3g} and top_p = {float(p):.3g}, renormalised",
             prediction,
             freedom=2,
             details={"temperature": tau, "top_p": float(p), "side": side},
@@ -271,7 +257,7 @@ FORBIDDEN = 0.05  # the largest share of their probability that forbidden tokens
 def fit_top1(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """One side reports the likeliest token instead of the sampled one."""
     effect = scorer.logits.double().log_softmax(1).amax(1) - scorer.logp
-    yield from case.fit_sides("top1", "{side} is that of the likeliest token", effect)
+    yield from case.fit_sides("top1", "{side} belongs to the likeliest token", effect)
 
 
 def fit_softcap(case: Case, scorer: Scorer) -> Iterator[Fit]:
@@ -356,7 +342,7 @@ def fit_penalties(case: Case, scorer: Scorer) -> Iterator[Fit]:
         ("presence_penalty", geometric(0.1, 10, 25), partial(subtracted, completion > 0)),
         ("frequency_penalty", geometric(0.1, 10, 25), partial(subtracted, completion)),
     ):
-        sentence = f"{{side}} is that of {name} = {{value:.3g}}"
+        sentence = f"{{side}} has {name} = {{value:.3g}}"
         show = float if effect is repetition else math.log
         yield from fit_number(case, "penalty", name, sentence, values, effect, show=show)
 

@@ -27,10 +27,9 @@ def noise_shape(logp: Tensor) -> Tensor:
 class Pairs:
     """The valid tokens of a batch, flat, in the order of rows. `[n]` each, on the CPU.
 
-    row, column: the indices of a token in the batch. ids, entropy, earlier (logp of
-    older weights): None unless passed. impossible: the number of valid tokens
-    with a `rollout_logp` of −inf, which are left out. twins: the number of different values that
-    both sides share at tokens outside of the mask.
+    row, column: the indices of a token in the batch. ids, earlier (logp of older weights): None
+    unless passed. impossible: the number of valid tokens with a `rollout_logp` of −inf, which are
+    left out. twins: the number of different values that both sides share outside of the mask.
     """
 
     rollout: Tensor
@@ -38,7 +37,6 @@ class Pairs:
     row: Tensor
     column: Tensor
     ids: Tensor | None = None
-    entropy: Tensor | None = None
     earlier: Tensor | None = None
     impossible: int = 0
     twins: int = 0
@@ -92,7 +90,6 @@ def read_pairs(
     *,
     trainer_name: str = "old_logp",
     ids: Any = None,
-    entropy: Any = None,
     earlier: Any = None,
     cu_seqlens: Any = None,
 ) -> Pairs:
@@ -100,9 +97,8 @@ def read_pairs(
     check_tensor("rollout_logp", rollout_logp, "float")
     like = ("rollout_logp", rollout_logp)
     check_like(trainer_name, trainer_logp, like, "float")
-    for name, x in {"entropy": entropy, "earlier_logp": earlier}.items():
-        if x is not None:
-            check_like(name, x, like, "float")
+    if earlier is not None:
+        check_like("earlier_logp", earlier, like, "float")
     if ids is not None:
         check_like("ids", ids, like, "integer")
     mask = torch.ones_like(rollout_logp, dtype=torch.bool) if mask is None else mask
@@ -113,18 +109,13 @@ def read_pairs(
     valid = mask.bool().flatten().cpu()
     rollout, trainer = (x.detach().flatten().cpu().double() for x in (rollout_logp, trainer_logp))
     twins = (rollout == trainer) & (rollout != 0) & ~valid
-
-    def chosen(x: Any) -> Any:
-        return None if x is None else x.detach().flatten().cpu()[valid]
-
     pairs = Pairs(
         rollout[valid],
         trainer[valid],
         row.flatten()[valid],
         column.flatten()[valid],
-        chosen(ids),
-        None if entropy is None else chosen(entropy).double(),
-        None if earlier is None else chosen(earlier).double(),
+        None if ids is None else ids.flatten().cpu()[valid],
+        None if earlier is None else earlier.detach().flatten().cpu().double()[valid],
         twins=int(torch.unique(rollout[twins]).numel()),
     )
     return _finite(pairs, trainer_name)

@@ -16,16 +16,9 @@ from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.reading import open_file, parse_object
 
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8} | _FLOATS
+_TYPES["BF16"] = torch.bfloat16
 
 
 def read_tokens(path: str | Path) -> dict[str, Any]:
@@ -79,7 +72,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
                 rows.append(row)
             elif line.strip():
                 raise InputError(
-                    f"{file}, line {number}, is no JSON object; write one object per line."
+                    f"{file}, line {number}, is not a JSON object; write one object per line."
                 )
     if not rows:
         raise InputError(f"{file} is empty; write one JSON object per line.")
@@ -130,7 +123,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "logp": ("logp", "log_probs"),
     "ids": ("ids", "responses", "completion_ids", "token_ids"),
     "mask": ("mask", "response_mask", "completion_mask", "action_mask", "loss_mask"),
-    "entropy": ("entropy", "entropys"),
     "prompts": ("prompts", "prompt_ids", "prompt_token_ids"),
 }
 

@@ -21,16 +21,6 @@ from policyloss_lab.diagnosis.hypothesis import Case, Fit
 FP8_MAX = 448.0  # of float8_e4m3fn
 
 
-def fp16(w: Tensor, axis: int) -> Tensor:
-    """Numbers of fp16."""
-    return w.half().to(w.dtype)
-
-
-def bf16(w: Tensor, axis: int) -> Tensor:
-    """Numbers of bf16."""
-    return w.bfloat16().to(w.dtype)
-
-
 def integers(w: Tensor, axis: int, steps: float = 127.0) -> Tensor:
     """Symmetric integers with a scale for each output channel. steps: 127 or, if all 256 values
     are in use as in torchao, 127.5; 7 for four bits.
@@ -55,8 +45,8 @@ def fp8(w: Tensor, axis: int | None) -> Tensor:
 
 Rounding = Callable[[Tensor, int], Tensor]
 EVERY: tuple[tuple[str, str, Rounding], ...] = (  # all weights
-    ("weights_bf16", "bfloat16", bf16),
-    ("weights_fp16", "float16", fp16),
+    ("weights_bf16", "bfloat16", lambda w, axis: w.bfloat16().to(w.dtype)),
+    ("weights_fp16", "float16", lambda w, axis: w.half().to(w.dtype)),
 )
 MATRICES: tuple[tuple[str, str, Rounding], ...] = (  # linear layers
     ("weights_int8", "int8", integers),
@@ -106,7 +96,7 @@ def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
                     return None
                 return rounding(w, axes.get(key, -1))  # noqa: B023
 
-            effect = scorer.effect(name + tail, partial(_altered, scorer, change))
+            effect = scorer.effect(name + tail, partial(_within, scorer, altered(model, change)))
             sentence = f"the weights behind {{side}} are rounded to {name}{tail}"
             yield from case.fit_sides(
                 cause, sentence, effect, {"rounding": name}, freedom=1 - every, share="fixed"
@@ -118,8 +108,9 @@ def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
         yield from case.fit_sides(cause, sentence, effect, details, freedom=1, share="fixed")
 
 
-def _altered(scorer: Scorer, change: Callable[[str, Tensor], Tensor | None]) -> Tensor:
-    with altered(scorer.model, change):
+def _within(scorer: Scorer, context: AbstractContextManager[None]) -> Tensor:
+    """The logits under a change of the model."""
+    with context:
         return scorer.forward()
 
 
@@ -159,27 +150,23 @@ def fit_configuration(case: Case, scorer: Scorer) -> Iterator[Fit]:
 
 def _configurations(scorer: Scorer) -> Iterator[tuple[str, str, Callable[[], Tensor]]]:
     modules = list(scorer.model.modules())
-
-    def within(context: AbstractContextManager[None]) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            with context:
-                return scorer.forward()
-
-        return run
-
     rotary = [m for m in modules if isinstance(getattr(m, "inv_freq", None), Tensor)]
     powers = {b: _power(rotary[0].inv_freq, b) for b in BASES} if rotary else {}
     for base, power in powers.items():
         if abs(power - 1) > 1e-3:
             change = replaced([(m, "inv_freq", m.inv_freq**power) for m in rotary])
-            yield "rope", f"a RoPE base of {base:g}", within(change)
+            yield "rope", f"a RoPE base of {base:g}", partial(_within, scorer, change)
     for factor in STRETCHES if rotary else ():
         change = replaced([(m, "inv_freq", m.inv_freq / factor) for m in rotary])
-        yield "rope", f"RoPE positions divided by {factor:g}", within(change)
+        yield "rope", f"RoPE positions divided by {factor:g}", partial(_within, scorer, change)
     scaled = [m for m in modules if isinstance(getattr(m, "scaling", None), float)]
     for factor in (*SCALES, 1 / scaled[0].scaling, scaled[0].scaling) if scaled else ():
         change = replaced([(m, "scaling", m.scaling * factor) for m in scaled])
-        yield "attention_scale", f"attention scores times {factor:.3g}", within(change)
+        yield (
+            "attention_scale",
+            f"attention scores times {factor:.3g}",
+            partial(_within, scorer, change),
+        )
     longest = max(len(p) + len(c) for p, c in zip(scorer.prompts, scorer.completions, strict=True))
     sizes = [2**k for k in range(2, longest.bit_length())]
     if getattr(scorer.config, "sliding_window", None) is not None:
@@ -199,7 +186,7 @@ def _power(frequencies: Tensor, base: float) -> float:
 def fit_earlier(case: Case) -> Iterator[Fit]:
     """The engine has the older weights of `earlier_logp`."""
     if case.pairs.earlier is not None:
-        sentence = "rollout_logp is that of the older weights (earlier_logp)"
+        sentence = "rollout_logp belongs to the older weights (earlier_logp)"
         effect = case.pairs.earlier - case.pairs.trainer
         details = {"side": "rollout_logp"}
         yield Fit("stale_weights", sentence, effect, share="fixed", details=details)
@@ -213,18 +200,18 @@ def fit_adapter(case: Case, scorer: Scorer) -> Iterator[Fit]:
     if not hasattr(model, "disable_adapter"):
         return
 
-    def without() -> Tensor:
-        with model.disable_adapter():
-            return scorer.forward()
-
     def merged() -> Tensor:
         merged_model = copy.deepcopy(model).merge_and_unload()
         with altered(merged_model, lambda name, w: w.bfloat16().to(w.dtype)):
             return scorer.with_model(merged_model).forward()
 
     for cause, what, logits in (
-        ("adapter_missing", "is that of the model without its adapter", without),
-        ("adapter_merged", "is that of an adapter merged into bf16 weights", merged),
+        (
+            "adapter_missing",
+            "belongs to the model without its adapter",
+            partial(_within, scorer, model.disable_adapter()),
+        ),
+        ("adapter_merged", "belongs to an adapter merged into bf16 weights", merged),
     ):
         effect = scorer.effect(cause, logits)
         yield from case.fit_sides(cause, f"{{side}} {what}", effect, share="fixed")

@@ -30,7 +30,6 @@ def doctor(
     ids: Tensor | None = None,
     rollout_ids: Tensor | None = None,
     positions: Tensor | None = None,
-    entropy: Tensor | None = None,
     earlier_logp: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     model: Any = None,
@@ -45,8 +44,8 @@ def doctor(
     of `ids` at the same position. More arguments distinguish more causes:
 
     - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounded
-      log-probabilities, a temperature, a top-p. `entropy` (of the trainer) makes the temperature
-      exact to first order. `earlier_logp` (of older weights) names stale weights.
+      log-probabilities, a temperature, fewer tokens. `earlier_logp` (of older weights) names stale
+      weights.
     - `ids` with `rollout_ids`: whether text was encoded again.
     - `model` (the trainer's, with the weights that computed `old_logp`) with `ids` and `prompts`
       (the tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
@@ -66,7 +65,6 @@ def doctor(
         mask,
         trainer_name=name,
         ids=ids,
-        entropy=entropy,
         earlier=earlier_logp,
         cu_seqlens=cu_seqlens,
     )
@@ -75,9 +73,8 @@ def doctor(
         case = Case(_some_rows(pairs, PAIR_TOKENS))
     else:
         case = case_with_model(pairs, model, ids, prompts, positions, cu_seqlens, max_tokens)
-    others = None
-    if other_prompts is not None:
-        others = [other_prompts[row] for row in torch.unique_consecutive(case.pairs.row).tolist()]
+    rows = torch.unique_consecutive(case.pairs.row).tolist()
+    others = None if other_prompts is None else [other_prompts[row] for row in rows]
     verdict = diagnose(case, thresholds or Thresholds(), others)
     return verdict.because_of("reencoded", note) if note else verdict
 
@@ -89,14 +86,10 @@ def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
     options: further arguments of `doctor`, such as `model`. Prompts come only from the options.
     """
     batch = getattr(batch, "batch", batch)
-    if not hasattr(batch, "keys"):
-        batch = {name: x for name, x in vars(batch).items() if x is not None}
-    columns = columns_of(batch.keys())
-    arguments = {
-        argument: batch[name]
-        for argument, name in columns.items()
-        if argument != "prompts" and batch[name] is not None
-    }
+    batch = batch if hasattr(batch, "keys") else vars(batch)
+    known = {name: batch[name] for name in batch.keys() if batch[name] is not None}  # noqa: SIM118
+    arguments = {argument: known[name] for argument, name in columns_of(known).items()}
+    arguments.pop("prompts", None)
     rows = arguments["rollout_logp"].shape[-1]
     if "ids" in arguments and arguments["ids"].shape[-1] != rows:
         del arguments["ids"]  # some frameworks store prompt and completion together in it
@@ -190,7 +183,7 @@ def _token_ids(prompt: Any, row: int, vocabulary: int) -> list[int]:
         tokens = [-1]
     if any(not 0 <= t < vocabulary for t in tokens):
         raise InputError(
-            f"prompts, row {row}, is no list of token ids from 0 to {vocabulary - 1}; pass the ids "
-            "of the model's own tokenizer."
+            f"prompts, row {row}, is not a list of token ids from 0 to {vocabulary - 1}; pass the "
+            "ids of the model's own tokenizer."
         )
     return tokens

@@ -75,27 +75,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as plain data; the correction as the repr of its parts."""
-        return {
-            "cause": self.cause,
-            "causes": list(self.causes),
-            "confidence": round(self.confidence, 4),
-            "tokens": self.tokens,
-            "floor": _json_number(self.floor),
-            "evidence": list(self.evidence),
-            "remedy": self.remedy,
-            "correction": None if self.correction is None else [repr(p) for p in self.correction],
-            "places": [place._asdict() for place in self.places],
-            "ruled_out": list(self.ruled_out),
-            "details": {name: _json_number(value) for name, value in self.details.items()},
-            "alternatives": [
-                {
-                    **a._asdict(),
-                    "unexplained": _json_number(a.unexplained),
-                    "score": _json_number(a.score),
-                }
-                for a in self.alternatives
-            ],
-        }
+        return {name: _plain(value) for name, value in vars(self).items()}
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -105,10 +85,11 @@ class Diagnosis:
         lines = [f"{self.title} (confidence {self.confidence:.0%}, {self.tokens} tokens)"]
         lines += [f"  {sentence}" for sentence in self.evidence]
         if self.ruled_out:
-            lines.append(f"  ruled out: {'; '.join(FAMILIES[f].title for f in self.ruled_out)}")
+            families = "; ".join(FAMILIES[f].title for f in self.ruled_out)
+            lines.append(f"  ruled out, as they leave most of the difference: {families}")
         lines += self._advice()
-        if rivals := self._rivals()[:5]:
-            lines.append("other causes, with the share that each explains:")
+        if self.places and (rivals := self._rivals(0.5)[:5]):
+            lines.append("closest causes, with the share of the difference that each explains:")
             lines += [f"  {share:>5}  {title}: {sentence}" for share, title, sentence in rivals]
         return "\n".join(lines)
 
@@ -123,28 +104,31 @@ class Diagnosis:
     def _advice(self) -> list[str]:
         lines = [f"{'next' if self.cause == 'not_explained' else 'remedy'}: {self.remedy}"]
         if self.correction:
-            lines.append(f"if you must train before that: correction={_parts(self.correction)}")
+            parts = self.correction if self.correction[1:] else self.correction[0]
+            lines.append(f"if you must train before that: correction={parts!r}")
         return lines
 
-    def _rivals(self) -> list[tuple[str, str, str]]:
-        """The share, the title and the sentence of each alternative that explains 5 % or more."""
+    def _rivals(self, most: float = 0.95) -> list[tuple[str, str, str]]:
+        """The share that each alternative explains, its title and its sentence, if it leaves less
+        than `most`.
+        """
         return [
             (f"{1 - a.unexplained:.0%}", CAUSES[a.cause].title, a.sentence)
             for a in self.alternatives
-            if a.unexplained <= 0.95 and not self.healthy
+            if a.unexplained < most and not self.healthy
         ]
 
 
-def _parts(correction: tuple[Correction, ...]) -> str:
-    texts = [repr(part) for part in correction]
-    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
-
-
-def _json_number(value: Any) -> Any:
-    """A number that strict JSON can hold, with six digits."""
+def _plain(value: Any) -> Any:
+    """A value that strict JSON can hold, with six digits of a number."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-    return value
+    value = value._asdict() if isinstance(value, (Alternative, Place)) else value
+    if isinstance(value, Mapping):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return value if value is None or isinstance(value, (str, int)) else repr(value)
 
 
 Correction = Truncate | Band | SequenceMask | Reject
@@ -247,10 +231,10 @@ _TITLES: dict[str, dict[str, str]] = {  # by family and cause
 _REMEDIES = {  # by cause, or by family if its causes share one
     "healthy": "Nothing needs to be done.",
     "not_explained": "",
-    "temperature": "Score with the engine's temperature (pl.logprobs(…, temperature=τ)) and report "
-    'processed log-probabilities (vLLM: logprobs_mode="processed_logprobs"), or sample at 1.',
-    "cut": "Sample without it, or report raw log-probabilities, or normalise over the kept tokens "
-    "on both sides.",
+    "temperature": "Sample at temperature 1, or score with the engine's temperature "
+    '(pl.logprobs(…, temperature=τ)) and set logprobs_mode="processed_logprobs" in vLLM.',
+    "cut": "Turn the cut off (top_p=1, top_k=-1, min_p=0), or report raw log-probabilities, or "
+    "normalise over the kept tokens on both sides.",
     "support": "Print the engine's top_p, top_k, min_p, bad_words, min_tokens and guided decoding; "
     "turn them off, or report raw log-probabilities.",
     "logit_bias": "Remove logit_bias from the generation config, or add the same bias in the "
@@ -282,7 +266,7 @@ _REMEDIES = {  # by cause, or by family if its causes share one
     "storage": "Keep log-probabilities in float32 from the softmax on.",
     "format": "Use one dtype on both sides, with a head in float32 (vLLM: head_dtype); if the "
     "rollout is quantised on purpose, keep it and correct for it.",
-    "config": "Compare the config.json that the engine loaded with that of the trainer, and the "
+    "config": "Compare the config.json that the engine loaded with the trainer's, and the "
     "values that both print at start.",
     "adapter": "Load the adapter into the engine after every update, or merge it in float32 and "
     "round once.",

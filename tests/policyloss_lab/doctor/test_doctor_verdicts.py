@@ -6,6 +6,7 @@ The rollouts are those of vLLM; `python -m benchmarks.doctor --record` wrote the
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -260,7 +261,7 @@ def test_packed_tokens_and_ids_with_their_prompt_give_the_same_verdict() -> None
 def test_prompts_that_are_no_token_ids_are_refused(wrong: Any) -> None:
     made = batch("temperature")
     prompts = [*made.prompts[:3], wrong, *made.prompts[4:]]
-    with pytest.raises(pl.InputError, match="prompts, row 3, is no list of token ids from 0 to"):
+    with pytest.raises(pl.InputError, match="prompts, row 3, is not a list of token ids from 0 to"):
         lab.doctor(**made.arguments, model=made.model, prompts=prompts)
 
 
@@ -327,3 +328,8 @@ def test_a_family_that_is_named_is_not_ruled_out() -> None:
     found = lab.doctor(**a, rollout_ids=other)
     assert (found.cause, found.ruled_out, found.places) == ("reencoded", (), ())
     assert "ruled out" not in str(found)
+
+
+def test_the_confidence_is_the_measured_one() -> None:
+    results = RECORDED.parents[2] / "benchmarks" / "results" / "doctor_heldout.json"
+    assert json.loads(results.read_text())["confidence"] == diagnosing.CONFIDENCE
