@@ -32,7 +32,8 @@ def _page(data: dict[str, Any]) -> str:
     return join(
         "# The doctor on held-out families",
         GENERATED,
-        f"`python -m benchmarks.doctor_heldout` makes {data['batches']} batches of known faults on "
+        f"`python -m benchmarks.doctor_heldout` makes {data['batches']} batches, "
+        f"{data['healthy_batches']} of them healthy, on "
         f"small models ({', '.join(data['models'])}), which thresholds were not chosen on, with an "
         "engine in torch, in float32 or bf16, of 8 or 32 rows. The [doctor](doctor.md) diagnoses "
         "each batch with all families, and with the family of its fault disabled: then the right "
@@ -44,7 +45,7 @@ def _page(data: dict[str, Any]) -> str:
         "place where nothing that was passed proves the cause.",
         table(["reads", "families", "verdicts", "correct", *OUTCOMES], _counts(data)),
         f"False alarms on {data['healthy_batches']} healthy batches (float32, bf16, autocast, fp8 "
-        f"weights on both sides, another kernel, an exact engine; 8 or 32 rows): {alarms}.",
+        f"weights on both sides, another kernel, an exact engine; 4 to 32 rows): {alarms}.",
         "## Reliability",
         "The confidence of a verdict is the share of right verdicts of its kind on the even seeds. "
         "On the odd seeds, this share was right:",
