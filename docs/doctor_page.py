@@ -34,7 +34,7 @@ def _page(data: dict[str, Any]) -> str:
         GENERATED,
         f"`python -m benchmarks.doctor_heldout` makes {data['batches']} batches, "
         f"{data['healthy_batches']} of them healthy, on "
-        f"small models ({', '.join(data['models'])}), which thresholds were not chosen on, with an "
+        f"small models ({', '.join(data['models'])}), on seeds that no rule was chosen on, with an "
         "engine in torch, in float32 or bf16, of 8 or 32 rows. The [doctor](doctor.md) diagnoses "
         "each batch with all families, and with the family of its fault disabled: then the right "
         "verdict is *not explained* with the right place, or *healthy* below the floor.",
