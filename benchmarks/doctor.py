@@ -3,7 +3,7 @@
 python -m benchmarks.doctor --work /tmp/doctor --engine-python .engines/vllm/bin/python
 
 makes small models, starts a real vLLM on them (once for each model and way of reporting), injects
-every fault, asks `lab.doctor`, and writes `benchmarks/results/doctor.json`. What is done already is
+every fault, calls `lab.doctor`, and writes `matrix.json` into the work folder. Finished jobs are
 kept in the work folder, so that the command can be stopped and started again.
 """
 
@@ -247,7 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine-python", default=".engines/vllm/bin/python")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after this long")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/doctor.json"))
     parser.add_argument("--part", type=int, default=0, help="which share of the jobs to do")
     parser.add_argument("--parts", type=int, default=1, help="how many processes share the jobs")
     parser.add_argument("--record", type=Path, help="only write the part that the tests read")
@@ -259,9 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + 60 * args.minutes
     prepare(args.work, args.engine_python)
     result = summary(diagnose_all(args.work, args.seeds, deadline, args.part, args.parts))
-    temporary = args.out.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(args.out)
+    (args.work / "matrix.json").write_text(json.dumps(result, indent=1) + "\n")
     print(
         f"{result['right']:.1%} of {result['diagnoses']} right, {result['false_alarms']:.1%} false "
         f"alarms, {result['false_alarms_from_pairs']:.1%} from pairs alone"

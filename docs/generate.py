@@ -67,7 +67,7 @@ def pages() -> dict[str, str]:
     texts |= architecture_pages()
     texts |= performance_pages(ROOT / BENCHMARKS)
     texts |= evidence_pages(ROOT / BENCHMARKS)
-    texts |= doctor_pages(ROOT / BENCHMARKS / "doctor.json")
+    texts |= doctor_pages(ROOT / BENCHMARKS / "doctor_heldout.json")
     texts |= doctor_logs_pages(ROOT / BENCHMARKS / "doctor_logs.json")
     texts |= what_if_pages(ROOT / BENCHMARKS / "what_if_cpu.json")
     return texts

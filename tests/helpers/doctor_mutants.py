@@ -31,8 +31,8 @@ DOCTOR = (
     (
         "doctor_equal_bits_are_a_copy",
         "policyloss_lab/diagnosis/diagnose.py",
-        "case.pairs.twins >= LEAST_TWINS",
-        "case.pairs.twins >= 0",
+        "pairs.twins >= search.limits.least_twins",
+        "pairs.twins >= 0",
         _INPUT + "test_equal_bits_alone_are_no_copy",
     ),
     (
@@ -50,10 +50,24 @@ DOCTOR = (
         _PLACES + "test_two_families_that_explain_alike_are_not_named",
     ),
     (
+        "doctor_two_causes_cost_nothing",
+        "policyloss_lab/diagnosis/diagnose.py",
+        'gain * row.fit.cause.count("+")',
+        "0",
+        _PLACES + "test_one_cause_is_preferred_to_two",
+    ),
+    (
+        "doctor_named_family_stays_ruled_out",
+        "policyloss_lab/diagnosis/verdict.py",
+        "ruled_out=(),",
+        "",
+        _VERDICTS + "test_a_family_that_is_named_is_not_ruled_out",
+    ),
+    (
         "doctor_loud_rows_speak_for_all",
         "policyloss_lab/diagnosis/diagnose.py",
-        "rows.numel() and search.is_quiet(case.select(~loud)):",
-        "rows.numel():",
+        "pairs.size and search.is_quiet(case.select(~loud)):",
+        "pairs.size:",
         _PLACES + "test_rows_are_named_only_if_the_others_are_quiet",
     ),
     (
@@ -164,20 +178,20 @@ DOCTOR = (
     (
         "doctor_tails_are_sick",
         "policyloss_lab/diagnosis/diagnose.py",
-        "return size.abs() > FAR * self.limits.noise * self.limits.floor",
-        "return size.abs() > self.limits.floor",
+        "self.distance = limits.far * limits.noise * limits.floor",
+        "self.distance = limits.floor",
         _PAIRS + "test_noise_of_half_precision_is_healthy",
     ),
     (
         "doctor_one_sign_is_a_temperature",
-        "policyloss_lab/diagnosis/sampling.py",
+        "policyloss_lab/diagnosis/logits.py",
         "if min(ups, 1 - ups) < ONE_WAY:",
         "if False:",
         _PLACES + "test_one_sign_is_no_temperature",
     ),
     (
         "doctor_float32_noise_is_padding",
-        "policyloss_lab/diagnosis/order.py",
+        "policyloss_lab/diagnosis/columns.py",
         "max(WILD * 1.4826 * float(size.median()), NEAR)",
         "WILD * 1.4826 * float(size.median())",
         _VERDICTS + "test_numbers_missing_at_the_end_of_rows_differ_from_float32_noise",

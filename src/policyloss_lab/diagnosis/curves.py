@@ -29,9 +29,7 @@ class LogThresholds:
     dead_groups: float = 0.8  # share of groups: dynamic sampling would draw five times as often
     dead_unsolved: float = 0.4  # the part of it that groups with only right answers do not explain
     clip_share: float = 0.5  # share of tokens: most of the batch has no gradient
-    clip_side: float = (
-        0.1  # share of tokens at one bound: half of them at most can be clipped there
-    )
+    clip_side: float = 0.1  # share of tokens at one bound, which can clip half of them at most
     clip_ratio: float = 3.0  # times the other bound: uneven bounds, as in GSPO, may double it
     kl_high: float = 0.5  # nats per token without a better score: e¹⁰ in an answer of 20 tokens
     kl_far: float = 2.0  # nats per token with a better score: the reference gives a token a seventh
@@ -45,10 +43,8 @@ class LogThresholds:
     mismatch: float = 0.01  # nats per token in nine of ten steps: healthy engines have 0.002
     mismatch_far: float = 0.1  # nats per token in any tenth of the run: completions are too old
     value_loss: float = 10.0  # times the mean squared reward: a critic that predicts 0 has 1
-    value_variance: float = 1.5  # of its errors, times that of the returns: a constant has 1
-    value_bias: float = (
-        0.5  # difference of mean value and mean return, as a share of a usual reward
-    )
+    value_variance: float = 1.5  # variance of its errors over variance of returns: a constant has 1
+    value_bias: float = 0.5  # of mean value and mean return, as a share of a usual reward
 
 
 @dataclass(frozen=True)

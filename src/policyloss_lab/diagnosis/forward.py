@@ -30,7 +30,7 @@ class Scorer:
     completions: Sequence[list[int]]
     scored: Tensor
     ids: Tensor
-    cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def logits(self) -> Tensor:
@@ -50,26 +50,18 @@ class Scorer:
         """The change of the log-probabilities under other logits, `[n]`; cached by name."""
         if name not in self.cache:
             self.cache[name] = self.of_ids(logits()) - self.logp
-        result: Tensor = self.cache[name]
-        return result
+        return self.cache[name]
 
-    def half_precision_noise(self) -> Tensor:
-        """`[n]`: the effect of bf16 arithmetic on the log-probabilities, with equally rounded
-        weights on both sides.
+    def half_precision(self, part: str) -> Tensor:
+        """`[n]`: the effect of rounding the model to bf16 and running it in bf16 ("bf16"), or the
+        effect of the arithmetic alone, with rounded weights on both sides ("bf16 noise").
         """
-        if "bf16 noise" not in self.cache:
+        if part not in self.cache:
             half = self.with_model(copy.deepcopy(self.model).bfloat16())
             logp = half.of_ids(half.forward())
             self.cache["bf16"] = logp - self.logp
             self.cache["bf16 noise"] = logp - self.with_model(half.model.float()).logp
-        result: Tensor = self.cache["bf16 noise"]
-        return result
-
-    def half_precision(self) -> Tensor:
-        """`[n]`: the effect of rounding the model to bf16 and running it in bf16."""
-        self.half_precision_noise()
-        result: Tensor = self.cache["bf16"]
-        return result
+        return self.cache[part]
 
     @property
     def config(self) -> Any:
@@ -111,41 +103,32 @@ class Scorer:
         """
         model = self.model
         device = next(model.parameters()).device
-        rows = [
-            list(p) + list(c)
-            for p, c in zip(prompts or self.prompts, self.completions, strict=True)
-        ]
-        place = self.scored[:, 1] - 1
-        ahead = torch.tensor([len(row) for row in rows]) - torch.tensor(
-            [len(c) for c in self.completions]
-        )
-        where = place + ahead[self.scored[:, 0]]
-        width = max(len(row) for row in rows)
+        starts = prompts or self.prompts
+        rows = [[*p, *c] for p, c in zip(starts, self.completions, strict=True)]
+        where = self.scored[:, 1] - 1 + torch.tensor([len(p) for p in starts])[self.scored[:, 0]]
+        longest = max(map(len, rows))
         out: list[Tensor] = []
         was_training = model.training
         model.train(train)
         try:
             for batch in _batches([len(row) for row in rows], self.scored[:, 0]):
-                widest = width if padding == "left" else max(len(rows[i]) for i in batch)
-                ids, mask, position = _padded([rows[i] for i in batch], widest, padding, device)
-                arguments: dict[str, Any] = {"input_ids": ids}
-                if not attend_padding:
-                    arguments["attention_mask"] = mask
-                arguments["position_ids"] = (
-                    position
-                    if positions
-                    else torch.arange(widest, device=device).expand(len(batch), -1)
-                )
+                width = longest if padding == "left" else max(len(rows[i]) for i in batch)
+                ids, mask, position = _padded([rows[i] for i in batch], width, padding, device)
+                arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": position}
+                if attend_padding:
+                    del arguments["attention_mask"]
+                if not positions:
+                    arguments["position_ids"] = torch.arange(width, device=device).expand(ids.shape)
                 if window is not None:
-                    arguments["attention_mask"] = _window(len(batch), widest, window, model)
+                    arguments["attention_mask"] = _window(len(batch), width, window, model)
                 if cached is not None:
                     arguments["past_key_values"] = _changing_cache(cached)
                 with torch.no_grad():
-                    logits = model(**arguments, use_cache=cached is not None).logits
+                    logits = model(input_ids=ids, **arguments, use_cache=cached is not None).logits
                 for k, i in enumerate(batch):
-                    mine = where[self.scored[:, 0] == i]
-                    shift = widest - len(rows[i]) if padding == "left" else 0
-                    out.append(logits[k, (mine + shift).to(device)].float().cpu())
+                    shift = width - len(rows[i]) if padding == "left" else 0
+                    places = where[self.scored[:, 0] == i] + shift
+                    out.append(logits[k, places.to(device)].float().cpu())
         finally:
             model.train(was_training)
         return torch.cat(out)
@@ -166,8 +149,8 @@ def _batches(lengths: list[int], row_of_token: Tensor) -> Iterator[list[int]]:
 def _padded(
     rows: list[list[int]], width: int, side: str, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    """Token ids, attention mask and positions, `[B, T]` each."""
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
     for k, row in enumerate(rows):
         place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
         ids[k, place] = torch.tensor(row, dtype=torch.long)
@@ -179,10 +162,9 @@ def _padded(
 def _window(rows: int, width: int, window: int, model: Any) -> Tensor:
     """The mask of scores `[B, 1, T, T]` for rows that are padded on the right."""
     weight = next(model.parameters())
-    gap = torch.arange(width)[:, None] - torch.arange(width)
-    hidden = ~((gap >= 0) & (gap < window))
-    scores = torch.zeros(width, width, dtype=weight.dtype)
-    scores = scores.masked_fill(hidden, torch.finfo(weight.dtype).min).to(weight.device)
+    gap = torch.arange(width, device=weight.device)[:, None] - torch.arange(width).to(weight.device)
+    scores = torch.zeros_like(gap, dtype=weight.dtype)
+    scores = scores.masked_fill((gap < 0) | (gap >= window), torch.finfo(weight.dtype).min)
     return scores.expand(rows, 1, -1, -1)
 
 
@@ -226,3 +208,12 @@ def altered(model: nn.Module, change: Callable[[str, Tensor], Tensor | None]) ->
         with torch.no_grad():
             for changed, before in kept:
                 changed.copy_(before)
+
+
+def routers(model: nn.Module) -> set[str]:
+    """The names of the weights that choose experts."""
+    return {
+        name
+        for name, w in model.named_parameters()
+        if w.dim() == 2 and {"gate", "router"} & set(name.split("."))
+    }

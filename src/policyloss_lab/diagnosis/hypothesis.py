@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Case:
     pairs: Pairs
     scorer: Scorer | None = None
 
-    @property
+    @cached_property
     def sides(self) -> tuple[tuple[str, int], ...]:
         """The sides that may be wrong, each with the sign of its effect on the difference.
 
@@ -58,6 +59,20 @@ class Case:
             numbers = {**(details or {}), "side": side}
             yield Fit(cause, sentence.format(side=side), sign * effect, details=numbers, **options)
 
+    @cached_property
+    def first(self) -> Misfit:
+        """The misfit without a hypothesis."""
+        return self.misfit(Fit("healthy", ""))
+
+    def misfit(self, fit: Fit) -> Misfit:
+        """The scale of the residuals of a fit as noise of shape `1 - p`, and the better score of
+        that noise and of noise that is the same everywhere.
+        """
+        residual = fit.residual(self.pairs)
+        noise = misfit(residual, self.pairs.shape, fit.freedom)
+        flat = misfit(residual, torch.ones_like(residual), fit.freedom)
+        return Misfit(noise.scale, min(noise.score, flat.score))
+
     def realigned(self, source: Tensor) -> Case:
         """The case with each number of the engine moved to its token."""
         moved = replace(self.pairs, rollout=self.pairs.rollout[source.clamp(min=0)])
@@ -75,8 +90,7 @@ class Fit:
 
     cause: a name of `CAUSES`, or two joined by "+". sentence: the hypothesis in words. prediction:
     `rollout_logp - old_logp` of each token, NaN where the hypothesis excludes the token without a
-    prediction; None means 0. shape: the relative size of noise at each token; None means `1 - p`,
-    where p is the token's probability. source: for a hypothesis about order, the index of the
+    prediction; None means 0. source: for a hypothesis about order, the index of the
     engine's log-probability that belongs to each token, −1 if there is no such number. freedom: the
     number of fitted parameters. share: the field of `Thresholds` that holds the largest share of
     the difference that the fit may leave unexplained. details: the fitted numbers by name.
@@ -85,11 +99,15 @@ class Fit:
     cause: str
     sentence: str
     prediction: Tensor | None = None
-    shape: Tensor | None = None
     source: Tensor | None = None
     freedom: int = 0
     share: str = "explains"
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def masks(self) -> bool:
+        """Whether the fit only claims that some tokens do not count."""
+        return self.prediction is not None and bool(self.prediction.isnan().any())
 
     def residual(self, pairs: Pairs) -> Tensor:
         """The differences that the fit does not predict; NaN for tokens that do not count."""
@@ -99,8 +117,8 @@ class Fit:
         return pairs.difference - (0 if self.prediction is None else self.prediction)
 
 
-# Yields the best fits; none if the case lacks a tensor that the hypothesis needs.
-Hypothesis = Callable[[Case], Iterator[Fit]]
+# Takes a case, and its scorer if the hypothesis needs a model; yields the best fits.
+Hypothesis = Callable[..., Iterator[Fit]]
 
 DEGREES = 4.0
 ROUNDING = 2.0**-23  # the smallest scale: float32 cannot resolve a smaller one
@@ -152,8 +170,3 @@ def _likelihood(squares: Tensor, start: Tensor) -> tuple[float, float]:
     return math.sqrt(variance), _CONSTANT - 0.5 * (
         (DEGREES + 1) * float(tails) + math.log(variance)
     )
-
-
-def roughness(residual: Tensor, shape: Tensor) -> float:
-    """A cheap stand-in for the scale, to search with: the mean root of the sizes."""
-    return float((residual / shape).abs().sqrt().mean())

@@ -27,10 +27,9 @@ def noise_shape(logp: Tensor) -> Tensor:
 class Pairs:
     """The valid tokens of a batch, flat, in the order of rows. `[n]` each, on the CPU.
 
-    row, column: the indices of a token in the batch. ids, entropy, later (logp after the
-    update), earlier (of older weights): None unless passed. impossible: the number of valid tokens
-    with a `rollout_logp` of −inf, which are left out. twins: the number of different values that
-    both sides share at tokens outside of the mask.
+    row, column: the indices of a token in the batch. ids, earlier (logp of older weights): None
+    unless passed. impossible: the number of valid tokens with a `rollout_logp` of −inf, which are
+    left out. twins: the number of different values that both sides share outside of the mask.
     """
 
     rollout: Tensor
@@ -38,8 +37,6 @@ class Pairs:
     row: Tensor
     column: Tensor
     ids: Tensor | None = None
-    entropy: Tensor | None = None
-    later: Tensor | None = None
     earlier: Tensor | None = None
     impossible: int = 0
     twins: int = 0
@@ -80,19 +77,10 @@ class Pairs:
 
     def select(self, chosen: Tensor) -> Pairs:
         """Some of the tokens, by index or by flag."""
-        rest = {
-            name: x[chosen]
-            for name in ("ids", "entropy", "later", "earlier")
-            if (x := getattr(self, name)) is not None
+        tensors: dict[str, Any] = {
+            name: x[chosen] for name, x in vars(self).items() if isinstance(x, Tensor)
         }
-        return replace(
-            self,
-            rollout=self.rollout[chosen],
-            trainer=self.trainer[chosen],
-            row=self.row[chosen],
-            column=self.column[chosen],
-            **rest,
-        )
+        return replace(self, **tensors)
 
 
 def read_pairs(
@@ -102,8 +90,6 @@ def read_pairs(
     *,
     trainer_name: str = "old_logp",
     ids: Any = None,
-    entropy: Any = None,
-    later: Any = None,
     earlier: Any = None,
     cu_seqlens: Any = None,
 ) -> Pairs:
@@ -111,41 +97,35 @@ def read_pairs(
     check_tensor("rollout_logp", rollout_logp, "float")
     like = ("rollout_logp", rollout_logp)
     check_like(trainer_name, trainer_logp, like, "float")
-    floats = {"entropy": entropy, "logp": later, "earlier_logp": earlier}
-    for name, x in {"ids": ids, **floats}.items():
-        if x is not None:
-            check_like(name, x, like, "float" if name in floats else "integer")
+    if earlier is not None:
+        check_like("earlier_logp", earlier, like, "float")
+    if ids is not None:
+        check_like("ids", ids, like, "integer")
     mask = torch.ones_like(rollout_logp, dtype=torch.bool) if mask is None else mask
     check_like("mask", mask, like)
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise InputError("mask has values other than 0 and 1; pass True where a token counts.")
     row, column = _places(rollout_logp, cu_seqlens)
     valid = mask.bool().flatten().cpu()
-
-    def kept(x: Tensor) -> Tensor:
-        return x.detach().flatten().cpu()[valid]
-
+    rollout, trainer = (x.detach().flatten().cpu().double() for x in (rollout_logp, trainer_logp))
+    twins = (rollout == trainer) & (rollout != 0) & ~valid
     pairs = Pairs(
-        kept(rollout_logp).double(),
-        kept(trainer_logp).double(),
+        rollout[valid],
+        trainer[valid],
         row.flatten()[valid],
         column.flatten()[valid],
-        None if ids is None else kept(ids),
-        None if entropy is None else kept(entropy).double(),
-        None if later is None else kept(later).double(),
-        None if earlier is None else kept(earlier).double(),
-        twins=_twins(rollout_logp.detach().flatten().cpu()[~valid], trainer_logp, ~valid),
+        None if ids is None else ids.flatten().cpu()[valid],
+        None if earlier is None else earlier.detach().flatten().cpu().double()[valid],
+        twins=int(torch.unique(rollout[twins]).numel()),
     )
     return _finite(pairs, trainer_name)
 
 
 def _places(x: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor]:
+    """The row and the column of each token."""
     if x.dim() == 2 and cu_seqlens is None:
-        rows, columns = x.shape
-        return (
-            torch.arange(rows)[:, None].expand(rows, columns),
-            torch.arange(columns)[None].expand(rows, columns),
-        )
+        row, column = (torch.arange(n) for n in x.shape)
+        return row[:, None].expand(x.shape), column.expand(x.shape)
     if x.dim() != 1:
         raise InputError(
             f"rollout_logp must be [B, T], or [N] with cu_seqlens, got shape {tuple(x.shape)}."
@@ -198,14 +178,3 @@ def _where(pairs: Pairs, wrong: Tensor) -> str:
         return "all of them the last of their row"
     first = int(wrong.nonzero()[0])
     return f"the first in row {int(pairs.row[first])}, column {int(pairs.column[first])}"
-
-
-def _twins(rollout: Tensor, trainer: Tensor, outside: Tensor) -> int:
-    """The number of different values, not 0, that both sides hold at the same tokens outside."""
-    equal = (rollout == trainer.detach().flatten().cpu()[outside]) & (rollout != 0)
-    return int(torch.unique(rollout[equal]).numel())
-
-
-def on_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A flag for each number that a 16-bit type holds exactly."""
-    return x.to(dtype).double() == x

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss_lab.diagnosis.forward import routers
 from policyloss_lab.diagnosis.hypothesis import Case, misfit
 
 LOUDER = 2.0  # times the others: the least scale of a class of tokens that is named
@@ -20,6 +21,7 @@ FORM = 0.3  # the largest share of the scale that a constant or a factor leaves
 UNRELATED = 0.6  # the largest correlation of numbers that belong to other tokens
 MOST = 4  # places of a verdict
 CLASSES = 2  # classes of tokens among them
+TELLING = ("constant", "unrelated")  # come first: their measurement shows most
 TILT = 0.45  # the least difference of the shares of likely and of unlikely tokens that gain
 FEW = 0.15  # the largest share of "a few tokens"
 
@@ -32,13 +34,6 @@ class Place(NamedTuple):
     next: str
 
 
-class Split(NamedTuple):
-    """Tokens with a scale of their own. ratio: their scale over that of the others."""
-
-    gain: float
-    ratio: float
-
-
 def _noise_shape(case: Case) -> Tensor:
     """`1 - p`, or a flat shape if that fits clearly better."""
     d, shape = case.pairs.difference, case.pairs.shape
@@ -46,18 +41,17 @@ def _noise_shape(case: Case) -> Tensor:
     return flat if misfit(d, flat, 0).score < misfit(d, shape, 0).score - GAIN else shape
 
 
-def split(case: Case, flags: Tensor, choices: float = 1.0) -> Split:
-    """How much the score improves if the flagged tokens have another scale. choices: the number of
-    flags among which these were chosen.
+def split(case: Case, flags: Tensor, choices: float = 1.0) -> tuple[float, float]:
+    """How much the score improves if the flagged tokens have a scale of their own, and that scale
+    over the scale of the others. choices: the number of flags among which these were chosen.
     """
     d, shape = case.pairs.difference, _noise_shape(case)
     if not 2 <= int(flags.sum()) <= case.pairs.size - 2:
-        return Split(-math.inf, 1.0)
+        return -math.inf, 1.0
     one_scale = misfit(d, shape, 0)
     parts = [misfit(d[part], shape[part], 0) for part in (flags, ~flags)]
-    price = 2 * math.log(max(choices, 1.0))
-    gain = one_scale.score - sum(part.score for part in parts) - price
-    return Split(gain, parts[0].scale / parts[1].scale)
+    gain = one_scale.score - parts[0].score - parts[1].score - 2 * math.log(choices)
+    return gain, parts[0].scale / parts[1].scale
 
 
 def loud_rows(case: Case, floor: float) -> Tensor:
@@ -102,7 +96,7 @@ def find_places(case: Case, floor: float) -> list[Place]:
     places = [*_spots(case, floor), *_classes(case)[:CLASSES], *_forms(case, floor)]
     if not {place.tag for place in places} & {"rows", "few_tokens"}:
         places += _shapes(case)
-    return places[:MOST]
+    return sorted(places[:MOST], key=lambda place: place.tag not in TELLING)
 
 
 def _spots(case: Case, floor: float) -> Iterator[Place]:
@@ -124,8 +118,8 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
         if counts.numel() and int(counts.max()) >= max(3, 0.5 * int(far.sum())):
             yield Place(
                 "constant",
-                f"where {side} is {float(values[counts.argmax()]):g} ({int(counts.max())} tokens)",
-                f"Look up where {side} is filled in, and why these tokens are not.",
+                f"at {int(counts.max())} tokens where {side} is {float(values[counts.argmax()]):g}",
+                f"Find the code that fills in {side}, and why it skips these tokens.",
             )
 
 
@@ -138,25 +132,30 @@ def _forms(case: Case, floor: float) -> Iterator[Place]:
     if few.any() and misfit(d[~far], pairs.shape[~far], 0).scale < floor:
         yield Place(
             "few_tokens",
-            f"at {int(far.sum())} of {pairs.size} tokens; the others agree",
-            "Print these tokens, their neighbours and both numbers.",
+            f"at {int(far.sum())} of {pairs.size} tokens; the others agree. The first is in row "
+            f"{int(pairs.row[far][0])}, column {int(pairs.column[far][0])}",
+            "Print these tokens, their neighbours and both numbers, and look for what they share.",
         )
     x, y = pairs.rollout - pairs.rollout.mean(), pairs.trainer - pairs.trainer.mean()
     if float((x * y).mean() / (x.std() * y.std()).clamp(min=1e-9)) < UNRELATED:
         yield Place(
             "unrelated",
-            "everywhere: the numbers of the two sides are hardly related, as those of other tokens",
+            "everywhere: both sides are hardly related, as if the numbers belong to other tokens",
             "Print ids and numbers of one row on both sides, and put them side by side.",
         )
     scale = misfit(d, flat, 0).scale
     slope = float((d / pairs.trainer.clamp(max=-1e-3)).median())
     middle = float(d.median())
     for tag, prediction, sentence in (
-        ("multiplicative", slope * pairs.trainer, f"a factor of {1 + slope:.4g} to old_logp"),
-        ("constant", middle * flat, f"a constant of {middle:+.3g} to old_logp"),
+        (
+            "multiplicative",
+            slope * pairs.trainer,
+            f"rollout_logp is about {1 + slope:.4g} · old_logp",
+        ),
+        ("constant", middle * flat, f"rollout_logp is about old_logp {middle:+.3g}"),
     ):
         if misfit(d - prediction, flat, 1).scale < FORM * scale:
-            yield Place(tag, sentence, "Compare the code that makes both columns, term by term.")
+            yield Place(tag, sentence, "Compare the code that computes both columns, term by term.")
     ups = float((d[far] > 0).double().mean()) if far.any() else 0.5
     if far.sum() >= 8 and max(ups, 1 - ups) >= ONE_WAY:
         side = "rollout_logp" if ups > 0.5 else "old_logp"
@@ -190,15 +189,13 @@ def _classes(case: Case) -> list[Place]:
         flags = (which[:, None] == loudest).any(1)
         classes["ids"] = (flags, f"at particular tokens, such as {listed}", BIAS_NEXT)
         splits["ids"] = split(case, flags, float(ids.numel()) ** 3)
-    return [
-        Place(tag, f"{classes[tag][1]} ({_louder(splits[tag].ratio)})", classes[tag][2])
-        for tag in sorted(splits, key=lambda tag: -splits[tag].gain)
-        if splits[tag].gain > GAIN and splits[tag].ratio > LOUDER
-    ]
-
-
-def _louder(ratio: float) -> str:
-    return f"{'over 100' if ratio > 100 else f'{ratio:.1f}'} times as large as elsewhere"
+    places = []
+    for tag, (gain, ratio) in sorted(splits.items(), key=lambda item: -item[1][0]):
+        if gain > GAIN and ratio > LOUDER:
+            _, where, ask = classes[tag]
+            times = "over 100" if ratio > 100 else f"{ratio:.1f}"
+            places.append(Place(tag, f"{where} ({times} times as large as elsewhere)", ask))
+    return places
 
 
 def _shapes(case: Case) -> Iterator[Place]:
@@ -210,7 +207,7 @@ def _shapes(case: Case) -> Iterator[Place]:
     low, high = p.quantile(torch.tensor([0.33, 0.67], dtype=torch.float64))
 
     def tilt(these: Tensor) -> float:
-        """The share of likely tokens that gain, less that of unlikely ones."""
+        """The share of likely tokens that gain, minus the share of unlikely ones."""
         likely, unlikely = these & (p >= high), these & (p <= low)
         few = min(int(likely.sum()), int(unlikely.sum())) < 2
         return 0.0 if few else float(gains[likely].mean() - gains[unlikely].mean())
@@ -227,28 +224,42 @@ def _shapes(case: Case) -> Iterator[Place]:
         yield Place(
             "sharpness",
             f"{some}: likely tokens {way}, as if one distribution is sharper",
-            "Print the sampling parameters of the engine and those of the scoring code.",
+            "Print the temperature and the soft cap of the engine and of the scoring code.",
         )
     if (_noise_shape(case) == 1).all():
         yield Place(
             "uniform",
-            "everywhere: as large at likely tokens as at unlikely ones, unlike a change of logits",
+            "everywhere: as large at likely as at unlikely tokens, unlike a change of the model",
             "Look for code that changes log-probabilities after the softmax.",
         )
     else:
         yield Place(
             "network",
             "everywhere, larger at unlikely tokens, as a change inside the model makes them",
-            "Pass model=, ids= and prompts=."
-            if case.scorer is None
-            else "Load the trainer's weights into the engine by hand, in float32 and without any "
-            "quantisation, and score 8 sequences: if they agree, formats or stale weights are the "
-            "cause (pass earlier_logp=); if not, compare the hidden states layer by layer.",
+            _network_next(case),
         )
+
+
+def _network_next(case: Case) -> str:
+    if case.scorer is None:
+        return "Pass model=, ids= and prompts= as well, so that causes inside the model are tested."
+    if [side for side, _ in case.sides] == ["old_logp"]:
+        return DROPOUT_NEXT
+    return ENGINE_NEXT + (ROUTER_NEXT if routers(case.scorer.model) else "")
 
 
 PROMPT_NEXT = "Print the prompt's token ids of one row on both sides, special tokens included."
 END_NEXT = "Print the last three tokens of five rows with both numbers and both masks."
 LATE_NEXT = "Compare positions, RoPE scaling and the window of attention on both sides."
-PENALTY_NEXT = "Print the engine's repetition, presence and frequency penalties."
-BIAS_NEXT = "Print the engine's logit_bias, bad_words and guided decoding options."
+PENALTY_NEXT = "Print the repetition, presence and frequency penalties of both sides."
+BIAS_NEXT = "Print the engine's logit_bias, bad_words, top_k, min_p and guided decoding options."
+DROPOUT_NEXT = (
+    "Score the batch twice with the trainer's own code: two results mean dropout, so call "
+    "model.eval(); one result means that this code computes something else than model= does."
+)
+ENGINE_NEXT = (
+    "Load the trainer's weights into the engine by hand, in float32 and without quantisation, and "
+    "score 8 sequences: if they agree now, the weights were stale or rounded (pass earlier_logp=); "
+    "if not, compare the hidden states layer by layer."
+)
+ROUTER_NEXT = " Compare the chosen experts of one sequence first."

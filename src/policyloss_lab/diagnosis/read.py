@@ -16,16 +16,9 @@ from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.reading import open_file, parse_object
 
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+_TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8} | _FLOATS
+_TYPES["BF16"] = torch.bfloat16
 
 
 def read_tokens(path: str | Path) -> dict[str, Any]:
@@ -79,7 +72,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
                 rows.append(row)
             elif line.strip():
                 raise InputError(
-                    f"{file}, line {number}, is no JSON object; write one object per line."
+                    f"{file}, line {number}, is not a JSON object; write one object per line."
                 )
     if not rows:
         raise InputError(f"{file} is empty; write one JSON object per line.")
@@ -90,60 +83,46 @@ def _padded(rows: list[dict[str, Any]], file: Path) -> dict[str, Any]:
     """Rows of different lengths as tensors `[B, T]` under the names of `lab.doctor`."""
     columns = columns_of(rows[0])
     prompts = columns.pop("prompts", None)
-    lists = {argument: _lists(rows, name, file) for argument, name in columns.items()}
-    lengths = [len(row) for row in lists["rollout_logp"]]
-    for argument, values in lists.items():
-        for i, row in enumerate(values):
-            if len(row) != lengths[i]:
+    for i, row in enumerate(rows, 1):
+        for name in columns.values():
+            if not isinstance(row.get(name), list):
+                raise InputError(f"{file}, row {i}, has no list under {name!r}.")
+        length = len(row[columns["rollout_logp"]])
+        for name in columns.values():
+            if len(row[name]) != length:
                 raise InputError(
-                    f"{file}, row {i + 1}: {columns[argument]} has {len(row)} numbers and "
-                    f"{columns['rollout_logp']} {lengths[i]}; they must be equal."
+                    f"{file}, row {i}: {name} has {len(row[name])} numbers and "
+                    f"{columns['rollout_logp']} {length}; they must be equal."
                 )
-    width = max(lengths)
-    valid = torch.tensor([[k < n for k in range(width)] for n in lengths], dtype=torch.bool)
+    lengths = torch.tensor([len(row[columns["rollout_logp"]]) for row in rows])
+    valid = torch.arange(int(lengths.max())) < lengths[:, None]
     out: dict[str, Any] = {}
-    for argument, values in lists.items():
+    for argument, name in columns.items():
         kind = torch.long if argument == "ids" else torch.float32
-        padded = torch.zeros(valid.shape, dtype=kind)
+        out[argument] = torch.zeros(valid.shape, dtype=kind)
         try:
-            padded[valid] = torch.tensor([x for row in values for x in row], dtype=kind)
+            out[argument][valid] = torch.tensor([x for row in rows for x in row[name]], dtype=kind)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{file}: {columns[argument]} holds more than numbers.") from error
-        out[argument] = padded
+            raise InputError(f"{file}: {name} holds more than numbers.") from error
     out["mask"] = out["mask"].bool() & valid if "mask" in out else valid
     if prompts is not None and all(isinstance(row.get(prompts), list) for row in rows):
         out["prompts"] = [row[prompts] for row in rows]
     return out
 
 
-def _lists(rows: list[dict[str, Any]], name: str, file: Path) -> list[list[Any]]:
-    values = [row.get(name) for row in rows]
-    for i, value in enumerate(values):
-        if not isinstance(value, list):
-            raise InputError(f"{file}, row {i + 1}, has no list under {name!r}.")
-    return [value for value in values if isinstance(value, list)]
-
-
 # Ours, verl's, TRL's, OpenRLHF's, prime-rl's.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "rollout_logp": (
-        "rollout_logp",
-        "rollout_log_probs",
-        "sampling_per_token_logps",
-        "rollout_logprobs",
+        *("rollout_logp", "rollout_log_probs", "sampling_per_token_logps", "rollout_logprobs"),
         "inference_logprobs",
     ),
     "old_logp": (
-        "old_logp",
-        "old_log_probs",
-        "old_per_token_logps",
-        "action_log_probs",
+        *("old_logp", "old_log_probs", "old_per_token_logps", "action_log_probs"),
         "trainer_logprobs",
     ),
     "logp": ("logp", "log_probs"),
     "ids": ("ids", "responses", "completion_ids", "token_ids"),
     "mask": ("mask", "response_mask", "completion_mask", "action_mask", "loss_mask"),
-    "entropy": ("entropy", "entropys"),
     "prompts": ("prompts", "prompt_ids", "prompt_token_ids"),
 }
 

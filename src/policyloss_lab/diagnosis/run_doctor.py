@@ -39,7 +39,7 @@ class RunDiagnosis:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The usual curves that the log lacks; those of a critic are usual only with a critic."""
+        """The usual curves that the log lacks; curves of a critic count only if the log has one."""
         critic = {"value_loss", "value_mean", "value_explained"} & set(self.metrics)
         usual = (name for name in TITLES if critic or not name.startswith("value"))
         return tuple(name for name in usual if name not in self.metrics)
@@ -58,11 +58,12 @@ class RunDiagnosis:
             f"  {f.severity}: {f.cause} from step {f.step}: {f.evidence}. Remedy: {f.remedy}"
             for f in self.findings
         ]
-        checked, missing = (
-            ", ".join(TITLES[name] for name in names) for names in (self.metrics, self.missing)
-        )
-        lines.append(f"  Checked: {checked or 'nothing'}.")
-        return "\n".join([*lines, f"  Not in the log, so not checked: {missing or 'nothing'}."])
+        for words, names in (
+            ("Checked", self.metrics),
+            ("Not in the log, so not checked", self.missing),
+        ):
+            lines.append(f"  {words}: {', '.join(TITLES[name] for name in names) or 'nothing'}.")
+        return "\n".join(lines)
 
     def _title(self) -> str:
         count = len(self.findings)
@@ -101,7 +102,7 @@ def diagnose_rows(
     findings = find_symptoms(log)
     if not curves and not findings:
         raise InputError(
-            "no metric of these logs is known here; they need at least one of reward, entropy, "
+            "these logs have no known metric; they need at least one of reward, entropy, "
             "grad_norm, length, clip fractions or KL."
         )
     if log.steps < limits.least_steps and not findings:
@@ -147,7 +148,7 @@ class LogWatch:
 
 
 def read_log(path: str | Path) -> list[Row]:
-    """One row of numbers for each step, in the order of steps; an `InputError` if `path` is no log.
+    """One row of numbers for each step, in order; an `InputError` if `path` is not a log.
 
     path: a run directory of ours or of TRL, or a file: metrics.jsonl, trainer_state.json, verl's
     JSONL or console output, TensorBoard events, W&B's `.wandb`, a CSV export of W&B or trackio.
@@ -164,7 +165,7 @@ def read_log(path: str | Path) -> list[Row]:
         except OSError as error:
             raise InputError(f"{file} cannot be read: {type(error).__name__}.") from error
     if not merged:
-        raise InputError(f"{path} holds no row with a step and numbers; it is no log of a run.")
+        raise InputError(f"{path} has no row with a step and numbers; it is not the log of a run.")
     return [merged[step] for step in sorted(merged)]
 
 

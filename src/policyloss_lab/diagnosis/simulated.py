@@ -15,20 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policyloss_lab.diagnosis.forward import Scorer, altered, replaced
+from policyloss_lab.diagnosis.forward import Scorer, altered, replaced, routers
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
 
 FP8_MAX = 448.0  # of float8_e4m3fn
-
-
-def fp16(w: Tensor, axis: int) -> Tensor:
-    """Numbers of fp16."""
-    return w.half().to(w.dtype)
-
-
-def bf16(w: Tensor, axis: int) -> Tensor:
-    """Numbers of bf16."""
-    return w.bfloat16().to(w.dtype)
 
 
 def integers(w: Tensor, axis: int, steps: float = 127.0) -> Tensor:
@@ -55,8 +45,8 @@ def fp8(w: Tensor, axis: int | None) -> Tensor:
 
 Rounding = Callable[[Tensor, int], Tensor]
 EVERY: tuple[tuple[str, str, Rounding], ...] = (  # all weights
-    ("weights_bf16", "bfloat16", bf16),
-    ("weights_fp16", "float16", fp16),
+    ("weights_bf16", "bfloat16", lambda w, axis: w.bfloat16().to(w.dtype)),
+    ("weights_fp16", "float16", lambda w, axis: w.half().to(w.dtype)),
 )
 MATRICES: tuple[tuple[str, str, Rounding], ...] = (  # linear layers
     ("weights_int8", "int8", integers),
@@ -74,19 +64,17 @@ CACHES: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
 )
 
 
-def fit_formats(case: Case) -> Iterator[Fit]:
+def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """The weights of one side are rounded: all to 16 bits, or the matrices to 8 or 4, with and
     without the head; or its cache of keys and values is.
     """
-    if case.scorer is None:
-        return
-    scorer, model = case.scorer, case.scorer.model
+    model = scorer.model
     roundings = [(*row, True) for row in EVERY]
     if len(case.sides) == 1:  # if both sides run in bf16, neither is wrong
         yield from case.fit_sides(
             "weights_bf16",
             "the model behind {side} is rounded to bfloat16 and runs in it",
-            scorer.half_precision(),
+            scorer.half_precision("bf16"),
             {"rounding": "bfloat16"},
             share="fixed",
         )
@@ -97,17 +85,18 @@ def fit_formats(case: Case) -> Iterator[Fit]:
     head_name = next(
         (n for n, w in model.named_parameters() if w is getattr(head, "weight", None)), ""
     )
-    names = set(axes)
+    kinds = {"": set(axes), ", but for the head": set(axes) - {head_name}}
+    if choosing := routers(model):
+        kinds[", but for head and routers"] = set(axes) - {head_name} - choosing
     for cause, name, rounding, every in [*roundings, *((*row, False) for row in MATRICES)]:
-        kinds = {"": names} if every else {"": names, ", but for the head": names - {head_name}}
-        for tail, chosen in kinds.items():
+        for tail, chosen in [("", set(axes))] if every else kinds.items():
 
             def change(key: str, w: Tensor) -> Tensor | None:
                 if not every and key not in chosen:  # noqa: B023  (used in this turn)
                     return None
-                return rounding(w, axes.get(key, 1))  # noqa: B023
+                return rounding(w, axes.get(key, -1))  # noqa: B023
 
-            effect = scorer.effect(name + tail, partial(_altered, scorer, change))
+            effect = scorer.effect(name + tail, partial(_within, scorer, altered(model, change)))
             sentence = f"the weights behind {{side}} are rounded to {name}{tail}"
             yield from case.fit_sides(
                 cause, sentence, effect, {"rounding": name}, freedom=1 - every, share="fixed"
@@ -119,8 +108,9 @@ def fit_formats(case: Case) -> Iterator[Fit]:
         yield from case.fit_sides(cause, sentence, effect, details, freedom=1, share="fixed")
 
 
-def _altered(scorer: Scorer, change: Callable[[str, Tensor], Tensor | None]) -> Tensor:
-    with altered(scorer.model, change):
+def _within(scorer: Scorer, context: AbstractContextManager[None]) -> Tensor:
+    """The logits under a change of the model."""
+    with context:
         return scorer.forward()
 
 
@@ -130,17 +120,16 @@ def _of_transformers(model: Any) -> bool:
 
 
 def matrices(model: nn.Module) -> dict[str, int]:
-    """The weights of linear layers by name, with the axis of their inputs: 1, or 0 where a layer
-    stores its weight transposed.
+    """The weights of linear layers, experts and routers by name, with the axis of their inputs: the
+    last one, or 0 where a layer stores its weight transposed.
     """
-    axes = {}
+    axes = {name: -1 for name, w in model.named_parameters() if w.dim() == 3}
+    axes |= dict.fromkeys(routers(model), -1)
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2:
-            if isinstance(module, nn.Linear):
-                axes[f"{name}.weight"] = 1
-            elif type(module).__name__ == "Conv1D":
-                axes[f"{name}.weight"] = 0
+        if isinstance(module, nn.Linear):
+            axes[f"{name}.weight"] = -1
+        elif type(module).__name__ == "Conv1D":
+            axes[f"{name}.weight"] = 0
     return axes
 
 
@@ -149,14 +138,11 @@ STRETCHES = (2.0, 4.0, 8.0, 0.5, 0.25)
 SCALES = (0.25, 0.5, 0.5**0.5, 2.0**0.5, 2.0, 4.0)
 
 
-def fit_configuration(case: Case) -> Iterator[Fit]:
+def fit_configuration(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """The model of one side has another RoPE base or scaling, another scale of attention scores, or
     another window of attention.
     """
-    if case.scorer is None or not _of_transformers(case.scorer.model):
-        return
-    scorer = case.scorer
-    for cause, what, run in _configurations(scorer):
+    for cause, what, run in _configurations(scorer) if _of_transformers(scorer.model) else ():
         sentence = f"the model behind {{side}} has {what}"
         effect = scorer.effect(what, run)
         yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
@@ -164,27 +150,23 @@ def fit_configuration(case: Case) -> Iterator[Fit]:
 
 def _configurations(scorer: Scorer) -> Iterator[tuple[str, str, Callable[[], Tensor]]]:
     modules = list(scorer.model.modules())
-
-    def within(context: AbstractContextManager[None]) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            with context:
-                return scorer.forward()
-
-        return run
-
     rotary = [m for m in modules if isinstance(getattr(m, "inv_freq", None), Tensor)]
     powers = {b: _power(rotary[0].inv_freq, b) for b in BASES} if rotary else {}
     for base, power in powers.items():
         if abs(power - 1) > 1e-3:
             change = replaced([(m, "inv_freq", m.inv_freq**power) for m in rotary])
-            yield "rope", f"a RoPE base of {base:g}", within(change)
+            yield "rope", f"a RoPE base of {base:g}", partial(_within, scorer, change)
     for factor in STRETCHES if rotary else ():
         change = replaced([(m, "inv_freq", m.inv_freq / factor) for m in rotary])
-        yield "rope", f"RoPE positions divided by {factor:g}", within(change)
+        yield "rope", f"RoPE positions divided by {factor:g}", partial(_within, scorer, change)
     scaled = [m for m in modules if isinstance(getattr(m, "scaling", None), float)]
     for factor in (*SCALES, 1 / scaled[0].scaling, scaled[0].scaling) if scaled else ():
         change = replaced([(m, "scaling", m.scaling * factor) for m in scaled])
-        yield "attention_scale", f"attention scores times {factor:.3g}", within(change)
+        yield (
+            "attention_scale",
+            f"attention scores times {factor:.3g}",
+            partial(_within, scorer, change),
+        )
     longest = max(len(p) + len(c) for p, c in zip(scorer.prompts, scorer.completions, strict=True))
     sizes = [2**k for k in range(2, longest.bit_length())]
     if getattr(scorer.config, "sliding_window", None) is not None:
@@ -202,34 +184,21 @@ def _power(frequencies: Tensor, base: float) -> float:
 
 
 def fit_earlier(case: Case) -> Iterator[Fit]:
-    """The engine has older weights: those of `earlier_logp`, or weights that lie some steps behind
-    on the way of the trainer's own step.
-    """
-    pairs, details = case.pairs, {"side": "rollout_logp"}
-    if pairs.earlier is not None:
-        sentence = "rollout_logp is that of the older weights (earlier_logp)"
-        effect = pairs.earlier - pairs.trainer
+    """The engine has the older weights of `earlier_logp`."""
+    if case.pairs.earlier is not None:
+        sentence = "rollout_logp belongs to the older weights (earlier_logp)"
+        effect = case.pairs.earlier - case.pairs.trainer
+        details = {"side": "rollout_logp"}
         yield Fit("stale_weights", sentence, effect, share="fixed", details=details)
-    if pairs.later is not None:
-        step = (pairs.later - pairs.trainer) / pairs.shape
-        along = (step * pairs.difference / pairs.shape).sum()
-        slope = float(along / step.square().sum().clamp(min=1e-12))
-        sentence = f"rollout_logp - old_logp is {slope:.2g} times the trainer's own step"
-        effect = slope * step * pairs.shape
-        yield Fit("stale_weights", sentence, effect, freedom=1, share="rough", details=details)
 
 
-def fit_adapter(case: Case) -> Iterator[Fit]:
+def fit_adapter(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """The model has an adapter that one side leaves out, or merges into rounded weights: a model
     with `disable_adapter` and `merge_and_unload`, as in peft.
     """
-    if case.scorer is None or not hasattr(case.scorer.model, "disable_adapter"):
+    model = scorer.model
+    if not hasattr(model, "disable_adapter"):
         return
-    scorer, model = case.scorer, case.scorer.model
-
-    def without() -> Tensor:
-        with model.disable_adapter():
-            return scorer.forward()
 
     def merged() -> Tensor:
         merged_model = copy.deepcopy(model).merge_and_unload()
@@ -237,8 +206,12 @@ def fit_adapter(case: Case) -> Iterator[Fit]:
             return scorer.with_model(merged_model).forward()
 
     for cause, what, logits in (
-        ("adapter_missing", "is that of the model without its adapter", without),
-        ("adapter_merged", "is that of an adapter merged into bf16 weights", merged),
+        (
+            "adapter_missing",
+            "belongs to the model without its adapter",
+            partial(_within, scorer, model.disable_adapter()),
+        ),
+        ("adapter_merged", "belongs to an adapter merged into bf16 weights", merged),
     ):
         effect = scorer.effect(cause, logits)
         yield from case.fit_sides(cause, f"{{side}} {what}", effect, share="fixed")
@@ -253,15 +226,15 @@ def bos_of(scorer: Scorer) -> int | None:
     return bos if isinstance(bos, int) else None
 
 
-def fit_prompts(case: Case, others: Sequence[Sequence[int]] | None = None) -> Iterator[Fit]:
+def fit_prompts(
+    case: Case, scorer: Scorer, others: Sequence[Sequence[int]] | None = None
+) -> Iterator[Fit]:
     """One side saw another prompt: the first token (BOS) is doubled or missing, the last tokens or
     all but the first are missing, or the template differs.
 
     others: the prompts in that template, as token ids.
     """
-    if case.scorer is None:
-        return
-    scorer, prompts = case.scorer, case.scorer.prompts
+    prompts = scorer.prompts
     shortest = min(len(p) for p in prompts)
     changed: list[tuple[str, str, list[list[int]]]] = []
     if (bos := bos_of(scorer)) is not None:
@@ -286,11 +259,8 @@ def fit_prompts(case: Case, others: Sequence[Sequence[int]] | None = None) -> It
         yield from case.fit_sides(cause, sentence, effect, {"what": what}, freedom=1)
 
 
-def fit_padding(case: Case) -> Iterator[Fit]:
+def fit_padding(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """Rows are padded on the left, and one side counts padding as positions or attends to it."""
-    if case.scorer is None:
-        return
-    scorer = case.scorer
     for what, positions, attend in (
         ("counts padding as positions", False, False),
         ("attends to padding", True, True),
@@ -300,3 +270,6 @@ def fit_padding(case: Case) -> Iterator[Fit]:
         effect = scorer.effect(what, logits)
         sentence = f"the model behind {{side}} {what}"
         yield from case.fit_sides("positions", sentence, effect, {"what": what})
+
+
+SIMULATED = (fit_formats, fit_configuration, fit_adapter, fit_padding)

@@ -150,7 +150,7 @@ def learning_rate(log: Log) -> Symptom | None:
     # Before the only update of a batch, the ratio is 1 up to rounding at any learning rate.
     # verl's ppo_kl is the mean of -log(ratio), which has both signs.
     sizes = [abs(y) for _, y in moves if abs(y) > ROUNDING]
-    # Equal rewards cause no gradient, and thus no step, at any learning rate.
+    # Equal rewards cause no gradient, and so no step, at any learning rate.
     idle = log.end("dead_groups") >= limits.dead_groups
     if not stuck or len(sizes) < limits.least_steps or idle or median(sizes) >= limits.step_kl_low:
         return None
@@ -312,20 +312,7 @@ def no_learning(log: Log) -> Symptom | None:
 
 # Causes come before their possible effects.
 DETECTORS: tuple[Callable[[Log], Symptom | None], ...] = (
-    not_finite,
-    engine_mismatch,
-    no_gradient,
-    learning_rate,
-    gradient_spike,
-    gradient_growth,
-    clip_saturation,
-    value_error,
-    reward_hacking,
-    truncation,
-    length_growth,
-    kl_drift,
-    entropy_collapse,
-    entropy_growth,
-    dead_groups,
-    no_learning,
+    *(not_finite, engine_mismatch, no_gradient, learning_rate, gradient_spike, gradient_growth),
+    *(clip_saturation, value_error, reward_hacking, truncation, length_growth, kl_drift),
+    *(entropy_collapse, entropy_growth, dead_groups, no_learning),
 )

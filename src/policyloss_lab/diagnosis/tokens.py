@@ -30,7 +30,6 @@ def doctor(
     ids: Tensor | None = None,
     rollout_ids: Tensor | None = None,
     positions: Tensor | None = None,
-    entropy: Tensor | None = None,
     earlier_logp: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     model: Any = None,
@@ -45,9 +44,8 @@ def doctor(
     of `ids` at the same position. More arguments distinguish more causes:
 
     - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounded
-      log-probabilities, a temperature, a top-p. `entropy` (of the trainer) makes the temperature
-      exact to first order. `earlier_logp` (of older weights) names stale weights. If both
-      `old_logp` and `logp` are passed, the step between them measures how old stale weights are.
+      log-probabilities, a temperature, fewer tokens. `earlier_logp` (of older weights) names stale
+      weights.
     - `ids` with `rollout_ids`: whether text was encoded again.
     - `model` (the trainer's, with the weights that computed `old_logp`) with `ids` and `prompts`
       (the tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
@@ -58,32 +56,27 @@ def doctor(
     The model runs in float32 under `no_grad`; a model in 16 bits is copied first. Its weights
     change during a forward and are restored.
     """
-    limits = thresholds or Thresholds()
     name, trainer = ("logp", logp) if old_logp is None else ("old_logp", old_logp)
     if trainer is None:
         raise InputError("the trainer's log-probabilities are missing; pass old_logp= or logp=.")
-    later = logp if old_logp is not None else None
     pairs = read_pairs(
         rollout_logp,
         trainer,
         mask,
         trainer_name=name,
         ids=ids,
-        entropy=entropy,
-        later=later,
         earlier=earlier_logp,
         cu_seqlens=cu_seqlens,
     )
-    notes = _other_ids(ids, rollout_ids, mask)
+    note = _other_ids(ids, rollout_ids, mask)
     if model is None:
         case = Case(_some_rows(pairs, PAIR_TOKENS))
     else:
         case = case_with_model(pairs, model, ids, prompts, positions, cu_seqlens, max_tokens)
-    others = None
-    if other_prompts is not None:
-        others = [other_prompts[row] for row in torch.unique_consecutive(case.pairs.row).tolist()]
-    verdict = diagnose(case, limits, notes, others)
-    return verdict.because_of("reencoded", notes) if notes else verdict
+    rows = torch.unique_consecutive(case.pairs.row).tolist()
+    others = None if other_prompts is None else [other_prompts[row] for row in rows]
+    verdict = diagnose(case, thresholds or Thresholds(), others)
+    return verdict.because_of("reencoded", note) if note else verdict
 
 
 def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
@@ -93,24 +86,20 @@ def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
     options: further arguments of `doctor`, such as `model`. Prompts come only from the options.
     """
     batch = getattr(batch, "batch", batch)
-    if not hasattr(batch, "keys"):
-        batch = {name: x for name, x in vars(batch).items() if x is not None}
-    columns = columns_of(batch.keys())
-    arguments = {
-        argument: batch[name]
-        for argument, name in columns.items()
-        if argument != "prompts" and batch[name] is not None
-    }
+    batch = batch if hasattr(batch, "keys") else vars(batch)
+    known = {name: batch[name] for name in batch.keys() if batch[name] is not None}  # noqa: SIM118
+    arguments = {argument: known[name] for argument, name in columns_of(known).items()}
+    arguments.pop("prompts", None)
     rows = arguments["rollout_logp"].shape[-1]
     if "ids" in arguments and arguments["ids"].shape[-1] != rows:
         del arguments["ids"]  # some frameworks store prompt and completion together in it
     return doctor(**{**arguments, **options})
 
 
-def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> list[str]:
+def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> str:
     """A sentence if the tokens of engine and trainer differ."""
     if rollout_ids is None:
-        return []
+        return ""
     if ids is None or ids.shape != rollout_ids.shape:
         shape = None if ids is None else tuple(ids.shape)
         raise InputError(
@@ -120,28 +109,21 @@ def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> list[str]:
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     wrong = (ids != rollout_ids) & valid
     if not wrong.any():
-        return []
-    rows = int(wrong.any(-1).sum()) if ids.dim() == 2 else 1
-    return [
+        return ""
+    return (
         f"{int(wrong.sum())} of {int(valid.sum())} valid tokens have another id on the engine's "
-        f"side, in {rows} rows: the numbers belong to different tokens"
-    ]
+        f"side, in {int(wrong.any(-1).sum())} rows: the numbers belong to different tokens"
+    )
 
 
 def _some_rows(pairs: Pairs, most: int) -> Pairs:
-    """Complete rows, evenly spread over the batch, with about `most` tokens in total."""
-    return pairs if pairs.size <= most else pairs.select(_rows_within(pairs, most))
-
-
-def _rows_within(pairs: Pairs, most: int) -> Tensor:
-    starts = pairs.starts
-    lengths = starts.diff()
-    step = max(1, -(-pairs.size // most))
-    keep = torch.zeros(lengths.numel(), dtype=torch.bool)
-    keep[::step] = True
+    """Complete rows, evenly spread over the batch, with at most `most` tokens in total."""
+    if pairs.size <= most:
+        return pairs
+    lengths = pairs.starts.diff()
+    keep = torch.arange(lengths.numel()) % -(-pairs.size // most) == 0
     chosen = torch.repeat_interleave(keep, lengths)
-    total = chosen.cumsum(0)
-    return chosen & (total <= most)
+    return pairs.select(chosen & (chosen.cumsum(0) <= most))
 
 
 def case_with_model(
@@ -158,42 +140,38 @@ def case_with_model(
         raise InputError("model= needs ids= of shape [B, T] to be run on; pass padded rows.")
     if prompts is not None and len(prompts) != ids.shape[0]:
         raise InputError(f"prompts has {len(prompts)} rows and ids {ids.shape[0]}; pass one each.")
-    vocabulary = _vocabulary(model)
-    most = min(max_tokens, LOGIT_BYTES // (4 * vocabulary))
-    pairs = _some_rows(pairs, max(most, 64))
-    if pairs.ids is not None and (int(pairs.ids.max()) >= vocabulary or int(pairs.ids.min()) < 0):
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        kind = type(model).__name__
+        raise InputError(f"model must be a causal model with config.vocab_size, got {kind}.")
+    pairs = _some_rows(pairs, max(min(max_tokens, LOGIT_BYTES // (4 * vocabulary)), 64))
+    assert pairs.ids is not None
+    if int(pairs.ids.max()) >= vocabulary or int(pairs.ids.min()) < 0:
         raise InputError(
-            f"ids holds {int(pairs.ids.max())}, but the model knows {vocabulary} tokens; pass the "
+            f"ids holds {int(pairs.ids.max())}, but the model has {vocabulary} tokens; pass the "
             "ids of its own tokenizer."
         )
-    rows = torch.unique_consecutive(pairs.row).tolist()
-    place = {row: i for i, row in enumerate(rows)}
+    rows, index = torch.unique_consecutive(pairs.row, return_inverse=True)
     before, after, offsets = [], [], []
-    for row in rows:
+    for row in rows.tolist():
         columns = pairs.column[pairs.row == row]
-        last = int(columns.max()) + 1
+        start = 0 if prompts is not None else int(columns.min())
         if prompts is not None:
             before.append(_token_ids(prompts[row], row, vocabulary))
-            start = 0
         else:
-            start = int(columns.min())
-            begin = 0
+            real = [0]
             if positions is not None:
-                zero = (positions[row, : start + 1] == 0).nonzero()
-                begin = int(zero[-1]) if zero.numel() else 0
-            before.append(ids[row, begin:start].tolist())
-        after.append(ids[row, start:last].tolist())
+                real += (positions[row, : start + 1] == 0).nonzero().flatten().tolist()
+            before.append(ids[row, real[-1] : start].tolist())
+        after.append(ids[row, start : int(columns.max()) + 1].tolist())
         offsets.append(start)
     if not all(before):
         raise InputError(
             "the model needs at least one token before the first valid one of every row; pass "
             "prompts=, a list of token ids for each row."
         )
-    index = torch.tensor([place[row] for row in pairs.row.tolist()])
     scored = torch.stack([index, pairs.column - torch.tensor(offsets)[index]], 1)
-    assert pairs.ids is not None
-    weights = {w.dtype for w in model.parameters() if w.is_floating_point()}
-    if weights != {torch.float32}:
+    if {w.dtype for w in model.parameters() if w.is_floating_point()} != {torch.float32}:
         model = copy.deepcopy(model).float()
     return Case(pairs, Scorer(model, before, after, scored, pairs.ids.long()))
 
@@ -205,17 +183,7 @@ def _token_ids(prompt: Any, row: int, vocabulary: int) -> list[int]:
         tokens = [-1]
     if any(not 0 <= t < vocabulary for t in tokens):
         raise InputError(
-            f"prompts, row {row}, is no list of token ids from 0 to {vocabulary - 1}; pass the ids "
-            "of the model's own tokenizer."
+            f"prompts, row {row}, is not a list of token ids from 0 to {vocabulary - 1}; pass the "
+            "ids of the model's own tokenizer."
         )
     return tokens
-
-
-def _vocabulary(model: Any) -> int:
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(size, int):
-        raise InputError(
-            f"model must be a causal language model with config.vocab_size, got "
-            f"{type(model).__name__}."
-        )
-    return size

@@ -39,8 +39,8 @@ def table_rows(lines: Iterable[str]) -> Iterator[tuple[str, int, Row]]:
         yield from _below_each_other(reader, run, shared | places)
     except csv.Error as error:
         raise InputError(
-            f"line {reader.line_num} cannot be read as one of a table ({error}); it is no log of a "
-            "run."
+            f"line {reader.line_num} cannot be read as one of a table ({error}); it is not the "
+            "log of a run."
         ) from error
 
 

@@ -309,7 +309,7 @@ def _read_foreign(source: Source, runs: int) -> None:
     """Read the files of another trainer, except for the numbers, which are read already."""
     if source.kind and not source.table.lines:
         raise InputError(
-            f"{source.path} holds no row with a step and numbers; it is no log of a run."
+            f"{source.path} holds no row with a step and numbers; it is not the log of a run."
         )
     source.format = KINDS.get(source.kind) or f"completions only: {source.completions[0].name}"
     source.steps = max([0, *source.table.trained[-1:].tolist()])

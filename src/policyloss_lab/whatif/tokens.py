@@ -156,8 +156,8 @@ TOKEN_BUDGET = 2_000_000  # tokens read from a run
 PER_TOKEN = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
 # The names of stored columns in different trainers, ours first.
 NAMES: dict[str, tuple[str, ...]] = {
-    **{name: COLUMNS[name] for name in ("logp", "old_logp", "rollout_logp", "entropy")},
-    **{name: COLUMNS[name] for name in ("ids", "mask", "prompts")},
+    **COLUMNS,
+    "entropy": ("entropy", "entropys"),
     "ref_logp": ("ref_logp", "ref_log_prob", "ref_log_probs", "ref_per_token_logps"),
     "teacher_logp": ("teacher_logp", "teacher_log_probs"),
     "token_advantage": ("token_advantage", "advantages", "advantage"),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from policyloss_lab.diagnosis.hypothesis import ROUNDING, misfit, roughness
+from policyloss_lab.diagnosis.hypothesis import ROUNDING, misfit
 from policyloss_lab.diagnosis.pairs import noise_shape
 
 ONES = torch.ones(1000, dtype=torch.float64)
@@ -69,7 +69,6 @@ def test_tokens_without_evidence_count_like_the_others():
 
 def test_equal_numbers_have_the_scale_of_rounding():
     assert misfit(torch.zeros(10, dtype=torch.float64), ONES[:10], 0).scale == ROUNDING
-    assert roughness(torch.zeros(10), torch.ones(10)) == 0
 
 
 def test_the_scale_is_the_one_of_most_likelihood_where_most_tokens_are_exact():

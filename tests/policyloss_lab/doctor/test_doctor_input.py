@@ -167,7 +167,7 @@ def tensors_file(dtype: str, shape: list[int], place: tuple[int, int] = (0, 8)) 
         ("a.jsonl", '{"rollout_logp": [1], "x": 2}', "the trainer's log-probabilities are missing"),
         ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0, -2.0]}', "row 1: old_logp has 2"),
         ("a.jsonl", '{"rollout_logp": ["a"], "old_logp": ["b"]}', "holds more than numbers"),
-        ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0]}\nno', "line 2, is no JSON"),
+        ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0]}\nno', "line 2, is not a JSON"),
         ("a.jsonl", '{"rollout_logp": [-1.0], "old_logp": [-1.0]}', "1 valid tokens are too few"),
         ("a.jsonl", '{"rollout_logp": [NaN], "old_logp": [-1.0]}', "NaN or infinite at 1 of 1"),
         ("a.jsonl", '{"rollout_logp": [], "old_logp": []}', "mask has no valid token"),
@@ -179,7 +179,7 @@ def tensors_file(dtype: str, shape: list[int], place: tuple[int, int] = (0, 8)) 
         ("a.safetensors", tensors_file("I32", [2]), "must be a floating-point tensor"),
         ("a.safetensors", "not one", "is not a valid safetensors file"),
         ("a.pt", "x", "may be a pickle"),
-        ("a.csv", "what,is\nthis,file", "it is no log of a run"),
+        ("a.csv", "what,is\nthis,file", "it is not the log of a run"),
     ],
 )
 def test_a_file_of_another_format_is_named(

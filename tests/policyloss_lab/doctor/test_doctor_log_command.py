@@ -48,7 +48,7 @@ def test_exit_codes_and_text(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     (run / "metrics.jsonl").write_text('{"step": 1, "what": 2}')
     assert main(["doctor", str(run)]) == 2
-    assert "no metric of these logs is known" in capsys.readouterr().err
+    assert "these logs have no known metric" in capsys.readouterr().err
 
 
 def test_thresholds_come_from_the_command_line(

@@ -46,7 +46,7 @@ def test_the_floor_is_the_bf16_noise_of_large_logits() -> None:
 def test_larger_noise_is_unexplained_and_names_the_missing_argument() -> None:
     verdict = lab.doctor(**noisy(0.3, 0))
     assert verdict.cause == "not_explained"
-    assert "Pass model=, ids= and prompts=." in verdict.remedy
+    assert "Pass model=, ids= and prompts=" in verdict.remedy
     assert [place.tag for place in verdict.places] == ["network"]
 
 
@@ -60,15 +60,3 @@ def test_a_few_wild_tokens_are_no_noise() -> None:
 def test_no_cause_is_named_that_pairs_cannot_tell(name: str) -> None:
     arguments = FAULTS[name](SOURCE, 0, SMALL).arguments
     assert lab.doctor(**arguments).cause in ("not_explained", "healthy")
-
-
-def test_a_step_of_the_trainer_shows_where_stale_weights_differ() -> None:
-    """The same noise with the shape of the trainer's step, and with another one."""
-    pairs = noisy(0.3, 0)
-    gap = pairs["rollout_logp"] - pairs["old_logp"]
-    draw = torch.Generator().manual_seed(1)
-    size = (1 + 0.3 * torch.randn(gap.shape, generator=draw)).abs()
-    stale = lab.doctor(**pairs, logp=pairs["old_logp"] + 0.5 * gap * size)
-    assert stale.cause == "stale_weights"
-    other = lab.doctor(**pairs, logp=pairs["old_logp"] + 0.5 * gap.flip(0))
-    assert other.cause == "not_explained"

@@ -18,12 +18,13 @@ from walk import walked
 
 import policyloss_lab as lab
 from policyloss_lab.diagnosis import diagnose as diagnosing
+from policyloss_lab.diagnosis.columns import fit_units
 from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose
 from policyloss_lab.diagnosis.forward import altered
-from policyloss_lab.diagnosis.hypothesis import Case
+from policyloss_lab.diagnosis.hypothesis import Case, Fit
 from policyloss_lab.diagnosis.logits import counts_before
 from policyloss_lab.diagnosis.pairs import read_pairs
-from policyloss_lab.diagnosis.simulated import integers
+from policyloss_lab.diagnosis.simulated import integers, matrices
 
 RECORDED = Path(__file__).parents[2] / "recorded" / "doctor"
 SOURCE = Source(RECORDED / "rollouts", RECORDED / "models")
@@ -204,15 +205,23 @@ def test_a_cause_that_leaves_much_is_not_named() -> None:
 
 def test_two_families_that_explain_alike_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def twin(case: Case) -> Any:
-        for fit in diagnosing.fit_units(case):
-            yield diagnosing.Fit("softcap", "a twin", fit.prediction)
+        for fit in fit_units(case):
+            yield Fit("softcap", "a twin", fit.prediction)
 
     a = numbers()
     a["rollout_logp"] = a["rollout_logp"] / math.log(2)
-    monkeypatch.setattr(diagnosing, "NUMBERS", (diagnosing.fit_units, twin))
+    monkeypatch.setattr(diagnosing, "NUMBERS", (fit_units, twin))
     found = lab.doctor(**a)
     assert found.cause == "not_explained"
     assert found.details["candidates"] == ["units", "softcap"]
+
+
+def test_one_cause_is_preferred_to_two() -> None:
+    a = numbers()
+    case = Case(read_pairs(a["rollout_logp"], a["old_logp"], None))
+    both, one = (Fit(cause, "", case.pairs.difference) for cause in ("temperature+top_p", "top_p"))
+    search = diagnosing.Search(case, Thresholds(), None, frozenset())
+    assert [row.fit.cause for row in search.rank([both, one], case)] == [one.cause, both.cause]
 
 
 def test_a_family_that_is_held_out_is_not_named() -> None:
@@ -251,6 +260,13 @@ def bias(scorer: Any, z: Tensor) -> Tensor:
     """The three tokens that are sampled most."""
     chosen = scorer.ids.bincount().topk(3).indices
     return z.index_add(1, chosen, torch.tensor([2.0, -1.0, 1.0]).expand(len(z), 3))
+
+
+def min_tokens(scorer: Any, z: Tensor) -> Tensor:
+    """The end token is forbidden among the first six."""
+    z = z.clone()
+    z[scorer.scored[:, 1] < 6, scorer.config.eos_token_id] = -torch.inf
+    return z
 
 
 def by_row(scorer: Any, z: Tensor) -> Tensor:
@@ -292,6 +308,7 @@ MODEL: dict[str, tuple[Callable[[], Tensor], str, str, float | str]] = {
     "repetition": (lambda: from_logits(repetition), "penalty", "repetition_penalty", 1.3),
     "presence": (lambda: from_logits(presence), "penalty", "presence_penalty", 0.7),
     "bias": (lambda: from_logits(bias), "logit_bias", "side", "rollout_logp"),
+    "min_tokens": (lambda: from_logits(min_tokens), "support", "min_tokens", 6),
     "by_row": (lambda: from_logits(by_row), "temperature", "by", "each row"),
     "top1": (
         lambda: plain().padded(plain().scorer(SOURCE.model()).logits.log_softmax(1).amax(1)),
@@ -315,6 +332,16 @@ def test_a_cause_that_the_model_shows(name: str) -> None:
     assert found.causes == (cause,), str(found)
     expected = value if isinstance(value, str) else pytest.approx(value, rel=0.03)
     assert found.details[key] == expected
+
+
+def test_experts_and_routers_are_rounded_by_their_inputs() -> None:
+    layer = torch.nn.Module()
+    layer.router, layer.proj = torch.nn.Linear(4, 2), torch.nn.Linear(4, 4)
+    layer.experts = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    layer.norm = torch.nn.Parameter(torch.zeros(4))
+    assert matrices(layer) == {"experts": -1, "router.weight": -1, "proj.weight": -1}
+    step = integers(torch.tensor([[[1.0, 0.6], [0.3, 0.3]]]), -1, 7.0)
+    torch.testing.assert_close(step, torch.tensor([[[1.0, 4 / 7], [0.3, 0.3]]]))
 
 
 def test_the_configuration_is_as_before() -> None:
