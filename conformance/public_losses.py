@@ -28,7 +28,7 @@ from torch import Tensor
 import policyloss as pl
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded" / "public_losses.json"
-SEEDS = 3
+SEEDS = 2
 INPUTS = ("logp", "old_logp", "rollout_logp", "ref_logp", "advantages", "mask")
 Batch = dict[str, Tensor]
 
@@ -298,7 +298,9 @@ def main(arguments: list[str]) -> None:
     cases = {key: case for key, case in (kept | record(folders)).items() if key in (*SPECS, KLS)}
     if "roll" in folders:
         cases[KLS] = record_divergences(folders["roll"])
-    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(cases.items())]
+    lines = [
+        f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in sorted(cases.items())
+    ]
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

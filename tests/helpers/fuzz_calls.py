@@ -111,6 +111,17 @@ LIBRARY: dict[str, Case] = {
             "cp_group": None,
         },
     ),
+    "preference_loss": (
+        pl.preference_loss,
+        {
+            "spec": "dpo",
+            "logp": LOGP[:2],
+            "ref_logp": OLD[:2],
+            "mask": MASK[:2],
+            "totals": None,
+            "cp_group": None,
+        },
+    ),
     "aggregate_tokens": (
         pl.aggregate_tokens,
         {

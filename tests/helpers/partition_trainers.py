@@ -104,7 +104,7 @@ def library_trainer(spec: pl.LossSpec, model: nn.Module) -> Step:
 
     def step(micro_batches: list[Batch]) -> nn.Module:
         model.zero_grad()
-        names = ("mask", "cu_seqlens", "group_ids")
+        names = ("mask", "cu_seqlens", "group_ids", "weights")
         layouts = [{name: m.get(name) for name in names} for m in micro_batches]
         totals = sum(
             (pl.Totals.count(**layout) for layout in layouts[1:]), pl.Totals.count(**layouts[0])

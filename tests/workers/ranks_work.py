@@ -272,7 +272,12 @@ def refusals(groups: Groups) -> dict[str, Any]:
             lambda: pl.aggregate_tokens(logp, aggregate=pl.TokenMean(), **layout)
         ),
         "turns": error(
-            lambda: policy(pl.preset("gspo_turn"), totals=share.counts, cp_group=dist.group.WORLD)
+            lambda: policy(
+                pl.preset("gspo_turn"),
+                totals=share.counts,
+                cp_group=dist.group.WORLD,
+                turn_ids=None,
+            )
         ),
         "statistics": error(lambda: policy(pl.preset("clip_cov"), totals=share.counts)),
         "warned grpo": warned(lambda: pl.advantage.grpo(**rewards)),

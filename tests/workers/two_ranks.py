@@ -64,7 +64,7 @@ def reads_order(spec: pl.LossSpec) -> bool:
     """Whether a part reads `positions`; `cp_order_ranks` has such losses."""
     levels = {getattr(part, "level", "") for part in spec.correction}
     ordered = isinstance(spec.ratio, pl.SegmentRatio) or isinstance(spec.trust, pl.FutureKL)
-    return ordered or "turn" in levels
+    return ordered or "turn" in levels or isinstance(spec.aggregate, pl.TurnMean)
 
 
 CP_SPECS = {

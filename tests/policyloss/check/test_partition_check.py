@@ -375,6 +375,7 @@ def test_the_default_cuts() -> None:
 def test_the_library_does_not_move(aggregate: Any, dtype: torch.dtype) -> None:
     spec = pl.preset("ppo_dual_clip").replace(aggregate=aggregate)
     batch = make_batch(dtype, torch.tensor([3, 9, 0, 5, 12, 4]))  # one row has nothing to train on
+    batch["weights"] = torch.linspace(0.5, 1.5, 6, dtype=dtype)
     for laid_out in (batch, packed(batch)):
         report = pl.partition_check(library_trainer(spec, make_model(dtype)), laid_out)
         assert not report.moved, str(report)

@@ -48,6 +48,9 @@ def warnings_of(function: Callable[[], Any], times: int) -> list[str]:
 DEFINED_WITH = {
     "ppo": "gae",
     "ppo_dual_clip": "gae",
+    "rec_one_side": "dr_grpo",
+    "m2po": "grpo",
+    "ipo": "dr_grpo",
     "decoupled_ppo": "gae",
     "grpo": "grpo",
     "dapo": "grpo",

@@ -27,6 +27,7 @@ from cases import (
     make_batch,
     run,
     step_totals,
+    unweighted,
     with_divergence,
 )
 from policyloss.compiled import CompiledLoss, compiled_loss, in_graph
@@ -268,7 +269,7 @@ def test_value_and_gradient_equal_the_backward_pass(totals: Any, dtype: torch.dt
 def test_value_and_gradient_where_there_is_no_graph() -> None:
     """L = −mean(2·logp) over the n valid tokens: the gradient of each is −2/n."""
     loss = compiled_loss(pl.LossSpec(trust=lambda t: -2 * t.logp))
-    out, gradients = loss.value_and_gradient(**BATCH.kwargs)
+    out, gradients = loss.value_and_gradient(**unweighted(BATCH).kwargs)
     assert not out.loss.requires_grad
     assert_same(
         gradients.logp,

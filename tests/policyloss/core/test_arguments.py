@@ -55,7 +55,7 @@ NO_CALLS = {
         "TurnMean",
         "WeightMean",
     ),
-    *("advantage", "compat", "functional", "hf", "report", "ESTIMATORS", "GAE"),
+    *("advantage", "compat", "functional", "hf", "preference", "report", "ESTIMATORS", "GAE"),
     *("BitsReport", "WhatIf", "exact", "unfused"),
 }
 

@@ -25,6 +25,7 @@ from cases import (
     run,
     step_totals,
     swapped,
+    unweighted,
 )
 
 UP = pl.preset("up_grpo")
@@ -91,7 +92,7 @@ def test_up_grpo_is_a_sequence_mean() -> None:
 
 
 def test_the_positive_side_has_reinforces_gradient_and_not_its_value() -> None:
-    batch = make_batch(seed=1)
+    batch = unweighted(make_batch(seed=1))
     current, logp = (
         run(pl.LossSpec(trust=pl.Unbounded(form)), batch) for form in ("current", "logp")
     )

@@ -13,7 +13,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import SPECS, make_batch, run, step_totals
-from policyloss.accumulation import Pack, _share
+from policyloss.accumulation import StepPack, _share
 from policyloss.compat.verl.advantage_numbers import PlainGroups
 from policyloss.inputs import Inputs
 from policyloss.tokens import Tokens
@@ -74,7 +74,7 @@ def test_averages_of_a_long_pack() -> None:
 def test_the_share_of_a_rank() -> None:
     mask, cu_seqlens = long_pack()
     data = {"mask": mask, "cu_seqlens": cu_seqlens, "group_ids": torch.tensor([7, 9])}
-    counts, members = _share(Pack.of([data]), 1, None)
+    counts, members = _share(StepPack.of([data]), 1, None)
     assert counts.tolist() == [MANY + 3, 2, 1, 2, 0]
     assert members.tolist() == [[7, 9], [3, MANY]]
 

@@ -14,7 +14,7 @@ from trl_configs import grpo_config
 from walk import walked
 
 import policyloss as pl
-from cases import make_batch, run
+from cases import make_batch, run, unweighted
 from policyloss.compat.trl.trainer import checked_loss
 from policyloss.explanations.formula import formula
 from policyloss.parts import aggregate
@@ -109,7 +109,7 @@ def test_the_printed_formula_names_a_missing_horizon() -> None:
     printed = formula(pl.preset("dr_grpo"))
     assert printed.lines[-1].expression == "sum(surrogate) / (B * horizon)"
     assert "with_horizon" in printed.vocabulary["horizon"]
-    batch = make_batch()
+    batch = unweighted(make_batch())
     loss = Evaluator(printed, batch, horizon=7).names["loss"].item()
     assert loss == pytest.approx(
         run(pl.preset("dr_grpo").with_horizon(7), batch).loss.item(), rel=1e-12

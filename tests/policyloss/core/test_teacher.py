@@ -12,9 +12,9 @@ from torch import Tensor
 from walk import walked
 
 import policyloss as pl
-from cases import assert_same, make_batch, run
+from cases import assert_same, make_batch, run, unweighted
 
-BATCH = make_batch(seed=4)
+BATCH = unweighted(make_batch(seed=4))
 TEACHER = BATCH.ref_logp - 0.1 * BATCH.entropy
 SILENT = dataclasses.replace(BATCH, advantages=torch.zeros_like(BATCH.advantages))
 

@@ -122,7 +122,8 @@ def test_a_step_in_any_cut(seed):
     batch.hidden[draw.randrange(rows), 0] *= draw.choice([1, 1e30, math.nan])
     options = {"softcap": draw.choice([None, 20.0]), "temperature": draw.choice([1.0, 0.6])}
     kwargs = batch.kwargs
-    totals = pl.Totals.count(kwargs["mask"], group_ids=kwargs["group_ids"])
+    counted = {name: kwargs[name] for name in ("group_ids", "weights")}
+    totals = pl.Totals.count(kwargs["mask"], **counted)
 
     def run(part: HeadBatch, plan: Any) -> tuple[Tensor, pl.Metrics]:
         hidden = leaf(part.hidden)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from divergences import of_distributions, whole_gradient
 from interpreted import DEVICE
-from test_kernels import FORWARD, ROWS, ids_of, logits, scaled, scalings
+from test_kernels import FORWARD, ROWS, ids_of, logits, scalings, write_scaled
 from torch import Tensor
 from walk import walked
 
@@ -76,7 +76,7 @@ def test_statistics(kind: str) -> None:
         assert s.entropy is not None
         assert alone.entropy is not None
         torch.testing.assert_close(s.entropy.double(), alone.entropy, rtol=1e-5, atol=1e-5)
-        student, teacher = (scaled(*x)[0].log_softmax(-1) for x in ((z, ours), (u, theirs)))
+        student, teacher = (write_scaled(*x)[0].log_softmax(-1) for x in ((z, ours), (u, theirs)))
         expected = of_distributions(student, teacher, measure)
         torch.testing.assert_close(found.divergence.double(), expected, rtol=1e-5, atol=3e-6)
         if kind != "forward":
@@ -97,8 +97,8 @@ def test_gradient(kind: str) -> None:
         out = torch.full_like(z, torch.nan)
         derivatives = (dlogp, dentropy if entropy else None, ddivergence)
         pair_gradient(z, out, ids, s, derivatives, ours, PairRows(u, theirs), found, measure)
-        scaled_z, slope = scaled(z, ours)
-        student, teacher = scaled_z.log_softmax(-1), scaled(u, theirs)[0].log_softmax(-1)
+        scaled_z, slope = write_scaled(z, ours)
+        student, teacher = scaled_z.log_softmax(-1), write_scaled(u, theirs)[0].log_softmax(-1)
         ds = ddivergence.double()[:, None] * whole_gradient(student, teacher, measure)
         p = student.exp()
         onehot = torch.stack([(torch.arange(vocabulary, device=z.device) == y) for y in ids])
