@@ -147,5 +147,5 @@ def as_preference(spec: AnyPreference) -> PreferenceSpec:
         )
     known = match_name(spec, PREFERENCES)
     if known is None:
-        raise InputError(unknown_name("preference preset", spec, PREFERENCES))
+        raise InputError("spec: " + unknown_name("preference loss", spec, PREFERENCES))
     return PREFERENCES[known].spec
