@@ -22,6 +22,6 @@ def test_a_spoiled_argument_of_what_if_gives_a_result_or_an_error_that_names_it(
 
 
 def test_a_spoiled_argument_of_the_doctor_gives_a_result_or_an_error_that_names_it() -> None:
-    tokens = {"rollout_logp": OLD, "old_logp": LOGP, "logp": LOGP, "mask": MASK, "entropy": -LOGP}
+    tokens = {"rollout_logp": OLD, "old_logp": LOGP, "mask": MASK}
     # Repeated: a verdict needs more tokens.
     assert problems_of(lab.doctor, {k: x.repeat(3, 2) for k, x in tokens.items()}) == []
