@@ -19,6 +19,8 @@ SIDE, LEFT, TOP, LOWEST = 300, 60, 30, 0.5
 
 def doctor_pages(results: Path) -> dict[str, str]:
     """The page and its picture by their paths."""
+    if not results.is_file():
+        return {}
     data = json.loads(results.read_text(encoding="utf-8"))
     return {
         "docs/doctor_matrix.md": _page(data),

@@ -19,7 +19,7 @@ from conformance.environments import PEERS as FRAMEWORKS
 from walk import walked
 
 import policyloss as pl
-from cases import PRESETS, make_batch, run
+from cases import PRESETS, make_batch, run, unweighted
 from docs import conformance_page, generate
 from policyloss.policy_metrics import FORMULAS
 
@@ -76,7 +76,7 @@ def test_the_snippet_on_the_page_runs_and_gives_the_loss(name: str) -> None:
     snippet = re.search(r"```python\n(.*?)\n```", page, re.DOTALL)
     assert snippet is not None
     assert len(snippet[1].split("\n")) == 6
-    batch = make_batch(seed=2)
+    batch = unweighted(make_batch(seed=2))
     given: dict[str, Any] = {
         **batch.kwargs,
         "logp": batch.logp.clone().requires_grad_(),
@@ -371,6 +371,8 @@ def test_the_conformance_page_before_the_first_run(tmp_path: Path) -> None:
 INVALID = (
     "invalid_mask_values",
     "invalid_cu_seqlens",
+    "negative_weights",
+    "tokens_without_turn",
 )
 
 

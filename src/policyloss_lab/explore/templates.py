@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from policyloss.errors import PolicyLossError
 from policyloss.explanations.algebra.derive import Lines
@@ -25,7 +25,7 @@ from policyloss.explanations.traits import traits
 from policyloss.parts.aggregate import TokenSum
 from policyloss.parts.correction import Band, Corrected, SelfNormalise, Truncate, Veto
 from policyloss.parts.kl import KL
-from policyloss.parts.ratio import TokenRatio
+from policyloss.parts.ratio import Anchor, TokenRatio
 from policyloss.parts.trust import BySign, Unbounded
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
@@ -39,7 +39,7 @@ from policyloss_lab.explore.fields import (
     start_number,
 )
 
-ANCHORS = ("old", "rollout", "teacher", "current")
+ANCHORS = get_args(Anchor)
 # Bounds of a clamp, which may be a number, a pair or None: always written as two bounds.
 _CLAMP = (-17.317, 19.319)
 _WORDS = {word.removeprefix("-") for entry in ELSEWHERE for word in entry.needs.split()}

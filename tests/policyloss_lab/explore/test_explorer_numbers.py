@@ -93,7 +93,7 @@ def test_any_composition_is_computed_and_written_down(
     """Numbers and gradients; the printed formula, run by an evaluator that shares no code with the
     page; the Python, run; and the names in frameworks.
     """
-    batch = make_batch(seed, rows=5, width=6, spread=0.5)
+    batch = unweighted(make_batch(seed, rows=5, width=6, spread=0.5))
     assert_computes(page, spec, [batch])
     data = spec.to_dict()
     assert pl.LossSpec.from_dict(page.evaluate("(spec) => policyloss.check(spec)", data)) == spec
