@@ -38,7 +38,7 @@ def _ours(inputs: Inputs, options: Options) -> Outputs:
     spec = _spec(options)
     if spec.divergence is not None:
         raise InputError("a server returns no distributions")
-    if options.get("exported") and spec.needs_statistics:
+    if options.get("exported") and (spec.needs_statistics or isinstance(spec.trust, pl.FutureKL)):
         raise InputError("a server runs an exported loss on one sequence at a time")
     arguments = {name: x for name, x in inputs.items() if name != "logp"}
     out = pl.policy_loss(spec, inputs["logp"], teacher_logp=inputs["ref_logp"], **arguments)

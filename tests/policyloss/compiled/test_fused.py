@@ -25,7 +25,7 @@ from policyloss.inputs import Inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 BATCH = make_batch(seed=5, rows=4, width=6).map(lambda x: x.to(torch.float32))
-UNSERVED = {"gspo_turn", "clip_cov", "kl_cov"}
+UNSERVED = {"gspo_turn", "clip_cov", "kl_cov", "fipo", "m2po"}
 LEAVES = ("logp", "entropy", "divergence")
 
 

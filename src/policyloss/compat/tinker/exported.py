@@ -14,6 +14,7 @@ from policyloss.compat.tinker.data import KEYS, count, only, pack, trace
 from policyloss.compat.tinker.losses import check_spec
 from policyloss.errors import InputError
 from policyloss.loss import policy_loss, ready_spec
+from policyloss.parts.trust import FutureKL
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 
@@ -75,6 +76,12 @@ def export(spec: AnyLoss) -> ExportedLoss:
         raise InputError(
             "this loss compares sequences with each other, and a server runs an exported loss on "
             "one sequence at a time; use policyloss.compat.tinker.loss(spec), which runs here."
+        )
+    sides = [getattr(spec.trust, name, None) for name in ("positive", "negative")]
+    if any(isinstance(part, FutureKL) for part in (spec.trust, *sides)):
+        raise InputError(
+            "FutureKL sums over later tokens in as many steps as the length takes, and a graph has "
+            "a fixed number; use policyloss.compat.tinker.loss(spec), which runs here."
         )
     tensors = ("logp", "mask", "advantages", *(name for name in KEYS if name in spec.reads))
 
