@@ -40,7 +40,7 @@ evidence: $(STAMP)  ## train with every loss, three seeds each (half an hour on 
 	$(BIN)/python -m docs.generate
 
 test: $(STAMP)  ## the tests of the code, in five minutes on two cores
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not slow and not engines and not docs' --ignore=tests/docs --ignore=tests/policyloss_lab/explore
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow and not engines and not docs' --ignore=tests/docs --ignore=tests/policyloss_lab/explore
 
 test-docs: $(STAMP)  ## the tests of the documentation, and the tests that drive a browser
 	$(BIN)/python -m pytest -n 2 -m 'docs and not slow'
