@@ -169,8 +169,8 @@ class MicroBatch(Mapping[str, Any]):
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    is_last: whether this is the step's last micro-batch on this rank; its backward averages the
-    gradients over ranks. is_used: whether `loss` or `arguments` was called.
+    is_last: whether this is the step's last micro-batch on this rank, the one in whose backward
+    data-parallel ranks average their gradients. is_used: whether `loss` or `arguments` was called.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:

@@ -97,7 +97,7 @@ class RecordPlaces:
 
 
 class Metrics(Mapping[str, Record]):
-    """Named records.
+    """The metrics of a loss by name, each as sums that can be merged.
 
     `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` returns floats.
     """

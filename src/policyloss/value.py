@@ -63,7 +63,7 @@ def value_loss(
     bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
     values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: any
     part of the `aggregate` slot, `TokenMean()` by default. weights: multiply the loss of each
-    token, and of the metrics only `loss`. totals, cp_group, group_ids, turn_ids: as in
+    token; of the metrics, only `loss` is weighted. totals, cp_group, group_ids, turn_ids: as in
     `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
     `clip_fraction` (share of tokens where the clipped error is the larger one),

@@ -284,10 +284,9 @@ def maxrl(
 ) -> Tensor:
     """MaxRL: `(r − μ) / (μ + eps)`, for rewards ≥ 0.
 
-    This is the gradient of the log of the pass rate rather than of the pass rate.
+    The policy gradient then increases the log of the pass rate instead of the pass rate.
     Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. Constant group (all
-    wrong too): 0. Group of one: 0, or r with `single="raw"` (SkyRL). A mean of exactly 0 does not
-    divide.
+    wrong too): 0. Group of one: 0, or r with `single="raw"` (SkyRL).
     group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, scale="mean", eps=eps, single=single, group=group)

@@ -56,11 +56,11 @@ def find_preset(name: str) -> Preset:
 
 
 def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
-    """The loss called `name`, as a frozen `LossSpec`; `numbers` change fields of its parts by name.
+    """The loss called `name`, as a frozen `LossSpec`; `numbers` override its settings by name.
 
         pl.preset("dapo", eps_high=0.3, entropy_coef=0.01)
 
-    A field name that several parts of the loss have is an error: use `spec.replace(slot=…)`.
+    A name that several parts of the loss share is an error: use `spec.replace(slot=…)`.
     """
     return find_preset(name).spec.with_fields(**numbers)
 

@@ -124,7 +124,9 @@ class Band(Part):
 
 @dataclass(frozen=True)
 class SequenceMask(Part):
-    """seq-mask-TIS: reject a sequence if its ratio, at this `level`, is outside [low, high].
+    """seq-mask-TIS: reject a sequence if its ratio old / rollout is outside [low, high].
+
+    level: the sequence's ratio is the geometric mean or the product of its tokens' ratios.
 
     weight: the weight of the tokens of the kept sequences. "token": the token's own ratio, not
     clamped to the bounds (NeMo-RL, OpenRLHF); "sequence": the sequence's ratio (TRL); None: 1.
@@ -257,10 +259,7 @@ class Reject(Part):
 
 @dataclass(frozen=True)
 class Veto(Part):
-    """Reject a sequence if any of its tokens has a weight below `low` or above `high`.
-
-    A single token outside the bounds rejects its whole sequence.
-    """
+    """Reject a sequence if a token of it has a ratio old / rollout below `low` or above `high`."""
 
     reads_logp: ClassVar[bool] = False
     low: Annotated[float, bounds(above=0, finite=True)] | None = 1e-4

@@ -150,7 +150,7 @@ class SegmentRatio(Part):
 
 @dataclass(frozen=True)
 class MixedRatio(Part):
-    """The mean of the token's ratio r and of GSPO's ratio s of its sequence (OpenPipe ART).
+    """The mean of the token's ratio r and its sequence's GSPO ratio s (OpenPipe ART).
 
     mean: "arithmetic" is `(r + s) / 2` (ART's "average"), "geometric" is `√(r·s)` (its
     "geometric_average"). The gradient goes through both ratios.

@@ -457,10 +457,9 @@ def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class BySign:
-    """Tokens with A > 0 get the loss of the trust region `positive`, other tokens of `negative`.
+    """Tokens with A > 0 use the trust region `positive`, and all others use `negative`.
 
-    At most one of the two may choose tokens of the whole step (`CovClip`, `CovKL`); it chooses
-    among all tokens, of either sign.
+    At most one of the two may be `CovClip` or `CovKL`; it selects among all tokens, of either sign.
     """
 
     positive: Any
