@@ -137,10 +137,15 @@ def part_from_data(slot: str, data: Any) -> Any:
             none = f"{name} has no fields, got {key!r}."
             raise SpecError(unknown_name(f"{name} field", key, valid) if valid else none)
     values = {k: _decode_value(slot, v) for k, v in data.items() if k != "type"}
+    return make_part(make, values)
+
+
+def make_part(make: Any, values: Mapping[str, Any]) -> Any:
+    """The part of the class `make` with these fields; an error names the missing ones."""
     needed = [f.name for f in dataclasses.fields(make) if f.default is dataclasses.MISSING]
     missing = [name for name in needed if name not in values]
     if missing:
-        raise SpecError(f"{name} needs {', '.join(missing)}.")
+        raise SpecError(f"{make.__name__} needs {', '.join(missing)}.")
     return make(**values)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from policyloss.errors import SpecError, safe_repr, unknown_name
-from policyloss.parts.data import check_depth
+from policyloss.parts.data import check_depth, make_part
 from policyloss.parts.validate import LowerBound, Part
 from policyloss.preference.parts import LINKS, ONE_SIDED, RANKED, Score, Term
 
@@ -74,8 +74,11 @@ class PreferenceSpec(Part):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PreferenceSpec:
         """The inverse of `to_dict`. Strict: an error names the valid fields, types or values."""
+        if not isinstance(data, Mapping):
+            raise SpecError(f"data must be a mapping, as to_dict makes it, got {safe_repr(data)}.")
         check_depth(data)
-        return cls(**{name: _decoded(x) for name, x in data.items()})
+        spec: PreferenceSpec = make_part(cls, {name: _decoded(x) for name, x in data.items()})
+        return spec
 
 
 _PARTS: dict[str, Any] = {part.__name__: part for part in (Term, Score, *LINKS)}
@@ -100,7 +103,7 @@ def _decoded(x: Any) -> Any:
     name, values = x.get("type"), {key: _decoded(y) for key, y in x.items() if key != "type"}
     if not isinstance(name, str) or name not in _PARTS:
         raise SpecError(unknown_name("type of a part", name, _PARTS))
-    return _PARTS[name](**values)
+    return make_part(_PARTS[name], values)
 
 
 def _with_value(data: Any, name: str, value: Any, names: set[str]) -> Any:

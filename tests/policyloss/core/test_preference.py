@@ -346,6 +346,8 @@ REFUSED = [
     (lambda: preset("aot", weighting="wpo"), "by rank"),
     (lambda: PreferenceSpec.from_dict({"terms": [{"type": "Hing"}]}), "Hinge"),
     (lambda: PreferenceSpec.from_dict({"term": []}), "terms"),
+    (lambda: PreferenceSpec.from_dict({"terms": [{"type": "Hinge"}]}), "Hinge needs beta"),
+    (lambda: PreferenceSpec.from_dict(3), "data must be a mapping"),
     (lambda: pl.preference_loss("dop", LOGP, REF, MASK), "dpo"),
     (lambda: pl.preference_loss(pl.preset("dapo"), LOGP, REF, MASK), "PreferenceSpec"),
     (lambda: pl.preference_loss("dpo", LOGP, None, MASK), "reads ref_logp"),
