@@ -23,8 +23,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-# What is split, the axis along which gradients are joined, and over how many ranks the engine
-# averages them (1: it sums).
+# kind: the tensors that are split. axis: along which gradients are joined. size: the number of
+# ranks over which the engine averages gradients (1: it sums them).
 @pytest.mark.slow
 @walked(("kind", "axis", "size"), [("data", 0, 2), ("context", 1, 1), ("counted", 1, 2)])
 @walked("name", NAMES)
