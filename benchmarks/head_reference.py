@@ -148,20 +148,14 @@ def errors(
             flat = value.detach().flatten().double()
             flat = flat if flat.numel() == live.numel() else flat[live]
             found[name] = (flat - getattr(answer, name)[live]).square().mean().sqrt().item()
-    if result.d_hidden is not None and case.index is not None:
-        states = answer.d_hidden.new_zeros(int(case.index.max()) + 1, answer.d_hidden.shape[1])
-        states.index_add_(0, case.index.flatten(), answer.d_hidden)
-        shared = result.d_hidden.flatten(0, -2)
-        if shared.shape != states.shape:  # of the unrolled batch
-            shared = torch.zeros_like(states).index_add_(0, case.index.flatten(), shared.double())
-        found["d_hidden"] = relative(shared, states)
-    elif result.d_hidden is not None:
-        expected = (
-            answer.d_hidden
-            if result.d_hidden.numel() == answer.d_hidden.numel()
-            else answer.d_hidden[case.rows]
-        )
-        found["d_hidden"] = relative(result.d_hidden.flatten(0, -2), expected)
+    if result.d_hidden is not None:
+        actual, expected = result.d_hidden.flatten(0, -2), answer.d_hidden
+        if actual.shape != expected.shape and case.index is not None:
+            states = torch.zeros_like(actual, dtype=expected.dtype)
+            expected = states.index_add_(0, case.index.flatten(), expected)
+        elif actual.shape != expected.shape:
+            expected = expected[case.rows]
+        found["d_hidden"] = relative(actual, expected)
     if result.d_weight is not None:
         found["d_weight"] = relative(result.d_weight, answer.d_weight)
     return found

@@ -88,25 +88,18 @@ def test_compiled_on_the_gpu(name):
 
 # The frameworks compute these in float32 whatever they are given;
 # elsewhere that leaves another rounding.
-IN_FLOAT32 = (
-    "advantage grpo_vectorized",
-    "advantage gdpo",
-    "compute_approx_kl",
-    "distillation.",
-    "ChunkedDivergenceFunction",
-    "DistillationTrainer's loss",
-    *("forward_backward_custom", "create_custom_loss"),  # the SDK sends no other type
-)
+IN_FLOAT32 = ("advantage grpo_vectorized", "advantage gdpo", "compute_approx_kl", "distillation.")
 
 
-def tolerance(name, output):
+def tolerance(function, output):
     """1e-12, except where the computation is float32 inside, and for a deviation √(E[x²] − E[x]²),
     which turns a rounding of 1e-16 into 1e-8. A divergence is a sum of differences of logarithms of
     about 10, whose rounding in float32 is 1e-6.
     """
-    if "Divergence" in name:
+    if "Divergence" in function.name:
         return 4e-6
-    return 1e-6 if name.startswith(IN_FLOAT32) or output.endswith("_std") else 1e-12
+    single = function.dtypes == ("float32",) or function.name.startswith(IN_FLOAT32)
+    return 1e-6 if single or output.endswith("_std") else 1e-12
 
 
 def recorded_cases():
@@ -129,7 +122,7 @@ def test_a_drop_in_gives_the_frameworks_numbers_on_the_gpu(peer, name, i):
     ours, theirs = everything(side), decode(case["outputs"])
     for output, expected in theirs.items():
         value = ours[output].cpu() if isinstance(ours[output], torch.Tensor) else ours[output]
-        assert compare(value, expected).worst <= tolerance(name, output), output
+        assert compare(value, expected).worst <= tolerance(function, output), output
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
