@@ -48,6 +48,14 @@ def walked(
     return decorate
 
 
+def in_shares(count: int) -> pytest.MarkDecorator:
+    """Give the test `share`, a number below `count`: it takes every case whose number has this
+    remainder. The slow tests take the shares after the first.
+    """
+    rest = [pytest.param(share, marks=pytest.mark.slow) for share in range(1, count)]
+    return pytest.mark.parametrize("share", [0, *rest])
+
+
 def _short(value: Any) -> str:
     return str(getattr(value, "__name__", value))[:60]
 

@@ -255,17 +255,19 @@ def specs_of(cut: str, dtype: str, every_pair: bool) -> dict[str, pl.LossSpec]:
     """The losses that are cut so: all of them (in float32 every preset with every aggregation),
     or the presets in float64.
 
-    every_pair: a preset with another aggregation than its own is cut in each of the `FULL` ways.
-    Otherwise it is cut in one of them, and in the next one in float32.
+    every_pair: a loss that is not a preset is cut in each of the `FULL` ways. Otherwise it is cut
+    in one of them, in float64.
     """
     if not CUTS[cut].everything:
         return PRESETS if dtype == "float64" else {}
     specs = SPECS if dtype == "float64" else PRESETS_AND_AGGREGATES
     if every_pair:
         return specs
-    turn = (FULL.index(cut) + list(TOLERANCE).index(dtype)) % len(FULL)
-    left_out = set(PRESET_BY_AGGREGATE) - set(list(PRESET_BY_AGGREGATE)[turn :: len(FULL)])
-    return {name: spec for name, spec in specs.items() if name not in left_out}
+    if dtype == "float32":
+        return PRESETS
+    variants = [name for name in SPECS if name not in PRESETS]
+    mine = set(variants[FULL.index(cut) :: len(FULL)])
+    return {name: spec for name, spec in SPECS.items() if name in PRESETS or name in mine}
 
 
 POLICY_INPUTS = (

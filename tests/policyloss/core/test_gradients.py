@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from walk import walked
+from walk import in_shares, walked
 
 import policyloss as pl
 from cases import (
@@ -100,9 +100,7 @@ def test_the_points_of_the_check_have_a_gradient(name: str) -> None:
     assert (dlogp != 0).sum() >= 2
 
 
-@pytest.mark.parametrize(
-    "share", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@in_shares(3)
 @walked("name", PRESETS)
 def test_gradient_of_every_one_slot_neighbour(name: str, share: int) -> None:
     """Layouts alternate, out of step between presets, so that each part is met in both; and so do

@@ -22,6 +22,7 @@ from cp_order_ranks import (
     SCANS,
     SHARDINGS,
     TURN_SPECS,
+    kind_of,
     over_time,
     owners,
     scan_cases,
@@ -71,16 +72,11 @@ def test_the_shards_are_the_batch(sharding: str, ranks: int) -> None:
 
 
 @walked(("size", "sharding", "layout"), CASES)
-@walked("kind", KINDS)
 @walked("name", TURN_SPECS)
-def test_turns_cross_ranks(
-    name: str, kind: str, size: int, sharding: str, layout: str, said: Said
-) -> None:
-    expected = run(TURN_SPECS[name], BATCH, **KINDS[kind])
+def test_turns_cross_ranks(name: str, size: int, sharding: str, layout: str, said: Said) -> None:
+    expected = run(TURN_SPECS[name], BATCH, **KINDS[kind_of(name, size, sharding)])
     for ranks in groups_of(size):
-        found = [
-            said[rank][f"turns: {name}, {kind}, {size}, {sharding}, {layout}"] for rank in ranks
-        ]
+        found = [said[rank][f"turns: {name}, {size}, {sharding}, {layout}"] for rank in ranks]
         assert_same(sum(f["loss"] for f in found), expected.loss, what="loss")
         assert_same(whole([f["dlogp"] for f in found], sharding), expected.dlogp, what="gradient")
         for f in found:

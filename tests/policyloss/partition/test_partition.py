@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from walk import walked
+from walk import in_shares, walked
 
 import policyloss as pl
 from cases import (
@@ -102,12 +102,14 @@ def test_every_preset_with_every_aggregation(name: str) -> None:
         check_split(spec, FEW[turn % len(FEW)], packed=turn % 2 == 0)
 
 
+@in_shares(2)
 @walked("rejected", REJECTED)
 @walked("correction", CORRECTIONS, ids=label)
 def test_every_correction_under_every_rejection_and_aggregation(
-    correction: Any, rejected: Any
+    correction: Any, rejected: Any, share: int
 ) -> None:
-    for i, aggregate in enumerate(GLOBAL):
+    first = (CORRECTIONS.index(correction) + REJECTED.index(rejected) + share) % 2
+    for i, aggregate in [*enumerate(GLOBAL)][first::2]:
         spec = BASE.replace(correction=correction, rejected=rejected, aggregate=aggregate)
         check_split(spec, FEW[i % len(FEW)], packed=i % 2 == 0)
 

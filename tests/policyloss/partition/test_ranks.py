@@ -40,7 +40,7 @@ from torch import Tensor
 from walk import walked
 
 import policyloss as pl
-from cases import AGGREGATES, BY_CORRECTION, LOCAL, PRESETS, REJECTED, assert_same, label
+from cases import AGGREGATES, BY_CORRECTION, LOCAL, PRESETS, assert_same, label
 
 Said = dict[int, dict[str, Any]]
 
@@ -96,31 +96,30 @@ def check(said: Said, cut: str, case: str, dtype: str) -> None:
     assert_same(actual["metrics"], expected["metrics"], tolerance, f"{case}: metric")
 
 
+def check_where_cut(said: Said, case: str, dtype: str, every_pair: bool) -> None:
+    """Under every cut of `FULL` that this loss has: all of them, or one."""
+    cuts = [cut for cut in FULL if case in specs_of(cut, dtype, every_pair)]
+    assert len(cuts) == (len(FULL) if every_pair or case in PRESETS else dtype == "float64")
+    for cut in cuts:
+        check(said, cut, case, dtype)
+
+
 @walked("name", PRESETS)
 def test_every_preset_with_every_aggregation(name: str, every_pair: bool, said: Said) -> None:
     cases = [name, *(f"{name}:{label(a)}" for a in GLOBAL if a != PRESETS[name].aggregate)]
     assert len({SPECS[c].aggregate for c in cases}) >= len(GLOBAL)
     for case, dtype in product(cases, TOLERANCE):
-        cuts = [cut for cut in FULL if case in specs_of(cut, dtype, every_pair)]
-        assert len(cuts) == (len(FULL) if every_pair or case == name else 1)
-        for cut in cuts:
-            check(said, cut, case, dtype)
+        check_where_cut(said, case, dtype, every_pair)
 
 
-@walked("cut", FULL)
-@walked("base", ["token", "sequence", "turn"])
-def test_every_aggregation_with_kl_and_entropy(base: str, cut: str, said: Said) -> None:
-    for case in [c for c in EVERY_AGGREGATE if c.startswith(base)]:
-        check(said, cut, case, "float64")
+@walked("case", EVERY_AGGREGATE)
+def test_every_aggregation_with_kl_and_entropy(case: str, every_pair: bool, said: Said) -> None:
+    check_where_cut(said, case, "float64", every_pair)
 
 
-@walked("cut", FULL)
-@walked("rejected", REJECTED)
-def test_every_correction(rejected: str, cut: str, said: Said) -> None:
-    cases = [c for c in BY_CORRECTION if c.endswith(f":{rejected}")]
-    assert len(cases) == len(BY_CORRECTION) // len(REJECTED)
-    for case in cases:
-        check(said, cut, case, "float64")
+@walked("case", BY_CORRECTION)
+def test_every_correction(case: str, every_pair: bool, said: Said) -> None:
+    check_where_cut(said, case, "float64", every_pair)
 
 
 @walked("cut", [c for c in CUTS if c not in FULL])
