@@ -97,7 +97,8 @@ def load(path: Path, *names: str, **known: Any) -> Any:
     """
     tree = ast.walk(ast.parse(path.read_text()))
     nodes = [n for n in tree if getattr(n, "name", None) in names]
-    missing = set(names) - {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    missing = set(names) - {n.name for n in nodes if isinstance(n, kinds)}
     if missing:
         raise LookupError(f"{path} has no {sorted(missing)}")
     header = "from __future__ import annotations\nimport torch\nimport torch.nn.functional as F\n"
