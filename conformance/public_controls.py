@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import policyloss as pl
 from conformance.public_losses import draw, load
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded" / "public_controls.json"
@@ -162,6 +163,30 @@ FUNCTIONS: Mapping[str, tuple[Callable[[Path, int], Case], str]] = {
     "verl 0.9.1 AdaptiveKLController": (_adaptive_kl, "AdaptiveKL"),
     "openrlhf 0.11.2 AdaptiveKLController": (_adaptive_kl, "AdaptiveKL"),
 }
+
+
+# Trinity-RFT, OpenRLHF and AReaL compute these in float32.
+IN_FLOAT32 = ("asymre", "soft_overlong")
+
+
+def evaluate(key: str, case: Case) -> tuple[Tensor, Tensor]:
+    """The result of this library for a recorded case, and that of the trainer."""
+    name = FUNCTIONS[key][1]
+    dtype = torch.float32 if name in IN_FLOAT32 else torch.float64
+    call: Case = {n: _tensor(x, dtype) if isinstance(x, list) else x for n, x in case.items()}
+    expected = call.pop("result")
+    if name != "AdaptiveKL":
+        return getattr(pl.advantage, name)(**call), expected
+    controller, coefs = pl.AdaptiveKL(call["coef"], call["target"], call["horizon"]), []
+    for kl in call["kls"].tolist():
+        controller = controller.after(kl, call["n"])
+        coefs.append(controller.coef)
+    return _tensor(coefs, dtype), expected
+
+
+def _tensor(x: list[Any], dtype: torch.dtype) -> Tensor:
+    plain = torch.tensor(x)
+    return torch.tensor(x, dtype=dtype) if plain.is_floating_point() else plain
 
 
 def main(arguments: list[str]) -> None:

@@ -292,6 +292,16 @@ def record(folders: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
     return cases
 
 
+def evaluate(key: str, case: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The loss of the spec for a recorded case, and its gradient by the log-probabilities."""
+    mask = torch.tensor(case["inputs"]["mask"])
+    given = case["inputs"].items()
+    inputs: dict[str, Any] = {n: torch.tensor(x, dtype=torch.float64) for n, x in given}
+    logp = inputs.pop("logp").requires_grad_()
+    loss = pl.policy_loss(SPECS[key], logp, **{**inputs, "mask": mask}).loss
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+
 def main(arguments: list[str]) -> None:
     """Record the named trainers; the cases of the others stay."""
     folders = {name: Path(path) for name, path in (a.split("=", 1) for a in arguments)}

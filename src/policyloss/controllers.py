@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from policyloss.arguments import check_number
-from policyloss.parts.validate import Finite, Part, bounds, not_below
+from policyloss.parts.validate import Finite, LowerBound, Part, bounds, not_below
 
 _Positive = Annotated[float, bounds(above=0, finite=True)]
-_Coefficient = Annotated[float, bounds(least=0, finite=True)]
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,11 @@ class AdaptiveKL(Part):
     """The coefficient of a KL that holds the KL near `target`.
 
     `coef ← coef·(1 + clip(kl / target − 1, ±0.2)·n / horizon)`, with n the sequences of the step.
-    Use `coef` in `KL(…, coef=)` or `kl_in_reward(…, coef=)`. A KL of twice the target raises the
-    coefficient by 20 % in `horizon` sequences.
+    Use `coef` in `KL(…, coef=)` or `kl_in_reward(…, coef=)`.
     Source: Ziegler et al., arXiv 1909.08593; AdaptiveKLController of verl, OpenRLHF and SkyRL.
     """
 
-    coef: _Coefficient
+    coef: LowerBound
     target: _Positive
     horizon: _Positive = 10_000.0
 
@@ -53,11 +51,11 @@ class AdaptiveEntropy(Part):
     Source: Skywork-OR1, arXiv 2505.22312; numbers as in TRL's use_adaptive_entropy.
     """
 
-    coef: _Coefficient = 0.0
+    coef: LowerBound = 0.0
     target: Finite = 0.2
     delta: _Positive = 0.005
-    least: _Coefficient = 0.0
-    most: Annotated[float, bounds(least=0, finite=True), not_below("least")] = 1.0
+    least: LowerBound = 0.0
+    most: Annotated[LowerBound, not_below("least")] = 1.0
     entropy: Finite | None = None
 
     @property

@@ -2,7 +2,6 @@
 
 Legend: d = old_logp − rollout_logp of a valid token (or of any two policies), ρ = e^d the ratio.
 d and its sums over sequences are clamped to ±20 in χ², as everywhere.
-
 The histogram has bins of |d|, `PER_OCTAVE` for each factor of 2 from 2^-14 to 2^5, for each sign;
 smaller |d| share one bin. So a quantile of d is right to 4.5 % of d, however small the mismatch.
 Positions and ages are counted in bins 0, 1, 2–3, 4–7, …
@@ -10,6 +9,7 @@ Positions and ages are counted in bins 0, 1, 2–3, 4–7, …
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from policyloss.arguments import check_group, check_like, check_number, check_tensor, description
 from policyloss.errors import InputError, InputTypeError
-from policyloss.functional.collectives import collective_device
 from policyloss.functional.correction import importance_weight, within
 from policyloss.functional.masking import accumulator_dtype, compute_dtype, difference
 from policyloss.functional.segments import Sequences, segment_sum
@@ -31,8 +30,6 @@ SIDE = PER_OCTAVE * (HIGHEST - LOWEST)  # bins of one sign
 BINS = 2 * SIDE + 1
 ROWS = 32  # bins of positions and of ages; the last begins at 2^30
 LOG_CLAMP = 20.0
-QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-Bands = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Mismatch:
 
     by_bin: Tensor
     by_sequence: Tensor
-    bands: Bands
+    bands: tuple[tuple[float, float], ...]
 
     @classmethod
     @torch.no_grad()
@@ -78,35 +75,31 @@ class Mismatch:
         for name, x in (("ages", ages), ("positions", positions)):
             if x is not None:
                 check_like(name, x, ("old_logp", old_logp), "integer")
-        if positions is None:
-            if cp_group is not None:
-                raise InputError("with cp_group give positions=, the place of each token.")
-            positions = _places(valid, sequences)
-        dtype = compute_dtype(old_logp, rollout_logp)
-        d = difference(old_logp.detach(), rollout_logp.detach(), valid, dtype)
+        if positions is None and cp_group is not None:
+            raise InputError("with cp_group give positions=, the place of each token.")
+        where = (_places(valid, sequences) if positions is None else positions, ages)
+        d = difference(old_logp, rollout_logp, valid, compute_dtype(old_logp, rollout_logp))
         wide = accumulator_dtype(d.device)
         ratio = importance_weight(d.to(wide), LOG_CLAMP)
         columns = [ratio.square(), *(~within(ratio, *band) for band in pairs)]
         sums = torch.zeros(2, ROWS, BINS + len(columns), dtype=wide, device=d.device)
-        for row, where in zip(sums, (positions, ages), strict=True):
-            if where is not None:
-                _add(row, where, d, valid, [column.to(wide) for column in columns])
+        for row, at in zip(sums, where, strict=True):
+            if at is not None:
+                _add(row, at, d, valid, [column.to(wide) for column in columns])
         total, length = sequences.sums(d.to(wide), valid)
-        squares = torch.where(length > 0, (2 * total.clamp(-LOG_CLAMP, LOG_CLAMP)).exp(), 0)
-        of_sequences = torch.stack([(length > 0).sum().to(wide), squares.sum()])
+        counts = (length > 0).to(wide)
         if cp_group is not None and dist.get_rank(cp_group):
-            of_sequences = torch.zeros_like(of_sequences)  # the first rank counts them
-        return cls(sums, of_sequences, pairs)
+            counts = 0 * counts  # the first rank counts the sequences
+        squares = importance_weight(total, LOG_CLAMP).square() * counts
+        return cls(sums, torch.stack([counts.sum(), squares.sum()]), pairs)
 
     def __add__(self, other: Mismatch) -> Mismatch:
         if not isinstance(other, Mismatch):
             return NotImplemented
         if self.bands != other.bands:
-            raise InputTypeError(
-                f"cannot add the bands {other.bands} to {self.bands}; use the same bands in a step."
-            )
-        by_sequence = self.by_sequence + other.by_sequence
-        return Mismatch(self.by_bin + other.by_bin, by_sequence, self.bands)
+            raise InputTypeError(f"use the same bands in a step: {self.bands}, {other.bands}.")
+        sums = self.by_bin + other.by_bin, self.by_sequence + other.by_sequence
+        return Mismatch(*sums, self.bands)
 
     def __radd__(self, other: object) -> Mismatch:
         """`0 + mismatch` is `mismatch`, so `sum(list_of_them)` works."""
@@ -117,57 +110,50 @@ class Mismatch:
         if not (dist.is_available() and dist.is_initialized()):
             return self
         check_group("group", group)
-        flat = torch.cat([self.by_bin.reshape(-1), self.by_sequence])
-        total = flat.to(collective_device(group, flat.device), copy=True)
+        total = torch.cat([self.by_bin.reshape(-1), self.by_sequence])
         dist.all_reduce(total, group=group)
-        total = total.to(flat.device)
         return Mismatch(total[:-2].view_as(self.by_bin), total[-2:], self.bands)
 
     def compute(self) -> dict[str, float]:
-        """The numbers of all tokens, as floats.
+        """The numbers of all tokens.
 
         tokens; ratio_p50, ratio_p95, ratio_p99: quantiles of ρ; chi2_token: Σ ρ² / n − 1;
         chi2_sequence: the mean of e^(2·Σd) over sequences, − 1; outside_LOW_HIGH: the share of
         tokens with ρ < low or ρ > high. NaN without a token, and if a log-probability is NaN.
         """
         count, squares = self.by_sequence.tolist()
-        of_sequences = {"chi2_sequence": squares / count - 1 if count else float("nan")}
-        return self._numbers(self.by_bin[0].sum(0)) | of_sequences
+        chi2 = squares / count - 1 if count else math.nan
+        return self._numbers(self.by_bin[0].sum(0)) | {"chi2_sequence": chi2}
 
     def by_position(self) -> dict[int, dict[str, float]]:
         """The numbers of the tokens at each bin of positions, by the first position of the bin."""
-        return self._table(0)
+        return self._numbers_by_bin(0)
 
     def by_age(self) -> dict[int, dict[str, float]]:
         """The numbers of the tokens of each bin of ages, by its youngest; empty without ages."""
-        return self._table(1)
+        return self._numbers_by_bin(1)
 
-    def _table(self, which: int) -> dict[int, dict[str, float]]:
-        rows = self.by_bin[which].cpu()
-        firsts = [0, *(2**i for i in range(ROWS - 1))]
-        pairs = zip(firsts, rows, strict=True)
-        return {first: self._numbers(row) for first, row in pairs if row[:BINS].any()}
+    def _numbers_by_bin(self, which: int) -> dict[int, dict[str, float]]:
+        rows = enumerate(self.by_bin[which].cpu())
+        return {2**i // 2: self._numbers(row) for i, row in rows if row[:BINS].any()}
 
     def _numbers(self, row: Tensor) -> dict[str, float]:
         histogram, (squares, *outside) = row[:BINS].cpu(), row[BINS:].tolist()
         n = histogram.sum().item()
-        chi2 = squares / n - 1 if n else float("nan")
-        numbers = {"tokens": n}
-        for name, q in QUANTILES.items():
-            numbers[f"ratio_{name}"] = _quantile(histogram, q) if chi2 == chi2 else chi2
-        numbers["chi2_token"] = chi2
+        chi2 = squares / n - 1 if n else math.nan
+        numbers = {"tokens": n, "chi2_token": chi2}
+        for q in (50, 95, 99):
+            numbers[f"ratio_p{q}"] = chi2 if math.isnan(chi2) else _quantile(histogram, q / 100)
         for (low, high), number in zip(self.bands, outside, strict=True):
             numbers[f"outside_{low:g}_{high:g}"] = number / n if n else chi2
         return numbers
 
 
-def _checked(bands: Any) -> Bands:
+def _checked(bands: Any) -> tuple[tuple[float, float], ...]:
     pairs = list(bands) if isinstance(bands, (tuple, list)) else [bands]
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InputError(
-                f"bands must hold pairs (low, high) of ratios, got {description(pair)}."
-            )
+            raise InputError(f"bands must hold pairs (low, high), got {description(pair)}.")
         check_number("bands", pair[1], least=check_number("bands", pair[0], least=0))
     return tuple((low, high) for low, high in pairs)
 
@@ -191,8 +177,7 @@ def _add(sums: Tensor, where: Tensor, d: Tensor, valid: Tensor, columns: list[Te
     counts = valid.reshape(-1).to(sums.dtype)
     sums.view(-1).index_add_(0, rows * sums.shape[1] + bins, counts)
     # Counts are exact in any order; the others are added in one order, for the same bits.
-    order = rows.argsort(stable=True)
-    ids = rows[order]
+    ids, order = rows.sort(stable=True)
     offsets = torch.searchsorted(ids, torch.arange(ROWS + 1, device=ids.device))
     for i, column in enumerate(columns):
         sums[:, BINS + i] = segment_sum((column.reshape(-1) * counts)[order], offsets, ids)
@@ -203,4 +188,4 @@ def _quantile(histogram: Tensor, q: float) -> float:
     cumulative = histogram.cumsum(0)
     place = torch.searchsorted(cumulative, (q * cumulative[-1]).ceil()).item() - SIDE
     size = 2.0 ** ((abs(place) - 0.5) / PER_OCTAVE + LOWEST) if place else 0.0
-    return float(torch.tensor(size if place > 0 else -size, dtype=torch.float64).exp())
+    return math.exp(math.copysign(size, place))

@@ -15,7 +15,6 @@ from policyloss_train.user_code import is_reference, load_code
 
 Judged = tuple[Tensor, Tensor | None]  # advantages and returns, `[N]` each
 WITH_LENGTHS = ("opo", "reinforce_pp_baseline")
-OF_BATCH = ("flash_reinforce", "prpo")
 
 
 def judge(config: TrainConfig, pack: Pack, group: Any, *, by_teacher: bool = False) -> Judged:
@@ -59,7 +58,7 @@ def _of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
     if name == "remax":
         advantages = estimator(name)(rewards, pack.sequences["greedy"])
         return _over_tokens(advantages, pack), None
-    if name in OF_BATCH:
+    if name in ("flash_reinforce", "prpo"):  # of the whole batch
         return _over_tokens(estimator(name)(rewards, group=group), pack), None
     more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
     if name == "passk_combinatorial":

@@ -357,13 +357,10 @@ def hierarchical_grpo(
 ) -> Tensor:
     """Hierarchical GRPO: `r − mean over the sequences of the same role`, in the episode or prompt.
 
-    In an episode several agents act, for example one that poses a problem and some that solve it.
-    The sequences of a role in `episode_roles` (the solvers) are compared inside their episode, all
-    others (the proposers) over the episodes of their prompt. A sequence without another one to
-    compare with gets 0.
-    rewards, group_ids (prompt), episode_ids, role_ids: `[S]`. episode_roles: `[R]` integers. group:
-    ranks that a prompt's samples may be spread over, as in `group_advantages`; all ids mean the
-    same on every rank.
+    The sequences of a role in `episode_roles` (such as solvers of a problem) are compared inside
+    their episode, all others over the episodes of their prompt. Alone of its role: 0.
+    episode_ids, role_ids: `[S]`. episode_roles: `[R]` integers. group: ranks that a prompt's
+    samples may be spread over, as in `group_advantages`; all ids mean the same on every rank.
     Source: prime-rl's hierarchical_grpo.
     """
     check_rewards(rewards, group_ids)

@@ -1,7 +1,4 @@
-"""Completions that are too long or were cut, and tokens of high entropy: which of them count.
-
-Legend: S sequences; token-shaped is `[B, T]`, or packed `[N]` with `cu_seqlens`.
-"""
+"""Completions that are too long or were cut, and tokens of high entropy. Legend: S sequences."""
 
 from __future__ import annotations
 
@@ -44,16 +41,14 @@ def mask_truncated(mask: Tensor, truncated: Tensor, *, cu_seqlens: Tensor | None
 
     Count this mask in `Totals.count`, not the one before: otherwise the average still divides by
     the tokens of the cut sequences.
-    mask: token-shaped. truncated: `[S]` flags.
+    mask: `[B, T]`, or packed `[N]` with `cu_seqlens`. truncated: `[S]` flags.
     Source: DAPO's overlong filtering; TRL's mask_truncated_completions.
     """
     sequences = Sequences.of(mask, cu_seqlens, called="mask")
     check_tensor("truncated", truncated, like=("mask", mask))
-    if tuple(truncated.shape) != (sequences.count,):
-        raise InputError(
-            f"truncated must have one flag per sequence, ({sequences.count},), got "
-            f"{description(truncated)}."
-        )
+    if truncated.shape != (shape := (sequences.count,)):
+        got = description(truncated)
+        raise InputError(f"truncated must have one flag per sequence, {shape}, got {got}.")
     return as_mask(mask, mask, like_called="mask") & ~sequences.spread(truncated.bool())
 
 
@@ -70,9 +65,8 @@ def top_entropy_mask(
     """The valid tokens whose entropy reaches the `1 − share` quantile of all valid tokens; bool.
 
     The quantile is that of the whole step: pass the tokens of all micro-batches, and of all ranks
-    by `group` and `cp_group` as in `whiten`. It interpolates linearly between two entropies.
-    The policy term of the other tokens goes away, and the average still counts them, if their
-    advantages are 0: `torch.where(keep, advantages, 0)`.
+    by `group` and `cp_group` as in `whiten`. To drop the policy term of the other tokens, which the
+    average still counts, use `torch.where(keep, advantages, 0)`.
     entropy, mask: any shape, the same for both.
     Source: arXiv 2506.01939; TRL's top_entropy_quantile (there of each micro-batch).
     """
