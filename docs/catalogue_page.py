@@ -46,6 +46,8 @@ def catalogue_page(compared: Path, recorded: Path) -> str:
         "packages, the second of single functions loaded from a trainer's files. The third "
         "lists losses that were read, not run, and those that have no spec, each with its reason."
     )
+    if not (compared.is_file() and recorded.is_file()):
+        return join("# The catalogue", GENERATED, about, "No run has been recorded yet.")
     heading = ["framework", "loss", "here", "releases", "cases", "values", "gradients"]
     return join(
         "# The catalogue",
