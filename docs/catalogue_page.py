@@ -39,8 +39,8 @@ _TURNS = {"turn-level GAE": "`advantage.turn_gae`", "gigpo": "`advantage.gigpo`"
 def catalogue_page(compared: Path, recorded: Path) -> str:
     """The page, from the results of the drop-ins and of the recorded numbers."""
     about = (
-        "Every policy, distillation and preference loss that these trainers ship, and their "
-        "advantages where they were compared: the spec that computes it here, the release, the "
+        "The policy, distillation and preference losses of public trainers, and their advantages "
+        "where they were compared: the spec that computes each here, the release, the "
         "number of cases and the worst difference from the trainer's own code, relative to "
         "max(1, |value|). The first table is of [drop-ins](conformance.md) against installed "
         "packages, the second of single functions loaded from a trainer's files. The third "

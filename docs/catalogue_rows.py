@@ -125,13 +125,11 @@ _NOT_INSTALLED = "no environment here installs it"
 _TRLS = "the formulas of TRL's trainer, which was run"
 REASONS = {
     "SkyRL": "its package asks for Python 3.12",
-    "NeMo-RL": "the index has a placeholder, no package",
+    "NeMo-RL": "no package is published",
     "slime": "no package; it needs Megatron",
-    "AReaL": "only its M2PO, KPop, turn-level GAE and overlong penalty were run",
     "ROLL": "no package; only its segment ratio and skewed KLs were run",
     "ms-swift": "only FIPO and RLSD were run",
-    "Trinity-RFT": "only REC, sPPO, AsymRE and GiGPO were run",
-    "prime-rl": "no package; only its ipo and hierarchical_grpo were run",
+    "Trinity-RFT": "its means add 1e-8 to counts",
     "Tinker": "the service computes it; `compat.tinker.built_in` returns its spec",
     "Liger": _TRLS,
     "Unsloth": _TRLS,
@@ -147,10 +145,21 @@ REASONS = {
     "torchforge": _NOT_INSTALLED,
     "Stable-RL": "a fork of verl, which was run",
 }
-# Entries of `framework_names` that the second table of the page has.
+# Frameworks and entries of `framework_names` that the second table of the page has.
+_CLIP = "PPO's clip on the token's ratio"
 RUN = {
+    ("AReaL", _CLIP),
+    ("AReaL", "GSPO: PPO's clip on the sequence's ratio, gradient through the mean"),
+    ("AReaL", "SAPO"),
     ("ms-swift", "FIPO"),
+    ("prime-rl", "DPPO, total variation"),
+    ("Trinity-RFT", _CLIP),
+    ("Trinity-RFT", "CISPO: a bounded, stopped ratio times logp"),
+    ("Trinity-RFT", "CISPO without the tokens PPO clips"),
     ("Trinity-RFT", "REC: no ratio, nothing outside a band"),
+    ("Trinity-RFT", "the plain ratio to the engine"),
+    ("Trinity-RFT", "TOPR"),
+    ("Liger", "LUSPO"),  # in `READ`, as it differs from TRL's
 }
 _SUM = "a policy loss plus a loss of other tokens"
 _GROUP = "a partition of the batch would change it (decision 51)"
@@ -166,16 +175,18 @@ READ = [
     ("TRL", "SFTTrainer dft", "none: a loss of demonstrations", "only read"),
     ("OpenRLHF", "flash_reinforce", "`advantage.flash_reinforce`", "a line inside a method"),
     ("OpenRLHF", "stop_properly_penalty_coef", "a `torch.where` on rewards", "decision 55"),
+    ("Liger", "luspo", "none: its mean counts padding, TRL's does not", "only read"),
     ("Liger", "TVD, JSD, DPO, KTO, ORPO, SimPO, CPO", "`Divergence`, `preference_loss`", _TRLS),
     ("MathForge", "DGPO", '`group_advantages(scale="mad")`', "the paper was read, not the code"),
     ("AReaL", "log-linear proximal policy", "`old_logp=torch.lerp(…)`", "decision 51"),
     ("AReaL, xtuner", "token staleness", "`mask & (age <= k)`", "decision 51"),
-    ("ART", "mask_prob_ratio, CISPO", "`DetachedClip`", "only its mixed ratios were run"),
+    ("ART", "mask_prob_ratio", '`DetachedClip(outside="zero")`', "only read"),
     ("ART", "advantage_balance", "a `torch.where` on advantages", "decision 55"),
     ("prime-rl", "rae", "none: a running baseline, state of the trainer", "decision 55"),
     ("prime-rl", "ref_kl", "`KL` with a teacher", "only read"),
     ("prime-rl", "echo", "none", _SUM),
     ("Trinity-RFT", "rec, ring", "none: a union of two ranges", "decision 51"),
+    ("Trinity-RFT", "sapo", "none: its gate is detached and multiplies logp", "another gradient"),
     ("Trinity-RFT", "opmd", "`reinforce`, advantages / (1 + τ)", "only read"),
     ("Trinity-RFT", "mix, mix_chord, sft_is, sft_phi", "none", _SUM),
     ("Trinity-RFT", "Clip_B, Clip_V", "none: filters by entropy change", "only read"),

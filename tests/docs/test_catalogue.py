@@ -9,7 +9,9 @@ import pytest
 from conformance import public_controls, public_losses
 from conformance.public_results import compare_all
 from docs.catalogue_page import catalogue_page
-from docs.catalogue_rows import COMPARED, HELPERS
+from docs.catalogue_rows import COMPARED, HELPERS, REASONS, RUN
+
+from policyloss.explanations.framework_names import ELSEWHERE
 
 pytestmark = pytest.mark.docs
 RESULTS = Path(__file__).parents[2] / "conformance" / "results"
@@ -25,6 +27,20 @@ def test_every_compared_function_is_a_loss_of_the_page_or_a_helper() -> None:
         peer = result["peer"]
         names = {f["name"] for f in result["functions"]}
         assert names - COMPARED[peer].keys() - HELPERS.get(peer, set()) == set(), peer
+
+
+def test_the_entries_that_were_run_exist() -> None:
+    """A framework of which every entry was run needs no reason."""
+    entries = {
+        (framework, entry.what)
+        for entry in ELSEWHERE
+        if entry.part == "surrogate"
+        for names in entry.names
+        for framework in names.split(", ")
+    }
+    assert entries >= RUN
+    unnamed = {name for name, _ in entries - RUN} - REASONS.keys()
+    assert unnamed == {"TRL", "verl", "OpenRLHF", "ColossalChat"}  # the first table has them
 
 
 def test_every_row_has_cases_or_a_reason() -> None:
