@@ -14,6 +14,7 @@ from torch import Tensor
 from walk import walked
 
 import policyloss as pl
+from policyloss.compat.verl import compute_offpolicy_metrics
 
 LN2 = math.log(2)
 S, T = 6, 40
@@ -75,6 +76,17 @@ def test_a_quantile_is_right_to_its_bin(scale: float) -> None:
         assert abs(found - expected) <= 0.045 * abs(expected) + 2**-14
 
 
+def test_chi2_is_verls() -> None:
+    """The drop-in's numbers, which `make conformance` compares with verl's own."""
+    batch = draw(3)
+    keep = batch["mask"].any(1)  # verl counts empty sequences, with a weight of 1
+    rows = [batch[name][keep] for name in ("old_logp", "rollout_logp", "mask")]
+    found = pl.Mismatch.of(*rows).compute()
+    theirs = compute_offpolicy_metrics(rows[0], rows[1], rows[2].double())
+    assert math.isclose(found["chi2_token"], theirs["chi2_token"], rel_tol=1e-6)
+    assert math.isclose(found["chi2_sequence"], theirs["chi2_seq"], rel_tol=1e-6)
+
+
 def test_any_partition_gives_the_same_numbers() -> None:
     whole = pl.Mismatch.of(**draw())
     cuts = ([4], [0, 3], [1, 2, 5])
@@ -102,6 +114,14 @@ def test_a_pack_is_measured_as_rows_are() -> None:
     packed = pl.Mismatch.of(**flat, cu_seqlens=bounds)
     torch.testing.assert_close(packed.by_bin, padded.by_bin, rtol=1e-13, atol=0)
     torch.testing.assert_close(packed.by_sequence, padded.by_sequence, rtol=1e-13, atol=0)
+
+
+def test_the_exact_mode_changes_no_count() -> None:
+    plain = pl.Mismatch.of(**draw())
+    with pl.exact():
+        exact = pl.Mismatch.of(**draw())
+    torch.testing.assert_close(exact.by_bin, plain.by_bin, rtol=1e-13, atol=0)
+    torch.testing.assert_close(exact.by_sequence, plain.by_sequence, rtol=1e-13, atol=0)
 
 
 def on_rank(rank: int, store: Any, out: Any) -> None:
