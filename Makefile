@@ -96,6 +96,7 @@ peers: $(STAMP)  ## unpack the packages the benchmarks compare with; nothing of 
 
 conformance: $(STAMP)  ## compare the drop-ins with verl, OpenRLHF, TRL and ColossalChat; builds one environment for each first
 	$(BIN)/python -m conformance
+	$(BIN)/python -m conformance.public_results
 	$(BIN)/python -m docs.generate
 
 record: $(STAMP)  ## write the frameworks' numbers and signatures that `make test` compares with

@@ -42,12 +42,23 @@ def _rec(trust: Any) -> pl.LossSpec:
 # The loss of each trainer as a spec; the key names the trainer, its release and its option.
 SPECS: dict[str, pl.LossSpec] = {
     "prime-rl 2026-08-21 ipo": pl.preset("ipo"),
+    "prime-rl 2026-08-21 default": pl.preset("prime_rl"),
+    "trinity-rft 0.6.0 ppo": pl.preset("ppo_dual_clip"),
+    "trinity-rft 0.6.0 cispo": pl.LossSpec(trust=pl.DetachedClip(0.0, 1.28)),
+    "trinity-rft 0.6.0 cispo enable_mask_clip": pl.LossSpec(
+        trust=pl.DetachedClip(0.0, 1.28, "zero_by_sign")
+    ),
+    "trinity-rft 0.6.0 topr": pl.preset("topr"),
+    "trinity-rft 0.6.0 importance_sampling": pl.LossSpec(trust=pl.Unbounded("ratio")),
     "trinity-rft 0.6.0 rec one-side": _rec(
         pl.DetachedClip(0.8, 1.2, outside="zero_by_sign", weight="one")
     ),
     "trinity-rft 0.6.0 rec two-side": _rec(pl.DetachedClip(0.8, 1.2, "zero", weight="one")),
     "trinity-rft 0.6.0 rec two-side importance_sampling": _rec(pl.DetachedClip(0.8, 1.2, "zero")),
     "trinity-rft 0.6.0 sppo": _rec(pl.DetachedClip(1 / 1.3, 1.3, "zero", weight="one")),
+    "areal 1.0.4 c_clip": pl.LossSpec(_UNCLAMPED, pl.Clip(0.2, 0.2, dual=1.5)),
+    "areal 1.0.4 sequence": pl.LossSpec(pl.SequenceRatio(log_clamp=None), pl.Clip(0.1, 0.1)),
+    "areal 1.0.4 use_sapo_loss": pl.LossSpec(_UNCLAMPED, pl.preset("sapo").trust),
     "areal 1.0.4 m2po": pl.LossSpec(
         _UNCLAMPED, correction=pl.MomentBudget(0.02), rejected="renormalise"
     ),
@@ -58,6 +69,7 @@ SPECS: dict[str, pl.LossSpec] = {
         _UNCLAMPED, correction=pl.Truncate(1.1, 0.9, level="turn")
     ),
     "ms-swift 4.6.0 fipo": pl.preset("fipo").replace(ratio=_UNCLAMPED),
+    "openpipe-art 0.5.23 token": pl.LossSpec(trust=pl.DetachedClip(0.0, 5.0)),
     "openpipe-art 0.5.23 average": pl.LossSpec(
         pl.MixedRatio("arithmetic"), pl.DetachedClip(0.0, 5.0)
     ),
@@ -97,7 +109,8 @@ def load(path: Path, *names: str, **known: Any) -> Any:
     """
     tree = ast.walk(ast.parse(path.read_text()))
     nodes = [n for n in tree if getattr(n, "name", None) in names]
-    missing = set(names) - {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    missing = set(names) - {n.name for n in nodes if isinstance(n, kinds)}
     if missing:
         raise LookupError(f"{path} has no {sorted(missing)}")
     header = "from __future__ import annotations\nimport torch\nimport torch.nn.functional as F\n"
@@ -116,7 +129,7 @@ def load(path: Path, *names: str, **known: Any) -> Any:
 
 
 def _prime_rl(folder: Path, case: str, b: Batch) -> Tensor:
-    names = ("LossInputs", "LossOutputs", "_safe_mean", "ipo_loss_fn")
+    names = ("LossInputs", "LossOutputs", "_safe_mean", f"{case}_loss_fn")
     file = folder / "src/prime_rl/trainer/rl/loss.py"
     module = load(file, *names, "compute_importance_ratio_and_mismatch_kl")
     total = torch.zeros((), dtype=torch.float64)
@@ -125,8 +138,20 @@ def _prime_rl(folder: Path, case: str, b: Batch) -> Tensor:
     ):
         inputs = module.LossInputs(logp, rollout, None, advantages, mask)
         config = SimpleNamespace(ipo_threshold=0.1, adv_tau=1.0, kl_tau=1e-3)
-        total = total + module.ipo_loss_fn(inputs, config).loss
+        config.dppo_mask_high = config.dppo_mask_low = 0.2
+        total = total + getattr(module, f"{case}_loss_fn")(inputs, config).loss
     return total / b["mask"].sum()  # its trainer divides by the tokens of the step
+
+
+# The files and classes of Trinity-RFT's losses.
+_TRINITY = {
+    "rec": ("rec_policy_loss", "RECPolicyLossFn"),
+    "sppo": ("sppo_loss_fn", "sPPOPolicyLossFn"),
+    "ppo": ("ppo_policy_loss", "PPOPolicyLossFn"),
+    "cispo": ("cispo_policy_loss", "CISPOPolicyLossFn"),
+    "topr": ("topr_policy_loss", "TOPRPolicyLossFn"),
+    "importance_sampling": ("importance_sampling_policy_loss", "ImportanceSamplingLossFn"),
+}
 
 
 def _trinity(folder: Path, case: str, b: Batch) -> Tensor:
@@ -134,14 +159,14 @@ def _trinity(folder: Path, case: str, b: Batch) -> Tensor:
     utils = load(root / "utils.py", "masked_sum", "masked_mean", "aggregate_loss")
     known = {name: getattr(utils, name) for name in ("masked_mean", "aggregate_loss")}
     known["PolicyLossFn"] = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
-    if case == "sppo":
-        module = load(root / "policy_loss_fn/sppo_loss_fn.py", "sPPOPolicyLossFn", **known)
-        loss = module.sPPOPolicyLossFn(**module.sPPOPolicyLossFn.default_args())
-    else:
-        module = load(root / "policy_loss_fn/rec_policy_loss.py", "RECPolicyLossFn", **known)
-        _, mode, *weight = case.split()
+    name, *options = case.split()
+    file, called = _TRINITY[name]
+    made = getattr(load(root / f"policy_loss_fn/{file}.py", called, **known), called)
+    changes: dict[str, Any] = dict.fromkeys(options, True)
+    if name == "rec":
+        mode, *weight = options
         changes = {"clip_mode": mode, "weight": weight[0] if weight else "none"}
-        loss = module.RECPolicyLossFn(**{**module.RECPolicyLossFn.default_args(), **changes})
+    loss = made(**{**made.default_args(), **changes})
     value: Tensor = loss(b["logp"], b["old_logp"], b["mask"], b["advantages"])[0]
     # Its mean divides by the count plus 1e-8.
     count = b["mask"].sum()
@@ -149,14 +174,23 @@ def _trinity(folder: Path, case: str, b: Batch) -> Tensor:
 
 
 def _areal(folder: Path, case: str, b: Batch) -> Tensor:
-    masks = load(
-        folder / "areal/trainer/ppo/actor.py", "_apply_m2po_masking", "_get_m2po_loss_mask"
-    )
-    losses = load(folder / "areal/utils/functional/functional.py", "ppo_actor_loss_fn")
-    mask = masks._apply_m2po_masking(b["rollout_logp"], b["old_logp"], b["mask"], 0.02)
-    loss: Tensor = losses.ppo_actor_loss_fn(
-        b["logp"], b["old_logp"], b["rollout_logp"], b["advantages"], 0.2, mask
-    )[0]
+    names = ("ppo_actor_loss_fn", "sapo_loss_fn", "_compute_sequence_level_ratio_and_advantages")
+    losses = load(folder / "areal/utils/functional/functional.py", *names)
+    logp, old, mask = b["logp"], b["old_logp"], b["mask"]
+    if case == "use_sapo_loss":
+        sapo: Tensor = losses.sapo_loss_fn(logp, old, b["advantages"], 1.0, 1.05, mask)[0]
+        return sapo
+    options: dict[str, Any] = {"eps_clip": 0.2}
+    if case == "m2po":
+        actor = folder / "areal/trainer/ppo/actor.py"
+        masks = load(actor, "_apply_m2po_masking", "_get_m2po_loss_mask")
+        mask = masks._apply_m2po_masking(b["rollout_logp"], old, mask, 0.02)
+    elif case == "c_clip":
+        options["c_clip"] = 1.5
+    else:
+        options = {"eps_clip": 0.1, "importance_sampling_level": case}
+    given = {"advantages": b["advantages"], "loss_mask": mask, **options}
+    loss: Tensor = losses.ppo_actor_loss_fn(logp, old, b["rollout_logp"], **given)[0]
     return loss
 
 
@@ -214,7 +248,7 @@ def _art(folder: Path, case: str, b: Batch) -> Tensor:
         denominator=lambda mask, reduction: mask.sum(),
         aligned_entropies=lambda entropies: None,
     )
-    options = {"importance_sampling_level": case, "ppo": case != "average"}
+    options = {"importance_sampling_level": case, "ppo": case == "geometric_average"}
     inputs = SimpleNamespace(align_inputs=lambda: aligned)
     loss: Tensor = module.loss_fn(inputs, b["logp"], None, None, options).policy_loss
     return loss
@@ -289,6 +323,16 @@ def record(folders: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
             outputs = {"loss": loss.item(), "gradient": gradient.tolist()}
             cases.setdefault(key, []).append({"inputs": inputs, **outputs})
     return cases
+
+
+def evaluate(key: str, case: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The loss of the spec for a recorded case, and its gradient by the log-probabilities."""
+    mask = torch.tensor(case["inputs"]["mask"])
+    given = case["inputs"].items()
+    inputs: dict[str, Any] = {n: torch.tensor(x, dtype=torch.float64) for n, x in given}
+    logp = inputs.pop("logp").requires_grad_()
+    loss = pl.policy_loss(SPECS[key], logp, **{**inputs, "mask": mask}).loss
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
 
 
 def main(arguments: list[str]) -> None:

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from policyloss.advantage import gigpo, turn_gae
 
 RECORDED = Path(__file__).resolve().parents[1] / "tests" / "recorded" / "turns.json"
+_F64: Any = {"dtype": torch.float64}
 
 
 def _load(path: str, **modules: dict[str, Any]) -> Any:
@@ -94,10 +98,29 @@ def trinity(path: str) -> list[dict[str, Any]]:
     return cases
 
 
+def evaluate(trainer: str, case: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """The results of this library for a recorded case, each with that of the trainer."""
+    if trainer == "areal":
+        given = {k: torch.tensor(x, **_F64) for k, x in case.items() if k != "turn_ids"}
+        ids, lam = torch.tensor(case["turn_ids"]), given["lam"]
+        result = turn_gae(
+            *(given["rewards"], given["values"], ids, 0.97, lam if lam.dim() else float(lam)),
+            last_values=given["last_values"],
+        )
+        return [(getattr(result, name), given[name]) for name in ("advantages", "returns")]
+    rewards, ids, states = torch.zeros(6, 4, **_F64), torch.full((6, 4), -1), torch.zeros(6, 4)
+    for run, step, reward, state in case["steps"]:
+        rewards[run, step], ids[run, step], states[run, step] = reward, step, state
+    scale: Any = None if case["scale"] == "none" else "std"
+    found = gigpo(rewards, ids, states.long(), torch.arange(6) // 3, 0.9, 0.7, scale=scale)
+    steps = torch.stack([found[run, step] for run, step, *_ in case["steps"]])
+    return [(steps, torch.tensor(case["advantages"], **_F64))]
+
+
 def main() -> None:
     """Record both files, whose paths are the two arguments of the command."""
-    gae, gigpo = sys.argv[1:]
-    recorded = {"areal": areal(gae), "trinity": trinity(gigpo)}
+    gae_file, gigpo_file = sys.argv[1:]
+    recorded = {"areal": areal(gae_file), "trinity": trinity(gigpo_file)}
     RECORDED.write_text(json.dumps(recorded) + "\n", encoding="utf-8")
 
 

@@ -1,5 +1,5 @@
 """Writes the generated pages: presets, their index, metrics, names, choices, architecture,
-conformance, performance, evidence, the doctor's matrix.
+conformance, catalogue, performance, evidence, the doctor's matrix.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import policyloss as pl
 from docs.architecture_page import architecture_pages
+from docs.catalogue_page import catalogue_page
 from docs.choose_page import choose_page
 from docs.commands_page import commands_page
 from docs.conformance_page import conformance_page
@@ -34,6 +35,7 @@ from policyloss_train.policy import FORMULAS as ROUTER_FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
+PUBLIC_RESULTS = "conformance/results/public.json"
 BENCHMARKS = "benchmarks/results"
 VALUE_FORMULAS = {
     "loss": (
@@ -64,6 +66,7 @@ def pages() -> dict[str, str]:
     texts["docs/choose.md"] = choose_page()
     texts["docs/commands.md"] = commands_page()
     texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
+    texts["docs/catalogue.md"] = catalogue_page(ROOT / RESULTS, ROOT / PUBLIC_RESULTS)
     texts |= architecture_pages()
     texts |= performance_pages(ROOT / BENCHMARKS)
     texts |= evidence_pages(ROOT / BENCHMARKS)

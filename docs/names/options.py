@@ -301,8 +301,33 @@ OPTIONS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "only the tokens of highest entropy",
-            ("a callable in the correction slot",),
-            trl=trl(top_entropy_quantile=1.0),
+            ("`advantage.top_entropy_mask(share=0.2)`, of the whole step",),
+            trl=trl("the share, of each micro-batch", top_entropy_quantile=1.0),
+        ),
+        Row(
+            "an entropy bonus that follows a target",
+            (
+                Argument("AdaptiveEntropy", "target", 0.2),
+                Argument("AdaptiveEntropy", "delta", 0.005),
+                Argument("AdaptiveEntropy", "least", 0.0),
+                Argument("AdaptiveEntropy", "most", 1.0),
+            ),
+            trl=(
+                "`entropy_target=0.2`, `entropy_coef_delta=0.005`",
+                "`entropy_coef_min=0.0`, `entropy_coef_max=1.0`",
+            ),
+        ),
+        Row(
+            "a KL coefficient that follows a target",
+            (
+                Argument("AdaptiveKL", "target"),
+                Argument("AdaptiveKL", "horizon", 10_000.0),
+            ),
+            (
+                Option("algorithm.kl_ctrl.target_kl", 0.1),
+                Option("algorithm.kl_ctrl.horizon", 10000),
+            ),
+            (Option("--algo.kl.target", None), Option("--algo.kl.horizon", 10000)),
         ),
     ),
     **STEP_OPTIONS,

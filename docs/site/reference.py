@@ -104,7 +104,7 @@ TOPICS = (
         "step",
         "A whole optimizer step",
         "Micro-batches and ranks with the counts of the whole step, and metrics that add up.",
-        ("accumulation", "totals", "metrics", "records"),
+        ("accumulation", "totals", "metrics", "records", "controllers", "mismatch"),
         "accumulate",
     ),
     Topic(

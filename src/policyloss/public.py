@@ -8,6 +8,7 @@ from policyloss.check.bits import BitsReport, bits_check
 from policyloss.check.loss import check_loss
 from policyloss.check.partition import PartitionReport, partition_check
 from policyloss.compiled import CompiledLoss, compiled_loss, explain_path, unfused
+from policyloss.controllers import AdaptiveEntropy, AdaptiveKL
 from policyloss.errors import InputError, PolicyLossError, SpecError
 from policyloss.explanations import diff, explain
 from policyloss.functional.exact import exact
@@ -19,6 +20,7 @@ from policyloss.head.plans import Plan
 from policyloss.head.teacher.divergence import divergence, linear_divergence
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics
+from policyloss.mismatch import Mismatch
 from policyloss.parts.aggregate import (
     LengthWeighted,
     LocalSeqMeanTokenMean,
@@ -83,6 +85,8 @@ __all__ = [
     "KL",
     "OPSM",
     "Accumulation",
+    "AdaptiveEntropy",
+    "AdaptiveKL",
     "Band",
     "BitsReport",
     "BySign",
@@ -108,6 +112,7 @@ __all__ = [
     "LossSpec",
     "Metrics",
     "MicroBatch",
+    "Mismatch",
     "MixedRatio",
     "MomentBudget",
     "PartitionReport",

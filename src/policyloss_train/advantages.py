@@ -58,6 +58,8 @@ def _of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
     if name == "remax":
         advantages = estimator(name)(rewards, pack.sequences["greedy"])
         return _over_tokens(advantages, pack), None
+    if name in ("flash_reinforce", "prpo"):  # of the whole batch
+        return _over_tokens(estimator(name)(rewards, group=group), pack), None
     more: dict[str, Any] = {"lengths": pack.completion_lengths} if name in WITH_LENGTHS else {}
     if name == "passk_combinatorial":
         more["k"] = config.passk

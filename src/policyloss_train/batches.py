@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.advantage import mask_truncated
 from policyloss_train.sampler import Sample
 
 
@@ -45,13 +46,14 @@ class Pack:
         row, positions = _places(lengths)
         first = torch.arange(row.shape[0]) + row
         completion = positions >= (prompts - 1)[row]
-        trained = torch.tensor([sample.finished or train_on_cut for sample in samples])
+        cut = torch.tensor([not (sample.finished or train_on_cut) for sample in samples])
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         logp = torch.cat([sample.rollout_logp for sample in samples])
         tokens = {
             "ids": text[first],
             "targets": text[first + 1],
             "completion": completion,
-            "mask": completion & trained[row],
+            "mask": mask_truncated(completion, cut, cu_seqlens=bounds),
             "position_ids": positions,
             "rollout_logp": torch.zeros(row.shape[0]).masked_scatter(completion, logp),
         }

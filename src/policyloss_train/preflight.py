@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 ENGINES = ("built-in", "vllm")
 BY_COMPARISON = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg")  # within a group
-WITHOUT_GROUPS = ("gae", "reinforce_pp", "remax")  # equal rewards still have a gradient
-# The other two estimators need numbers that a run does not have.
-ADVANTAGES = tuple(name for name in ESTIMATORS if name not in ("gdpo", "optimal_token_baseline"))
+# Equal rewards of a prompt still have a gradient.
+WITHOUT_GROUPS = ("asymre", "flash_reinforce", "gae", "prpo", "reinforce_pp", "remax")
+# The other estimators need numbers that a run does not have.
+_NEEDS_MORE = ("gdpo", "hierarchical_grpo", "optimal_token_baseline")
+ADVANTAGES = tuple(name for name in ESTIMATORS if name not in _NEEDS_MORE)
 SHOWN = 5  # number of prompts in a message
 TRIED = 8  # the reward must work on at least one of this many examples
 SPARE = 1 << 20  # bytes for all files that are not checkpoints

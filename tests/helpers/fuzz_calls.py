@@ -335,6 +335,16 @@ LIBRARY: dict[str, Case] = {
     "Totals.of_call": (pl.Totals.of_call, {"mask": MASK, "dp_size": 1}),
     "GroupTokens": (pl.GroupTokens, {"ids": torch.arange(2), "tokens": torch.ones(2)}),
     "Metrics": (pl.Metrics, {"records": {"a": pl.Stat(torch.ones(()), torch.ones(()))}}),
+    "Mismatch.of": (
+        pl.Mismatch.of,
+        {"old_logp": OLD, "rollout_logp": LOGP, "mask": MASK, "ages": TURNS, "positions": TURNS}
+        | {"bands": ((0.5, 2.0),), "cu_seqlens": None, "cp_group": None},
+    ),
+    "AdaptiveKL": (pl.AdaptiveKL, {"coef": 0.1, "target": 1.0, "horizon": 100.0}),
+    "AdaptiveEntropy": (
+        pl.AdaptiveEntropy,
+        {"coef": 0.1, "target": 1.0, "delta": 0.1, "least": 0.0, "most": 1.0, "entropy": None},
+    ),
     "Stat": (pl.Stat, {"sum": torch.ones(()), "count": torch.ones(())}),
     "preset": (pl.preset, {"name": "ppo"}),
     "explain": (pl.explain, {"spec": pl.preset("ppo")}),
@@ -465,6 +475,33 @@ ADVANTAGES: dict[str, Case] = {
         pl.advantage.gigpo,
         {"rewards": LOGP, "turn_ids": TURNS, "state_ids": TURNS, "group_ids": IDS}
         | {"gamma": 1.0, "omega": 1.0, "scale": None, "eps": 1e-6, "group": None},
+    ),
+    "asymre": (pl.advantage.asymre, {**_GROUP, "shift": -0.1, "single": "zero"}),
+    "flash_reinforce": (pl.advantage.flash_reinforce, {"rewards": PER_SEQUENCE, "group": None}),
+    "prpo": (
+        pl.advantage.prpo,
+        {"rewards": PER_SEQUENCE, "eps": 1e-6, "ddof": 0, "group": None},
+    ),
+    "hierarchical_grpo": (
+        pl.advantage.hierarchical_grpo,
+        {**_GROUP, "episode_ids": IDS, "role_ids": IDS, "episode_roles": IDS},
+    ),
+    "rlsd": (
+        pl.advantage.rlsd,
+        {"teacher_logp": LOGP, "old_logp": OLD, "base": PER_SEQUENCE, "coef": 0.5, "eps": 0.2}
+        | {"mask": MASK, "cu_seqlens": None},
+    ),
+    "soft_overlong": (
+        pl.advantage.soft_overlong,
+        {"lengths": LENGTHS, "limit": 9.0, "buffer": 2.0, "coef": 1.0},
+    ),
+    "mask_truncated": (
+        pl.advantage.mask_truncated,
+        {"mask": MASK, "truncated": PER_SEQUENCE > 0, "cu_seqlens": None},
+    ),
+    "top_entropy_mask": (
+        pl.advantage.top_entropy_mask,
+        {"entropy": -OLD, "mask": MASK, "share": 0.2, "group": None, "cp_group": None},
     ),
     "adaptive_lam": (pl.advantage.adaptive_lam, {"lengths": PER_SEQUENCE + 40, "alpha": 0.05}),
     "estimator": (pl.advantage.estimator, {"name": "grpo"}),

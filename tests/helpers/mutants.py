@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from bits_mutants import BITS
 from compiled_mutants import COMPILED
+from control_mutants import CONTROLS
 from doctor_mutants import DOCTOR
 from head_mutants import HEAD
 from part_mutants import PARTS
@@ -452,6 +453,7 @@ MUTANTS = (
             *DOCTOR,
             *HEAD,
             *PARTS,
+            *CONTROLS,
             *PREFERENCE,
             *REPORT,
             *TRAIN,

@@ -74,6 +74,34 @@ def iw_opd(
 
 
 @torch.no_grad()
+def rlsd(
+    teacher_logp: Tensor,
+    old_logp: Tensor,
+    base: Tensor,
+    coef: float = 0.5,
+    eps: float = 0.2,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_group: Any = None,
+) -> Tensor:
+    """RLSD: `A = base·(1 − coef + coef·clip(e^(sign(base)·d), 1 − eps, 1 + eps))`.
+
+    d = teacher_logp − old_logp. The teacher, often the policy itself with the answer in its prompt,
+    shifts the credit among the tokens of a sequence: a good sequence rewards most the tokens that
+    the teacher prefers, and a bad one punishes them least. The sign of `base` stays (eps < 1).
+    Arguments as in `opd`; for bad sequences alone, `torch.where(base < 0, rlsd(…), base)`.
+    Source: arXiv 2604.03128; coef and eps as in ms-swift's rlsd_lambda, rlsd_reweight_clip_range.
+    """
+    check_number("coef", coef, least=0, most=1)
+    check_number("eps", eps, least=0, below=1)
+    gap = _Gap.of(old_logp, ("teacher_logp", teacher_logp), mask, cu_seqlens, cp_group)
+    a = gap.added_to(base, torch.zeros_like(gap.d))
+    weight = (a.sign() * gap.d).exp().clamp(1 - eps, 1 + eps)
+    return fill(a * (1 - coef + coef * weight), gap.valid)
+
+
+@torch.no_grad()
 def prefix_weights(
     advantages: Tensor,
     mask: Tensor,

@@ -33,10 +33,17 @@ from policyloss.advantage.groups import (
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_combinatorial, passk_max_gap
 from policyloss.advantage.returns import discounted_returns, gae
-from policyloss.arguments import check_choice, check_number, check_tensor, description
+from policyloss.arguments import (
+    check_choice,
+    check_like,
+    check_number,
+    check_tensor,
+    description,
+)
 from policyloss.errors import InputError
+from policyloss.functional.collectives import gather_rows, statistics_group
 from policyloss.functional.masking import compute_dtype
-from policyloss.functional.segments import group_index
+from policyloss.functional.segments import group_index, group_sum
 
 
 def grpo(
@@ -292,6 +299,82 @@ def maxrl(
     return group_advantages(rewards, group_ids, scale="mean", eps=eps, single=single, group=group)
 
 
+@torch.no_grad()
+def asymre(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    shift: float = -0.1,
+    single: Single = "zero",
+    group: Any = None,
+) -> Tensor:
+    """AsymRE: `r − (μ + shift)`. A negative shift counts failures less than successes.
+
+    Constant group: −shift, also for a group of one; with `single="raw"` (Trinity) the latter gets
+    r. group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    Source: Arnal et al., arXiv 2506.20520; shift as in Trinity-RFT's asymre.
+    """
+    check_number("shift", shift, finite=True)
+    check_rewards(rewards, group_ids)
+    (r, ids), this_rank = of_all_ranks(group, rewards, group_ids)
+    centered = dr_grpo(r, ids, single=single, group="local")
+    shifted = (group_sum(torch.ones_like(ids), ids) > 1) | (single == "zero")
+    return torch.where(shifted, centered - shift, centered)[this_rank].to(compute_dtype(rewards))
+
+
+def flash_reinforce(rewards: Tensor, *, group: Any = None) -> Tensor:
+    """FlashREINFORCE: `r − mean reward of the whole batch`, for one sample per prompt.
+
+    Batch of equal rewards: 0. group: ranks that share the mean, as in `group_advantages`.
+    Source: OpenRLHF's flash_reinforce.
+    """
+    return group_advantages(rewards, _one_group(rewards), scale=None, group=group)
+
+
+def prpo(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 0, group: Any = None) -> Tensor:
+    """PRPO: `(r − mean) / (std + eps)` with the mean and deviation of the whole batch.
+
+    Batch of equal rewards: 0. group: ranks that share both, as in `group_advantages`.
+    Source: rLLM's prpo, with its eps and ddof.
+    """
+    return group_advantages(rewards, _one_group(rewards), eps=eps, ddof=ddof, group=group)
+
+
+def _one_group(rewards: Tensor) -> Tensor:
+    check_tensor("rewards", rewards)
+    return torch.zeros_like(rewards, dtype=torch.int64)
+
+
+@torch.no_grad()
+def hierarchical_grpo(
+    rewards: Tensor,
+    group_ids: Tensor,
+    episode_ids: Tensor,
+    role_ids: Tensor,
+    episode_roles: Tensor,
+    *,
+    group: Any = None,
+) -> Tensor:
+    """Hierarchical GRPO: `r − mean over the sequences of the same role`, in the episode or prompt.
+
+    The sequences of a role in `episode_roles` (such as solvers of a problem) are compared inside
+    their episode, all others over the episodes of their prompt. Alone of its role: 0.
+    episode_ids, role_ids: `[S]`. episode_roles: `[R]` integers. group: ranks that a prompt's
+    samples may be spread over, as in `group_advantages`; all ids mean the same on every rank.
+    Source: prime-rl's hierarchical_grpo.
+    """
+    check_rewards(rewards, group_ids)
+    for name, ids in (("episode_ids", episode_ids), ("role_ids", role_ids)):
+        check_like(name, ids, ("rewards", rewards), "integer", "give one id each")
+    check_tensor("episode_roles", episode_roles, "integer", ("rewards", rewards))
+    columns = [rewards, *(x.to(torch.int64) for x in (group_ids, episode_ids, role_ids))]
+    (r, prompt, episode, role), this_rank = gather_rows(columns, statistics_group(group))
+    inside = torch.isin(role, episode_roles)
+    peers = torch.stack([prompt, role, inside.long(), torch.where(inside, episode, 0)])
+    ids = torch.unique(peers, dim=1, return_inverse=True)[1]
+    return dr_grpo(r, ids, group="local")[this_rank].to(compute_dtype(rewards))
+
+
 def _weights(weights: Any, k: int, device: torch.device) -> Tensor:
     """`weights` as a tensor `[K]`, from a sequence of numbers or a tensor."""
     if isinstance(weights, Sequence) and not isinstance(weights, str):
@@ -312,7 +395,8 @@ def _whitened_by_length(x: Tensor, lengths: Tensor, eps: float) -> Tensor:
 
 
 _NAMED: tuple[Callable[..., Any], ...] = (
-    *(dr_grpo, gae, gdpo, gpg, grpo, grpo_loo, iw_opd, maxrl, opd, opo, optimal_token_baseline),
-    *(passk_combinatorial, passk_max_gap, reinforce_pp, reinforce_pp_baseline, remax, rloo),
+    *(asymre, dr_grpo, flash_reinforce, gae, gdpo, gpg, grpo, grpo_loo, hierarchical_grpo, iw_opd),
+    *(maxrl, opd, opo, optimal_token_baseline, passk_combinatorial, passk_max_gap, prpo),
+    *(reinforce_pp, reinforce_pp_baseline, remax, rloo),
 )
 ESTIMATORS = {function.__name__: function for function in _NAMED}

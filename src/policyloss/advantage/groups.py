@@ -36,10 +36,10 @@ from policyloss.functional.segments import Sequences, group_index
 from policyloss.tokens import as_mask
 
 Center = Literal["mean", "loo"] | None
-Scale = Literal["std", "loo_std", "batch_std", "mean"] | None
+Scale = Literal["std", "loo_std", "batch_std", "mad", "mean"] | None
 Single = Literal["zero", "raw"]
 CENTERS: tuple[Center, ...] = ("mean", "loo", None)
-SCALES: tuple[Scale, ...] = ("std", "loo_std", "batch_std", "mean", None)
+SCALES: tuple[Scale, ...] = ("std", "loo_std", "batch_std", "mad", "mean", None)
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,11 @@ class RankedGroups:
         variance = self.total(deviation**2) / (self.size - ddof).clamp(min=1)
         return torch.where(self.constant, 0, variance.sqrt())
 
+    def mean_deviation(self) -> Tensor:
+        """The mean of |r − μ| over the element's group; exactly 0 if its rewards are all equal."""
+        deviation = self.total((self.rewards - self.mean()).abs()) / self.size
+        return torch.where(self.constant, 0, deviation)
+
     def std_of_others(self, ddof: int) -> Tensor:
         """The standard deviation of the group's other elements; exactly 0 if they are equal."""
         deviation = self.rewards - self.mean()
@@ -150,7 +155,9 @@ def group_advantages(
     center, the baseline: "mean" is the group's mean (weighted by `weights` `[S]` if given), "loo"
     the mean of the *other* members, None is 0. scale, the spread: "std" is the standard deviation
     of the group, "loo_std" of the other members, "batch_std" of all rewards, each with `ddof`;
-    "mean" is the group's mean; None does not divide.
+    "mad" is the group's mean absolute deviation, mean |r − μ| (DGPO, arXiv 2601.20614: with it the
+    |A| of every prompt sum to its number of samples); "mean" is the group's mean; None does not
+    divide.
     In a constant group (all rewards exactly equal) the result is exactly 0, and a spread of exactly
     0 does not divide, so rounding residue is never amplified. In a group of one the result is 0
     (`single="zero"`), or with `single="raw"`, as in verl, the baseline is 0 and the spread 1. A NaN
@@ -221,6 +228,8 @@ def _spread(g: RankedGroups, scale: Scale, ddof: int) -> Tensor:
         return g.std(ddof)
     if scale == "loo_std":
         return g.std_of_others(ddof)
+    if scale == "mad":
+        return g.mean_deviation()
     if scale == "mean":
         return g.mean()
     _, variance = moments(g.rewards, torch.ones_like(g.rewards), ddof)

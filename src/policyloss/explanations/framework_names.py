@@ -110,7 +110,6 @@ surrogate: SAPO | SoftGate
     SkyRL: policy_loss_type="sapo"
     AReaL: use_sapo_loss
     EasyR1: loss_type="sapo"
-    Trinity-RFT: "sapo"
 surrogate: GMPO | GeometricClip
     verl: policy_loss.loss_mode="geo_mean", a mean over the rows of each micro-batch whatever
         loss_agg_mode says

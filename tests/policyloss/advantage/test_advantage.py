@@ -21,7 +21,8 @@ from policyloss.advantage import group_advantages, whiten
 # Groups {0, 2, 3}, {1, 4} and {5}: not contiguous, negative, far apart.
 IDS = torch.tensor([7, -3, 7, 7, -3, 10**12])
 REWARDS = torch.tensor([1.0, 3.0, 2.0, 6.0, 5.0, 4.0], dtype=torch.float64)
-CENTERED = [(c, s) for c in ("mean", "loo") for s in ("std", "loo_std", "batch_std", "mean", None)]
+SCALES = ["std", "loo_std", "batch_std", "mad", "mean", None]
+CENTERED = [(c, s) for c in ("mean", "loo") for s in SCALES]
 
 
 def close(actual, expected, atol=1e-12):
@@ -60,6 +61,7 @@ def reference(rewards, ids, center, scale, eps, ddof):
                 "std": std(group),
                 "loo_std": std(others),
                 "batch_std": std(r),
+                "mad": statistics.fmean(abs(x - statistics.fmean(group)) for x in group),
                 "mean": statistics.fmean(group),
                 None: 0.0,
             }[scale]
@@ -86,6 +88,8 @@ def random_batch(seed, n=40, groups=9):
         ("mean", "std", [-2 / 7**0.5, -1 / 2**0.5, -1 / 7**0.5, 3 / 7**0.5, 1 / 2**0.5, 0]),
         ("mean", None, [-2, -1, -1, 3, 1, 0]),
         ("mean", "mean", [-2 / 3, -1 / 4, -1 / 3, 3 / 3, 1 / 4, 0]),
+        # Mean deviations: (2 + 1 + 3)/3 = 2, and 1.
+        ("mean", "mad", [-1, -1, -0.5, 1.5, 1, 0]),
         # The others of 1: mean 4; of 2: mean 3.5; of 6: mean 1.5. The other of 3 is 5.
         ("loo", None, [-3, -2, -1.5, 4.5, 2, 0]),
         # Std of the others: {2, 6} √8, {1, 6} √12.5, {1, 2} √0.5;
@@ -106,7 +110,7 @@ def test_by_hand(center, scale, expected):
 
 
 @walked("center", ["mean", "loo", None])
-@walked("scale", ["std", "loo_std", "batch_std", "mean", None])
+@walked("scale", SCALES)
 @walked("ddof", [0, 1])
 def test_equals_the_definition(center, scale, ddof):
     for seed in range(3):
@@ -174,7 +178,7 @@ def test_a_group_of_one_gives_zero_or_the_raw_reward(center, scale):
     assert group_advantages(rewards, ids, center=center, scale=scale)[0] == 0
     raw = group_advantages(rewards, ids, center=center, scale=scale, single="raw", eps=0.5)
     std = statistics.stdev(rewards.tolist())
-    divisor = {"std": 1.5, "loo_std": 1.5, "batch_std": std + 0.5, "mean": 1.0, None: 1.0}[scale]
+    divisor = {"batch_std": std + 0.5, "mean": 1.0, None: 1.0}.get(scale, 1.5)
     close(raw[0], 0.7 / divisor)
 
 
@@ -302,6 +306,12 @@ def batch_wide(rewards, ids, group=None):
     return {
         "whiten": whiten(rewards, torch.arange(len(rewards)) % 5 > 1, group=group),
         "batch_std": group_advantages(rewards, ids, scale="batch_std", group=group),
+        "asymre": adv.asymre(rewards, ids // 4, single="raw", group=group),
+        "flash_reinforce": adv.flash_reinforce(rewards, group=group),
+        "hierarchical_grpo": adv.hierarchical_grpo(
+            rewards, ids // 4, ids, ids % 3, torch.tensor([1]), group=group
+        ),
+        "top_entropy_mask": adv.top_entropy_mask(rewards, rewards < 9, 0.5, group=group).double(),
         "gpg": adv.gpg((rewards > 2.7).double(), ids, group=group),
         "gdpo": adv.gdpo(torch.stack((rewards, rewards**2), 1), ids, group=group),
         "reinforce_pp": adv.reinforce_pp(
@@ -340,6 +350,48 @@ def test_grpo_and_its_relatives_by_hand():
     # The winner's others are all 0: undivided. A loser's others {1, 0, 0}: mean 1/3,
     # variance (4/9 + 2/9)/2 = 1/3.
     close(adv.grpo_loo(rewards, ids, eps=0.0), [1] + [-1 / 3 / (1 / 3) ** 0.5] * 3)
+
+
+def test_the_mean_deviation_weighs_easy_and_hard_prompts_alike():
+    # One or four of eight right: Σ|A| is 8 for both, while the standard deviation gives less to the
+    # hard prompt.
+    rewards, ids = torch.zeros(16, dtype=torch.float64), torch.arange(16) // 8
+    rewards[0], rewards[8:12] = 1, 1
+    hard, easy = group_advantages(rewards, ids, scale="mad", eps=0.0).abs().view(2, 8).sum(1)
+    close(hard, 8)
+    close(easy, 8)
+    hard, easy = group_advantages(rewards, ids, eps=0.0).abs().view(2, 8).sum(1)
+    assert hard < 0.7 * easy
+
+
+def test_asymre_by_hand():
+    # Means 3 and 4, and a group of one, its own mean.
+    close(adv.asymre(REWARDS, IDS), [-1.9, -0.9, -0.9, 3.1, 1.1, 0.1])
+    close(adv.asymre(REWARDS, IDS, shift=-1.0, single="raw"), [-1, 0, 0, 4, 2, 4])
+    close(adv.asymre(torch.ones(3).double(), torch.zeros(3).long()), [0.1, 0.1, 0.1])
+
+
+def test_baselines_of_the_batch_by_hand():
+    # Mean 3.5, deviations² 17.5: population variance 17.5/6.
+    close(adv.flash_reinforce(REWARDS), [-2.5, -0.5, -1.5, 2.5, 1.5, 0.5])
+    std = (17.5 / 6) ** 0.5
+    close(adv.prpo(REWARDS, eps=0.0), [x / std for x in (-2.5, -0.5, -1.5, 2.5, 1.5, 0.5)])
+    assert adv.prpo(torch.full((3,), 0.1)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_hierarchical_grpo_by_hand():
+    # Prompt 7 has episodes 1 and 2, prompt 8 has episode 1, another one than that of prompt 7.
+    # Proposers (role 5): {1, 3} of prompt 7, {9} of prompt 8. Solvers (role 6): {0, 4} of the first
+    # episode, {2, 10} of the second, {6, 8} of the third.
+    rewards = torch.tensor([1.0, 0.0, 4.0, 3.0, 2.0, 10.0, 9.0, 6.0, 8.0], dtype=torch.float64)
+    prompt = torch.tensor([7, 7, 7, 7, 7, 7, 8, 8, 8])
+    episode = torch.tensor([1, 1, 1, 2, 2, 2, 1, 1, 1])
+    role = torch.tensor([5, 6, 6, 5, 6, 6, 5, 6, 6])
+    expected = [-1, -2, 2, 1, -4, 4, 0, -1, 1]
+    close(adv.hierarchical_grpo(rewards, prompt, episode, role, torch.tensor([6])), expected)
+    # No role is compared inside its episode: the solvers {0, 4, 2, 10} have mean 4.
+    expected = [-1, -4, 0, 1, -2, 6, 0, -1, 1]
+    close(adv.hierarchical_grpo(rewards, prompt, episode, role, torch.tensor([9])), expected)
 
 
 def test_opo_by_hand():
@@ -515,6 +567,9 @@ def test_empty_input(name):
         "opo": [torch.zeros(0).long(), torch.zeros(0).long()],
         "reinforce_pp_baseline": [torch.zeros(0).long(), torch.zeros(0).long()],
         "passk_combinatorial": [torch.zeros(0).long(), 2],
+        "hierarchical_grpo": [torch.zeros(0).long()] * 4,
+        "flash_reinforce": [],
+        "prpo": [],
     }.get(name, [torch.zeros(0).long()])
     rewards = torch.zeros(0, 2) if name == "gdpo" else torch.zeros(0)
     assert adv.ESTIMATORS[name](rewards, *extra).shape == (0,)
@@ -576,6 +631,11 @@ def test_bad_input_is_named(change, message):
         (lambda r, i: adv.gdpo(r.view(4, 1), i[:3]), "group_ids has shape"),
         (lambda r, i: adv.opo(r, i, torch.ones(3)), "lengths has shape"),
         (lambda r, i: adv.remax(r, torch.ones(3)), "baseline_rewards has shape"),
+        (lambda r, i: adv.asymre(r, i, shift=math.inf), "shift must be finite"),
+        (lambda r, i: adv.flash_reinforce(r.view(2, 2)), r"a tensor \[S\]"),
+        (lambda r, i: adv.prpo([1.0]), "rewards must be"),
+        (lambda r, i: adv.hierarchical_grpo(r, i, i, i[:3], i), "role_ids has shape"),
+        (lambda r, i: adv.hierarchical_grpo(r, i, i, i, [1]), "episode_roles must be"),
         (lambda r, i: whiten(r.long(), torch.ones(4)), "floating-point"),
         (lambda r, i: whiten(r, torch.ones(3)), "mask has shape"),
         (lambda r, i: whiten(r, torch.ones(4), eps=-1.0), "eps must be >= 0"),

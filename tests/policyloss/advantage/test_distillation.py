@@ -39,6 +39,18 @@ def test_opd_by_hand() -> None:
     )
 
 
+def test_rlsd_by_hand() -> None:
+    # d = ln 1.1, ln 2 (held at 1.25), ln 0.5 (held at 0.75), 0; weights 1 − 0.5 + 0.5·clip.
+    old, d = row(-3.0, -3.0, -3.0, -3.0), row(1.1, 2.0, 0.5, 1.0).log()
+    good = advantage.rlsd(old + d, old, torch.tensor([2.0]), 0.5, 0.25)
+    assert_same(good, row(2.1, 2.25, 1.75, 2.0), 1e-15)
+    # A bad sequence turns the exponents: 1/1.1 = 10/11, 1/2 (held at 0.75), 2 (held at 1.25), 1.
+    bad = advantage.rlsd(old + d, old, torch.tensor([-2.0]), 0.5, 0.25)
+    assert_same(bad, row(-21 / 11, -1.75, -2.25, -2.0), 1e-15)
+    assert_same(advantage.rlsd(old + d, old, torch.tensor([2.0]), 0.0), row(2, 2, 2, 2), 0)
+    assert_same(advantage.rlsd(old + d, old, torch.tensor([0.0])), row(0, 0, 0, 0), 0)
+
+
 def test_prefix_weights_by_hand() -> None:
     # |A| = 1, 3, 0, 4: total 8, prefixes 0, 1, 4, 4; w = 1 + 0.5·(1 − prefix/8)
     a = row(1.0, -3.0, 0.0, 4.0)
@@ -97,6 +109,9 @@ CALLS: dict[str, Any] = {
     ),
     "iw_opd": lambda b, **k: advantage.iw_opd(
         b.teacher_logp, b.rollout_logp, b.mask, 0.8, 0.7, b.kwargs["advantages"], **k
+    ),
+    "rlsd": lambda b, **k: advantage.rlsd(
+        b.teacher_logp, b.old_logp, b.kwargs["advantages"], mask=b.mask, **k
     ),
     "centered_kl": lambda b, **k: advantage.centered_kl(
         b.old_logp, b.ref_logp, b.mask, 0.7, b.kwargs["advantages"], **k
@@ -164,6 +179,8 @@ def test_the_gradient_lowers_the_kl_to_the_teacher() -> None:
         (lambda x: advantage.opd(x, x, float("nan")), ["coef must be finite"]),
         (lambda x: advantage.opd(x, x, 1.0, torch.zeros(3)), ["base has shape (3,)"]),
         (lambda x: advantage.opd(x.long(), x), ["teacher_logp must be"]),
+        (lambda x: advantage.rlsd(x, x, x, 2.0), ["coef must be <= 1"]),
+        (lambda x: advantage.rlsd(x, x, x, 1.0, 1.0), ["eps must be < 1"]),
         (lambda x: advantage.iw_opd(x, x, x != 0, -1.0), ["gamma must be >= 0"]),
         (lambda x: advantage.centered_kl(x, x, x[:1] != 0, 1.0), ["mask has shape (1, 4)"]),
         (lambda x: advantage.kl_in_reward(x, x, x, x != 0, -1.0), ["coef must be >= 0"]),

@@ -71,6 +71,13 @@ ESTIMATORS = {
         r[i, 0], GROUPS[i], LENGTHS[i], group="local"
     ),
     "grpo": lambda r, i: advantage.grpo(r[i, 0], GROUPS[i]),
+    "mad": lambda r, i: pl.group_advantages(r[i, 0], GROUPS[i], scale="mad"),
+    "asymre": lambda r, i: advantage.asymre(r[i, 0], GROUPS[i]),
+    "flash_reinforce": lambda r, i: advantage.flash_reinforce(r[i, 0]),
+    "prpo": lambda r, i: advantage.prpo(r[i, 0]),
+    "hierarchical_grpo": lambda r, i: advantage.hierarchical_grpo(
+        r[i, 0], GROUPS[i] // 2, GROUPS[i], i % 2, torch.tensor([1])
+    ),
     "grpo_loo": lambda r, i: advantage.grpo_loo(r[i, 0], GROUPS[i]),
     "opo": lambda r, i: advantage.opo(r[i, 0], GROUPS[i], LENGTHS[i]),
 }

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import stopping
 import torch
+from conformance.turns import RECORDED as RECORDED_TURNS
+from conformance.turns import evaluate
 from torch import Tensor
 from walk import walked
 
@@ -165,36 +167,16 @@ def test_errors_name_the_argument() -> None:
 
 # --- Numbers of AReaL and Trinity-RFT, recorded by `python -m conformance.turns` ------------------
 
-RECORDED = json.loads((ROOT / "tests/recorded/turns.json").read_text(encoding="utf-8"))
+RECORDED = json.loads(RECORDED_TURNS.read_text(encoding="utf-8"))
 
 
-@walked("case", RECORDED["areal"], ids=[f"case{i}" for i in range(len(RECORDED["areal"]))])
-def test_turn_gae_is_areals(case: dict[str, Any]) -> None:
-    """AReaL computes in float32."""
-    given = {k: torch.tensor(x, **F64) for k, x in case.items() if k != "turn_ids"}
-    ids, lam = torch.tensor(case["turn_ids"]), given["lam"]
-    result = A.turn_gae(
-        *(given["rewards"], given["values"], ids, 0.97, lam if lam.dim() else float(lam)),
-        last_values=given["last_values"],
-    )
-    assert_same(result.advantages, given["advantages"], 1e-5)
-    assert_same(result.returns, given["returns"], 1e-5)
-
-
-@walked("case", RECORDED["trinity"], ids=[f"case{i}" for i in range(len(RECORDED["trinity"]))])
-def test_gigpo_is_trinitys(case: dict[str, Any]) -> None:
-    """Trinity computes in float32, and without a spread divides by 1 + 1e-6."""
-    rewards, ids, states = (
-        torch.zeros(6, 4, **F64),
-        torch.full((6, 4), -1),
-        torch.zeros(6, 4).long(),
-    )
-    for run, step, reward, state in case["steps"]:
-        rewards[run, step], ids[run, step], states[run, step] = reward, step, state
-    scale = None if case["scale"] == "none" else "std"
-    result = A.gigpo(rewards, ids, states, torch.arange(6) // 3, 0.9, 0.7, scale=scale)
-    found = torch.stack([result[run, step] for run, step, *_ in case["steps"]])
-    assert_same(found, torch.tensor(case["advantages"], **F64), 1e-5)
+@walked("trainer", ["areal", "trinity"])
+def test_the_numbers_are_those_of_the_trainers(trainer: str) -> None:
+    """Both compute in float32, and Trinity without a spread divides by 1 + 1e-6."""
+    assert len(RECORDED[trainer]) == 4
+    for case in RECORDED[trainer]:
+        for found, expected in evaluate(trainer, case):
+            assert_same(found, expected, 1e-5)
 
 
 # --- The policy decides when to stop --------------------------------------------------------------

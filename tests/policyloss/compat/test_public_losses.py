@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
-from conformance.public_losses import GRADIENT_ALONE, KLS, RECORDED, SEEDS, SPECS
+from conformance.public_losses import GRADIENT_ALONE, KLS, RECORDED, SEEDS, SPECS, evaluate
 from walk import walked
 
 import policyloss as pl
@@ -21,12 +21,7 @@ def test_every_spec_has_recorded_cases():
 @walked("key", SPECS)
 def test_the_spec_gives_the_numbers_of_the_trainer(key):
     for case in CASES[key]:
-        inputs = {name: torch.tensor(x) for name, x in case["inputs"].items() if name == "mask"}
-        for name, x in case["inputs"].items():
-            inputs.setdefault(name, torch.tensor(x, dtype=torch.float64))
-        logp = inputs.pop("logp").requires_grad_()
-        loss = pl.policy_loss(SPECS[key], logp, **inputs).loss
-        (gradient,) = torch.autograd.grad(loss, logp)
+        loss, gradient = evaluate(key, case)
         expected = torch.tensor(case["gradient"], dtype=torch.float64)
         if key not in GRADIENT_ALONE:
             torch.testing.assert_close(loss.item(), case["loss"], rtol=1e-12, atol=1e-12)

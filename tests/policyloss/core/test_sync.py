@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,6 +166,18 @@ def test_no_aggregation_waits(aggregate: Any, layout: str) -> None:
 def test_value_loss_never_waits(clip: float | None, kind: Any, layout: str) -> None:
     for batch in (LAYOUTS[layout], on_meta(LAYOUTS[layout])):
         assert waits_of(value_call(batch, clip=clip, kind=kind)) == []
+
+
+@every_layout
+def test_a_mismatch_never_waits(layout: str) -> None:
+    def call(batch: Batch) -> Any:
+        ages = torch.ones_like(batch.mask, dtype=torch.int64)
+        logprobs = batch.old_logp, batch.rollout_logp, batch.mask
+        one = pl.Mismatch.of(*logprobs, ages=ages, cu_seqlens=batch.kwargs.get("cu_seqlens"))
+        return one + one
+
+    for batch in (LAYOUTS[layout], on_meta(LAYOUTS[layout])):
+        assert waits_of(partial(call, batch)) == []
 
 
 @walked("name", ["ppo", "grpo", "tis", "clip_cov"])
