@@ -34,7 +34,7 @@ TRAIN = (
         "policyloss_train/sampler.py",
         "uniforms[alive, column[alive] + t]",
         "uniforms[alive, t]",
-        _TURNS + "test_samples_do_not_depend_on_batches_and_have_the_log_probs_of_the_model",
+        _TURNS + "test_a_later_turn_draws_the_next_numbers_and_has_less_room",
     ),
     (
         "tool_without_room",
