@@ -5,6 +5,7 @@ runs repeat and resume to the byte.
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -377,3 +378,18 @@ def test_reinforcement_teaches_the_calls(tmp_path: Path) -> None:
     assert rows[0]["accuracy"] < 0.3
     assert sum(row["accuracy"] for row in rows[-10:]) / 10 > 0.8
     assert rows[-1]["eval/accuracy"] > 0.95
+
+
+def test_the_example_prints_the_numbers_of_its_runs(run: Path, tmp_path: Path) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "turns.py"))
+    (tmp_path / "turn_loo-0").symlink_to(run)
+    numbers = example["train"](tmp_path, "turn_loo", 0)
+    rows = [row for row in lines(run) if "accuracy" in row]
+    assert numbers["first step"] == rows[0]["accuracy"]
+    assert numbers["held out, after"] == rows[-1]["eval/accuracy"]
+    table = example["table"]({"a": [{"x": 0.25}, {"x": 0.5}]})
+    assert table.splitlines() == [
+        "| advantage | x |",
+        "|---|---|",
+        "| `a` | **0.375** (0.250, 0.500) |",
+    ]
