@@ -4,6 +4,7 @@
 trinity/algorithm/advantage_fn/gigpo_advantage.py` writes `tests/recorded/turns.json`, which
 `tests/policyloss/advantage/test_turns.py` compares with. Neither package can be installed on a CPU
 alone, and both files need only torch and a few names of their packages, which are stood in for.
+Recorded from AReaL's commit cbff54d6 (2026-08-22) and Trinity-RFT's commit baf1f233 (2026-07-21).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from policyloss.advantage import estimator, gae, iw_opd, opd, reinforce_pp, whiten
+from policyloss.advantage import estimator, gae, iw_opd, opd, reinforce_pp, turn_loo, whiten
 from policyloss.errors import InputError
 from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
@@ -53,6 +53,12 @@ def _of_rewards(config: TrainConfig, pack: Pack, group: Any) -> Judged:
         return whiten(estimate.advantages, mask, group=group), estimate.returns
     if name == "reinforce_pp":
         return reinforce_pp(rewards, mask, config.gamma, cu_seqlens=bounds, group=group), None
+    if name == "turn_loo":
+        # Without a tool, a completion is one turn, which gets the reward.
+        ids = pack.tokens.get("turn_ids", pack.tokens["completion"].long() - 1)
+        by_turn, groups = pack.tokens.get("turn_rewards", rewards), pack.sequences["group_ids"]
+        where = {"cu_seqlens": bounds, "group": group}
+        return turn_loo(by_turn, ids, groups, config.gamma, **where), None
     if is_reference(name):
         return _by_user(name, pack, group), None
     if name == "remax":

@@ -57,6 +57,9 @@ class Pack:
             "position_ids": positions,
             "rollout_logp": torch.zeros(row.shape[0]).masked_scatter(completion, logp),
         }
+        if samples[0].turn_ids is not None:  # a task in turns
+            tokens |= _turn_tokens(samples, completion)
+            tokens["mask"] &= tokens["turn_ids"] >= 0
         supports = [sample.support for sample in samples if sample.support is not None]
         if supports:
             counts = torch.cat([offsets.diff() for _, offsets in supports])
@@ -133,6 +136,21 @@ class Pack:
             "lengths": self.lengths,
             "group_ids": self.sequences["group_ids"],
         }
+
+
+def _turn_tokens(samples: Sequence[Sample], completion: Tensor) -> dict[str, Tensor]:
+    """The turn of each token, −1 outside of all turns, and its reward at its last token."""
+    ids = [sample.turn_ids for sample in samples if sample.turn_ids is not None]
+    rewards = [torch.zeros(len(turns)) for turns in ids]
+    for row, turns, sample in zip(rewards, ids, samples, strict=True):
+        for turn, reward in enumerate(sample.turn_rewards):
+            row[(turns == turn).nonzero()[-1]] = reward
+    return {
+        "turn_ids": torch.full_like(completion, -1, dtype=torch.int64).masked_scatter(
+            completion, torch.cat(ids)
+        ),
+        "turn_rewards": torch.zeros(len(completion)).masked_scatter(completion, torch.cat(rewards)),
+    }
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:

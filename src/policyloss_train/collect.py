@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +24,15 @@ from policyloss_train.models import vocabulary_size
 from policyloss_train.rollout.protocol import Sampling
 from policyloss_train.rollout.session import Rollout, Wanted
 from policyloss_train.run.checkpoint import count_from, subtree
-from policyloss_train.sampler import Sample, end_ids
+from policyloss_train.sampler import Sample, decode, end_ids
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import SUCCESS, Reward
 from policyloss_train.tasks.rewards import tolerant_reward
 from policyloss_train.time_limit import many_calls
 
 _RAGGED = ("prompt_ids", "completion_ids", "rollout_logp")
-_SUPPORT = ("support_ids", "support_offsets")  # stored if recorded
+_SUPPORT = ("support_ids", "support_offsets")  # stored if recorded, like the ids of turns
+_STORED = (*_RAGGED, *_SUPPORT, "turn_ids")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Completions:
             name: torch.cat([tensors[name] for tensors in ragged])
             for name in (ragged[0] if ragged else ())
         }
-        plain = [f.name for f in fields(Sample) if f.name not in (*_RAGGED, "support")]
+        plain = [f.name for f in fields(Sample) if f.name not in (*_STORED, "support")]
         numbers = {
             "samples": [{name: getattr(s, name) for name in plain} for s in self.samples],
             "lengths": [[x.shape[0] for x in tensors.values()] for tensors in ragged],
@@ -92,7 +94,7 @@ class Completions:
     def from_state(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Completions:
         """The inverse of `state`."""
         lengths = numbers["lengths"]
-        names = _RAGGED + (_SUPPORT if _SUPPORT[0] in tensors else ())
+        names = [name for name in _STORED if name in tensors]
         ragged = {
             name: iter(torch.split(tensors[name], [row[i] for row in lengths]) if lengths else ())
             for i, name in enumerate(names)
@@ -100,8 +102,11 @@ class Completions:
         samples = []
         for row in numbers["samples"]:
             tokens: dict[str, Any] = {name: next(ragged[name]).clone() for name in names}
-            pair = (tokens.pop(_SUPPORT[0]), tokens.pop(_SUPPORT[1])) if names != _RAGGED else None
-            samples.append(Sample(**row, **tokens, support=pair))
+            pair = tuple(tokens.pop(name) for name in _SUPPORT if name in tokens)
+            rewards = tuple(row.get("turn_rewards", ()))
+            samples.append(
+                Sample(**{**row, **tokens, "support": pair or None, "turn_rewards": rewards})
+            )
         return cls(samples, tensors.get("greedy"), dict(numbers["statistics"]))
 
     def check(self, examples: int, vocabulary: int) -> None:
@@ -125,6 +130,13 @@ class Completions:
                 raise TypeError(f"tokens that the model does not have, {ids.dtype}")
             if not len(s.prompt_ids) or not 0 < len(s.completion_ids) == len(logp):
                 raise TypeError("a completion without tokens, or without their log-probabilities")
+            turns, of_turns = s.turn_ids, s.turn_rewards
+            if turns is not None and (
+                {*turns.tolist()} - {-1} != {*range(len(of_turns))}
+                or len(turns) != len(logp)
+                or not all(isinstance(x, float) for x in of_turns)
+            ):
+                raise TypeError(f"a completion with the turns {turns} and rewards {of_turns!r:.80}")
             wrong = problem_of(s.support, s.completion_ids, vocabulary)
             if wrong is not None:
                 raise TypeError(f"a completion with an invalid support: {wrong}")
@@ -133,7 +145,8 @@ class Completions:
 def _ragged(s: Sample) -> dict[str, Tensor]:
     """The tensors of a completion, by their names in a checkpoint."""
     support = dict(zip(_SUPPORT, s.support, strict=True)) if s.support is not None else {}
-    return {name: getattr(s, name) for name in _RAGGED} | support
+    turns = {} if s.turn_ids is None else {"turn_ids": s.turn_ids}
+    return {name: getattr(s, name) for name in _RAGGED} | support | turns
 
 
 @dataclass
@@ -262,10 +275,9 @@ class Collector:
             samples = self.rollout.samples(*self._plan(first_group))
         self.at("scoring")
         with many_calls():
-            rewards = [self._reward(self.task.train[s.example], s) for s in samples]
+            samples = [self._score(self.task.train[s.example], s) for s in samples]
         self.at("gathering the completions of all ranks")
-        pairs = zip(samples, rewards, strict=True)
-        good = [replace(s, reward=r) for s, r in pairs if not math.isnan(r)]
+        good = [s for s in samples if not math.isnan(s.reward)]
         return good, len(samples) - len(good)
 
     def answers(self, examples: Sequence[Example]) -> list[Sample]:
@@ -282,6 +294,22 @@ class Collector:
             chosen = _order(size, self.config.seed, turn)[place]
             if chosen not in self.unusable:
                 return self.task.train[chosen]
+
+    def _score(self, example: Example, s: Sample) -> Sample:
+        """The sample with its reward. The reward of a turn is the growth of the score from the end
+        of the turn before, with the tool's answer, to its own.
+        """
+        reward = self._reward(example, s)
+        if s.turn_ids is None:
+            return replace(s, reward=reward)
+        ids, scores = s.turn_ids, [0.0]
+        for begin in ((ids[1:] >= 0) & (ids[:-1] < 0)).nonzero().flatten().tolist():
+            text = decode(self.rollout.tokenizer, s.completion_ids[: begin + 1])
+            scores.append(self._reward(example, replace(s, text=text, finished=True)))
+        scores.append(reward)
+        rewards = [after - before for before, after in pairwise(scores)]
+        failed = any(map(math.isnan, scores))
+        return replace(s, reward=math.nan if failed else reward, turn_rewards=tuple(rewards))
 
     def _reward(self, example: Example, s: Sample) -> float:
         """The reward, or NaN and a warning where the task's function failed on this completion."""

@@ -64,7 +64,7 @@ def eval_command(arguments: Sequence[str]) -> int:
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
     score = tolerant_reward(task, options.reward_timeout, _warn)
-    answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config))
+    answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config, task))
     evaluation = Evaluation.of(answers, task.success)
     results = list(zip(examples, answers, strict=True))
     if options.json:
@@ -95,7 +95,7 @@ def evaluate(
     model: Any, tokenizer: Any, examples: Sequence[Example], score: Reward, **limits: Any
 ) -> list[Result]:
     """The greedy completion of each prompt, and its score; errors are raised.
-    limits: `max_new_tokens`, `batch_tokens` and `stop` of `sample`.
+    limits: `max_new_tokens`, `batch_tokens`, `stop` and `tool` of `sample`.
     """
     rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
     greedy: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "uniforms": None}
@@ -126,7 +126,7 @@ def sample_command(arguments: Sequence[str]) -> int:
         top_k=config.top_k,
         uniforms=uniforms(options.seed, 0, len(rows), config.max_new_tokens),
         stop=config.stop,
-        **_limits(config),
+        **_limits(config, task),
     )
     for i, prompt in enumerate(prompts):
         print(repr(prompt))
@@ -136,9 +136,10 @@ def sample_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _limits(config: TrainConfig) -> dict[str, Any]:
-    """The longest completion, and the tokens of a batch."""
-    return {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
+def _limits(config: TrainConfig, task: Task) -> dict[str, Any]:
+    """The longest completion, the tokens of a batch, and the tool of the task."""
+    limits = {"max_new_tokens": config.max_new_tokens, "batch_tokens": config.sampling_tokens}
+    return {**limits, "tool": task.tool}
 
 
 def _as_in_training(

@@ -49,8 +49,8 @@ class TrainConfig:
     function of Tokens, as module:name or path/to/file.py:name. Change a part with
     --loss.SLOT.OPTION VALUE, for example --loss.trust.eps-high 0.28 or --loss.entropy-coef 0.01."""
     task: str = "sort"
-    """The built-in task, reasoning_gym:NAME, or the path of a .jsonl file with "prompt" (or
-    "messages") and "answer" in every line."""
+    """A built-in task (sort, or lookup, which calls a tool), reasoning_gym:NAME, or the path of a
+    .jsonl file with "prompt" (or "messages") and "answer" in every line."""
     reward: str | None = None
     """Reward of a .jsonl task: exact, math, or your own function, module:function or
     path/to/file.py:function."""
@@ -150,13 +150,13 @@ class TrainConfig:
 
     # Advantages
     advantage: str | None = None
-    """Advantage estimator: gae (with a critic), grpo, dr_grpo, rloo, …, or your own function,
-    module:function or path/to/file.py:function. The default is the one that the loss is defined
-    with, or grpo if it has none."""
+    """Advantage estimator: gae (with a critic), grpo, dr_grpo, rloo, turn_loo, …, or your own
+    function, module:function or path/to/file.py:function. The default is the one that the loss is
+    defined with, or grpo if it has none."""
     passk: Count = 4
     """The number k of the advantage passk_combinatorial."""
     gamma: Share = 1.0
-    """Discount of gae and reinforce_pp."""
+    """Discount of gae and reinforce_pp, and of turn_loo by turn."""
     lam: Share = 1.0
     """λ of gae."""
     old_logp: Literal["recompute", "rollout"] = "recompute"
@@ -227,7 +227,7 @@ class TrainConfig:
     # Warm-up, weights and machine
     warmup_steps: int | None = None
     """Supervised steps on the task's answers before training. The default is 200 for a built-in
-    model on the built-in task, and 0 otherwise."""
+    model on the task sort, 400 on lookup, and 0 otherwise."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the weights. With bfloat16 the optimizer also keeps each weight in float32, so that
     small steps add up."""

@@ -22,7 +22,7 @@ from policyloss_train.chat import read_template
 from policyloss_train.models import TINY, refuse_missing_folder
 from policyloss_train.optimizers import torchao
 from policyloss_train.sampler import encode, unusable_prompts
-from policyloss_train.tasks import GYM, make_task
+from policyloss_train.tasks import GYM, IN_TURNS, make_task
 from policyloss_train.tasks.base import Example, Task
 from policyloss_train.tasks.rewards import RewardError, score_completion
 from policyloss_train.tinker.service import sdk, server_problems
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 ENGINES = ("built-in", "vllm")
 BY_COMPARISON = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "maxrl", "gpg")  # within a group
-# Equal rewards of a prompt still have a gradient.
-WITHOUT_GROUPS = ("asymre", "flash_reinforce", "gae", "prpo", "reinforce_pp", "remax")
+# Equal rewards of completions still have a gradient.
+WITHOUT_GROUPS = ("asymre", "flash_reinforce", "gae", "prpo", "reinforce_pp", "remax", "turn_loo")
 # The other estimators need numbers that a run does not have.
 _NEEDS_MORE = ("gdpo", "hierarchical_grpo", "optimal_token_baseline")
-ADVANTAGES = tuple(name for name in ESTIMATORS if name not in _NEEDS_MORE)
+ADVANTAGES = (*(name for name in ESTIMATORS if name not in _NEEDS_MORE), "turn_loo")
 SHOWN = 5  # number of prompts in a message
 TRIED = 8  # the reward must work on at least one of this many examples
 SPARE = 1 << 20  # bytes for all files that are not checkpoints
@@ -68,6 +68,17 @@ def option_problems(config: TrainConfig) -> Iterator[str]:
             f"--rollout {name} gives processed log-probabilities; --rollout-logp raw is for the "
             "built-in sampler and for engines of your own."
         )
+    if config.task in IN_TURNS:
+        for option, value, fits in (
+            ("--rollout", name, ENGINES[0]),
+            ("--engine", config.engine, ENGINES[0]),
+            ("--parallel", config.parallel, "ddp"),
+        ):
+            if value != fits:
+                yield (
+                    f"--task {config.task} calls a tool in the middle of a completion, which "
+                    f"{option} {value} cannot do; use {option} {fits}."
+                )
     if config.dtype == "float64" and name != ENGINES[0]:
         yield f"--rollout {name} samples in float32 or bfloat16, not --dtype float64."
     if config.dynamic_sampling and config.teacher is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss_train.drawing import Kept, Pair, Rule, draw, first_tokens
-from policyloss_train.tasks.base import is_text
+from policyloss_train.tasks.base import Tool, is_text
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class Sample:
 
     `rollout_logp` is `log softmax(logits / temperature)`, over all tokens or, if the rule is
     `processed`, over the tokens that top-p and top-k kept. At temperature 0 (greedy), it is the
-    log-probability at temperature 1. `support`: as in `Completed`.
+    log-probability at temperature 1. `support`, `turn_ids`: as in `Completed`.
     """
 
     example: int  # Example.id
@@ -48,18 +48,22 @@ class Sample:
     reward: float = math.nan
     version: int = 0  # of the weights that sampled it: the number of steps they had learned
     support: Pair | None = None
+    turn_ids: Tensor | None = None
+    turn_rewards: tuple[float, ...] = ()  # of each turn, with the sum `reward`; () if one turn
 
 
 class Completed(NamedTuple):
     """The tokens of a completion, with the end token if there was one, and their log-probs `[L]`.
 
     support: the tokens from which each token was drawn; None if these are all tokens, or if they
-    were not recorded.
+    were not recorded. turn_ids: of a task in turns, the turn of each token, int64 `[L]`; −1 at the
+    tokens that a tool wrote, whose log-probs are 0.
     """
 
     tokens: list[int]
     logp: Tensor
     support: Pair | None = None
+    turn_ids: Tensor | None = None
 
 
 def uniforms(seed: int, step: int, rows: int, width: int) -> Tensor:
@@ -83,6 +87,7 @@ def sample(
     uniforms: Tensor | None,
     batch_tokens: int,
     stop: Sequence[str] = (),
+    tool: Tool | None = None,
 ) -> list[Sample]:
     """One completion for each (example id, group, prompt text), in the order of the prompts.
 
@@ -97,7 +102,14 @@ def sample(
         raise InputError(f"the prompt of example {prompts[i][0]} ({prompts[i][2]!r:.80}) {reason}.")
     ends = end_ids(model, tokenizer)
     drawn = torch.zeros(len(ids), max_new_tokens) if uniforms is None else uniforms
-    completions = complete(model, ids, drawn, ends, rule, batch_tokens)
+
+    def go_on(rows: list[int], starts: list[list[int]], stops: list[int]) -> list[Completed]:
+        written = [len(start) - len(ids[row]) for row, start in zip(rows, starts, strict=True)]
+        stops = [*ends, *stops]
+        return complete(model, starts, drawn[rows], stops, rule, batch_tokens, written=written)
+
+    texts = [text for _, _, text in prompts]
+    completions = take_turns(tool, tokenizer, texts, ids, max_new_tokens, go_on)
     samples = as_samples(tokenizer, [row[:2] for row in prompts], ids, completions, set(ends))
     return [cut_at_stop(tokenizer, s, stop) for s in samples]
 
@@ -111,9 +123,7 @@ def cut_at_stop(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[st
         return s
 
     def contains_stop(n: int) -> bool:
-        written = tokenizer.decode(
-            s.completion_ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        written = decode(tokenizer, s.completion_ids[:n])
         return any(text in written for text in stop)
 
     n = bisect_left(range(1, len(s.completion_ids)), True, key=contains_stop) + 1
@@ -122,6 +132,7 @@ def cut_at_stop(tokenizer: PreTrainedTokenizerBase, s: Sample, stop: Sequence[st
         completion_ids=s.completion_ids[:n].clone(),
         rollout_logp=s.rollout_logp[:n].clone(),
         support=s.support and first_tokens(s.support, n),
+        turn_ids=None if s.turn_ids is None else s.turn_ids[:n].clone(),
         finished=True,
         text=s.text[: min(begins)],
     )
@@ -139,6 +150,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
         raise InputError(f"the tokenizer cannot read {bad!r} ({type(error).__name__}).") from error
     encoded = dict(zip(distinct, ids, strict=True))
     return [encoded[text] for text in texts]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tensor) -> str:
+    """The text of some tokens, without special tokens."""
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text)
 
 
 def unusable_prompts(
@@ -188,8 +205,69 @@ def as_samples(
     samples = []
     for key, prompt, one, done, text in zip(keys, ids, completions, finished, texts, strict=True):
         tokens = torch.tensor(prompt), torch.tensor(one.tokens), one.logp
-        samples.append(Sample(*key, *tokens, done, text, version=version, support=one.support))
+        s = Sample(*key, *tokens, done, text, version=version, support=one.support)
+        samples.append(replace(s, turn_ids=one.turn_ids))
     return samples
+
+
+def take_turns(
+    tool: Tool | None,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    ids: Sequence[list[int]],
+    limit: int,
+    go_on: Callable[[list[int], list[list[int]], list[int]], list[Completed]],
+) -> list[Completed]:
+    """One completion of at most `limit` tokens for each prompt, the tool's tokens included.
+
+    go_on: takes some rows, their tokens so far and the tokens that end a call, and returns the next
+    turn of each row. Without a tool, there is one turn. After each call, the tool's answer is
+    appended, and the row goes on; a row without room for more than the answer ends with its call.
+    """
+    rows = list(range(len(ids)))
+    if tool is None:
+        return go_on(rows, list(ids), [])
+    call, *more = tokenizer.encode(tool.end, add_special_tokens=False)
+    if more:
+        raise InputError(f"the tokenizer must read {tool.end!r}, the end of a call, as one token.")
+    starts, turn = list(ids), 0
+    parts: list[list[Completed]] = [[] for _ in ids]
+    while rows:
+        going = []
+        for r, one in zip(rows, go_on(rows, [starts[r] for r in rows], [call]), strict=True):
+            written = [one._replace(turn_ids=torch.full((len(one.tokens),), turn))]
+            if one.tokens[-1] == call:
+                text = tool.answer(texts[r], decode(tokenizer, one.tokens))
+                answer = tokenizer.encode(text, add_special_tokens=False)
+                if len(starts[r]) + len(one.tokens) + len(answer) < len(ids[r]) + limit:
+                    written.append(_of_tool(answer))
+                    going.append(r)
+            parts[r] += written
+            starts[r] = [*starts[r], *(token for part in written for token in part.tokens)]
+        rows, turn = going, turn + 1
+    return [_join(row) for row in parts]
+
+
+def _of_tool(tokens: list[int]) -> Completed:
+    """Tokens that a tool wrote: each is drawn from itself alone."""
+    support = torch.tensor(tokens, dtype=torch.int32), torch.arange(len(tokens) + 1)
+    return Completed(tokens, torch.zeros(len(tokens)), support, torch.full((len(tokens),), -1))
+
+
+def _join(parts: list[Completed]) -> Completed:
+    """The turns of a completion, and the tool's answers, as one completion."""
+    support = None
+    if parts[0].support is not None:
+        pairs = [part.support for part in parts if part.support is not None]
+        sizes = torch.cat([offsets.diff() for _, offsets in pairs])
+        offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+        support = torch.cat([kept for kept, _ in pairs]), offsets
+    return Completed(
+        [token for part in parts for token in part.tokens],
+        torch.cat([part.logp for part in parts]),
+        support,
+        torch.cat([part.turn_ids for part in parts if part.turn_ids is not None]),
+    )
 
 
 def complete(
@@ -201,20 +279,24 @@ def complete(
     batch_tokens: int,
     *,
     supports: bool = False,
+    written: Sequence[int] = (),
 ) -> list[Completed]:
     """One completion of each prompt, as in `sample`. supports: record the support of each token, if
-    the rule leaves out some tokens.
+    the rule leaves out some tokens. written: the number of tokens of the completion that the end of
+    each prompt already holds, if any; the next token is drawn with the next column of `uniforms`.
     """
     # The longest prompts come first, and rows of one prompt are adjacent.
     first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
     completions: dict[int, Completed] = {}
+    begin = torch.tensor(written or [0] * len(ids), dtype=torch.int64)
     with use_eval_mode(model), torch.no_grad():
         while order:
             size = max(1, batch_tokens // (len(ids[order[0]]) + uniforms.shape[1]))
             rows, order = order[:size], order[size:]
             kept, prompts = Kept(len(rows)) if supports else None, [ids[r] for r in rows]
-            tokens, logp = _complete_batch(model, prompts, uniforms[rows], ends, rule, kept)
+            columns = uniforms[rows], begin[rows]
+            tokens, logp = _complete_batch(model, prompts, *columns, ends, rule, kept)
             tokens, logp = tokens.cpu(), logp.cpu()
             if not torch.isfinite(logp).all():
                 raise InputError(
@@ -245,15 +327,18 @@ def _complete_batch(
     model: PreTrainedModel,
     prompts: list[list[int]],
     uniforms: Tensor,
+    column: Tensor,
     ends: list[int],
     rule: Rule,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[B, T]` (-1 after the end) and log-probs `[B, T]` of one batch.
-    A row that ends leaves batch and cache. kept: collects the support of each token.
+    A row that ends leaves batch and cache. column: of the first of the `uniforms` to use, `[B]`.
+    kept: collects the support of each token.
     """
     device, (rows, limit), width = model.device, uniforms.shape, max(map(len, prompts))
-    uniforms, stops = uniforms.to(device), torch.tensor(ends, dtype=torch.int64, device=device)
+    uniforms, column = uniforms.to(device), column.to(device)
+    stops = torch.tensor(ends, dtype=torch.int64, device=device)
     from transformers import DynamicCache  # slow to import, and a command's help must be fast
 
     cache = DynamicCache(config=model.config)
@@ -262,14 +347,13 @@ def _complete_batch(
     logps = torch.zeros((rows, limit), device=device)
     alive = torch.arange(rows, device=device)
     for t in range(limit):
-        token, logp, support = draw(logits, uniforms[alive, t], rule)
+        token, logp, support = draw(logits, uniforms[alive, column[alive] + t], rule)
         tokens[alive, t], logps[alive, t] = token, logp.float()
         if kept is not None and support is not None:
             kept.add(alive, support)
-        if t + 1 == limit:
-            break
         # The host waits only for the size of `going`.
-        going = (~torch.isin(token, stops)).nonzero().squeeze(-1)
+        cut = column[alive] + t + 1 == limit
+        going = (~torch.isin(token, stops) & ~cut).nonzero().squeeze(-1)
         if len(going) < len(alive):
             if not len(going):
                 return tokens, logps

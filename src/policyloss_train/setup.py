@@ -5,6 +5,7 @@ critic; and warm-up, a short supervised start.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -37,8 +38,9 @@ from policyloss_train.policy import Critic, Policy, Routing
 from policyloss_train.run.checkpoint import subtree
 from policyloss_train.run.directory import RunDir
 from policyloss_train.run.resume import name_damage, stored_weights
-from policyloss_train.sampler import Sample
+from policyloss_train.sampler import Completed, Sample, take_turns
 from policyloss_train.tasks import Task, make_task
+from policyloss_train.tasks.base import Tool
 from policyloss_train.tinker.learner import ServerLearner
 
 if TYPE_CHECKING:
@@ -151,10 +153,11 @@ def teach(
 
 
 def warmup_steps(config: TrainConfig) -> int:
-    """The number of warm-up steps; by default some for a tiny model on "sort", else 0."""
+    """The number of warm-up steps; by default some for a tiny model on a built-in task."""
     if config.warmup_steps is not None:
         return config.warmup_steps
-    return WARMUP_STEPS if config.model in TINY and config.task == "sort" else 0
+    by_task = {"sort": WARMUP_STEPS, "lookup": 2 * WARMUP_STEPS}
+    return by_task.get(config.task, 0) if config.model in TINY else 0
 
 
 def distribute(learner: Learner) -> None:
@@ -223,7 +226,7 @@ def warm_up(
         for group in optimizer.param_groups:
             # The first steps of AdamW are large for any gradient.
             group["lr"] = LR * min(1.0, (step + 1) / 10)
-        micro = _pack(tokenizer, texts).to(model.device).micro_batch()
+        micro = _pack(tokenizer, texts, task.tool).to(model.device).micro_batch()
         loss = policy(micro, partial(_loss, micro["targets"], micro["mask"]))
         optimizer.zero_grad()
         loss.backward()
@@ -234,17 +237,31 @@ def warm_up(
     optimizer.zero_grad()
 
 
-def _pack(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, str]]) -> Pack:
-    """Prompts and their completions, each with the end token."""
+def _pack(
+    tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, str]], tool: Tool | None
+) -> Pack:
+    """Prompts and their completions, each with the end token, and with the answers of the tool to
+    the calls in it.
+    """
     prompts = tokenizer([prompt for prompt, _ in texts])["input_ids"]
     answers = tokenizer([answer for _, answer in texts], add_special_tokens=False)["input_ids"]
-    ended = [torch.tensor([*answer, tokenizer.eos_token_id]) for answer in answers]
-    return Pack.of(
-        [
-            Sample(0, 0, torch.tensor(prompt), ids, torch.zeros(len(ids)), True, "")
-            for prompt, ids in zip(prompts, ended, strict=True)
-        ]
-    )
+    left = [[*answer, tokenizer.eos_token_id] for answer in answers]
+
+    def go_on(rows: list[int], starts: list[list[int]], ends: list[int]) -> list[Completed]:
+        turns = []
+        for row in rows:
+            n = next((i + 1 for i, token in enumerate(left[row]) if token in ends), len(left[row]))
+            turns.append(Completed(left[row][:n], torch.zeros(n)))
+            left[row] = left[row][n:]
+        return turns
+
+    shown = [prompt for prompt, _ in texts]
+    completed = take_turns(tool, tokenizer, shown, prompts, sys.maxsize, go_on)
+    samples = []
+    for prompt, one in zip(prompts, completed, strict=True):
+        ids = torch.tensor(prompt), torch.tensor(one.tokens)
+        samples.append(Sample(0, 0, *ids, one.logp, True, "", turn_ids=one.turn_ids))
+    return Pack.of(samples)
 
 
 def _loss(

@@ -11,6 +11,13 @@ _COMPARE, _SERVE, _BOUNDS, _TABLES = (
 
 REPORT = (
     (
+        "report_numbers_of_a_tool",
+        "policyloss_lab/report/rollouts.py",
+        "written = [turn != -1 for",
+        "written = [True for",
+        "test_report_completions.py::test_tokens_of_a_tool_have_no_numbers",
+    ),
+    (
         "report_seeds_are_settings",
         "policyloss_lab/report/compare.py",
         "left_out = _SEEDS | _NAMES",

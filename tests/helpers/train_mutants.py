@@ -4,16 +4,59 @@ name, file, old, new, and the test that must notice.
 
 from __future__ import annotations
 
-_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _TINKER, _VLLM = (
+_DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _TINKER, _TURNS, _VLLM = (
     "test_train_durability.py::",
     "test_train_faults.py::",
     "test_train_doors.py::",
     "test_train_real_models.py::",
     "test_train_support.py::",
     "test_train_tinker.py::",
+    "test_train_turns.py::",
     "test_train_vllm.py::",
 )
 TRAIN = (
+    (
+        "tool_tokens_trained",
+        "policyloss_train/batches.py",
+        'tokens["mask"] &= tokens["turn_ids"] >= 0',
+        "pass",
+        _TURNS + "test_a_pack_knows_turns_and_their_rewards",
+    ),
+    (
+        "turn_reward_at_the_first_token",
+        "policyloss_train/batches.py",
+        "row[(turns == turn).nonzero()[-1]] = reward",
+        "row[(turns == turn).nonzero()[0]] = reward",
+        _TURNS + "test_a_pack_knows_turns_and_their_rewards",
+    ),
+    (
+        "turns_draw_the_same_numbers",
+        "policyloss_train/sampler.py",
+        "uniforms[alive, column[alive] + t]",
+        "uniforms[alive, t]",
+        _TURNS + "test_a_later_turn_draws_the_next_numbers_and_has_less_room",
+    ),
+    (
+        "tool_without_room",
+        "policyloss_train/sampler.py",
+        "len(answer) < len(ids[r]) + limit",
+        "len(answer) <= len(ids[r]) + limit",
+        _TURNS + "test_a_completion_without_room_ends_with_its_call",
+    ),
+    (
+        "turns_share_the_reward",
+        "policyloss_train/advantages.py",
+        'pack.tokens.get("turn_rewards", rewards)',
+        "rewards",
+        _TURNS + "test_credit_by_turn_by_hand",
+    ),
+    (
+        "a_turn_gets_the_score_so_far",
+        "policyloss_train/collect.py",
+        "rewards = [after - before for before",
+        "rewards = [after for before",
+        _TURNS + "test_the_rewards_of_turns_sum_to_the_score",
+    ),
     (
         "an_option_may_be_any_number",
         "policyloss/commands.py",

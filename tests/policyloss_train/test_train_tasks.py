@@ -77,7 +77,7 @@ def test_one_demonstration_in_ten_is_right_and_the_others_leave_the_last_digit()
 def test_an_unknown_task_names_the_kinds() -> None:
     with pytest.raises(
         InputError,
-        match=r"unknown task 'sorting'. Valid: sort, reasoning_gym:<data set>, or .*\.jsonl",
+        match=r"unknown task 'sorting'. Valid: sort, lookup, reasoning_gym:<data set>, .*\.jsonl",
     ):
         make_task("sorting", reward=None, seed=0)
 

@@ -24,6 +24,7 @@ NUMBERS = (
     *("ratio", "token_advantage"),
 )
 FLAGS = ("mask", "clipped")
+INTEGERS = ("ids", "turn_ids")  # turn_ids: −1 at a token that the policy did not write
 TEXTS = ("prompt", "completion", "answer")
 
 
@@ -153,7 +154,8 @@ def _first(group: list[StoredRow], budget: int) -> list[StoredRow]:
 
 def _clean(row: dict[str, Any], step: int, shortened: Counter[str]) -> dict[str, Any]:
     """One row with every field of the schema: texts are strings, and each list is as long as
-    `tokens`, None where unknown. shortened: counts texts, tokens and rows that are cut.
+    `tokens`, None where unknown. A token that the policy did not write has no numbers. shortened:
+    counts texts, tokens and rows that are cut.
     """
     every = _list(row.get("tokens"))
     tokens = [_text(token) for token in every[: limits.TOKEN_BUDGET]]
@@ -169,8 +171,9 @@ def _clean(row: dict[str, Any], step: int, shortened: Counter[str]) -> dict[str,
     unknown, count = [None] * len(tokens), len(tokens)
     columns = {
         name: (_list(row.get(name))[:count] + unknown)[:count]
-        for name in (*NUMBERS, *FLAGS, "ids", "branch")
+        for name in (*NUMBERS, *FLAGS, *INTEGERS, "branch")
     }
+    written = [turn != -1 for turn in columns["turn_ids"]]
     reason = row.get("finish_reason")
     return {
         "step": step,
@@ -183,11 +186,16 @@ def _clean(row: dict[str, Any], step: int, shortened: Counter[str]) -> dict[str,
         "finished": None if row.get("finished") is None else bool(row["finished"]),
         "finish_reason": cut(reason, limits.TOKEN_LENGTH) if isinstance(reason, str) else None,
         "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens],
-        "ids": [integer(v) for v in columns["ids"]],
-        **{name: [finite(v) for v in columns[name]] for name in NUMBERS},
+        **{name: [integer(v) for v in columns[name]] for name in INTEGERS},
+        **{name: [finite(v) for v in _where(written, columns[name])] for name in NUMBERS},
         **{name: [None if v is None else bool(v) for v in columns[name]] for name in FLAGS},
         "branch": [v if isinstance(v, str) and v in BRANCHES else None for v in columns["branch"]],
     }
+
+
+def _where(flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """The values where a flag is set, and None elsewhere."""
+    return [value if flag else None for flag, value in zip(flags, values, strict=True)]
 
 
 def _list(value: Any) -> list[Any]:

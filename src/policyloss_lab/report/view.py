@@ -14,7 +14,7 @@ from policyloss_lab.limits import LARGEST
 from policyloss_lab.reading import finite
 from policyloss_lab.report.compare import coinciding
 from policyloss_lab.report.panels import LABELS, panels_for
-from policyloss_lab.report.rollouts import FLAGS, NUMBERS, group_of
+from policyloss_lab.report.rollouts import FLAGS, INTEGERS, NUMBERS, group_of
 
 # The colourings of tokens by a number, and the smallest size with the full colour, so that
 # rounding in an on-policy run stays uncoloured.
@@ -175,7 +175,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: row[name] for name in named},
         "tokens": row["tokens"],
-        "ids": _column(row["ids"]),
+        **{name: _column(row[name]) for name in INTEGERS},
         **{name: _column(short(row[name])) for name in NUMBERS},
         **{name: _column(row[name]) for name in FLAGS},
         "branch": _column(branch),

@@ -65,11 +65,14 @@ class Prompt:
     """A prompt, and the number of completions to draw.
 
     place: the index of its first completion among all completions of the draw, on all ranks.
+    written: the number of tokens of the completion that the end of `ids` holds already, in a task
+    in turns; only the built-in engine samples one.
     """
 
     ids: list[int]
     number: int
     place: int
+    written: int = 0
 
     def seed(self, sampling: Sampling) -> int:
         """A number below 2⁴⁸ that follows from the run's seed, the draw and the place alone."""

@@ -8,7 +8,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,18 @@ from policyloss_train.rollout.protocol import (
 )
 from policyloss_train.rollout.servers import Servers
 from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
-from policyloss_train.sampler import Sample, as_samples, complete, cut_at_stop, encode, uniforms
+from policyloss_train.sampler import (
+    Completed,
+    Sample,
+    as_samples,
+    complete,
+    cut_at_stop,
+    encode,
+    take_turns,
+    uniforms,
+)
 from policyloss_train.setup import Setup
+from policyloss_train.tasks.base import Tool
 from policyloss_train.tinker.learner import ServerLearner, ServerSampler
 from policyloss_train.user_code import load_code
 
@@ -51,6 +61,7 @@ class Rollout:
     """stop: texts that end a completion; this class, not the engine, cuts the completion at them.
     warn: called once if the log-probabilities of engine and learner are over different tokens; then
     `mismatched` is True. version: of the engine's weights; None if the engine has none, or sleeps.
+    tool: of the task.
     """
 
     name: str
@@ -62,6 +73,7 @@ class Rollout:
     warn: Callable[[str], None] = warnings.warn
     mismatched: bool = False
     version: int | None = None
+    tool: Tool | None = None
 
     def ready(self, version: int) -> None:
         """Pass the current weights to the engine. version: the number of learned steps."""
@@ -79,30 +91,45 @@ class Rollout:
         """The completions, prompt after prompt, without rewards."""
         assert self.version is not None
         ids = encode(self.tokenizer, [one.text for one in wanted])
-        prompts = [
-            Prompt(tokens, one.number, one.place) for one, tokens in zip(wanted, ids, strict=True)
-        ]
-        completions = self.engine.generate(prompts, sampling)
-        vocabulary = vocabulary_size(self.model)
-        engine = f"the rollout engine {self.name!r}"
-        completed = check_completions(
-            engine, prompts, sampling, completions, vocabulary, self.version
-        )
-        self._compare(sampling, any(one.support is not None for one in completed))
         rows = [
-            (one.example, one.group, tokens)
+            (one, tokens, one.place + i)
             for one, tokens in zip(wanted, ids, strict=True)
-            for _ in range(one.number)
+            for i in range(one.number)
         ]
+
+        def go_on(chosen: list[int], starts: list[list[int]], ends: list[int]) -> list[Completed]:
+            turns = [
+                Prompt(start, 1, rows[i][2], len(start) - len(rows[i][1]))
+                for i, start in zip(chosen, starts, strict=True)
+            ]
+            every = (*sampling.end_ids, *ends)
+            return self._complete(turns, replace(sampling, end_ids=every))
+
+        if self.tool is None:
+            pairs = zip(wanted, ids, strict=True)
+            prompts = [Prompt(tokens, one.number, one.place) for one, tokens in pairs]
+            completed = self._complete(prompts, sampling)
+        else:
+            texts, starts = [one.text for one, _, _ in rows], [tokens for _, tokens, _ in rows]
+            limit = sampling.max_new_tokens
+            completed = take_turns(self.tool, self.tokenizer, texts, starts, limit, go_on)
+        self._compare(sampling, any(one.support is not None for one in completed))
         samples = as_samples(
             self.tokenizer,
-            [row[:2] for row in rows],
-            [row[2] for row in rows],
+            [(one.example, one.group) for one, _, _ in rows],
+            [tokens for _, tokens, _ in rows],
             completed,
             set(sampling.end_ids),
             self.version,
         )
         return [cut_at_stop(self.tokenizer, s, self.stop) for s in samples]
+
+    def _complete(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completed]:
+        """The completions of the engine, checked."""
+        assert self.version is not None
+        completions = self.engine.generate(prompts, sampling)
+        vocabulary, engine = vocabulary_size(self.model), f"the rollout engine {self.name!r}"
+        return check_completions(engine, prompts, sampling, completions, vocabulary, self.version)
 
     def _compare(self, sampling: Sampling, with_support: bool) -> None:
         """Warn if the engine's log-probabilities are over fewer tokens than the learner's."""
@@ -161,11 +188,12 @@ class BuiltIn(Engine):
                 rule,
                 self._batch_tokens,
                 supports=sampling.support,
+                written=[p.written for p, _ in rows],
             )
         ended = set(sampling.end_ids)
         each = iter(
             Completion(ids, logp, ids[-1] in ended, self._version, support)
-            for ids, logp, support in completed
+            for ids, logp, support, _ in completed
         )
         return [[next(each) for _ in range(p.number)] for p in prompts]
 
@@ -182,7 +210,8 @@ def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None])
     """The engine that `--rollout` names, for a run."""
     weights = Weights(setup.model, setup.tokenizer, setup.learner.ranks)
     engine = _engine(config, setup, weights, warn)
-    return Rollout(config.rollout, engine, weights, setup.model, setup.tokenizer, config.stop, warn)
+    model, tool = (setup.model, setup.tokenizer), setup.task.tool
+    return Rollout(config.rollout, engine, weights, *model, config.stop, warn, tool=tool)
 
 
 def _engine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,15 @@ SUCCESS = 1.0  # the default score of a correct answer
 Reward = Callable[[Example, str], float]
 
 
+class Tool(NamedTuple):
+    """A tool that the policy calls in its completion. end: the text, one token, that ends a call.
+    answer: takes the prompt and the text of the turn, and returns the text that the tool writes.
+    """
+
+    end: str
+    answer: Callable[[str, str], str]
+
+
 @dataclass(frozen=True)
 class Task:
     """Prompts for training, other prompts for evaluation (no prompt is in both sets), and a
@@ -32,7 +41,8 @@ class Task:
 
     train: the only prompts of warm-up and training. success: the smallest score that counts as
     correct; accuracy is the share of completions that reach it. demonstration: a completion for
-    warm-up to imitate, or None.
+    warm-up to imitate, or None. tool: of a task in turns. Then a demonstration has the texts of the
+    policy alone, and `score` also takes a completion up to the end of a turn.
     """
 
     name: str
@@ -41,6 +51,7 @@ class Task:
     score: Reward
     success: float = SUCCESS
     demonstration: Callable[[Example, Random], str | None] = lambda e, rng: e.answer or None
+    tool: Tool | None = None
 
 
 def number_examples(examples: Iterable[Example]) -> tuple[Example, ...]:

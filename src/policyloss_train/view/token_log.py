@@ -116,6 +116,7 @@ class TokenLog:
             "finish_reason": ended if s.finished else "length",
             "ids": ids,
             "tokens": [words[token] for token in ids],
+            **({} if s.turn_ids is None else {"turn_ids": s.turn_ids.tolist()}),
         }
 
     def _fitting(
@@ -164,11 +165,12 @@ def stored_groups(samples: Sequence[Sample], rows: int) -> list[list[int]]:
 def _numbers(part: Mapping[str, Tensor]) -> dict[str, Any]:
     """The learner's numbers for the tokens of one completion."""
     logp, old, advantage = part["logp"], part["old_logp"], part["advantages"]
+    written = part["turn_ids"] >= 0 if "turn_ids" in part else slice(None)
     of_others = [name for name in _OF_POLICIES if name in part]
     if not part["entropy"].isnan().any():  # a server reports none
         of_others.append("entropy")
     return {
-        "advantage": advantage.mean().item(),
+        "advantage": advantage[written].mean().item(),
         "logp": _short(logp),
         "old_logp": _short(old),
         **{name: _short(part[name]) for name in of_others},

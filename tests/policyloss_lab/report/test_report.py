@@ -304,6 +304,7 @@ def test_rollouts_are_cleaned_and_fitted_to_their_tokens(tmp_path: Path) -> None
             "finish_reason": None,
             "tokens": ["a", "b"],
             "ids": [None, None],
+            "turn_ids": [None, None],
             "logp": [-1.0, None],
             "old_logp": [None, None],
             "rollout_logp": [None, None],

@@ -457,3 +457,43 @@ def test_a_page_without_tokens_offers_no_colours(page: Open, tmp_path: Path) -> 
     assert "some text" in sheet.locator("#completions").inner_text()
     for what in ("#color", "#token-legend", "aside"):
         assert sheet.locator(what).is_hidden(), what
+
+
+# ---------------------------------------------------------------- turns
+
+
+@pytest.fixture
+def in_turns(tmp_path: Path) -> Path:
+    """A call, two tokens of a tool, and an answer. Numbers at the tool's tokens mean nothing."""
+    turns = {"turn_ids": [0, 0, -1, -1, 1], "mask": [True, True, False, False, True]}
+    ratio = [1.0, 1.1, 50.0, 50.0, 1.0]
+    row = stored(1, "a ? x y b", 1.0, **turns, ratio=ratio, clipped=[False] * 5, group=0)
+    return write_run(tmp_path / "run", [{"step": 1, "a": 1}], rollouts=[row])
+
+
+def test_tokens_of_a_tool_have_no_numbers(in_turns: Path) -> None:
+    data = collect([in_turns])
+    ((row,),) = (group["rows"] for group in groups_of(data["runs"][0]))
+    assert row["turn_ids"] == [0, 0, -1, -1, 1]
+    assert row["ratio"] == [1.0, 1.1, None, None, 1.0]
+    assert view(data)["scales"]["ratio"] < math.log(50)
+
+
+@needs_browser
+def test_turns_are_shown_apart(page: Open, in_turns: Path) -> None:
+    file = in_turns.parent / "report.html"
+    file.write_text(render(collect([in_turns])), encoding="utf-8")
+    sheet = page(file=file)
+    assert "5 tokens · 2 turns" in sheet.locator(".completion header").inner_text()
+    boxes = sheet.locator(".tokens .token")
+    classes = [box.get_attribute("class") for box in boxes.all()]
+    assert [name == "token environment" for name in classes] == [False, False, True, True, False]
+    colours = [box.evaluate("box => getComputedStyle(box).backgroundColor") for box in boxes.all()]
+    assert colours[2] == colours[3] not in (colours[0], colours[4])
+    boxes.nth(2).hover()
+    assert values(sheet)["turn"] == "the environment's"
+    assert "ratio" not in values(sheet)
+    boxes.nth(4).hover()
+    assert values(sheet)["turn"] == "2"
+    assert "written by the environment" in sheet.locator("#token-legend").inner_text()
+    assert "not trained on" not in sheet.locator("#token-legend").inner_text()

@@ -57,6 +57,11 @@ const colouring = () => {
   const ids = offered().map(([id]) => id);
   return ids.includes(state.color) ? state.color : ids[0] ?? "ratio";
 };
+const byTool = (row, i) => at(row, "turn_ids", i) === -1; // or by a user: the policy did not write it
+const turnsOf = (row) => {
+  const count = Math.max(...[row.turn_ids ?? -1].flat()) + 1;
+  return count ? `${count} turn${count > 1 ? "s" : ""}` : "";
+};
 const branchName = (row, i) => DATA.branches[at(row, "branch", i)]?.[0];
 
 function paint(box, row, i, mode = colouring()) {
@@ -64,6 +69,7 @@ function paint(box, row, i, mode = colouring()) {
   box.className = "token";
   box.style.background = "";
   if (at(row, "clipped", i)) box.classList.add("clipped");
+  if (byTool(row, i)) return box.classList.add("environment");
   if (branch === "masked" || branch === "rejected" || at(row, "mask", i) === false) box.classList.add(branch === "rejected" ? "rejected" : "masked");
   if (value === null) return box.classList.add("unknown");
   if (mode === "clip") return box.classList.add(`branch-${branch}`);
@@ -78,7 +84,7 @@ function showToken(row, i) {
   $("token-branch").textContent = "";
   if (!row || i < 0 || i >= row.tokens.length) return;
   const branch = DATA.branches[at(row, "branch", i)], clipped = at(row, "clipped", i);
-  const facts = { token: JSON.stringify(row.tokens[i]).replace(UNSEEN, code), id: at(row, "ids", i), position: `${i + 1} of ${row.tokens.length}`, branch: branch?.[1][0] ?? null };
+  const facts = { token: JSON.stringify(row.tokens[i]).replace(UNSEEN, code), id: at(row, "ids", i), position: `${i + 1} of ${row.tokens.length}`, turn: byTool(row, i) ? "the environment's" : at(row, "turn_ids", i) === null ? null : `${at(row, "turn_ids", i) + 1}`, branch: branch?.[1][0] ?? null };
   if (clipped !== null) facts["policy gradient"] = clipped ? "none" : at(row, "token_advantage", i) > 0 ? "up" : at(row, "token_advantage", i) < 0 ? "down" : "none";
   if (branch?.[0] === "masked" || branch?.[0] === "rejected") facts["policy gradient"] = "none";
   for (const [name, column] of Object.entries({ ratio: "ratio", advantage: "token_advantage", logp: "logp", old_logp: "old_logp", rollout_logp: "rollout_logp", ref_logp: "ref_logp", teacher_logp: "teacher_logp", entropy: "entropy" })) facts[name] = at(row, column, i);
@@ -93,7 +99,7 @@ function showToken(row, i) {
 
 function drawLegend() {
   const legend = $("token-legend"), mode = colouring(), { show, one, says } = COLOURS[mode], limit = DATA.scales[mode];
-  const present = new Set(cards.flatMap(({ row }) => [row.branch].flat()).map((place) => DATA.branches[place]?.[0]));
+  const present = new Set(cards.flatMap(({ row }) => row.tokens.map((_, i) => (byTool(row, i) ? null : branchName(row, i)))));
   const sample = (kind, text, after) => { add(legend, "span", { class: `token ${kind}` }, text); add(legend, "span", {}, after); };
   legend.replaceChildren();
   add(legend, "span", {}, `${says} `);
@@ -107,6 +113,7 @@ function drawLegend() {
     if (present.has("rejected")) sample("rejected", "struck", " rejected by the rollout correction. ");
     if (present.has("masked")) sample("masked", "dashed", " not trained on. ");
   }
+  if (cards.some(({ row }) => [row.turn_ids].flat().includes(-1))) sample("environment", "inverse", " written by the environment, between two turns. ");
   if (cards.some(({ row }) => [row.clipped].flat().includes(true))) sample("clipped", "underlined", " held by the trust region: no gradient.");
 }
 
@@ -140,7 +147,7 @@ function ended(row) {
 function drawCard(parent, row, index) {
   const card = add(parent, "article", { class: "completion" }), head = add(card, "header");
   add(head, "b", {}, `reward ${short(row.reward, 3)}`);
-  const facts = [row.advantage === null ? "" : `advantage ${short(row.advantage, 3)}`, row.tokens.length ? `${row.tokens.length} token${row.tokens.length > 1 ? "s" : ""}` : "", readable(ended(row))].filter(Boolean).join(" · ");
+  const facts = [row.advantage === null ? "" : `advantage ${short(row.advantage, 3)}`, row.tokens.length ? `${row.tokens.length} token${row.tokens.length > 1 ? "s" : ""}` : "", turnsOf(row), readable(ended(row))].filter(Boolean).join(" · ");
   add(head, "span", { class: "quiet" }, ` · ${facts}`);
   if (!row.tokens.length) return void add(card, "p", { class: "answer-text", dir: "auto" }, readable(row.completion));
   const list = add(card, "div", { class: "tokens", role: "listbox", "aria-orientation": "horizontal", "data-card": cards.length, "aria-label": `Completion ${index + 1}: reward ${short(row.reward, 3)}, ${facts}; arrow keys move` });
