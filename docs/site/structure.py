@@ -63,6 +63,15 @@ GUIDES = Section(
             ("docs/frameworks.md", "docs/names.md", "docs/conformance.md"),
         ),
         Group(
+            "SkyRL, NeMo-RL, prime-rl",
+            (
+                "docs/engines/README.md",
+                "docs/engines/skyrl.md",
+                "docs/engines/nemo_rl.md",
+                "docs/engines/prime_rl.md",
+            ),
+        ),
+        Group(
             "Train",
             (
                 "docs/train.md",
