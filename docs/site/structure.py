@@ -63,6 +63,15 @@ GUIDES = Section(
             ("docs/frameworks.md", "docs/names.md", "docs/conformance.md"),
         ),
         Group(
+            "Reports",
+            (
+                "docs/upstream/README.md",
+                "docs/upstream/verl.md",
+                "docs/upstream/openrlhf.md",
+                "docs/upstream/trl.md",
+            ),
+        ),
+        Group(
             "SkyRL, NeMo-RL, prime-rl",
             (
                 "docs/engines/README.md",
