@@ -375,6 +375,20 @@ MUTANTS = (
         "test_compat_engines.py::test_nemo_by_hand",
     ),
     Mutant(
+        "titan_keeps_lost_tokens",
+        "policyloss/compat/torchtitan/__init__.py",
+        "loss_mask & generator_logprobs.isfinite()",
+        "loss_mask",
+        "test_compat_engines.py::test_torchtitan_by_hand",
+    ),
+    Mutant(
+        "titan_takes_sequence_losses",
+        "policyloss/compat/torchtitan/__init__.py",
+        'spec.reach != "token"',
+        "False",
+        "test_compat_engines.py::test_torchtitan_refuses_a_loss_of_sequences_and_names_a_wrong_one",
+    ),
+    Mutant(
         "prime_without_weights",
         "policyloss/compat/prime_rl/__init__.py",
         '"weights": inputs.loss_weights,',

@@ -24,7 +24,17 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.compat import colossalai, nemo_rl, openrlhf, prime_rl, skyrl, tinker, trl, verl
+from policyloss.compat import (
+    colossalai,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    tinker,
+    torchtitan,
+    trl,
+    verl,
+)
 from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.colossalai import models
 from policyloss.compat.verl.registry import as_verl_loss
@@ -336,6 +346,26 @@ def of_prime_rl(x: Tensor) -> Tensor:
         return loss
 
 
+def of_torchtitan(x: Tensor) -> Tensor:
+    class BaseLoss:
+        class Config:
+            pass
+
+    titan = SimpleNamespace(BaseLoss=BaseLoss, compute_logprobs=lambda logits, labels: logits)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, torchtitan.LOSS, titan)
+        kind = torchtitan.loss_class.__wrapped__()
+    loss: Tensor = kind(kind.Config(loss="dapo"))(
+        x,
+        None,
+        9,
+        generator_logprobs=BATCH.old_logp,
+        advantages=BATCH.advantages,
+        loss_mask=BATCH.mask,
+    )[0]
+    return loss
+
+
 LOSSES: dict[str, Call] = {
     **{f"verl {name}": of_verl(loss) for name, loss in verl.POLICY_LOSSES.items()},
     "verl reinforce": of_verl(verl.compute_policy_loss_reinforce),
@@ -368,6 +398,7 @@ LOSSES: dict[str, Call] = {
     "skyrl SkyRLLoss": of_skyrl,
     "nemo_rl NemoLoss": of_nemo_rl,
     "prime_rl loss": of_prime_rl,
+    "torchtitan PolicyLoss": of_torchtitan,
 }
 
 

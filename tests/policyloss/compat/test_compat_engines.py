@@ -5,9 +5,11 @@ engines' own functions; here, a step that is cut as the engine cuts it gives the
 from __future__ import annotations
 
 import enum
+import json
 import math
 import pickle
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.compat import nemo_rl, prime_rl, skyrl
+from policyloss.compat import nemo_rl, prime_rl, skyrl, torchtitan
 from policyloss.compat.engines import fitting_spec
 from policyloss.errors import InputError, SpecError
 
@@ -30,6 +32,16 @@ OF_SAMPLER = pl.LossSpec(correction=pl.Truncate(2.0))
 class LossOutputs:
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
+
+
+class BaseLoss:
+    @dataclass(kw_only=True)
+    class Config:
+        pass
+
+
+def compute_logprobs(logits, labels):
+    return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 class Registry(dict):
@@ -48,6 +60,8 @@ def engines(monkeypatch):
     interfaces = SimpleNamespace(**{name: enum.Enum(name, text) for name, text in kinds.items()})
     monkeypatch.setitem(sys.modules, nemo_rl.INTERFACES, interfaces)
     monkeypatch.setitem(sys.modules, prime_rl.LOSS, SimpleNamespace(LossOutputs=LossOutputs))
+    titan = SimpleNamespace(BaseLoss=BaseLoss, compute_logprobs=compute_logprobs)
+    monkeypatch.setitem(sys.modules, torchtitan.LOSS, titan)
     registry = SimpleNamespace(PolicyLossRegistry=Registry())
     monkeypatch.setitem(sys.modules, skyrl.PPO_UTILS, registry)
 
@@ -132,10 +146,37 @@ def prime_step(spec, b, logp):
     return total / b.mask.sum()
 
 
+# --- torchtitan ---
+
+
+def titan_step(spec, b, logp):
+    """Rows cut in two, each in two chunks, from logits of two tokens."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(spec.to_dict()))
+        file.flush()
+        kind = torchtitan.PolicyLoss
+        loss = kind(kind.Config(loss=file.name))
+    logits = torch.stack([logp, torch.log1p(-logp.exp())], -1)
+    tensors = {
+        "logits": logits,
+        "labels": torch.zeros_like(logp, dtype=torch.long),
+        "generator_logprobs": b.rollout_logp,
+        "advantages": b.advantages,
+        "loss_mask": b.mask,
+    }
+    return sum(
+        loss(**{name: x[rows, chunk] for name, x in tensors.items()}, global_valid_tokens=count)[0]
+        for count in [int(b.mask.sum())]
+        for rows in (slice(0, 2), slice(2, 7))
+        for chunk in (slice(0, 4), slice(4, 8))
+    )
+
+
 STEPS = {
     "skyrl": (skyrl_step, "old_logp"),
     "nemo_rl": (nemo_step, "old_logp"),
     "prime_rl": (prime_step, "rollout_logp"),
+    "torchtitan": (titan_step, "rollout_logp"),
 }
 
 
@@ -145,6 +186,7 @@ def accepted(engine):
         "skyrl": lambda spec: skyrl.SkyRLLoss("it", spec),
         "nemo_rl": lambda spec: fitting_spec("it", spec, nemo_rl.KEYS, nemo_rl.AVERAGES),
         "prime_rl": prime_rl.loss_of,
+        "torchtitan": lambda spec: torchtitan.checked_spec(spec.origin),
     }[engine]
     names = []
     for name in pl.presets():
@@ -183,6 +225,8 @@ def test_an_engine_runs_the_presets_that_it_can_feed_and_divide():
     assert {"grpo", "dro", "reinforce", "luspo"} <= runs["nemo_rl"]
     assert {"dapo", "ipo", "prime_rl", "dro"} <= runs["prime_rl"]
     assert not {"gspo", "tis", "opd_kl", "m2po"} & runs["prime_rl"]
+    assert {"dapo", "ipo", "cispo", "gpg"} <= runs["torchtitan"]
+    assert not {"gspo", "vespo", "grpo", "tis"} & runs["torchtitan"]
     assert not {"grpo", "dro", "reinforce"} & runs["skyrl"]
     assert not {"clip_cov", "opd_kl", "gkd", "importance_sampling"} & runs["nemo_rl"]
 
@@ -348,3 +392,27 @@ def test_prime_by_hand():
 def test_prime_refuses_a_loss_that_it_cannot_divide_or_feed(spec, words):
     with pytest.raises(SpecError, match=words):
         prime_rl.loss_of(spec)
+
+
+def test_torchtitan_by_hand():
+    # Probability 1/2 each. -(1.2·1 + 1·2) / 5; the sampler has lost the last token.
+    half, kind = math.log(0.5), torchtitan.PolicyLoss
+    loss, metrics = kind(kind.Config(loss="ppo"))(
+        torch.zeros(1, 4, 2),
+        torch.zeros(1, 4, dtype=torch.long),
+        5,
+        generator_logprobs=torch.tensor([[math.log(0.25), half, half, -math.inf]]),
+        advantages=torch.tensor([[1.0, 2, 9, 7]]),
+        loss_mask=torch.tensor([[True, True, False, True]]),
+    )
+    assert loss.item() == metrics["loss/mean"].item() == pytest.approx(-3.2 / 5)
+    assert metrics["policyloss/clip_fraction"].item() == pytest.approx(1 / 5)
+
+
+def test_torchtitan_refuses_a_loss_of_sequences_and_names_a_wrong_one():
+    with pytest.raises(SpecError, match="reads other tokens of a sequence"):
+        torchtitan.checked_spec("fipo")
+    with pytest.raises(SpecError, match="does not count the denominator of SeqMeanTokenMean"):
+        torchtitan.checked_spec("gspo")
+    with pytest.raises(AttributeError, match="there are PolicyLoss, checked_spec"):
+        torchtitan.Loss  # noqa: B018
