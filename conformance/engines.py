@@ -35,6 +35,10 @@ ENGINES = {
     "skyrl": ("0.4.0", "its registry holds and returns our loss"),
     "nemo_rl": ("7ea279ab (2026-08-22)", "read, not run: `loss_fn` of `grpo_train`"),
     "prime_rl": ("559b4477 (2026-08-21)", "its `setup_rl_loss_fn` imports and calls our loss"),
+    "slime": (
+        "624b824a (2026-08-21)",
+        "its `loss_function` calls our loss; context-parallel ranks",
+    ),
     "torchtitan": ("0.3.0", "its `Config.build` makes our loss"),
 }
 MINIMUM = 2000

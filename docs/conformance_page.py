@@ -19,6 +19,7 @@ CALLED = {
     "skyrl": "SkyRL",
     "nemo_rl": "NeMo-RL",
     "prime_rl": "prime-rl",
+    "slime": "slime",
     "torchtitan": "torchtitan",
 }
 HEADING = [

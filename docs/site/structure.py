@@ -72,12 +72,13 @@ GUIDES = Section(
             ),
         ),
         Group(
-            "SkyRL, NeMo-RL, prime-rl, torchtitan",
+            "SkyRL, NeMo-RL, prime-rl, slime, torchtitan",
             (
                 "docs/engines/README.md",
                 "docs/engines/skyrl.md",
                 "docs/engines/nemo_rl.md",
                 "docs/engines/prime_rl.md",
+                "docs/engines/slime.md",
                 "docs/engines/torchtitan.md",
             ),
         ),

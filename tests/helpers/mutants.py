@@ -375,6 +375,20 @@ MUTANTS = (
         "test_compat_engines.py::test_nemo_by_hand",
     ),
     Mutant(
+        "slime_without_its_weights",
+        "policyloss/compat/slime/__init__.py",
+        "weights=weights,",
+        "weights=None,",
+        "test_compat_engines.py::test_slime_by_hand",
+    ),
+    Mutant(
+        "slime_ignores_its_own_terms",
+        "policyloss/compat/slime/__init__.py",
+        "if used := [name for name in OWN_TERMS if getattr(args, name, False)]:",
+        "if used := []:",
+        "test_compat_engines.py::test_slime_settings_that_contradict_a_spec_raise",
+    ),
+    Mutant(
         "titan_keeps_lost_tokens",
         "policyloss/compat/torchtitan/__init__.py",
         "loss_mask & generator_logprobs.isfinite()",

@@ -2,9 +2,10 @@
 this library.
 
 There is one package per framework (`verl`, `openrlhf`, `colossalai`, `trl`, `tinker`) or engine
-(`skyrl`, `nemo_rl`, `prime_rl`, `torchtitan`), loaded at its first use. Only hooks (`register()`,
-`install()`, a trainer or loss subclass) need the framework installed. Adapters translate options
-and do a framework's bookkeeping; every loss, ratio, KL and average comes from the core.
+(`skyrl`, `nemo_rl`, `prime_rl`, `slime`, `torchtitan`), loaded at its first use. Only hooks
+(`register()`, `install()`, a trainer or loss subclass) need the framework installed. Adapters
+translate options and do a framework's bookkeeping; every loss, ratio, KL and average comes from the
+core.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
-    *("colossalai", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "tinker"),
-    *("torchtitan", "trl", "verl"),
+    *("colossalai", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime"),
+    *("tinker", "torchtitan", "trl", "verl"),
 ]
 
 

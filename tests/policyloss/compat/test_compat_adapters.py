@@ -30,6 +30,7 @@ from policyloss.compat import (
     openrlhf,
     prime_rl,
     skyrl,
+    slime,
     tinker,
     torchtitan,
     trl,
@@ -44,7 +45,7 @@ COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
 # A framework's own arithmetic, described; every other module of `compat` translates.
 BOOKKEEPING = {
-    "parts.py": "guarded counts, shares and lengths; a given penalty, and the ratios' maximum",
+    "parts.py": "guarded counts, shares and lengths, a given penalty, slopes of an average, maxima",
     "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
     "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
     "tinker/data.py": "offsets of sequences, constants of a graph, thresholds as distances from 1",
@@ -250,9 +251,7 @@ def test_adapters_import_with_torch_alone() -> None:
 
 
 def test_an_unknown_framework_is_named() -> None:
-    with pytest.raises(
-        AttributeError, match=r"nemo'.*colossalai, nemo_rl, openrlhf, prime_rl, skyrl, tinker"
-    ):
+    with pytest.raises(AttributeError, match=r"'nemo'.*colossalai, nemo_rl, openrlhf, prime_rl"):
         pl.compat.nemo  # noqa: B018
 
 
@@ -366,6 +365,23 @@ def of_torchtitan(x: Tensor) -> Tensor:
     return loss
 
 
+def of_slime(x: Tensor) -> Tensor:
+    engine = SimpleNamespace(
+        get_log_probs_and_entropy=lambda logits, **_: (None, {"log_probs": list(logits)}),
+        get_rollout_top_p_logprob_kwargs=lambda args, batch: {},
+    )
+    parallel = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
+    args = SimpleNamespace(calculate_per_token_loss=True, entropy_coef=0.0, use_kl_loss=False)
+    names = ("unconcat_tokens", "total_lengths", "response_lengths")
+    batch = {"log_probs": list(BATCH.old_logp), "advantages": list(BATCH.advantages)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, slime.LOSS, engine)
+        patched.setitem(sys.modules, slime.PARALLEL, parallel)
+        return slime.loss_of("dapo")(
+            args, batch | dict.fromkeys(names), x, lambda t: (t * BATCH.mask.flatten()).sum()
+        )[0]
+
+
 LOSSES: dict[str, Call] = {
     **{f"verl {name}": of_verl(loss) for name, loss in verl.POLICY_LOSSES.items()},
     "verl reinforce": of_verl(verl.compute_policy_loss_reinforce),
@@ -399,6 +415,7 @@ LOSSES: dict[str, Call] = {
     "nemo_rl NemoLoss": of_nemo_rl,
     "prime_rl loss": of_prime_rl,
     "torchtitan PolicyLoss": of_torchtitan,
+    "slime loss_of": of_slime,
 }
 
 

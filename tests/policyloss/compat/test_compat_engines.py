@@ -19,7 +19,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.compat import nemo_rl, prime_rl, skyrl, torchtitan
+from policyloss.compat import nemo_rl, prime_rl, skyrl, slime, torchtitan
 from policyloss.compat.engines import fitting_spec
 from policyloss.errors import InputError, SpecError
 
@@ -62,6 +62,13 @@ def engines(monkeypatch):
     monkeypatch.setitem(sys.modules, prime_rl.LOSS, SimpleNamespace(LossOutputs=LossOutputs))
     titan = SimpleNamespace(BaseLoss=BaseLoss, compute_logprobs=compute_logprobs)
     monkeypatch.setitem(sys.modules, torchtitan.LOSS, titan)
+    slime_loss = SimpleNamespace(
+        get_log_probs_and_entropy=lambda logits, **_: (None, logits),
+        get_rollout_top_p_logprob_kwargs=lambda args, batch: {},
+    )
+    monkeypatch.setitem(sys.modules, slime.LOSS, slime_loss)
+    parallel = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
+    monkeypatch.setitem(sys.modules, slime.PARALLEL, parallel)
     registry = SimpleNamespace(PolicyLossRegistry=Registry())
     monkeypatch.setitem(sys.modules, skyrl.PPO_UTILS, registry)
 
@@ -172,7 +179,53 @@ def titan_step(spec, b, logp):
     )
 
 
+# --- slime ---
+
+
+def slime_args(spec, **changes):
+    """The settings that a spec demands."""
+    return SimpleNamespace(
+        calculate_per_token_loss=isinstance(spec.aggregate, pl.TokenMean),
+        entropy_coef=spec.entropy_coef,
+        use_kl_loss=spec.kl is not None,
+        **changes,
+    )
+
+
+def slime_step(spec, b, logp):
+    """Samples without their padding; slime averages them, and divides by their number at the end,
+    or by that of their tokens.
+    """
+    lengths = [int(mask.nonzero().max()) + 1 if mask.any() else 1 for mask in b.mask]
+    per_token = isinstance(spec.aggregate, pl.TokenMean)
+
+    def samples(x, rows):
+        return [row[:n] for row, n in zip(x[rows], lengths[rows], strict=True)]
+
+    def share(rows):
+        masks = samples(b.mask, rows)
+
+        def average(x):
+            parts = zip(x.split(lengths[rows]), masks, strict=True)
+            return sum(
+                (part * mask).sum() / (1 if per_token else mask.sum().clamp(min=1))
+                for part, mask in parts
+            )
+
+        tensors = {"log_probs": b.old_logp, "rollout_log_probs": b.rollout_logp}
+        tensors |= {"ref_log_probs": b.ref_logp, "advantages": b.advantages}
+        batch = {name: samples(x, rows) for name, x in tensors.items()}
+        names = ("unconcat_tokens", "total_lengths", "response_lengths")
+        batch |= dict.fromkeys(names)
+        computed = {"log_probs": samples(logp, rows), "entropy": samples(b.entropy, rows)}
+        return slime.loss_of(spec)(slime_args(spec), batch, computed, average)[0]
+
+    count = b.mask.sum() if per_token else b.mask.any(1).sum()
+    return (share(slice(0, 2)) + share(slice(2, 7))) / count
+
+
 STEPS = {
+    "slime": (slime_step, "old_logp"),
     "skyrl": (skyrl_step, "old_logp"),
     "nemo_rl": (nemo_step, "old_logp"),
     "prime_rl": (prime_step, "rollout_logp"),
@@ -187,6 +240,7 @@ def accepted(engine):
         "nemo_rl": lambda spec: fitting_spec("it", spec, nemo_rl.KEYS, nemo_rl.AVERAGES),
         "prime_rl": prime_rl.loss_of,
         "torchtitan": lambda spec: torchtitan.checked_spec(spec.origin),
+        "slime": slime.loss_of,
     }[engine]
     names = []
     for name in pl.presets():
@@ -225,6 +279,8 @@ def test_an_engine_runs_the_presets_that_it_can_feed_and_divide():
     assert {"grpo", "dro", "reinforce", "luspo"} <= runs["nemo_rl"]
     assert {"dapo", "ipo", "prime_rl", "dro"} <= runs["prime_rl"]
     assert not {"gspo", "tis", "opd_kl", "m2po"} & runs["prime_rl"]
+    assert {"dapo", "gspo", "grpo", "tis", "vespo"} <= runs["slime"]
+    assert not {"dr_grpo", "reinforce", "m2po", "opd_kl"} & runs["slime"]
     assert {"dapo", "ipo", "cispo", "gpg"} <= runs["torchtitan"]
     assert not {"gspo", "vespo", "grpo", "tis"} & runs["torchtitan"]
     assert not {"grpo", "dro", "reinforce"} & runs["skyrl"]
@@ -416,3 +472,46 @@ def test_torchtitan_refuses_a_loss_of_sequences_and_names_a_wrong_one():
         torchtitan.checked_spec("gspo")
     with pytest.raises(AttributeError, match="there are PolicyLoss, checked_spec"):
         torchtitan.Loss  # noqa: B018
+
+
+def slime_call(loss, args, average=torch.sum, **batch):
+    """One sample of two tokens with ratios 2 and 1, and advantages 1 and 2."""
+    computed = {"log_probs": [torch.tensor([-1.0, -1.0])]}
+    old = {"log_probs": [torch.tensor([-1.0 - math.log(2), -1.0])]}
+    names = ("unconcat_tokens", "total_lengths", "response_lengths")
+    data = {**dict.fromkeys(names), **old, "advantages": [torch.tensor([1.0, 2.0])], **batch}
+    return slime.loss_of(loss)(args, data, computed, average)
+
+
+def test_slime_by_hand():
+    # Its function weighs the tokens by 0.5 and 3. -(0.5·1.2·1 + 3·1·2)
+    def average(x):
+        return 0.5 * x[0] + 3 * x[1]
+
+    loss, log = slime_call("ppo", slime_args(pl.preset("ppo")), average)
+    assert loss.item() == log["loss"].item() == pytest.approx(-6.6)
+    # Without old log-probabilities the policy has not been updated: the ratio is 1.
+    loss, _ = slime_call("ppo", slime_args(pl.preset("ppo")), average, log_probs=[])
+    assert loss.item() == pytest.approx(-6.5)
+
+
+@walked(
+    ("loss", "changes", "words"),
+    [
+        ("ppo", {"calculate_per_token_loss": False}, "pass --calculate-per-token-loss"),
+        ("gspo", {"calculate_per_token_loss": True}, "leave out --calculate-per-token-loss"),
+        ("ppo", {"use_tis": True}, "use_tis belongs to slime's own policy loss"),
+        ("ppo", {"entropy_coef": 0.01}, "pass --entropy-coef 0.0"),
+        ("ppo", {"use_kl_loss": True}, "use_kl_loss=True, but the spec has kl=None"),
+    ],
+)
+def test_slime_settings_that_contradict_a_spec_raise(loss, changes, words):
+    args = slime_args(pl.preset(loss))
+    vars(args).update(changes)
+    with pytest.raises(SpecError, match=words):
+        slime_call(loss, args)
+
+
+def test_slime_names_missing_log_probabilities():
+    with pytest.raises(InputError, match="reads rollout_log_probs, which slime's batch does not"):
+        slime_call("tis", slime_args(pl.preset("tis")))
