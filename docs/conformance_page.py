@@ -79,7 +79,7 @@ def engine_table(results: list[Result]) -> list[str]:
     if not results:
         return []
     about = (
-        "The adapters of [engines](engines/README.md), against the engines' own functions, which "
+        "The adapters of [engines](engines.md), against the engines' own functions, which "
         "`python -m conformance.engines engine=SRC` loads from an unpacked wheel or a checkout. "
         "*two ranks*: presets that ran through the adapter over two processes with two "
         "micro-batches each, divided by the engine's own denominators, and the worst difference "

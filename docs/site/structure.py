@@ -65,7 +65,7 @@ GUIDES = Section(
         Group(
             "Reports",
             (
-                "docs/upstream/README.md",
+                "docs/upstream.md",
                 "docs/upstream/verl.md",
                 "docs/upstream/openrlhf.md",
                 "docs/upstream/trl.md",
@@ -74,7 +74,7 @@ GUIDES = Section(
         Group(
             "SkyRL, NeMo-RL, prime-rl, slime, torchtitan",
             (
-                "docs/engines/README.md",
+                "docs/engines.md",
                 "docs/engines/skyrl.md",
                 "docs/engines/nemo_rl.md",
                 "docs/engines/prime_rl.md",

@@ -119,5 +119,6 @@ def slopes(reduction: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> tup
     numbers; in the shapes of `rows`.
     """
     numbers = torch.ones_like(torch.cat(list(rows))).detach().requires_grad_()
-    (factors,) = torch.autograd.grad(reduction(numbers), numbers)
+    with torch.enable_grad():
+        (factors,) = torch.autograd.grad(reduction(numbers), numbers)
     return torch.split(factors, [len(row) for row in rows])

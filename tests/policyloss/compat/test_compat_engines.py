@@ -490,6 +490,8 @@ def test_slime_by_hand():
 
     loss, log = slime_call("ppo", slime_args(pl.preset("ppo")), average)
     assert loss.item() == log["loss"].item() == pytest.approx(-6.6)
+    with torch.no_grad():
+        assert slime_call("ppo", slime_args(pl.preset("ppo")), average)[0] == loss
     # Without old log-probabilities the policy has not been updated: the ratio is 1.
     loss, _ = slime_call("ppo", slime_args(pl.preset("ppo")), average, log_probs=[])
     assert loss.item() == pytest.approx(-6.5)
