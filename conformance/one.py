@@ -96,7 +96,7 @@ def compare_all(
         "signatures": []
         if only
         else signatures.check_installed(peer, version, chosen, recorded_signatures(peer)),
-        "functions": [_describe(score) for score in scores],
+        "functions": [describe(score) for score in scores],
     }
 
 
@@ -110,7 +110,8 @@ def record_all(peer: Peer, version: str) -> dict[str, Any]:
     return {"recorded": recorded, **described}
 
 
-def _describe(score: Score) -> dict[str, Any]:
+def describe(score: Score) -> dict[str, Any]:
+    """A score as JSON values."""
     return {
         "name": score.name,
         "cases": score.compared,

@@ -26,7 +26,7 @@ from conformance import standins
 from conformance.environments import PEERS, ROOT, Peer, child_environment, ensure, interpreter
 from conformance.options import COMPARED
 
-PAGES = ("README.md", "docs/*.md")
+PAGES = ("README.md", "docs/*.md", "docs/upstream/*.md")
 _FENCE = re.compile(
     r"^```(?P<language>python|sh) (?P<peer>\S+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
 )

@@ -16,6 +16,11 @@ CALLED = {
     "trl": "TRL",
     "colossalai": "ColossalChat",
     "tinker": "Tinker",
+    "skyrl": "SkyRL",
+    "nemo_rl": "NeMo-RL",
+    "prime_rl": "prime-rl",
+    "slime": "slime",
+    "torchtitan": "torchtitan",
 }
 HEADING = [
     "function",
@@ -29,7 +34,7 @@ HEADING = [
 ]
 
 
-def conformance_page(results: Path) -> str:
+def conformance_page(results: Path, engines: Path | None = None) -> str:
     """The page; before the first run it only explains how to make one."""
     about = (
         "`make conformance` builds one environment per framework from pinned packages and calls "
@@ -47,6 +52,7 @@ def conformance_page(results: Path) -> str:
         return join("# Conformance", GENERATED, about, "No run has been recorded yet.")
     written = json.loads(results.read_text(encoding="utf-8"))
     measured: list[Result] = written["results"]
+    of_engines: list[Result] = json.loads(engines.read_text())["results"] if engines else []
     return join(
         "# Conformance",
         GENERATED,
@@ -58,13 +64,40 @@ def conformance_page(results: Path) -> str:
         "with the reason; they are counted here, not compared. A declared defect that never shows "
         "fails the run.",
         defects(measured),
+        *engine_table(of_engines),
         *programs(written.get("programs", [])),
         "## Function by function",
         "*cases*: compared. *both refuse*: both sides raise an error. The other columns are the "
         "worst difference in the values and in the gradient. *defects*: cases with a declared "
         "defect.",
-        *(section(result) for result in measured),
+        *(section(result) for result in [*measured, *of_engines]),
     )
+
+
+def engine_table(results: list[Result]) -> list[str]:
+    """One row for each engine, and how its hook was tried."""
+    if not results:
+        return []
+    about = (
+        "The adapters of [engines](engines.md), against the engines' own functions, which "
+        "`python -m conformance.engines engine=SRC` loads from an unpacked wheel or a checkout. "
+        "*two ranks*: presets that ran through the adapter over two processes with two "
+        "micro-batches each, divided by the engine's own denominators, and the worst difference "
+        "of a gradient from that of the whole batch."
+    )
+    rows = [
+        [
+            CALLED[r["peer"]],
+            r["release"],
+            *_row(r["functions"])[:1],
+            *_row(r["functions"])[2:6],
+            f"{len(r['partition']['presets'])} presets, {r['partition']['worst']:.1e}",
+            r["hook"],
+        ]
+        for r in results
+    ]
+    heading = ["engine", "version", "cases", *HEADING[3:7], "two ranks", "hook"]
+    return ["## Engines", about, table(heading, rows)]
 
 
 def summary(results: list[Result]) -> str:

@@ -36,6 +36,7 @@ from policyloss_train.policy import FORMULAS as ROUTER_FORMULAS
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
 PUBLIC_RESULTS = "conformance/results/public.json"
+ENGINE_RESULTS = "conformance/results/engines.json"
 BENCHMARKS = "benchmarks/results"
 VALUE_FORMULAS = {
     "loss": (
@@ -65,7 +66,7 @@ def pages() -> dict[str, str]:
     texts["src/policyloss/losses.json"] = losses_table()
     texts["docs/choose.md"] = choose_page()
     texts["docs/commands.md"] = commands_page()
-    texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS)
+    texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS, ROOT / ENGINE_RESULTS)
     texts["docs/catalogue.md"] = catalogue_page(ROOT / RESULTS, ROOT / PUBLIC_RESULTS)
     texts |= architecture_pages()
     texts |= performance_pages(ROOT / BENCHMARKS)

@@ -63,6 +63,26 @@ GUIDES = Section(
             ("docs/frameworks.md", "docs/names.md", "docs/conformance.md", "docs/catalogue.md"),
         ),
         Group(
+            "Reports",
+            (
+                "docs/upstream.md",
+                "docs/upstream/verl.md",
+                "docs/upstream/openrlhf.md",
+                "docs/upstream/trl.md",
+            ),
+        ),
+        Group(
+            "SkyRL, NeMo-RL, prime-rl, slime, torchtitan",
+            (
+                "docs/engines.md",
+                "docs/engines/skyrl.md",
+                "docs/engines/nemo_rl.md",
+                "docs/engines/prime_rl.md",
+                "docs/engines/slime.md",
+                "docs/engines/torchtitan.md",
+            ),
+        ),
+        Group(
             "Train",
             (
                 "docs/train.md",

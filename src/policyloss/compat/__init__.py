@@ -1,10 +1,11 @@
 """Drop-ins for other frameworks: their names, arguments, return values and numbers, computed by
 this library.
 
-There is one package per framework (`verl`, `openrlhf`, `colossalai`, `trl`, `tinker`), loaded at
-its first use. Only hooks (`register()`, `install()`, a trainer subclass) need the framework
-installed. Adapters translate options and do a framework's bookkeeping; every loss, ratio, KL and
-average comes from the core.
+There is one package per framework (`verl`, `openrlhf`, `colossalai`, `trl`, `tinker`) or engine
+(`skyrl`, `nemo_rl`, `prime_rl`, `slime`, `torchtitan`), loaded at its first use. Only hooks
+(`register()`, `install()`, a trainer or loss subclass) need the framework installed. Adapters
+translate options and do a framework's bookkeeping; every loss, ratio, KL and average comes from the
+core.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["colossalai", "openrlhf", "tinker", "trl", "verl"]
+__all__ = [
+    *("colossalai", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime"),
+    *("tinker", "torchtitan", "trl", "verl"),
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,3 +112,13 @@ def ratio_mean_and_max(
     ).tokens()
     ratio = tokens.log_ratio_to("old").exp()
     return ratio.mean(), ratio.max()
+
+
+def slopes(reduction: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The factor of each number in an engine's sum over the joined `rows`, which is linear in its
+    numbers; in the shapes of `rows`.
+    """
+    numbers = torch.ones_like(torch.cat(list(rows))).detach().requires_grad_()
+    with torch.enable_grad():
+        (factors,) = torch.autograd.grad(reduction(numbers), numbers)
+    return torch.split(factors, [len(row) for row in rows])

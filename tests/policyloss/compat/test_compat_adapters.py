@@ -24,7 +24,18 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.compat import colossalai, openrlhf, tinker, trl, verl
+from policyloss.compat import (
+    colossalai,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    slime,
+    tinker,
+    torchtitan,
+    trl,
+    verl,
+)
 from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.colossalai import models
 from policyloss.compat.verl.registry import as_verl_loss
@@ -34,7 +45,7 @@ COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
 # A framework's own arithmetic, described; every other module of `compat` translates.
 BOOKKEEPING = {
-    "parts.py": "guarded counts, shares and lengths; a given penalty, and the ratios' maximum",
+    "parts.py": "guarded counts, shares and lengths, a given penalty, slopes of an average, maxima",
     "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
     "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
     "tinker/data.py": "offsets of sequences, constants of a graph, thresholds as distances from 1",
@@ -240,7 +251,7 @@ def test_adapters_import_with_torch_alone() -> None:
 
 
 def test_an_unknown_framework_is_named() -> None:
-    with pytest.raises(AttributeError, match=r"nemo.*colossalai, openrlhf, tinker, trl, verl"):
+    with pytest.raises(AttributeError, match=r"'nemo'.*colossalai, nemo_rl, openrlhf, prime_rl"):
         pl.compat.nemo  # noqa: B018
 
 
@@ -292,6 +303,85 @@ def of_tinker(x: Tensor) -> Tensor:
     return tinker.loss("dapo", data)(data, list(x.unbind()))[0]
 
 
+def of_skyrl(x: Tensor) -> Tensor:
+    config = SimpleNamespace(
+        loss_reduction="token_mean",
+        off_policy_correction=SimpleNamespace(**dict.fromkeys(skyrl.CORRECTIONS)),
+        **dict.fromkeys(skyrl.OWN_SETTINGS),
+    )
+    loss = skyrl.SkyRLLoss("dapo", pl.preset("dapo"))
+    return loss(x, BATCH.old_logp, BATCH.advantages, config, BATCH.mask)[0]
+
+
+def of_nemo_rl(x: Tensor) -> Tensor:
+    interfaces = SimpleNamespace(
+        LossType=SimpleNamespace(TOKEN_LEVEL=0),
+        LossInputType=SimpleNamespace(LOGPROB=0),
+        MetricNormalizer=SimpleNamespace(TOKENS=0, NONE=0),
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, nemo_rl.INTERFACES, interfaces)
+        loss = nemo_rl.NemoLoss("dapo")
+    tensors = (BATCH.old_logp, BATCH.advantages, BATCH.mask)
+    names = ("prev_logprobs", "advantages", "token_mask")
+    pad = torch.nn.functional.pad
+    data = {name: pad(t, (1, 0)) for name, t in zip(names, tensors, strict=True)}
+    data["sample_mask"] = torch.ones(len(x))
+    return loss(data, torch.tensor(7.0), torch.tensor(9.0), next_token_logprobs=x)[0]
+
+
+def of_prime_rl(x: Tensor) -> Tensor:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, prime_rl.LOSS, SimpleNamespace(LossOutputs=SimpleNamespace))
+        inputs = SimpleNamespace(
+            trainer_logprobs=x[0],
+            inference_logprobs=BATCH.old_logp[0],
+            ref_logprobs=None,
+            advantages=BATCH.advantages[0],
+            loss_mask=BATCH.mask[0],
+            loss_weights=None,
+        )
+        loss: Tensor = prime_rl.loss(inputs, "dapo").loss
+        return loss
+
+
+def of_torchtitan(x: Tensor) -> Tensor:
+    class BaseLoss:
+        class Config:
+            pass
+
+    titan = SimpleNamespace(BaseLoss=BaseLoss, compute_logprobs=lambda logits, labels: logits)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, torchtitan.LOSS, titan)
+        kind = torchtitan.loss_class.__wrapped__()
+    loss: Tensor = kind(kind.Config(loss="dapo"))(
+        x,
+        None,
+        9,
+        generator_logprobs=BATCH.old_logp,
+        advantages=BATCH.advantages,
+        loss_mask=BATCH.mask,
+    )[0]
+    return loss
+
+
+def of_slime(x: Tensor) -> Tensor:
+    engine = SimpleNamespace(
+        get_log_probs_and_entropy=lambda logits, **_: (None, {"log_probs": list(logits)}),
+        get_rollout_top_p_logprob_kwargs=lambda args, batch: {},
+    )
+    parallel = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
+    args = SimpleNamespace(calculate_per_token_loss=True, entropy_coef=0.0, use_kl_loss=False)
+    names = ("unconcat_tokens", "total_lengths", "response_lengths")
+    batch = {"log_probs": list(BATCH.old_logp), "advantages": list(BATCH.advantages)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, slime.LOSS, engine)
+        patched.setitem(sys.modules, slime.PARALLEL, parallel)
+        return slime.loss_of("dapo")(
+            args, batch | dict.fromkeys(names), x, lambda t: (t * BATCH.mask.flatten()).sum()
+        )[0]
+
+
 LOSSES: dict[str, Call] = {
     **{f"verl {name}": of_verl(loss) for name, loss in verl.POLICY_LOSSES.items()},
     "verl reinforce": of_verl(verl.compute_policy_loss_reinforce),
@@ -321,6 +411,11 @@ LOSSES: dict[str, Call] = {
     ),
     "trl batch_loss": of_trl,
     "tinker loss": of_tinker,
+    "skyrl SkyRLLoss": of_skyrl,
+    "nemo_rl NemoLoss": of_nemo_rl,
+    "prime_rl loss": of_prime_rl,
+    "torchtitan PolicyLoss": of_torchtitan,
+    "slime loss_of": of_slime,
 }
 
 

@@ -362,7 +362,7 @@ def result(function=TOY, pinned=True, minimum=0):
         "release": "1.0",
         "pinned": pinned,
         "minimum": minimum,
-        "functions": [one._describe(run_function(function))],
+        "functions": [one.describe(run_function(function))],
     }
 
 
