@@ -161,9 +161,7 @@ def _text(value: Any) -> str | None:
 
 
 def _prime_rl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sequence of prime-rl's export: token ids without texts. The tokens before the first trained
-    one are the prompt.
-    """
+    """A sequence of prime-rl's export; the tokens before the first trained one are the prompt."""
     ids, mask = row["token_ids"], row["loss_mask"]
     if not isinstance(ids, list) or not isinstance(mask, list):
         return {}

@@ -82,9 +82,7 @@ def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) 
 
 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A table with one row per run: verdict, loss, model, progress and results. Columns without
-    data are left out.
-    """
+    """A table with one row per run and only columns with data."""
     table = [_overview_cells(run) for run in runs]
     known = [c for i, c in enumerate(_COLUMNS) if any(cells[i] not in _UNKNOWN for cells in table)]
     head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))

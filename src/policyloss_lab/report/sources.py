@@ -208,10 +208,8 @@ def _of_project(path: Path, run: str) -> str:
     names = run_names(path)
     if run in names or (len(names) == 1 and not run):
         return run or names[0]
-    listed = ", ".join(names[:10])
-    raise InputError(
-        f"{path} holds the runs {listed}; give one as {path.name}#{names[0] if names else 'RUN'}."
-    )
+    example = f"{path.name}#{names[0] if names else 'RUN'}"
+    raise InputError(f"{path} holds the runs {', '.join(names[:10])}; give one as {example}.")
 
 
 def _number(name: str) -> int:

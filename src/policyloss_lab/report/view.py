@@ -103,9 +103,7 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """{colouring: the size with the full colour}. 98 % of the tokens do not exceed that size, and
-    all runs share one scale.
-    """
+    """{colouring: the size with the full colour}, which 98 % of the tokens do not exceed."""
     values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
     for row in rows:
         sampled, trained = (

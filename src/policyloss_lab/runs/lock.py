@@ -78,9 +78,7 @@ class Lock:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock of a run, or one on another host may. A link or a pipe named
-    `lock` is no lock.
-    """
+    """Whether a process on this host holds the lock of a run, or one on another host may."""
     try:
         handle = open_plain(folder / "lock", os.O_RDONLY)
     except (OSError, StorageError):

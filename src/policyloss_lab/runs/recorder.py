@@ -134,9 +134,7 @@ class Recorder:
         last, now = self._lines["metrics"].last, time.perf_counter()
         step = (0 if last is None else last) + 1 if step is None else step
         if last is not None and step <= last:
-            raise InputError(
-                f"step={step} was recorded already, the last one is {last}; steps must grow."
-            )
+            raise InputError(f"step={step} was recorded already, the last one is {last}.")
         row = {"step": step, **numbers}
         seconds = now - self._began if seconds is None else seconds
         timing: dict[str, Any] = {"step": step, "step_s": seconds}
@@ -318,15 +316,11 @@ def metric_numbers(metrics: Mapping[str, Any] | Metrics) -> dict[str, float]:
     if isinstance(metrics, Metrics):
         metrics = {"policy": metrics}
     if not isinstance(metrics, Mapping):
-        raise InputError(
-            f"metrics is {safe_repr(metrics)}; give {{name: number}}, or the metrics of a loss."
-        )
+        raise InputError(f"metrics is {safe_repr(metrics)}; give {{name: number}} or `Metrics`.")
     out: dict[str, float] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or name == "step":
-            raise InputError(
-                f"metrics has the key {safe_repr(name)}; keys are names, and the step is step=…"
-            )
+            raise InputError(f"metrics has the key {safe_repr(name)}; give names, and step=… .")
         if isinstance(value, Metrics):
             out |= {f"{name}/{inner}": x for inner, x in value.compute().items()}
             continue
@@ -363,9 +357,7 @@ def whole_number(value: Any, name: str, end: int = _LARGEST) -> int:
     except Exception:  # somebody else's object may raise anything
         number = -1
     if not 0 <= number < end:
-        raise InputError(
-            f"{name} is {safe_repr(value)}; give a whole number from 0 on and below {end}."
-        )
+        raise InputError(f"{name} is {safe_repr(value)}; give a whole number from 0 to {end - 1}.")
     return number
 
 
@@ -384,15 +376,12 @@ def as_list(values: Any, name: str, *kinds: type) -> list[Any]:
             raise TypeError
         plain = [_as_lists(x) for x in entries]
     except Exception:  # somebody else's object may raise anything
-        raise InputError(
-            f"{name} is {safe_repr(values)}, which is no list; give a list or a tensor."
-        ) from None
+        raise InputError(f"{name} is {safe_repr(values)}; give a list or a tensor.") from None
     if kinds and not set(map(type, plain)) <= {*kinds} - {int}:
         for i, x in enumerate(plain):
             if not isinstance(x, kinds) or (isinstance(x, int) and abs(x) >= _LARGEST):
-                raise InputError(
-                    f"{name}[{i}] is {safe_repr(x)}; give {' or '.join(k.__name__ for k in kinds)}."
-                )
+                names = " or ".join(kind.__name__ for kind in kinds)
+                raise InputError(f"{name}[{i}] is {safe_repr(x)}; give {names}.")
     return plain
 
 
@@ -417,10 +406,8 @@ def rows_of(
         rows[i] = row = as_list(row, f"{name}[{i}]", *kinds)
         if mask is not None:
             if len(row) != len(mask[i]):
-                raise InputError(
-                    f"{name}[{i}] has {len(row)} tokens and mask[{i}] {len(mask[i])}; they must be "
-                    "equal."
-                )
+                sizes = f"{len(row)} tokens and mask[{i}] {len(mask[i])}"
+                raise InputError(f"{name}[{i}] has {sizes}; they must be equal.")
             rows[i] = [x for x, used in zip(row, mask[i], strict=True) if used]
     return rows
 

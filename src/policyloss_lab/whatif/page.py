@@ -48,11 +48,9 @@ def _verdict(result: WhatIf) -> str:
 
 def _notes(notes: Sequence[str]) -> str:
     items = "".join(f"<li>{escaped(cut(note, NOTE_LENGTH))}" for note in notes[:NOTES])
-    return (
-        f'<details class="notes" open><summary>Notes</summary><ul>{items}</ul></details>'
-        if items
-        else ""
-    )
+    if not items:
+        return ""
+    return f'<details class="notes" open><summary>Notes</summary><ul>{items}</ul></details>'
 
 
 def _table(result: WhatIf) -> str:

@@ -271,7 +271,11 @@ def what_if(
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))
-    tokens = _tokens(source, step)
+    if isinstance(source, StoredTokens):
+        tokens = source
+    else:
+        mapping = isinstance(source, Mapping)
+        tokens = StoredTokens.of(source) if mapping else read(Path(source), step)
     notes = list(tokens.notes)
     yours = _yours(tokens, spec, notes)
     outcomes, refused = [], {}
@@ -309,14 +313,6 @@ def _other_weights(logp: Tensor, tokens: StoredTokens) -> list[str]:
     ]
 
 
-def _tokens(source: Any, step: int | str | None) -> StoredTokens:
-    if isinstance(source, StoredTokens):
-        return source
-    if isinstance(source, Mapping):
-        return StoredTokens.of(source)
-    return read(Path(source), step)
-
-
 def _yours(tokens: StoredTokens, spec: AnyLoss | None, notes: list[str]) -> dict[str, LossSpec]:
     """{"yours": your loss}; {} and a note if it cannot be read."""
     if spec is not None:
@@ -334,10 +330,7 @@ def _named(losses: Any) -> dict[str, LossSpec]:
     if losses is None:
         return {name: preset.spec for name, preset in PRESETS.items()}
     if isinstance(losses, (str, LossSpec)) or not isinstance(losses, (Sequence, Mapping)):
-        raise InputError(
-            "losses must be a list of presets or specs, or a mapping of names to them, got "
-            f"{description(losses)}."
-        )
+        raise InputError(f"losses must be a list or dict of losses, got {description(losses)}.")
     if isinstance(losses, Mapping):
         return {str(name): as_spec(loss, "losses") for name, loss in losses.items()}
     out = {}
