@@ -123,12 +123,8 @@ class Packed:
         """Call the body with ids `[1, N]` and the keyword arguments of transformers for offsets."""
         ids, longest = micro["ids"], max(micro["lengths"])
         ends = micro["cu_seqlens"].to(torch.int32)
-        where = {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        where = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        where |= {"max_length_q": longest, "max_length_k": longest}
         if self.name == "varlen":
             # A four-dimensional mask stops transformers from building its own, of N² entries.
             where["attention_mask"] = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)

@@ -1,6 +1,4 @@
-"""The completions of a step: prompts in an order drawn from the seed, sampled, scored and filtered;
-and the answers of an evaluation.
-"""
+"""The completions of a step: drawn, sampled, scored and filtered; the answers of an evaluation."""
 
 from __future__ import annotations
 

@@ -278,9 +278,7 @@ class TrainConfig:
             raise InputError(problem)
 
     def with_loss(self, spec: LossSpec) -> TrainConfig:
-        """These options with the loss's own advantage, unless the user named another.
-        Raises if options and loss contradict each other.
-        """
+        """These options with the loss's own advantage by default; raises if they contradict it."""
         from policyloss_train.preflight import loss_problems
 
         config = replace(self, advantage=self.advantage or defaults_of(self, spec)["advantage"])

@@ -1,6 +1,4 @@
-"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; a
-single process is the only rank.
-"""
+"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them."""
 
 from __future__ import annotations
 

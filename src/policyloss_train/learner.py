@@ -364,10 +364,8 @@ class Learner:
                 text += f"; rank {rank}: {share}" if self.ranks.world > 1 else f"; {share}"
         self.warn(f"{text}.")
         if self.skipped_in_a_row >= self.config.nonfinite_limit:
-            raise NotFiniteError(
-                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of "
-                f"the last, {text}."
-            )
+            limit = f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit)"
+            raise NotFiniteError(f"{limit}; of the last, {text}.")
 
 
 _COUNTING = pl.preset("ppo")  # a value loss needs only the step's counts, equal for every spec

@@ -77,17 +77,13 @@ def train(
 def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
     """Create or reopen the run directory, with the current options."""
     options = replace(config, **UNSTARTED).to_dict()
-    run = (
-        RunDir.open(config.out)
-        if config.resume
-        else RunDir.create(
-            config.out,
-            options,
-            loss_data(spec, config.loss),
-            defaults={**TrainConfig().to_dict(), **defaults_of(config, spec)},
-            template=read_template(config.chat_template) if config.chat_template else None,
-        )
-    )
+    if config.resume:
+        run = RunDir.open(config.out)
+    else:
+        loss, template = loss_data(spec, config.loss), config.chat_template
+        defaults = {**TrainConfig().to_dict(), **defaults_of(config, spec)}
+        text = read_template(template) if template else None
+        run = RunDir.create(config.out, options, loss, defaults, text)
     if options != run.config:
         run.rewrite(options)
     return run
@@ -217,11 +213,8 @@ class Training:
         done = time.perf_counter()
         self.collector.finish()
         end = time.perf_counter()
-        timing = {
-            "sample_s": end - done + sampled - began,
-            "learn_s": done - sampled,
-            "step_s": end - began,
-        }
+        timing = {"sample_s": end - done + sampled - began, "learn_s": done - sampled}
+        timing["step_s"] = end - began
         if end > began:  # a coarse clock may not advance
             timing["tokens_per_s"] = completions.statistics["tokens"] / (end - began)
         self.step += 1

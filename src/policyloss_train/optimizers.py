@@ -24,9 +24,7 @@ _ADAMW = partial(torch.optim.AdamW, foreach=True)
 
 
 def adamw(module: nn.Module, lr: float, config: TrainConfig) -> Optimizer:
-    """The optimizer of `config` for all parameters that require a gradient. Steps on half-precision
-    parameters are added up in float32.
-    """
+    """The optimizer of `config` for all trained parameters; half precision adds up in float32."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     options: Any = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw8bit":

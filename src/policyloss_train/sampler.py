@@ -202,9 +202,7 @@ def complete(
     *,
     supports: bool = False,
 ) -> list[Completed]:
-    """One completion of each prompt, as in `sample`. supports: record the support of each token, if
-    the rule leaves out some tokens.
-    """
+    """A completion of each prompt, as in `sample`. supports: record the support of each token."""
     # The longest prompts come first, and rows of one prompt are adjacent.
     first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
@@ -217,10 +215,7 @@ def complete(
             tokens, logp = _complete_batch(model, prompts, uniforms[rows], ends, rule, kept)
             tokens, logp = tokens.cpu(), logp.cpu()
             if not torch.isfinite(logp).all():
-                raise InputError(
-                    "the model gave NaN or infinite logits while sampling; check that its weights "
-                    "are finite."
-                )
+                raise InputError("the model gave NaN or infinite logits; are its weights finite?")
             pairs = [None] * len(rows) if kept is None else kept.pairs()
             for i, (r, row, support) in enumerate(zip(rows, tokens.tolist(), pairs, strict=True)):
                 n = len(row) - row.count(-1)
@@ -326,9 +321,6 @@ def _next_logits(
     )
     # Without a cache, the model would read each token as the first.
     if getattr(out, "past_key_values", None) is None:
-        raise InputError(
-            f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a "
-            "key-value cache."
-        )
+        raise InputError(f"{type(model).__name__} keeps no past_key_values; sampling needs them.")
     logits: Tensor = out.logits[:, -1]
     return logits

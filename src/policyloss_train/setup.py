@@ -181,10 +181,8 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     # Ids may have gaps.
     count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
-        raise InputError(
-            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "
-            "belong together."
-        )
+        sizes = f"the tokenizer has {count} tokens, but the model's head has {size}"
+        raise InputError(f"{sizes}; they do not belong together.")
 
 
 def _size(model: nn.Module) -> str:
@@ -211,10 +209,7 @@ def warm_up(
     rng = Random(f"warm-up {seed}")
     rows = [example for example in task.train if task.demonstration(example, Random(0)) is not None]
     if not rows:
-        raise InputError(
-            f"the task {task.name} has no answers to warm up on; train without warm-up "
-            "(--warmup-steps 0)."
-        )
+        raise InputError(f"the task {task.name} has no answers to warm up on: --warmup-steps 0.")
     policy = Policy(model, Rows())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(steps):

@@ -38,7 +38,7 @@ class JsonLines:
         for row in rows:
             step = row.get("step")
             if not isinstance(step, int) or step < 0:
-                raise InputError(f"a row of {self.path.name} needs a step ≥ 0, got {step!r}.")
+                raise InputError(f"{self.path.name} needs a step, an integer ≥ 0, got {step!r}.")
             if last is not None and step < last:
                 raise InputError(f"step {step} after step {last} in {self.path}; truncate first.")
             last = step
@@ -125,7 +125,8 @@ def line_of(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, allow_nan=False).encode()
     except TypeError as error:
-        raise InputError(f"a row of step {row['step']} is no JSON: {error}.") from None
+        reason = f"holds something that JSON cannot: {error}"
+        raise InputError(f"a row of step {row['step']} {reason}.") from None
     except ValueError:
         were: dict[str, str] = {}
         finite = {key: _finite(value, key, were) for key, value in row.items()}

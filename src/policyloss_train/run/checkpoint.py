@@ -206,9 +206,8 @@ def check_index(path: Path, *, sums: bool) -> dict[str, Any]:
                 raise StorageError(f"{damaged} {INDEX} needs a step and numbers by name.")
             return index
     except OSError as error:
-        raise StorageError(
-            f"checkpoint {path} is incomplete: {error.filename or path}: {error.strerror}."
-        ) from None
+        reason = f"{error.filename or path}: {error.strerror}"
+        raise StorageError(f"checkpoint {path} is incomplete: {reason}.") from None
 
 
 def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
@@ -248,23 +247,18 @@ def _writing(path: Path, action: Callable[..., T], *arguments: Any) -> T:
     try:
         return action(*arguments)
     except (OSError, safetensors.SafetensorError) as error:
-        raise files.write_error(
-            f"checkpoint {path}", error, "Older checkpoints are untouched."
-        ) from error
+        kept = "Older checkpoints are untouched."
+        raise files.write_error(f"checkpoint {path}", error, kept) from error
 
 
 def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> None:
     if Path(name).name != name:
-        raise StorageError(
-            f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its "
-            "folder."
-        )
+        raise StorageError(f"checkpoint {path} names the file {name!r} outside of its folder.")
     files.require_plain(path / name)
     size = (path / name).stat().st_size
     if size != file["bytes"]:
-        raise StorageError(
-            f"checkpoint {path} is damaged: {name} has {size} bytes, {file['bytes']} were written."
-        )
+        sizes = f"{name} has {size} bytes, {file['bytes']} were written"
+        raise StorageError(f"checkpoint {path} is damaged: {sizes}.")
     if sums and _sha256(path / name) != file["sha256"]:
         raise StorageError(f"checkpoint {path} is damaged: {name} does not have its checksum.")
 
@@ -343,11 +337,7 @@ def newest_first(folder: Path) -> list[Path]:
     # ".step…" sorts before "step…", which replaces it here.
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _NAME.fullmatch(path.name)
-        if (
-            match
-            and path.is_dir()
-            and (not match[1] if match[3] is None else match[1] and match[3] == "old")
-        ):
+        if match and path.is_dir() and (match[1], match[3]) in (("", None), (".", "old")):
             by_step[int(match[2])] = path
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
@@ -378,7 +368,7 @@ def prune(folder: Path, step: int, keep: int | None) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Clean up after a crash: bring back checkpoints set aside, delete temporary"""
+    """Clean up after a crash: bring back checkpoints set aside, delete temporary folders."""
     for path in newest_first(folder):
         if path.name.endswith(".old"):
             os.replace(path, published_path(folder, step_of(path)))

@@ -75,10 +75,8 @@ class RunDir:
         with _locked(path) as lock:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
             if _holds_run(path):
-                raise InputError(
-                    f"{path} holds a run already ({', '.join(there)}); resume it, or use another "
-                    "directory."
-                )
+                reason = f"{path} holds a run already ({', '.join(there)})"
+                raise InputError(f"{reason}; resume it, or use another directory.")
             # The last start ended before its first checkpoint: there is nothing to resume.
             for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
@@ -107,19 +105,12 @@ class RunDir:
         try:
             contents: Any = files.from_json(files.read_plain(file))
         except FileNotFoundError:
-            raise InputError(
-                f"{path} holds no run: there is no {file}. Give the directory of a run, or start "
-                "one."
-            ) from None
+            raise InputError(f"{path} holds no run: there is no {file}; name another.") from None
         except (OSError, ValueError) as error:
             raise files.StorageError(f"cannot read {file}: {error}.") from None
-        if (
-            not isinstance(contents, dict)
-            or not {"policyloss", "config", "loss"} <= contents.keys()
-        ):
-            raise InputError(
-                f"{file} does not belong to a run: it lacks policyloss, config or loss."
-            )
+        needed = {"policyloss", "config", "loss"}
+        if not isinstance(contents, dict) or not needed <= contents.keys():
+            raise InputError(f"{file} is not of a run: it lacks policyloss, config or loss.")
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:

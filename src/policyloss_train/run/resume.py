@@ -48,10 +48,8 @@ def store(folder: Path, step: int, changing: Mapping[str, Any], ranks: Ranks, *,
     weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:  # on every rank, so that the last good checkpoint is kept
-        raise NotFiniteError(
-            f"the weights are not finite after step {step} ({list_names(names)}), so it gets no "
-            "checkpoint."
-        )
+        what = f"the weights are not finite after step {step} ({list_names(names)})"
+        raise NotFiniteError(f"{what}, so it gets no checkpoint.")
     save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
 
 
@@ -61,10 +59,7 @@ def restore(
     """Load the last good checkpoint; returns its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
-        raise InputError(
-            f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start "
-            "again in another --out."
-        )
+        raise InputError(f"{folder} holds no checkpoint that can be read; start in another --out.")
     tensors, numbers = load(path, layout, group=ranks.group)
     with name_damage(path):
         for name, one in changing.items():
@@ -98,10 +93,8 @@ def refuse_nonfinite_weights(path: Path) -> None:
             keys = [key for key in names if key.startswith(_TRAINED)]
             bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
         if bad:
-            raise StorageError(
-                f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} "
-                "among them."
-            )
+            what = f"{len(bad)} of its weights are not finite, {bad[0]} among them"
+            raise StorageError(f"checkpoint {path} is no good: {what}.")
 
 
 def last_good(folder: Path) -> Path | None:
@@ -214,9 +207,7 @@ def refuse_unnamed_code(
 
 
 def needs_name(option: str, value: str | None) -> bool:
-    """Whether an option names code (module:function), an address or a service, which the user must
-    name too, and nothing built-in.
-    """
+    """Whether an option names code (module:function), an address or a service."""
     return value is not None and (option == "track" or ":" in value)
 
 

@@ -72,9 +72,7 @@ class Display:
         self._print(f"warning: {text}", style="yellow")
 
     def warmup(self, total: int) -> Callable[..., None]:
-        """A function to call as `progress(done, loss)` in a warm-up of `total` steps, before the
-        loop. It prints one line, or about four.
-        """
+        """A `progress(done, loss)` for a warm-up of `total` steps; it prints one line or four."""
 
         def progress(done: int, loss: float) -> None:
             text = f"warm-up {done:>{len(str(total))}}/{total}  loss {loss:.3f}"
