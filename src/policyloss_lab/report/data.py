@@ -221,21 +221,19 @@ def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
     return tables
 
 
-def _rows(
-    source: Source, file: BinaryIO, path: Path, budget: int
-) -> Iterator[tuple[str, int, Row]]:
+def _rows(source: Source, file: BinaryIO, path: Path, limit: int) -> Iterator[tuple[str, int, Row]]:
     """(run, step, numbers) of each row of a file; the run is "" if the file does not name it."""
     if source.kind == "table":
-        lines = Lines(file, budget, limits.NUMBER_PARTS)
+        lines = Lines(file, limit, limits.NUMBER_PARTS)
         try:
             yield from table_rows(line.decode("utf-8", "replace") for _, line in lines)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         return
     if source.kind == "trackio":
-        rows = numbered(trackio_rows(path, source.run, budget))
+        rows = numbered(trackio_rows(path, source.run, limit))
     else:
-        rows = rows_of(file, path.name, budget)
+        rows = rows_of(file, path.name, limit)
     yield from (("", step, row) for step, row in rows)
 
 

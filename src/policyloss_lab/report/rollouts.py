@@ -117,9 +117,8 @@ def _choose(index: Index, budget: int, by_information: bool) -> dict[int, list[S
             rewards = [[row.reward for row in group] for group in of_step]
             groups[step] = [of_step[i] for i in choose_groups(rewards, len(of_step))]
     steps, stride = sorted(index), 1
-    while stride < len(steps) and (
-        sum(_total(groups[step][0]) for step in steps[::-stride]) > budget
-    ):
+    first = {step: _total(groups[step][0]) for step in steps}
+    while stride < len(steps) and sum(first[step] for step in steps[::-stride]) > budget:
         stride += 1
     chosen: dict[int, list[StoredRow]] = {}
     left = budget

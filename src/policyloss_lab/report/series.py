@@ -215,9 +215,7 @@ def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> T
             else:
                 table.add(step, row)
     if repeated := max((line.repeated for line in table.lines.values()), default=0):
-        notes.append(
-            f"{path.name} has {repeated} step(s) more than once; the last numbers of each are used."
-        )
+        notes.append(f"{path.name} has {repeated} step(s) more than once; the last ones count.")
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
     return table

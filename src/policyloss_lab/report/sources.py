@@ -79,9 +79,8 @@ def is_our_run(path: Path) -> bool:
         return True
     # The config is damaged or missing. Models of Hugging Face also have a config.json, and other
     # trainers also write metrics.jsonl.
-    if any((path / name).exists() for name in _OF_OTHERS) or any(
-        path.glob(f"checkpoint-*/{STATE}")
-    ):
+    states = path.glob(f"checkpoint-*/{STATE}")
+    if any((path / name).exists() for name in _OF_OTHERS) or any(states):
         return False
     return kind_of_file(path / "metrics.jsonl") != "lines of others"
 

@@ -21,9 +21,11 @@ from policyloss.spec import LossSpec
 from policyloss_lab.limits import LARGEST_STEP
 from policyloss_lab.runs import files
 from policyloss_lab.runs.files import environment
-from policyloss_lab.runs.lock import Lock
+from policyloss_lab.runs.lock import lock_folder
 from policyloss_lab.runs.records import JsonLines, line_of
 
+Column = list[Any] | None  # one entry for each completion
+Decode = Callable[[list[int]], str]
 ROLLOUT_BYTES = 256 * 2**20
 LEFT_OUT = "completions_left_out"
 _FILES = ("metrics", "timing", "rollouts")
@@ -79,13 +81,7 @@ class Recorder:
         version = about["packages"].get("policyloss", "")
         contents = {"policyloss": version, "config": settings, "loss": loss}
         data = files.to_json(contents, "config", indent=2)
-        try:
-            files.make_folder(self.path)
-        except (OSError, ValueError) as error:
-            raise files.write_error(self.path, error, "Nothing was written.") from error
-        files.refuse_links(self.path)
-        self._lock = Lock(self.path)
-        try:
+        with lock_folder(self.path) as self._lock:
             there = [name for name in files.FILES if (self.path / name).exists()]
             runs = [name for name in there if name not in ("lock", "environment.json")]
             if runs and resume_after is None:
@@ -99,9 +95,6 @@ class Recorder:
             self._lines = {name: JsonLines(self.path / f"{name}.jsonl") for name in _FILES}
             for lines in self._lines.values():
                 lines.truncate(resume_after)
-        except BaseException:
-            self._lock.release()
-            raise
         self._began = time.perf_counter()
         self._guard = threading.Lock()
         self._ended: str | None = None  # the reason why nothing is written
@@ -156,7 +149,7 @@ class Recorder:
         texts: Sequence[str] | None = None,
         ids: Any = None,
         tokens: Sequence[Sequence[str]] | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Decode | None = None,
         mask: Any = None,
         rewards: Any = None,
         advantages: Any = None,
@@ -251,9 +244,8 @@ class Recorder:
                 except (OSError, files.StorageError) as error:
                     self._ended = str(error)
                 problem = self._ended
-        warnings.warn(
-            f"{self.path} is no longer recorded: {problem} The training goes on.", stacklevel=3
-        )
+        text = f"{self.path} is no longer recorded: {problem} The training goes on."
+        warnings.warn(text, stacklevel=3)
 
     def close(self) -> None:
         """Sync all files to the disk, and release the folder."""
@@ -274,10 +266,7 @@ class Recorder:
 
 
 def _row(
-    place: int,
-    plain: Mapping[str, list[Any] | None],
-    columns: Mapping[str, list[Any] | None],
-    decode: Callable[[list[int]], str] | None,
+    place: int, plain: Mapping[str, Column], columns: Mapping[str, Column], decode: Decode | None
 ) -> dict[str, Any]:
     """One completion as a row of rollouts.jsonl."""
     every = {**plain, **columns}
@@ -385,7 +374,7 @@ def as_list(values: Any, name: str, *kinds: type) -> list[Any]:
     return plain
 
 
-def column(values: Any, name: str, count: int, *kinds: type) -> list[Any] | None:
+def column(values: Any, name: str, count: int, *kinds: type) -> Column:
     """One value per completion."""
     if values is None:
         return None
@@ -395,9 +384,7 @@ def column(values: Any, name: str, count: int, *kinds: type) -> list[Any] | None
     return entries
 
 
-def rows_of(
-    values: Any, name: str, count: int, mask: list[Any] | None, *kinds: type
-) -> list[Any] | None:
+def rows_of(values: Any, name: str, count: int, mask: Column, *kinds: type) -> Column:
     """One list per completion, with only the tokens of `mask`."""
     rows = column(values, name, count)
     if rows is None:
@@ -412,7 +399,7 @@ def rows_of(
     return rows
 
 
-def decoded(decode: Callable[[list[int]], str], ids: list[int]) -> str:
+def decoded(decode: Decode, ids: list[int]) -> str:
     """The text that `decode` returns for ids."""
     try:
         text: Any = decode(ids)

@@ -136,9 +136,8 @@ class WhatIf:
         columns, rows = self.table()
         refused = [f"{', '.join(names)}: {why}" for why, names in self.not_tried().items()]
         table = notebook.table([column.name for column in columns], rows)
-        return (
-            notebook.html_list([*self.verdict(), *self.notes]) + table + notebook.html_list(refused)
-        )
+        verdict = notebook.html_list([*self.verdict(), *self.notes])
+        return verdict + table + notebook.html_list(refused)
 
     @property
     def about(self) -> str:
@@ -191,19 +190,11 @@ COLUMNS = (
         "effective sample size: the share of the tokens that ratio, trust region and correction "
         "let count, 1 on policy",
     ),
-    Column(
-        "cut off", "gradient cut off", "share of the on-policy gradient at tokens that get none"
-    ),
+    Column("cut off", "gradient cut off", "share of the on-policy gradient that tokens lose"),
     Column("limited", "tokens limited", "share of tokens at a bound of the trust region"),
     Column("rejected", "tokens rejected", "share of tokens that the correction rejects"),
-    Column(
-        "A > 0", "gradient at A > 0", "share of the gradient at tokens with an advantage above 0"
-    ),
-    Column(
-        "cosine",
-        "cosine by token",
-        "with the gradient of the first loss, each token a weight of its own",
-    ),
+    Column("A > 0", "gradient at A > 0", "share of the gradient where the advantage is above 0"),
+    Column("cosine", "cosine by token", "with the first loss's gradient, each token a weight"),
     Column("by model", "cosine by model", "the same cosine through the model"),
     Column(
         "gain",
@@ -271,11 +262,9 @@ def what_if(
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))
-    if isinstance(source, StoredTokens):
-        tokens = source
-    else:
-        mapping = isinstance(source, Mapping)
-        tokens = StoredTokens.of(source) if mapping else read(Path(source), step)
+    if isinstance(source, Mapping):
+        source = StoredTokens.of(source)
+    tokens = source if isinstance(source, StoredTokens) else read(Path(source), step)
     notes = list(tokens.notes)
     yours = _yours(tokens, spec, notes)
     outcomes, refused = [], {}

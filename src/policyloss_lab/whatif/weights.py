@@ -110,9 +110,8 @@ class Parameters:
     def _backward(self, logp: Tensor, g: Tensor) -> Tensor:
         parts = torch.autograd.grad(logp, self.weights, g, retain_graph=True, allow_unused=True)
         pairs = zip(parts, self.weights, strict=True)
-        return torch.cat(
-            [torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in pairs]
-        )
+        each = [torch.zeros_like(p) if x is None else x for x, p in pairs]
+        return torch.cat([x.flatten() for x in each])
 
     def _chunks(self, tokens: StoredTokens) -> Iterator[tuple[Tensor, Tensor]]:
         """The indices of the trained tokens of some sequences, and their log-probabilities."""
