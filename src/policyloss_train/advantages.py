@@ -73,12 +73,8 @@ def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
     """
     function = load_code(reference, "the advantage")
     tokens, rewards = pack.tokens["mask"], pack.sequences["rewards"]
-    offers = {
-        "lengths": pack.completion_lengths,
-        "mask": tokens,
-        "cu_seqlens": pack.cu_seqlens,
-        "group": group,
-    }
+    offers = {"lengths": pack.completion_lengths, "mask": tokens}
+    offers |= {"cu_seqlens": pack.cu_seqlens, "group": group}
     try:
         names = inspect.signature(function).parameters
         more = {name: x for name, x in offers.items() if name in names}

@@ -186,9 +186,8 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
     config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
-    setup = build(
-        config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
-    )
+    offline = options.model is None
+    setup = build(config, bare, ranks, say=lambda text: None, warn=_warn, offline=offline)
     with name_damage(checkpoint):
         setup.learner.load_policy(tensors)
     return setup, step

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-import policyloss as pl
 from policyloss.errors import PolicyLossError
+from policyloss.spec import LossSpec
 from policyloss_train.batches import Pack
 from policyloss_train.chat import read_template
 from policyloss_train.collect import Collector, Completions, Evaluation, score_answers
@@ -52,7 +52,7 @@ RECONNECTS = 3  # to a lost server, in the same step
 
 
 def train(
-    config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
+    config: TrainConfig, spec: LossSpec, *, offline: bool = False, named_out: bool = True
 ) -> int:
     """Train with the options `config`; returns the exit code: 0, or 130 if the run was interrupted,
     after writing a checkpoint and printing how to resume. A resumed run must have the options that
@@ -74,7 +74,7 @@ def train(
         return Training(config, spec, ranks, run, offline).run()
 
 
-def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
+def _run_directory(config: TrainConfig, spec: LossSpec) -> RunDir:
     """Create or reopen the run directory, with the current options."""
     options = replace(config, **UNSTARTED).to_dict()
     if config.resume:
@@ -93,12 +93,7 @@ class Training:
     """A run in progress. step: the number of finished steps."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        spec: pl.LossSpec,
-        ranks: Ranks,
-        run: RunDir | None,
-        offline: bool,
+        self, config: TrainConfig, spec: LossSpec, ranks: Ranks, run: RunDir | None, offline: bool
     ) -> None:
         self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
         self.display = Display(config.steps, quiet=not ranks.is_first)

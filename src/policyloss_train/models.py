@@ -97,9 +97,8 @@ def observe_head(model: PreTrainedModel) -> Transformation:
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module for a checkpoint; tied weights occur once."""
     kept = module.state_dict().keys()
-    return {
-        name: x for name, x in (*module.named_parameters(), *module.named_buffers()) if name in kept
-    }
+    every = (*module.named_parameters(), *module.named_buffers())
+    return {name: x for name, x in every if name in kept}
 
 
 @torch.no_grad()
@@ -179,9 +178,8 @@ def _empty(where: str, source: dict[str, Any]) -> PreTrainedModel:
 
     config = AutoConfig.from_pretrained(where, **source)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=source["trust_remote_code"]
-        )
+        trusted = source["trust_remote_code"]
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
     with suppress(OSError):  # a model may have no generation_config.json
         local = source["local_files_only"]
         model.generation_config = GenerationConfig.from_pretrained(where, local_files_only=local)

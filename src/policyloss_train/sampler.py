@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.hf.output_head import measuring
 from policyloss_train.drawing import Kept, Pair, Rule, draw, first_tokens
 from policyloss_train.tasks.base import is_text
 
@@ -176,10 +176,8 @@ def as_samples(
     """Completions with their texts. keys: their examples and groups. ids: their prompts."""
     finished = [one.tokens[-1] in ends for one in completions]
     # Cut the end token here: the tokenizer may not mark it as special.
-    bodies = [
-        one.tokens[:-1] if done else one.tokens
-        for one, done in zip(completions, finished, strict=True)
-    ]
+    pairs = zip(completions, finished, strict=True)
+    bodies = [one.tokens[:-1] if done else one.tokens for one, done in pairs]
     texts = (
         tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if bodies
@@ -207,7 +205,7 @@ def complete(
     first = {tuple(prompt): row for row, prompt in reversed(list(enumerate(ids)))}
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
     completions: dict[int, Completed] = {}
-    with use_eval_mode(model), torch.no_grad():
+    with measuring(model):
         while order:
             size = max(1, batch_tokens // (len(ids[order[0]]) + uniforms.shape[1]))
             rows, order = order[:size], order[size:]
@@ -222,18 +220,6 @@ def complete(
                 kept_ids = support and first_tokens(support, n)
                 completions[r] = Completed(row[:n], logp[i, :n].clone(), kept_ids)
     return [completions[r] for r in range(len(ids))]
-
-
-@contextmanager
-def use_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode (no dropout); afterwards restore the mode of each module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _complete_batch(

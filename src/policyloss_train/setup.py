@@ -101,9 +101,8 @@ def build(
     if config.compile:  # after `observe_head`, whose forward would compile for its shape
         compile_blocks(model.base_model)
     optimizer = adamw(policy, config.lr, config)
-    learner = Learner(
-        config, spec, ranks, policy, optimizer, reference, critic, critic_optimizer, warn=warn
-    )
+    modules = (policy, optimizer, reference, critic, critic_optimizer)
+    learner = Learner(config, spec, ranks, *modules, warn=warn)
     learner.routing = Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
@@ -134,18 +133,16 @@ def _teacher(config: TrainConfig, load: Callable[..., Any], model: Any, tokenize
     return policy
 
 
-def teach(
-    setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]
-) -> None:
+def teach(setup: Setup, config: TrainConfig, start: Callable[[int], Callable[..., None]]) -> None:
     """Make supervised steps on the task's demonstrations, then copy the policy into the reference
     and the critic.
 
-    progress: takes the number of steps, and returns a function to call after each.
+    start: takes the number of steps, and returns a function to call after each.
     """
     steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
         with train_base(model):
-            report, seed = progress(steps), config.seed
+            report, seed = start(steps), config.seed
             warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=report)
     learner.start_copies()
 

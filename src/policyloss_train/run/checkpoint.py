@@ -80,9 +80,8 @@ def save(
     }
     try:
         temporary = on_first_rank(partial(_writing, path, begin, folder, step), group)
-        written = on_every_rank(
-            partial(_writing, path, write_tensors, temporary / file, to_write), group
-        )
+        write = partial(_writing, path, write_tensors, temporary / file, to_write)
+        written = on_every_rank(write, group)
         by_file = {shards.file_of(rank): entry for rank, entry in enumerate(written) if entry}
         contents = {"files": by_file, "tensors": entries, "numbers": numbers}
         on_first_rank(partial(_writing, path, _finish, temporary, step, contents), group)
@@ -137,9 +136,8 @@ def latest(
 
 def subtree(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors under `name`, without it: `subtree({"model/w": x}, "model") == {"w": x}`."""
-    return {
-        key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}/")
-    }
+    start = f"{name}/"
+    return {key[len(start) :]: x for key, x in tensors.items() if key.startswith(start)}
 
 
 def count_from(numbers: Mapping[str, Any], name: str) -> int:
@@ -235,10 +233,8 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         entries = index["tensors"]
         for name, entry in entries.items():
             shards.check_pieces(opened, name, entry)
-        tensors = {
-            name: shards.read_like(opened, name, entry, templates)
-            for name, entry in entries.items()
-        }
+        read = partial(shards.read_like, opened, templates=templates)
+        tensors = {name: read(name, entry) for name, entry in entries.items()}
     return tensors, index["numbers"]
 
 

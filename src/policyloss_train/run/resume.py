@@ -26,7 +26,7 @@ from policyloss_lab.runs.files import TEMPLATE, StorageError, damage_named
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import list_names
-from policyloss_train.run.checkpoint import check_index, flatten, latest, load, save, step_of
+from policyloss_train.run.checkpoint import State, check_index, flatten, latest, load, save, step_of
 from policyloss_train.run.directory import RunDir
 from policyloss_train.watch import NotFiniteError, nonfinite_names
 
@@ -53,9 +53,7 @@ def store(folder: Path, step: int, changing: Mapping[str, Any], ranks: Ranks, *,
     save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
 
 
-def restore(
-    folder: Path, changing: Mapping[str, Any], ranks: Ranks, layout: Mapping[str, Any]
-) -> int:
+def restore(folder: Path, changing: Mapping[str, Any], ranks: Ranks, layout: State) -> int:
     """Load the last good checkpoint; returns its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
@@ -67,11 +65,9 @@ def restore(
     return step_of(path)
 
 
-def stored_weights(
-    run: Path, checkpoint: Path | None = None
-) -> tuple[Path, int, dict[str, Tensor]]:
+def stored_weights(run: Path, path: Path | None = None) -> tuple[Path, int, dict[str, Tensor]]:
     """The path, step and tensors of a checkpoint (default: the last good one), fully checked."""
-    path = checkpoint or latest(run / "checkpoints", refuse_nonfinite_weights)
+    path = path or latest(run / "checkpoints", refuse_nonfinite_weights)
     if path is None:
         raise InputError(f"{run / 'checkpoints'} holds no checkpoint that can be read.")
     step = int(check_index(path, sums=True)["step"])
@@ -163,10 +159,8 @@ def refuse_changes(
         | _flat(loss_data(loss, config.loss), "--loss.")
         for config, loss in ((stored, stored_spec), (now, spec))
     )
-    pairs = {
-        name: (before.get(name, "nothing"), after.get(name, "nothing"))
-        for name in {**before, **after}
-    }
+    names = {**before, **after}
+    pairs = {name: tuple(x.get(name, "nothing") for x in (before, after)) for name in names}
     listed = "; ".join(
         f"{name} is {_shown(new)}, and the run has {_shown(old)}"
         for name, (old, new) in pairs.items()

@@ -62,9 +62,8 @@ def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
         file = file_of(rank)
         for name, share in plan.items():
             known = name in entries
-            entry = entries.setdefault(
-                name, {"shape": share.shape, "dtype": share.dtype, "pieces": []}
-            )
+            new = {"shape": share.shape, "dtype": share.dtype, "pieces": []}
+            entry = entries.setdefault(name, new)
             if share.rows and (share.sharded or not known):
                 entry["pieces"].append({"file": file, "first": share.first, "rows": share.rows})
     return entries
@@ -91,10 +90,7 @@ def check_pieces(files: Files, name: str, entry: Mapping[str, Any]) -> None:
 
 
 def read_like(
-    files: Files,
-    name: str,
-    entry: Mapping[str, Any],
-    templates: Mapping[str, Tensor],
+    files: Files, name: str, entry: Mapping[str, Any], templates: Mapping[str, Tensor]
 ) -> Tensor:
     """The rows of this rank, as a DTensor like the template of this name or the nearest name above
     it; without a template, all rows, on the CPU.

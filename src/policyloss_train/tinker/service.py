@@ -200,9 +200,8 @@ class Service:
 
     def _datum(self, row: Row, **inputs: Tensor) -> Any:
         tokens = self.tinker.ModelInput.from_ints(row.ids.tolist())
-        return self.tinker.Datum(
-            model_input=tokens, loss_fn_inputs={"target_tokens": row.targets, **inputs}
-        )
+        tensors = {"target_tokens": row.targets, **inputs}
+        return self.tinker.Datum(model_input=tokens, loss_fn_inputs=tensors)
 
 
 def _row(length: int) -> Row:

@@ -90,11 +90,8 @@ class Display:
             self._seconds.append(timing.get("step_s", math.nan))
         known = {**metrics, **timing}
         row = {"step": f"{self._done:>{len(str(self._total))}}/{self._total}"}
-        row |= {
-            title: format(known[name], form)
-            for title, name, form in COLUMNS
-            if known.get(name) is not None
-        }
+        shown = [column for column in COLUMNS if known.get(column[1]) is not None]
+        row |= {title: format(known[name], form) for title, name, form in shown}
         row["ETA"] = self._time_left()
         # Held-out accuracy is not measured at every step; the table shows the last one.
         self._held_out = row.get("held-out", self._held_out)
@@ -104,11 +101,7 @@ class Display:
             due = time.monotonic() >= self._drawn + REFRESH_S
             self._live.update(self.view(), refresh=due)
             self._drawn = time.monotonic() if due else self._drawn
-        elif (
-            self._done in (0, 1, self._total)
-            or self._done % self._every == 0
-            or "eval/accuracy" in metrics
-        ):
+        elif step in (0, 1, self._total) or step % self._every == 0 or "eval/accuracy" in metrics:
             self._print("  ".join(f"{title} {text}" for title, text in row.items()))
 
     def view(self) -> Group:

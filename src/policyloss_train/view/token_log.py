@@ -205,7 +205,5 @@ def find_clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
 def _parts(pack: Pack) -> list[dict[str, Tensor]]:
     """The completion tokens of each sequence, trained on or not."""
     parts = {name: torch.split(x, pack.lengths) for name, x in pack.tokens.items()}
-    return [
-        {name: x[i][parts["completion"][i]] for name, x in parts.items()}
-        for i in range(len(pack.lengths))
-    ]
+    places = enumerate(parts["completion"])
+    return [{name: x[i][inside] for name, x in parts.items()} for i, inside in places]
