@@ -40,7 +40,7 @@ FORMULAS = {
     ),
     "tokens": "valid tokens",
     "advantage_mean": "Σ advantages / n",
-    "clip_fraction": "share where the trust region binds: upper, lower, dual or dropped",
+    "clip_fraction": "share of valid tokens where the trust region binds: any of the next four",
     "clip_fraction_upper": "share held from above: for Clip, A > 0 and r > 1 + eps_high",
     "clip_fraction_lower": "share held from below: for Clip, A < 0 and r < 1 − eps_low",
     "clip_fraction_dual": (
@@ -53,7 +53,10 @@ FORMULAS = {
     "ratio_min": "min r, before clamping",
     "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; see `lab.doctor`",
     "nonfinite_tokens": ("valid tokens whose loss or any given log-probability is NaN or infinite"),
-    "positive_logp_tokens": "valid tokens with a logp above 0.1; `compute` warns if most have one",
+    "positive_logp_tokens": (
+        "valid tokens with a given log-probability above 0.1, which no token "
+        "can have: `compute` warns if they are more than half"
+    ),
     "zero_logp_tokens": (
         "valid tokens whose largest given log-probability is exactly 0, as in a tensor that was "
         "never filled: `compute` warns if all are"
@@ -80,7 +83,7 @@ FORMULAS = {
     ),
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
-    "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old)",
+    "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: KL(rollout‖old), engine against trainer",
     "kl_rollout_k3": "Σ (e^d − 1 − d) / n with d = old_logp − rollout_logp",
     "rollout_logp_difference_max": "max |old_logp − rollout_logp|",
     "correction_weight_mean": "Σ w / n over the valid tokens, rejected ones with w = 0",

@@ -78,9 +78,9 @@ class ExportOptions(FromRun):
 COMMANDS = {
     name: Command(about, options, "policyloss_train.command")
     for name, about, options in (
-        ("train", "Train a language model by reinforcement learning with any loss.", TrainConfig),
+        ("train", "Train a model by reinforcement learning with any policy loss.", TrainConfig),
         ("eval", "Evaluate the policy of a run on held-out prompts, greedily.", EvalOptions),
         ("sample", "Sample completions from the policy of a run.", SampleOptions),
-        ("export", "Write the policy of a run as a Hugging Face folder.", ExportOptions),
+        ("export", "Write a run's policy for Hugging Face: weights, tokenizer.", ExportOptions),
     )
 }

@@ -190,11 +190,11 @@ COLUMNS = (
         "effective sample size: the share of the tokens that ratio, trust region and correction "
         "let count, 1 on policy",
     ),
-    Column("cut off", "gradient cut off", "share of the on-policy gradient that tokens lose"),
+    Column("cut off", "gradient cut off", "share of the on-policy gradient that is cut to 0"),
     Column("limited", "tokens limited", "share of tokens at a bound of the trust region"),
     Column("rejected", "tokens rejected", "share of tokens that the correction rejects"),
     Column("A > 0", "gradient at A > 0", "share of the gradient where the advantage is above 0"),
-    Column("cosine", "cosine by token", "with the first loss's gradient, each token a weight"),
+    Column("cosine", "cosine by token", "with the first loss's gradient, a weight for each token"),
     Column("by model", "cosine by model", "the same cosine through the model"),
     Column(
         "gain",
