@@ -302,10 +302,8 @@ def choose(**answers: str) -> Choice:
         raise InputError(unknown_name("question", next(iter(answers)), list(complete)))
     for question in QUESTIONS:
         if complete[question.name] not in question.answers:
-            raise InputError(
-                f"{question.name} is {complete[question.name]!r}; the answers are "
-                f"{', '.join(map(repr, question.answers))}."
-            )
+            known, value = ", ".join(map(repr, question.answers)), complete[question.name]
+            raise InputError(f"{question.name} is {value!r}; the answers are {known}.")
     fitting = [rule for rule in RULES if rule.fits(complete)]
     base = next(rule for rule in fitting if rule.preset)
     return Choice(complete, tuple(rule for rule in fitting if rule is base or not rule.preset))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -83,16 +83,8 @@ OWN = {
     ),
 }
 # The commands that policyloss-lab and policyloss-train add, and the extra that installs them.
-EXTRAS = {
-    "explore": "lab",
-    "report": "lab",
-    "doctor": "lab",
-    "what-if": "lab",
-    "train": "train",
-    "eval": "train",
-    "sample": "train",
-    "export": "train",
-}
+EXTRAS = dict.fromkeys(("explore", "report", "doctor", "what-if"), "lab")
+EXTRAS |= dict.fromkeys(("train", "eval", "sample", "export"), "train")
 
 
 @cache
@@ -136,15 +128,12 @@ def explain_trl_command(words: Sequence[str]) -> int:
     args = read_options("explain-trl", ExplainTrl, words)
     options = read_json(args.config)
     if not isinstance(options, dict):
-        raise PolicyLossError(
-            f"{args.config} must hold one JSON object, the options of a GRPOConfig by name."
-        )
+        raise PolicyLossError(f"{args.config} must hold one JSON object, options by name.")
     for name in options:
         meant = get_close_matches(name, DEFAULTS, 1, cutoff=0.88) if name not in DEFAULTS else []
         if meant:
-            raise PolicyLossError(
-                f"{args.config}: unknown option {name!r}; did you mean {meant[0]!r}?"
-            )
+            hint = f"{name!r}; did you mean {meant[0]!r}?"
+            raise PolicyLossError(f"{args.config}: unknown option {hint}")
     config = SimpleNamespace(**{**DEFAULTS, **options})
     if args.json:
         _print_json(spec_from_config(config, handled=EXTRA_OPTIONS).to_dict())
@@ -225,7 +214,8 @@ def _run(words: Sequence[str]) -> int:
     if {*HELP} & set(rest):
         parser_of(name, command.about, command.arguments).print_help()
         return 0
-    return _function(name, command.module)(rest)
+    function = getattr(import_module(command.module), f"{name.replace('-', '_')}_command")
+    return int(function(rest))
 
 
 def _install(name: str) -> str:
@@ -242,13 +232,6 @@ def _close_output() -> None:
     """Redirect the output, so that Python's flush at exit does not fail and print an error."""
     with suppress(OSError):  # no file can be opened any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _function(name: str, module: str) -> Callable[[Sequence[str]], int]:
-    """The function of a command in a module."""
-    loaded = import_module(module)
-    command: Callable[[Sequence[str]], int] = getattr(loaded, f"{name.replace('-', '_')}_command")
-    return command
 
 
 def _print_json(data: Any) -> None:

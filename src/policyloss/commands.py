@@ -69,9 +69,7 @@ class Positional(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """An argument of a command. title: the group of the help that it stands in. place: its name in
-    the help if it has no flag.
-    """
+    """An argument of a command. title: its group in the help. place: its name without a flag."""
 
     name: str
     kind: Any
@@ -120,9 +118,7 @@ JSON = Argument("json", bool, False, "Print JSON instead of text.")
 
 
 class Command(NamedTuple):
-    """A subcommand: a sentence about it, its arguments or the dataclass that declares them, and the
-    module of its function.
-    """
+    """A subcommand: about, its arguments or their dataclass, and the module of its function."""
 
     about: str
     options: type | list[Argument]
@@ -203,17 +199,13 @@ def _meanings(options: type) -> dict[str, tuple[str, str]]:
 
 
 def check_numbers(options: Any) -> None:
-    """Raise for a number that the annotation of its field does not allow, and for a number that no
-    run could use.
-    """
+    """Raise for a number that the annotation of its field does not allow, or no run could use."""
     for name, hint in _annotations(options.__class__).items():
         value = getattr(options, name)
         limits = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Within)]
         for x in value if isinstance(value, tuple) else (value,):
             if isinstance(x, int) and abs(x) > LARGEST:
-                raise InputError(
-                    f"{flag(name)} must be below 2**63, got a number of {x.bit_length()} bits."
-                )
+                raise InputError(f"{flag(name)} must be below 2**63, got {x.bit_length()} bits.")
             if isinstance(x, float) and not math.isfinite(x):
                 raise InputError(f"{flag(name)} must be finite, got {x}.")
             for limit in limits:

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def read_public(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of a package whose module `public` lists its names.
-
-    package: its `globals()`.
-    """
+    """`__getattr__` and `__dir__` of a package with a module `public`. package: its `globals()`."""
     name_of_package = package["__name__"]
 
     def get(name: str) -> Any:

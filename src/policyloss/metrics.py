@@ -105,10 +105,7 @@ class Metrics(Mapping[str, Record]):
     def __init__(self, records: dict[str, Record] | None = None) -> None:
         values = list(records.values()) if isinstance(records, dict) else [None]
         if records is not None and [r for r in values if not isinstance(r, Record)]:
-            raise InputError(
-                "records must be a dict of names to records (Stat, …), as a loss makes them, got "
-                f"{description(records)}."
-            )
+            raise InputError(f"records must be a dict of records, got {description(records)}.")
         self._unpacked: dict[str, Record] | None = records or {}
         self._packed: tuple[RecordPlaces, Tensor] | None = None
         self._make: Callable[[], dict[str, Record]] | None = None
@@ -230,9 +227,8 @@ class Metrics(Mapping[str, Record]):
             collective_device(group, torch.device("cpu")),
         )
         wide = accumulator_dtype(device)
-        records = {
-            n: self._records.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()
-        }
+        mine = self._records
+        records = {n: mine.get(n) or kind.nothing(device, wide) for n, kind in kinds.items()}
         flat = [(part, record.op) for record in records.values() for part in record.parts]
         # All as limbs: in the exact mode a rank without metrics has plain numbers.
         numbers = torch.stack([as_limbs(p.to(wide)) for p, _ in flat])

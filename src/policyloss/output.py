@@ -45,9 +45,7 @@ class NotRegularError(OSError):
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """Open a regular file by `os.open`. A pipe, a device or a folder is an error, and so is a
-    link unless `follow`.
-    """
+    """Open a regular file by `os.open`; any other file is an error, also a link unless `follow`."""
     with suppress(FileNotFoundError):
         _refuse_other_kinds((os.stat if follow else os.lstat)(path).st_mode)
     handle = os.open(path, flags | _FLAGS | (0 if follow else _NO_LINK), 0o644)
@@ -84,9 +82,7 @@ def check_output(path: Path, argument: str) -> None:
     except (OSError, ValueError) as error:
         raise InputError(f"{argument}={str(path)!r} cannot be written: {error}.") from error
     if kind is not None:
-        raise InputError(
-            f"{argument}={str(path)!r} is a {kind}; give the name of a regular file, new or old."
-        )
+        raise InputError(f"{argument}={str(path)!r} is a {kind}; give the name of a regular file.")
 
 
 def temporary_prefix(path: Path) -> str:

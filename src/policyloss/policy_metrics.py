@@ -40,10 +40,7 @@ FORMULAS = {
     ),
     "tokens": "valid tokens",
     "advantage_mean": "Σ advantages / n",
-    "clip_fraction": (
-        "share of valid tokens where the trust region binds in any way (upper, lower, dual or "
-        "dropped)"
-    ),
+    "clip_fraction": "share of valid tokens where the trust region binds: any of the next four",
     "clip_fraction_upper": "share held from above: for Clip, A > 0 and r > 1 + eps_high",
     "clip_fraction_lower": "share held from below: for Clip, A < 0 and r < 1 − eps_low",
     "clip_fraction_dual": (
@@ -86,9 +83,7 @@ FORMULAS = {
     ),
     "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
     "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
-    "kl_rollout_k1": (
-        "Σ (rollout_logp − old_logp) / n: estimate of KL(rollout‖old), engine against trainer"
-    ),
+    "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: KL(rollout‖old), engine against trainer",
     "kl_rollout_k3": "Σ (e^d − 1 − d) / n with d = old_logp − rollout_logp",
     "rollout_logp_difference_max": "max |old_logp − rollout_logp|",
     "correction_weight_mean": "Σ w / n over the valid tokens, rejected ones with w = 0",

@@ -38,16 +38,10 @@ class Record:
         device = None
         for name, part in self.__dict__.items():
             dense = isinstance(part, Tensor) and part.layout == torch.strided
-            if (
-                not dense
-                or part.is_complex()
-                or (part.dim() and part.shape != (len(QUANTA),))
-                or part.device != (device or part.device)
-            ):
-                raise InputError(
-                    f"{type(self).__name__}.{name} must be a tensor that holds one real number, "
-                    f"got {description(part)}."
-                )
+            real = dense and not part.is_complex() and part.shape in ((), (len(QUANTA),))
+            if not real or part.device != (device or part.device):
+                what = f"a tensor that holds one real number, got {description(part)}"
+                raise InputError(f"{type(self).__name__}.{name} must be {what}.")
             device = part.device
 
     @property
@@ -79,10 +73,8 @@ class Record:
     def merge(self, other: Record) -> Record:
         """Merge two records. Sums are in float64, so long runs do not lose counts."""
         if type(self) is not type(other):
-            raise InputTypeError(
-                f"cannot merge {type(self).__name__} with {type(other).__name__}; keep records of "
-                "two kinds apart."
-            )
+            kinds = f"{type(self).__name__} with {type(other).__name__}"
+            raise InputTypeError(f"cannot merge {kinds}; keep records of two kinds apart.")
         combine = _COMBINE[self.op]
         return type(self)(*(combine(a, b) for a, b in zip(self.wide, other.wide, strict=True)))
 

@@ -23,9 +23,6 @@ Notes = list[str]
 _NONFINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
 
 
-# Files --------------------------------------------------------------------------------------------
-
-
 def open_file(path: Path, limit: int | None = None, name: str = "") -> BinaryIO:
     """Open a regular file of up to `limit` bytes for reading; an `InputError` for anything else.
     name: of the file in the error; by default, the path.
@@ -88,9 +85,13 @@ class Lines:
             yield from self._lines(0, self.size)
             return
         for part in range(self._parts):
-            start = part * (self.size - self._room) // (self._parts - 1)
-            if start == 0 or self._skip_rest(start):
-                yield from self._lines(self._file.tell() if start else 0, start + self._room)
+            start = offset = part * (self.size - self._room) // (self._parts - 1)
+            if start:  # go to the first line that begins here or later
+                self._file.seek(start - 1)
+                if not self._file.readline(self.longest).endswith(b"\n"):
+                    continue  # it is too far
+                offset = self._file.tell()
+            yield from self._lines(offset, start + self._room)
 
     def _lines(self, offset: int, end: int) -> Iterator[tuple[int, bytes]]:
         """The lines that begin at `offset` or later, and before `end`."""
@@ -104,11 +105,6 @@ class Lines:
             else:
                 yield offset, line
             offset += length
-
-    def _skip_rest(self, start: int) -> bool:
-        """Go to the first line that begins at `start` or later; returns False if it is too far."""
-        self._file.seek(start - 1)
-        return self._file.readline(self.longest).endswith(b"\n")
 
     def _skipped(self, limit: int) -> int:
         """Read to the end of a line, or about `limit` bytes; returns how many bytes were read."""
@@ -128,9 +124,6 @@ def sampled_note(name: str, size: int, budget: int) -> str:
     )
 
 
-# JSON ---------------------------------------------------------------------------------------------
-
-
 def parse_object(text: Any) -> dict[str, Any] | None:
     """The JSON object in a text or in its bytes; None if there is none."""
     try:
@@ -142,24 +135,18 @@ def parse_object(text: Any) -> dict[str, Any] | None:
 
 def json_object(path: Path, notes: Notes) -> dict[str, Any]:
     """The JSON object in `path`, as `strict` returns it; {} and a note if there is none."""
-    file = open_noted(path, notes)
-    if file is None:
-        return {}
-    with file:
-        try:
-            data = file.read(limits.OBJECT_BYTES + 1)
-            if len(data) > limits.OBJECT_BYTES:
-                most = limits.OBJECT_BYTES // MIB
-                notes.append(f"{path.name} is larger than {most} MiB and was left out.")
-                return {}
-            value = json.loads(data.decode("utf-8", "replace"))
-        except (OSError, ValueError, RecursionError) as error:
-            notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
-            return {}
-    if not isinstance(value, dict):
-        notes.append(f"{path.name} holds a {type(value).__name__} instead of an object.")
-        return {}
-    kept: dict[str, Any] = strict(value, path.name, notes)
+    kept: dict[str, Any] = {}
+    try:
+        with open_file(path, limits.OBJECT_BYTES, path.name) as file:
+            value = json.loads(file.read(limits.OBJECT_BYTES).decode("utf-8", "replace"))
+        if isinstance(value, dict):
+            kept = strict(value, path.name, notes)
+        else:
+            notes.append(f"{path.name} holds a {type(value).__name__} instead of an object.")
+    except InputError as error:
+        notes.append(str(error))
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
     return kept
 
 
@@ -228,25 +215,18 @@ def strict(value: Any, name: str, notes: Notes) -> Any:
     return kept
 
 
-# Numbers ------------------------------------------------------------------------------------------
-
-
 def number_of(value: object) -> float | None:
     """A JSON number, or the text of one, as a float; None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (float, int, str)):
-        return None
-    if isinstance(value, str) and len(value) > 40:
+    if isinstance(value, bool) or (isinstance(value, str) and len(value) > 40):
         return None
     try:
-        return float(value)
+        return float(value) if isinstance(value, (float, int, str)) else None
     except (OverflowError, ValueError):
         return None
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value represents a number, finite or not (`NaN`, or the string "nan" of
-    writers of strict JSON).
-    """
+    """Whether a JSON value is a number, finite or not (`NaN`, or "nan" in strict JSON)."""
     return isinstance(value, (int, float)) or (
         isinstance(value, str) and len(value) < 10 and value.lower() in _NONFINITE
     )
@@ -256,9 +236,8 @@ def finite(value: Any) -> float | int | None:
     """A finite number up to `limits.LARGEST`, else None, because strict JSON has no NaN."""
     if isinstance(value, bool):
         return int(value)
-    if isinstance(value, (int, float)) and -limits.LARGEST <= value <= limits.LARGEST:
-        return value
-    return None
+    fits = isinstance(value, (int, float)) and -limits.LARGEST <= value <= limits.LARGEST
+    return value if fits else None
 
 
 def integer(value: Any) -> int | None:

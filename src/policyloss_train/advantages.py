@@ -81,20 +81,15 @@ def _by_user(reference: str, pack: Pack, group: Any) -> Tensor:
     """
     function = load_code(reference, "the advantage")
     tokens, rewards = pack.tokens["mask"], pack.sequences["rewards"]
-    offers = {
-        "lengths": pack.completion_lengths,
-        "mask": tokens,
-        "cu_seqlens": pack.cu_seqlens,
-        "group": group,
-    }
+    offers = {"lengths": pack.completion_lengths, "mask": tokens}
+    offers |= {"cu_seqlens": pack.cu_seqlens, "group": group}
     try:
         names = inspect.signature(function).parameters
         more = {name: x for name, x in offers.items() if name in names}
         result = function(rewards, pack.sequences["group_ids"], **more)
     except Exception as error:  # the user's code may raise anything
-        raise InputError(
-            f"the advantage {reference!r} raised {type(error).__name__}: {error}."
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"the advantage {reference!r} raised {reason}.") from error
     if not isinstance(result, Tensor) or result.shape not in (rewards.shape, tokens.shape):
         shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise InputError(

@@ -183,10 +183,7 @@ def _change(data: dict[str, Any], path: str, text: str) -> None:
     for slot in slots:
         if not isinstance(data.get(slot), dict):
             valid = ", ".join(sorted(key for key, x in data.items() if isinstance(x, dict)))
-            raise InputError(
-                f"--loss.{path}: the loss has no part {slot!r} with options here; valid are "
-                f"{valid or 'none'}."
-            )
+            raise InputError(f"--loss.{path}: no part {slot!r}; valid are {valid or 'none'}.")
         data = data[slot]
     try:
         data[name] = json.loads(text)

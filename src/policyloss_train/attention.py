@@ -123,12 +123,8 @@ class Packed:
         """Call the body with ids `[1, N]` and the keyword arguments of transformers for offsets."""
         ids, longest = micro["ids"], max(micro["lengths"])
         ends = micro["cu_seqlens"].to(torch.int32)
-        where = {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        where = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        where |= {"max_length_q": longest, "max_length_k": longest}
         if self.name == "varlen":
             # A four-dimensional mask stops transformers from building its own, of N² entries.
             where["attention_mask"] = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -267,9 +263,8 @@ def varlen_attention(
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **others
-        )
+        inputs = (module, query, key, value, attention_mask)
+        out, _ = sdpa_attention_forward(*inputs, scaling=scaling, **others)
         return out, None
     unknown = [name for name in _UNKNOWN_TO_VARLEN if others.get(name) is not None]
     if unknown or not others.get("is_causal", getattr(module, "is_causal", True)):
@@ -280,31 +275,25 @@ def varlen_attention(
 
 
 def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    longest: int,
-    scale: float | None,
-    window: int,
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, window: int
 ) -> Tensor:
     """Causal attention of tokens `[N, heads, D]` by torch, whose arguments differ by release."""
     options: dict[str, Any] = {}
-    groups = query.shape[1] // key.shape[1]
+    groups = q.shape[1] // k.shape[1]
     if "enable_gqa" in _VARLEN_ARGUMENTS:
         options["enable_gqa"] = groups > 1
     elif groups > 1:
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     if "scale" in _VARLEN_ARGUMENTS:
         options["scale"] = scale
-    elif scale not in (None, query.shape[-1] ** -0.5):
-        query = query * (scale * query.shape[-1] ** 0.5)
+    elif scale not in (None, q.shape[-1] ** -0.5):
+        q = q * (scale * q.shape[-1] ** 0.5)
     if "window_size" in _VARLEN_ARGUMENTS:
         options["window_size"] = (window, 0)
     elif window >= 0:
         raise InputError("its sliding window needs a later torch")
     else:
         options["is_causal"] = True
-    out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out

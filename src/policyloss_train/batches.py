@@ -72,9 +72,7 @@ class Pack:
 
     @classmethod
     def nothing(cls) -> Pack:
-        """One sequence without a token to train on, for a rank without completions: the rank still
-        takes part in every forward.
-        """
+        """One sequence without a trained token, with which an idle rank takes part in forwards."""
         token = torch.zeros(1, dtype=torch.int64)
         tokens = dict.fromkeys(("ids", "targets", "position_ids"), token)
         tokens |= dict.fromkeys(("completion", "mask"), token.bool())

@@ -52,9 +52,7 @@ def read_template(path: Path) -> str:
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Messages as the text of a prompt, without the special tokens that the tokenizer adds itself,
-    because they would occur twice.
-    """
+    """Messages as the text of a prompt, without special tokens that the tokenizer adds itself."""
     if tokenizer.chat_template is None:
         raise InputError(
             "prompts are messages, but the tokenizer has no chat template; name a file with one: "
@@ -64,10 +62,8 @@ def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> st
         write = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
         text: str = call_within(TEMPLATE_S, write, list(map(dict, messages)))
     except TimeIsUp:
-        raise InputError(
-            f"the chat template takes longer than {TEMPLATE_S:g} s for {messages!r:.200}; use "
-            "another one."
-        ) from None
+        late = f"takes longer than {TEMPLATE_S:g} s for {messages!r:.200}"
+        raise InputError(f"the chat template {late}; use another one.") from None
     except Exception as error:  # a template is third-party code
         raise InputError(f"the chat template fails on {messages!r:.200}: {error}.") from error
     if not is_text(text):

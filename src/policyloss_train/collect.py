@@ -1,6 +1,4 @@
-"""The completions of a step: prompts in an order drawn from the seed, sampled, scored and filtered;
-and the answers of an evaluation.
-"""
+"""The completions of a step: drawn, sampled, scored and filtered; the answers of an evaluation."""
 
 from __future__ import annotations
 
@@ -60,14 +58,11 @@ class Completions:
     @classmethod
     def merge(cls, shares: Sequence[Completions]) -> Completions:
         """The completions of all ranks, sorted by group, as if one process had sampled them."""
-        rows = [
-            (s.group, i, s, share.greedy) for share in shares for i, s in enumerate(share.samples)
-        ]
+        rows = [(s.group, i, s, one.greedy) for one in shares for i, s in enumerate(one.samples)]
         rows.sort(key=lambda row: row[:2])
         greedy = [row[3][row[1]] for row in rows if row[3] is not None]
-        return cls(
-            [row[2] for row in rows], torch.stack(greedy) if greedy else None, shares[0].statistics
-        )
+        rewards = torch.stack(greedy) if greedy else None
+        return cls([row[2] for row in rows], rewards, shares[0].statistics)
 
     def share(self, rank: int, world: int, prompts: int) -> Completions:
         """The groups that one of `world` ranks would have sampled, in steps of `prompts` groups."""

@@ -112,10 +112,8 @@ def sample_command(arguments: Sequence[str]) -> int:
     if options.prompts:
         prompts = _as_in_training(task, tokenizer, config, options.prompts)
     if len(prompts) * options.number * config.max_new_tokens >= 2**31:
-        raise InputError(
-            f"--number {options.number} completions of {len(prompts)} prompts are too many for one "
-            "call."
-        )
+        wish = f"--number {options.number} completions of {len(prompts)} prompts"
+        raise InputError(f"{wish} are too many for one call.")
     rows = [(0, i, prompt) for i, prompt in enumerate(prompts) for _ in range(options.number)]
     samples = sample(
         model,
@@ -170,9 +168,7 @@ def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
 
 
 def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
-    """The options of a command that scores nothing and so loads no reward; a .jsonl task needs a
-    reward and gets "exact".
-    """
+    """The options of a command that loads no reward; a .jsonl task needs one and gets "exact"."""
     config, spec = _options(options)
     config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
     named = {"trust_remote_code"} if options.trust_remote_code else set()
@@ -191,19 +187,15 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
     config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
-    setup = build(
-        config, bare, ranks, say=lambda text: None, warn=_warn, offline=options.model is None
-    )
+    offline = options.model is None
+    setup = build(config, bare, ranks, say=lambda text: None, warn=_warn, offline=offline)
     with name_damage(checkpoint):
         setup.learner.load_policy(tensors)
     return setup, step
 
 
 class StoredPolicy(NamedTuple):
-    """The policy of a run's last checkpoint, for the tools of policyloss-lab.
-
-    encode: a list of prompts → their token ids.
-    """
+    """The policy of a run's last checkpoint. encode: a list of prompts → their token ids."""
 
     model: Any
     encode: Callable[[list[str]], list[list[int]]]

@@ -76,22 +76,11 @@ class ExportOptions(FromRun):
 
 
 COMMANDS = {
-    "train": Command(
-        "Train a language model by reinforcement learning with any policy loss.",
-        TrainConfig,
-        "policyloss_train.command",
-    ),
-    "eval": Command(
-        "Evaluate the policy of a run on held-out prompts, greedily.",
-        EvalOptions,
-        "policyloss_train.command",
-    ),
-    "sample": Command(
-        "Sample completions from the policy of a run.", SampleOptions, "policyloss_train.command"
-    ),
-    "export": Command(
-        "Write the policy of a run as a Hugging Face folder: weights, tokenizer, chat template.",
-        ExportOptions,
-        "policyloss_train.command",
-    ),
+    name: Command(about, options, "policyloss_train.command")
+    for name, about, options in (
+        ("train", "Train a model by reinforcement learning with any policy loss.", TrainConfig),
+        ("eval", "Evaluate the policy of a run on held-out prompts, greedily.", EvalOptions),
+        ("sample", "Sample completions from the policy of a run.", SampleOptions),
+        ("export", "Write a run's policy for Hugging Face: weights, tokenizer.", ExportOptions),
+    )
 }

@@ -278,9 +278,7 @@ class TrainConfig:
             raise InputError(problem)
 
     def with_loss(self, spec: LossSpec) -> TrainConfig:
-        """These options with the loss's own advantage, unless the user named another.
-        Raises if options and loss contradict each other.
-        """
+        """These options with the loss's own advantage by default; raises if they contradict it."""
         from policyloss_train.preflight import loss_problems
 
         config = replace(self, advantage=self.advantage or defaults_of(self, spec)["advantage"])
@@ -336,10 +334,8 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON values."""
-        return {
-            name: str(x) if isinstance(x, Path) else x
-            for name, x in dataclasses.asdict(self).items()
-        }
+        options = dataclasses.asdict(self)
+        return {name: str(x) if isinstance(x, Path) else x for name, x in options.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainConfig:
@@ -373,13 +369,8 @@ def defaults_of(config: TrainConfig, spec: LossSpec) -> dict[str, Any]:
 
 
 # The name of each type in an error.
-_WORDS = {
-    int: "a whole number",
-    float: "a finite number",
-    bool: "true or false",
-    Path: "a path",
-    str: "a string",
-}
+_WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"}
+_WORDS |= {Path: "a path", str: "a string"}
 _hints = cache(get_type_hints)
 
 

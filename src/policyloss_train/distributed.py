@@ -1,6 +1,4 @@
-"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them; a
-single process is the only rank.
-"""
+"""Ranks under torchrun, and a module that is replicated (DDP) or sharded (FSDP2) over them."""
 
 from __future__ import annotations
 
@@ -157,9 +155,8 @@ def on_every_rank(action: Callable[[], T], group: Any) -> list[T]:
     except Exception as raised:  # gathered to all ranks, and raised below
         error = raised
     reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        reports, (result, error and f"{type(error).__name__}: {error}"), group=group
-    )
+    mine = (result, error and f"{type(error).__name__}: {error}")
+    dist.all_gather_object(reports, mine, group=group)
     failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(reports) if reason]
     if failures:
         raise StorageError(" ".join(failures)) from error

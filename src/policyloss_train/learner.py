@@ -129,9 +129,8 @@ class Learner:
 
     def _stored(self, module: nn.Module) -> dict[str, Tensor]:
         """The weights of a module that a checkpoint holds."""
-        return {
-            name: x for name, x in weights(module).items() if self.stores_frozen or x.requires_grad
-        }
+        every = weights(module)
+        return {name: x for name, x in every.items() if self.stores_frozen or x.requires_grad}
 
     def _trained_modules(self) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """The trained modules, by their names in a checkpoint, without the wrapper of DDP."""
@@ -285,9 +284,8 @@ class Learner:
         """One optimizer step of the policy, and the log-probabilities and entropies by sequence."""
         packs, members = self._micro_batches(pack, mine)
         current = partial(self.logprobs, self.policy)
-        step = pl.accumulate(
-            self.spec, [p.micro_batch() for p in packs], group=self.ranks.group, logp=current
-        )
+        batches = [p.micro_batch() for p in packs]
+        step = pl.accumulate(self.spec, batches, group=self.ranks.group, logp=current)
         logp_of: Rows = {}
         entropy_of: Rows = {}
         # A rank with fewer micro-batches than another rank runs empty micro-batches
@@ -364,10 +362,8 @@ class Learner:
                 text += f"; rank {rank}: {share}" if self.ranks.world > 1 else f"; {share}"
         self.warn(f"{text}.")
         if self.skipped_in_a_row >= self.config.nonfinite_limit:
-            raise NotFiniteError(
-                f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit); of "
-                f"the last, {text}."
-            )
+            limit = f"{self.skipped_in_a_row} updates in a row were not finite (--nonfinite-limit)"
+            raise NotFiniteError(f"{limit}; of the last, {text}.")
 
 
 _COUNTING = pl.preset("ppo")  # a value loss needs only the step's counts, equal for every spec

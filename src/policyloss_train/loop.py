@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-import policyloss as pl
 from policyloss.errors import PolicyLossError
+from policyloss.spec import LossSpec
 from policyloss_train.batches import Pack
 from policyloss_train.chat import read_template
 from policyloss_train.collect import Collector, Completions, Evaluation, score_answers
@@ -52,7 +52,7 @@ RECONNECTS = 3  # to a lost server, in the same step
 
 
 def train(
-    config: TrainConfig, spec: pl.LossSpec, *, offline: bool = False, named_out: bool = True
+    config: TrainConfig, spec: LossSpec, *, offline: bool = False, named_out: bool = True
 ) -> int:
     """Train with the options `config`; returns the exit code: 0, or 130 if the run was interrupted,
     after writing a checkpoint and printing how to resume. A resumed run must have the options that
@@ -74,20 +74,16 @@ def train(
         return Training(config, spec, ranks, run, offline).run()
 
 
-def _run_directory(config: TrainConfig, spec: pl.LossSpec) -> RunDir:
+def _run_directory(config: TrainConfig, spec: LossSpec) -> RunDir:
     """Create or reopen the run directory, with the current options."""
     options = replace(config, **UNSTARTED).to_dict()
-    run = (
-        RunDir.open(config.out)
-        if config.resume
-        else RunDir.create(
-            config.out,
-            options,
-            loss_data(spec, config.loss),
-            defaults={**TrainConfig().to_dict(), **defaults_of(config, spec)},
-            template=read_template(config.chat_template) if config.chat_template else None,
-        )
-    )
+    if config.resume:
+        run = RunDir.open(config.out)
+    else:
+        loss, template = loss_data(spec, config.loss), config.chat_template
+        defaults = {**TrainConfig().to_dict(), **defaults_of(config, spec)}
+        text = read_template(template) if template else None
+        run = RunDir.create(config.out, options, loss, defaults, text)
     if options != run.config:
         run.rewrite(options)
     return run
@@ -97,12 +93,7 @@ class Training:
     """A run in progress. step: the number of finished steps."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        spec: pl.LossSpec,
-        ranks: Ranks,
-        run: RunDir | None,
-        offline: bool,
+        self, config: TrainConfig, spec: LossSpec, ranks: Ranks, run: RunDir | None, offline: bool
     ) -> None:
         self.config, self.spec, self.ranks, self.run_dir = config, spec, ranks, run
         self.display = Display(config.steps, quiet=not ranks.is_first)
@@ -217,11 +208,8 @@ class Training:
         done = time.perf_counter()
         self.collector.finish()
         end = time.perf_counter()
-        timing = {
-            "sample_s": end - done + sampled - began,
-            "learn_s": done - sampled,
-            "step_s": end - began,
-        }
+        timing = {"sample_s": end - done + sampled - began, "learn_s": done - sampled}
+        timing["step_s"] = end - began
         if end > began:  # a coarse clock may not advance
             timing["tokens_per_s"] = completions.statistics["tokens"] / (end - began)
         self.step += 1

@@ -97,9 +97,8 @@ def observe_head(model: PreTrainedModel) -> Transformation:
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module for a checkpoint; tied weights occur once."""
     kept = module.state_dict().keys()
-    return {
-        name: x for name, x in (*module.named_parameters(), *module.named_buffers()) if name in kept
-    }
+    every = (*module.named_parameters(), *module.named_buffers())
+    return {name: x for name, x in every if name in kept}
 
 
 @torch.no_grad()
@@ -108,10 +107,8 @@ def load_weights(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
     for name, x in targets.items():
         if name not in tensors or tensors[name].shape != x.shape:
             stored = tuple(tensors[name].shape) if name in tensors else "nothing"
-            raise InputError(
-                f"the checkpoint has {stored} for {name}, which is {tuple(x.shape)} here; the "
-                "model must be the same."
-            )
+            shapes = f"{stored} for {name}, which is {tuple(x.shape)} here"
+            raise InputError(f"the checkpoint has {shapes}; the model must be the same.")
         x.copy_(tensors[name])
 
 
@@ -181,9 +178,8 @@ def _empty(where: str, source: dict[str, Any]) -> PreTrainedModel:
 
     config = AutoConfig.from_pretrained(where, **source)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=source["trust_remote_code"]
-        )
+        trusted = source["trust_remote_code"]
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
     with suppress(OSError):  # a model may have no generation_config.json
         local = source["local_files_only"]
         model.generation_config = GenerationConfig.from_pretrained(where, local_files_only=local)
@@ -198,10 +194,8 @@ def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str],
         (other, "have another shape than in its config.json"),
     ):
         if names:
-            raise InputError(
-                f"{len(names)} weights of the model {model!r} {problem}: {list_names(names)}. Use "
-                "files that are complete."
-            )
+            which = f"{len(names)} weights of the model {model!r} {problem}"
+            raise InputError(f"{which}: {list_names(names)}. Use files that are complete.")
     if extra := sorted(loading["unexpected_keys"]):
         warn(
             f"the files of the model {model!r} hold {len(extra)} weights that it has no place for: "
@@ -215,14 +209,9 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def _complete(tokenizer: Any, model: str) -> None:
-    """Require an end token, and add a padding token if there is none. Padding is masked, so any
-    token can be the padding token.
-    """
+    """Require an end token; pad with it if there is no padding token, as padding is masked."""
     if tokenizer.eos_token is None:
-        raise InputError(
-            f"the tokenizer of {model!r} has no end token (eos_token), so no completion could end; "
-            "set one."
-        )
+        raise InputError(f"the tokenizer of {model!r} has no end token (eos_token); set one.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 

@@ -24,9 +24,7 @@ _ADAMW = partial(torch.optim.AdamW, foreach=True)
 
 
 def adamw(module: nn.Module, lr: float, config: TrainConfig) -> Optimizer:
-    """The optimizer of `config` for all parameters that require a gradient. Steps on half-precision
-    parameters are added up in float32.
-    """
+    """The optimizer of `config` for all trained parameters; half precision adds up in float32."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     options: Any = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw8bit":
@@ -45,12 +43,9 @@ class MasterAdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        library: Callable[..., Optimizer] = _ADAMW,
-        **options: Any,
+        self, params: list[nn.Parameter], library: Callable[..., Optimizer] = _ADAMW, **options: Any
     ) -> None:
-        super().__init__(parameters, options)
+        super().__init__(params, options)
         self._library = library
 
     @torch.no_grad()
@@ -106,9 +101,8 @@ def rate(config: TrainConfig, step: int) -> float:
     if step < config.lr_warmup:
         return (step + 1) / config.lr_warmup
     done = (step - config.lr_warmup) / max(config.steps - config.lr_warmup, 1)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
-        config.schedule
-    ]
+    shares = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    return shares[config.schedule]
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -1,6 +1,4 @@
-"""Policy and critic: from the tokens of a micro-batch to hidden states, and from there to
-log-probabilities, the loss, or values.
-"""
+"""Policy and critic: from tokens to hidden states, then to log-probabilities, loss or values."""
 
 from __future__ import annotations
 

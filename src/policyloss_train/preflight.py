@@ -176,10 +176,7 @@ def refuse_missing(config: TrainConfig) -> None:
     if config.model not in TINY:
         refuse_missing_folder(config.model)
     if config.teacher is not None and not config.teacher.is_dir():
-        raise InputError(
-            f"there is no folder {config.teacher}; --teacher is the folder of a model, or a "
-            "run directory."
-        )
+        raise InputError(f"--teacher: there is no folder {config.teacher}, of a model or a run.")
     if config.chat_template is not None:
         read_template(config.chat_template)
     if config.optimizer == "adamw8bit":

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.hf.output_head import measuring
 from policyloss_train.drawing import Kept, Pair, Rule, draw, first_tokens
 from policyloss_train.tasks.base import Tool, is_text
 
@@ -193,10 +193,8 @@ def as_samples(
     """Completions with their texts. keys: their examples and groups. ids: their prompts."""
     finished = [one.tokens[-1] in ends for one in completions]
     # Cut the end token here: the tokenizer may not mark it as special.
-    bodies = [
-        one.tokens[:-1] if done else one.tokens
-        for one, done in zip(completions, finished, strict=True)
-    ]
+    pairs = zip(completions, finished, strict=True)
+    bodies = [one.tokens[:-1] if done else one.tokens for one, done in pairs]
     texts = (
         tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if bodies
@@ -290,7 +288,7 @@ def complete(
     order = sorted(range(len(ids)), key=lambda row: (-len(ids[row]), first[tuple(ids[row])]))
     completions: dict[int, Completed] = {}
     begin = torch.tensor(written or [0] * len(ids), dtype=torch.int64)
-    with use_eval_mode(model), torch.no_grad():
+    with measuring(model):
         while order:
             size = max(1, batch_tokens // (len(ids[order[0]]) + uniforms.shape[1]))
             rows, order = order[:size], order[size:]
@@ -299,28 +297,13 @@ def complete(
             tokens, logp = _complete_batch(model, prompts, *columns, ends, rule, kept)
             tokens, logp = tokens.cpu(), logp.cpu()
             if not torch.isfinite(logp).all():
-                raise InputError(
-                    "the model gave NaN or infinite logits while sampling; check that its weights "
-                    "are finite."
-                )
+                raise InputError("the model gave NaN or infinite logits; are its weights finite?")
             pairs = [None] * len(rows) if kept is None else kept.pairs()
             for i, (r, row, support) in enumerate(zip(rows, tokens.tolist(), pairs, strict=True)):
                 n = len(row) - row.count(-1)
                 kept_ids = support and first_tokens(support, n)
                 completions[r] = Completed(row[:n], logp[i, :n].clone(), kept_ids)
     return [completions[r] for r in range(len(ids))]
-
-
-@contextmanager
-def use_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode (no dropout); afterwards restore the mode of each module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _complete_batch(
@@ -410,9 +393,6 @@ def _next_logits(
     )
     # Without a cache, the model would read each token as the first.
     if getattr(out, "past_key_values", None) is None:
-        raise InputError(
-            f"{type(model).__name__} keeps no past_key_values; sampling needs a model with a "
-            "key-value cache."
-        )
+        raise InputError(f"{type(model).__name__} keeps no past_key_values; sampling needs them.")
     logits: Tensor = out.logits[:, -1]
     return logits

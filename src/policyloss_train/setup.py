@@ -103,9 +103,8 @@ def build(
     if config.compile:  # after `observe_head`, whose forward would compile for its shape
         compile_blocks(model.base_model)
     optimizer = adamw(policy, config.lr, config)
-    learner = Learner(
-        config, spec, ranks, policy, optimizer, reference, critic, critic_optimizer, warn=warn
-    )
+    modules = (policy, optimizer, reference, critic, critic_optimizer)
+    learner = Learner(config, spec, ranks, *modules, warn=warn)
     learner.routing = Routing(model)
     learner.stores_frozen = not config.lora_rank or warmup_steps(config) > 0
     if config.teacher is not None:
@@ -136,18 +135,16 @@ def _teacher(config: TrainConfig, load: Callable[..., Any], model: Any, tokenize
     return policy
 
 
-def teach(
-    setup: Setup, config: TrainConfig, progress: Callable[[int], Callable[..., None]]
-) -> None:
+def teach(setup: Setup, config: TrainConfig, start: Callable[[int], Callable[..., None]]) -> None:
     """Make supervised steps on the task's demonstrations, then copy the policy into the reference
     and the critic.
 
-    progress: takes the number of steps, and returns a function to call after each.
+    start: takes the number of steps, and returns a function to call after each.
     """
     steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
         with train_base(model):
-            report, seed = progress(steps), config.seed
+            report, seed = start(steps), config.seed
             warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=report)
     learner.start_copies()
 
@@ -184,10 +181,8 @@ def _check_vocabulary(model: Any, tokenizer: Any) -> None:
     # Ids may have gaps.
     count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
-        raise InputError(
-            f"the tokenizer has {count} tokens, but the model's head has {size}; they do not "
-            "belong together."
-        )
+        sizes = f"the tokenizer has {count} tokens, but the model's head has {size}"
+        raise InputError(f"{sizes}; they do not belong together.")
 
 
 def _size(model: nn.Module) -> str:
@@ -214,10 +209,7 @@ def warm_up(
     rng = Random(f"warm-up {seed}")
     rows = [example for example in task.train if task.demonstration(example, Random(0)) is not None]
     if not rows:
-        raise InputError(
-            f"the task {task.name} has no answers to warm up on; train without warm-up "
-            "(--warmup-steps 0)."
-        )
+        raise InputError(f"the task {task.name} has no answers to warm up on: --warmup-steps 0.")
     policy = Policy(model, Rows())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for step in range(steps):

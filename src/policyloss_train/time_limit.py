@@ -57,9 +57,8 @@ def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> 
         return function(*arguments)
     watched = _end_process_after(max(HARD * seconds, seconds + HARD_S))
     try:
-        if threading.current_thread() is not threading.main_thread() or not hasattr(
-            signal, "setitimer"
-        ):
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or not hasattr(signal, "setitimer"):
             return function(*arguments)  # only the main thread can be interrupted
         return _interrupted_after(seconds, function, arguments)
     finally:

@@ -28,9 +28,8 @@ def load_code(reference: str, role: str) -> Any:
     is_file = module_name.endswith(".py")
     is_module = all(part.isidentifier() for part in module_name.split("."))
     if not attribute.isidentifier() or not (is_file or is_module):
-        raise InputError(
-            f"{role} {reference!r} is not of the form module:function or path/to/file.py:function."
-        )
+        form = "module:function or path/to/file.py:function"
+        raise InputError(f"{role} {reference!r} is not of the form {form}.")
     try:
         path = Path(module_name).expanduser()
         module = _execute(path.resolve(strict=True)) if is_file else _module(module_name)
@@ -38,10 +37,8 @@ def load_code(reference: str, role: str) -> Any:
         raise InputError(f"{role} {reference!r}: there is no file {error.filename}.") from error
     # The user's code may raise anything on import.
     except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{role} {reference!r}: importing {module_name!r} raised "
-            f"{type(error).__name__}: {error}."
-        ) from error
+        raised = f"importing {module_name!r} raised {type(error).__name__}: {error}"
+        raise InputError(f"{role} {reference!r}: {raised}.") from error
     if not hasattr(module, attribute):
         raise InputError(f"{role} {reference!r}: {module_name!r} has no function {attribute!r}.")
     return getattr(module, attribute)

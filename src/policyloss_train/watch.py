@@ -167,9 +167,8 @@ class Hints:
 
 def mismatch_of(pack: Pack) -> str | None:
     """The problem with the ratio of a policy before its first update; None if there is none."""
-    tokens: dict[str, Any] = {
-        name: pack.tokens[name] for name in ("rollout_logp", "old_logp", "mask")
-    }
+    names = ("rollout_logp", "old_logp", "mask")
+    tokens: dict[str, Any] = {name: pack.tokens[name] for name in names}
     try:
         verdict = doctor(**tokens, cu_seqlens=pack.cu_seqlens)
     except InputError:
@@ -225,7 +224,6 @@ def nonfinite_tokens(pack: Pack, chosen: Sequence[int], logp: Mapping[int, Tenso
 
 def nonfinite_gradient(module: nn.Module) -> str:
     """The weights with a gradient that is not finite, in words; "" if all are finite."""
-    bad = nonfinite_names(
-        {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    )
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    bad = nonfinite_names(gradients)
     return f"the gradient of {list_names(bad)} is not finite" if bad else ""

@@ -20,8 +20,8 @@ REPORT = (
     (
         "report_seeds_are_settings",
         "policyloss_lab/report/compare.py",
-        "left_out = _SEEDS | _NAMES",
-        "left_out = _NAMES",
+        "_SEEDS | _NAMES",
+        "_NAMES",
         _COMPARE + "test_runs_that_differ_in_the_seed_alone_are_one_group",
     ),
     (
@@ -34,8 +34,8 @@ REPORT = (
     (
         "report_lines_coincide_at_other_steps",
         "policyloss_lab/report/compare.py",
-        '[run["steps"][run["series"][key][0]], run["series"][key][1]]',
-        'run["series"][key][1]',
+        'line and [run["steps"][line[0]], line[1]]',
+        "line and line[1]",
         _COMPARE + "test_lines_coincide_metric_by_metric_in_steps_and_values",
     ),
     (

@@ -396,8 +396,8 @@ TRAIN = (
     (
         "parts_skip_the_end",
         "policyloss_lab/reading.py",
-        "start = part * (self.size - self._room) // (self._parts - 1)",
-        "start = part * (self.size - self._room) // (2 * self._parts)",
+        "start = offset = part * (self.size - self._room) // (self._parts - 1)",
+        "start = offset = part * (self.size - self._room) // (2 * self._parts)",
         "test_report_bounds.py::test_of_a_large_file_evenly_spaced_parts_are_read",
     ),
     (

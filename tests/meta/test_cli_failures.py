@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,7 +172,8 @@ def test_the_buffer_is_written_before_a_command_ends(
             print("a verdict")
             return 0
 
-        monkeypatch.setattr(cli, "_function", lambda name, module: prints)
+        module = SimpleNamespace(doctor_command=prints)
+        monkeypatch.setattr(cli, "import_module", lambda name: module)
         monkeypatch.setattr(sys, "stdout", Full())
         assert main(["doctor"]) == 2
     assert "cannot write the output: No space left" in capsys.readouterr().err

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from policyloss.errors import InputError
+from policyloss.hf.output_head import measuring
 from policyloss_train.collect import Evaluation, Result
 from policyloss_train.command import evaluate
 from policyloss_train.drawing import Rule, draw, support
-from policyloss_train.sampler import Sample, encode, end_ids, sample, uniforms, use_eval_mode
+from policyloss_train.sampler import Sample, encode, end_ids, sample, uniforms
 
 VOCAB = 24
 EOS = 2
@@ -477,7 +478,7 @@ def test_dropout_is_off_and_every_mode_is_restored() -> None:
     expected = [s.completion_ids.tolist() for s in sampled(plain, PROMPTS)]
     assert [s.completion_ids.tolist() for s in sampled(noisy, PROMPTS)] == expected
     assert [module.training for module in noisy.modules()] == before
-    with use_eval_mode(noisy):
+    with measuring(noisy):
         assert not any(module.training for module in noisy.modules())
     nn.init.constant_(noisy.lm_head.weight, float("nan"))
     with pytest.raises(InputError):

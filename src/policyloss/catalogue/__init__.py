@@ -66,10 +66,7 @@ def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
 
 
 def as_spec(spec: AnyLoss, called: str = "spec") -> LossSpec:
-    """`spec` itself, the preset of that name, or the loss of that function of `Tokens`.
-
-    called: the name of this argument in the caller.
-    """
+    """`spec`, a preset by its name, or a loss by its function of `Tokens`. called: for errors."""
     if isinstance(spec, LossSpec):
         return spec
     if isinstance(spec, str):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-import textwrap
 from dataclasses import dataclass
 
 from policyloss.parts.trust import Clip
@@ -34,7 +34,7 @@ def preset_from_text(spec: LossSpec, text: str) -> Preset:
 
     A line that is indented further continues the one above.
     """
-    entries = re.split(r"\n(?! )", textwrap.dedent(text).strip())
+    entries = re.split(r"\n(?! )", inspect.cleandoc(text))
     (name, title), *others = (" ".join(entry.split()).split(": ", 1) for entry in entries)
     values, advantage = dict(others), None
     for key in [key for key in values if key.startswith("advantage")]:

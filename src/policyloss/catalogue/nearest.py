@@ -70,10 +70,7 @@ _TEACHER = 1.4  # of a pull to a teacher, there or not there
 
 
 def _price_of(field: Any, mine: Any, theirs: Any) -> float:
-    """The price of one changed field: it is low for a guard and highest for a choice.
-
-    A number costs a little more the further it moved.
-    """
+    """The price of one changed field: low for a guard, highest for a choice."""
     if mine == theirs or (field.name == "horizon" and theirs is None):
         return 0.0
     if field.name in (*GUARDS, *_ROUNDING):
@@ -82,10 +79,7 @@ def _price_of(field: Any, mine: Any, theirs: Any) -> float:
         return 0.5
     if "None" in str(field.type) and mine is not None:
         return 0.3  # an optional part's number does not define the loss
-    if (
-        isinstance(mine, (int, float))
-        and isinstance(theirs, (int, float))
-        and max(abs(mine), abs(theirs)) < math.inf
-    ):
-        return 0.6 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs))
+    numbers = isinstance(mine, (int, float)) and isinstance(theirs, (int, float))
+    if numbers and max(abs(mine), abs(theirs)) < math.inf:
+        return float(0.6 + 0.1 * abs(mine - theirs) / (abs(mine) + abs(theirs)))
     return 1.1

@@ -59,15 +59,13 @@ class Batch:
         divergence, half = torch.rand(2, rows, width, generator=g, dtype=torch.float64)
         rest = (*policies, entropy, divergence, advantages, 0.5 + half, mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
-        return cls(
-            logp, old, *rest, group_ids=torch.arange(rows) // 2, lengths=lengths, width=width
-        )
+        groups = torch.arange(rows) // 2
+        return cls(logp, old, *rest, group_ids=groups, lengths=lengths, width=width)
 
     def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
         """The batch with `change` applied to the named tensors (default: `TOKEN_TENSORS`)."""
-        changed: dict[str, Any] = {
-            name: change(getattr(self, name)) for name in names or TOKEN_TENSORS
-        }
+        chosen = names or TOKEN_TENSORS
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in chosen}
         return replace(self, **changed)
 
     @property
@@ -94,9 +92,8 @@ class Batch:
         """A token-shaped result as `[B, width]`, 0 in the padding of a packed batch."""
         if self.cu_seqlens is None:
             return x
-        return torch.zeros(len(self.lengths), self.width, dtype=x.dtype).masked_scatter(
-            self.inside, x
-        )
+        empty = torch.zeros(len(self.lengths), self.width, dtype=x.dtype)
+        return empty.masked_scatter(self.inside, x)
 
     @property
     def kwargs(self) -> dict[str, Any]:

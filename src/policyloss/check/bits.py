@@ -8,7 +8,6 @@ difference show that the two programs differ.
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss import notebook
 from policyloss.arguments import description
 from policyloss.errors import InputError
+from policyloss.notebook import TableReport
 
 LogProbFunction = Callable[[list[Any]], Sequence[Any]]
 _WIDE = torch.float64
@@ -65,7 +64,7 @@ class BitsResult:
 
 
 @dataclass(frozen=True)
-class BitsReport:
+class BitsReport(TableReport):
     """The result of `bits_check`; `str()` is a table and sentences.
 
     arrangements: the same function on the same sequences in other batches. against: the comparison
@@ -73,6 +72,7 @@ class BitsReport:
     NaN; two NaN count as equal.
     """
 
+    columns = ("run", "tokens", "other bits", "most ulps")
     arrangements: tuple[BitsResult, ...]
     against: BitsResult | None
     sequences: int
@@ -93,31 +93,13 @@ class BitsReport:
         if not (self.is_invariant and self.is_equal):
             raise AssertionError(str(self))
 
-    def __str__(self) -> str:
-        rows = self._rows()
-        width = max(len(row[0]) for row in rows)
-        table = [f"  {'run'.ljust(width)}  tokens  other bits  most ulps"]
-        for name, tokens, different, ulps in rows:
-            table.append(f"  {name.ljust(width)}  {tokens:>6}  {different:>10}  {ulps:>9}")
-        headline, *paragraphs = (
-            textwrap.fill(text, 110, break_on_hyphens=False)
-            for text in [self._headline(), *self._paragraphs()]
-        )
-        return "\n\n".join([headline, "\n".join(table), *paragraphs])
-
-    def _repr_html_(self) -> str:
-        """The report as HTML, for a notebook."""
-        table = notebook.table(("run", "tokens", "other bits", "most ulps"), self._rows())
-        return (
-            notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
-        )
-
-    def _rows(self) -> list[tuple[str, int, int, str]]:
+    def _contents(self) -> tuple[str, list[tuple[str, int, int, str]], list[str]]:
         results = [*self.arrangements, *([] if self.against is None else [self.against])]
-        return [
+        rows = [
             (r.name, r.tokens, r.different, "NaN" if r.ulps >= _BEYOND else str(r.ulps))
             for r in results
         ]
+        return self._headline(), rows, self._paragraphs()
 
     def _headline(self) -> str:
         of = f"{self.sequences} sequences, {self.arrangements[0].tokens} log-probabilities"
@@ -187,9 +169,7 @@ def bits_check(
                 f"log-probabilities of each, got {description(function)}."
             )
     if not isinstance(sequences, (list, tuple)):
-        raise InputError(
-            f"sequences must be a list with one entry per sequence, got {description(sequences)}."
-        )
+        raise InputError(f"sequences must be a list of sequences, got {description(sequences)}.")
     sequences = list(sequences)
     if not sequences:
         raise InputError("sequences is empty; pass at least one, and better several.")
@@ -232,9 +212,8 @@ def _run(
         except Exception as error:
             if sys.version_info >= (3, 11):
                 which = f"sequence {members[0]}" if len(members) == 1 else f"{len(members)}"
-                error.add_note(
-                    f"bits_check called {argument} with {which} of {len(sequences)} (run: {run})."
-                )
+                called = f"bits_check called {argument} with {which} of {len(sequences)}"
+                error.add_note(f"{called} (run: {run}).")
             raise
         numbers = _numbers(answer, len(members), f"the result of {argument}")
         results.update(zip(members, numbers, strict=True))
@@ -279,13 +258,10 @@ def _compare_runs(name: str, expected: list[Tensor], actual: list[Tensor]) -> Bi
             )
     types = {x.dtype for x in (*expected, *actual)}
     dtype = min(types, key=lambda d: (d.itemsize, d == torch.float16))
-    distances = [
-        _distances(a.to(dtype), b.to(dtype)) for a, b in zip(expected, actual, strict=True)
-    ]
+    pairs = zip(expected, actual, strict=True)
+    distances = [_distances(a.to(dtype), b.to(dtype)) for a, b in pairs]
     everything = torch.cat(distances)
-    places = [
-        (int(d.nonzero()[0]), i) for i, d in enumerate(distances) if bool(torch.count_nonzero(d))
-    ]
+    places = [(int(d.nonzero()[0]), i) for i, d in enumerate(distances) if bool(d.any())]
     first = values = None
     if places:
         token, sequence = min(places)

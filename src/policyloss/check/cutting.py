@@ -1,6 +1,4 @@
-"""A batch that can be cut between its sequences, the cuts that show a wrong denominator, and the
-user's step run on the pieces.
-"""
+"""A batch that is cut between sequences, cuts that show a wrong denominator, a step on pieces."""
 
 from __future__ import annotations
 
@@ -36,10 +34,8 @@ class CuttableBatch:
                 f"batch must be a mapping of names to tensors, got {type(batch).__name__}."
             )
         if not isinstance(batch.get("mask"), Tensor):
-            raise InputError(
-                "batch needs a tensor 'mask', True where a token is trained on; it has "
-                f"{sorted(map(str, batch))}."
-            )
+            names = sorted(map(str, batch))
+            raise InputError(f"batch needs a tensor 'mask', True where trained on; it has {names}.")
         self.batch = dict(batch)
         self.cu_seqlens: Tensor | None = self.batch.get("cu_seqlens")
         mask = self.batch["mask"]
@@ -83,21 +79,15 @@ class CuttableBatch:
     def check_cuts(self, cuts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Cut]:
         """The user's cuts, if each has every sequence once and no empty micro-batch."""
         if not isinstance(cuts, Mapping) or not cuts:
-            raise InputError(
-                "cuts must map a name to a list of micro-batches, each a list of sequences; got "
-                f"{cuts!r}."
-            )
+            raise InputError(f"cuts must map a name to a list of micro-batches; got {cuts!r}.")
         every = list(range(self.sequences.count))
         for name, cut in cuts.items():
             if sorted(i for part in cut for i in part) != every:
-                raise InputError(
-                    f"cut {name!r} must hold each of the {len(every)} sequences once, got "
-                    f"{list(map(list, cut))}."
-                )
+                wrong = f"{len(every)} sequences once, got {list(map(list, cut))}"
+                raise InputError(f"cut {name!r} must hold each of the {wrong}.")
             if any(not self.lengths[list(part)].any() for part in cut):
-                raise InputError(
-                    f"cut {name!r} has a micro-batch without a valid token: {list(map(list, cut))}."
-                )
+                parts = list(map(list, cut))
+                raise InputError(f"cut {name!r} has a micro-batch without a valid token: {parts}.")
         return {str(name): [list(part) for part in cut] for name, cut in cuts.items()}
 
     def default_cuts(self) -> dict[str, Cut]:
@@ -119,20 +109,15 @@ class CuttableBatch:
 
     def over_ranks(self, ranks: int) -> Cut:
         """One uneven share per rank: each a short sequence, and the last rank gets the rest."""
-        present = sorted(
-            self.lengths.nonzero().flatten().tolist(), key=lambda i: float(self.lengths[i])
-        )
+        present = self.lengths.nonzero().flatten().tolist()
+        present.sort(key=lambda i: float(self.lengths[i]))
         if len(present) < ranks:
-            raise InputError(
-                f"batch has {len(present)} sequences with valid tokens, too few to share among "
-                f"{ranks} ranks."
-            )
+            few = f"{len(present)} sequences with valid tokens, too few"
+            raise InputError(f"batch has {few} to share among {ranks} ranks.")
         return self._with_empty([*([i] for i in present[: ranks - 1]), present[ranks - 1 :]])
 
     def _with_empty(self, cut: Cut) -> Cut:
-        """`cut` with the sequences that have no valid token in its last micro-batch, because alone
-        they would be 0/0 in many trainers.
-        """
+        """`cut` with the sequences without a valid token in its last part: alone they are 0/0."""
         return [*cut[:-1], [*cut[-1], *(self.lengths == 0).nonzero().flatten().tolist()]]
 
 
@@ -159,22 +144,17 @@ def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.d
     elif isinstance(result, Tensor):
         result = [result]
     if not isinstance(result, Iterable) or isinstance(result, str):
-        raise InputError(
-            f"{called} must give the gradients: the model, its parameters or tensors; got "
-            f"{type(result).__name__}."
-        )
+        kind = type(result).__name__
+        forms = "the model, its parameters or tensors"
+        raise InputError(f"{called} must give the gradients: {forms}; got {kind}.")
     items = list(result)
     wrong = [type(x).__name__ for x in items if not isinstance(x, Tensor)]
     if wrong:
-        raise InputError(
-            f"{called} must give the gradients as tensors; there is a {wrong[0]} among them."
-        )
+        raise InputError(f"{called} must give tensors; there is a {wrong[0]} among them.")
     grads = [(p, p.grad if isinstance(p, nn.Parameter) else p) for p in items]
     if all(grad is None for _, grad in grads):
-        raise InputError(
-            f"{called} gave no gradient: every .grad is None. Does it call backward(), and zero "
-            "the gradients before?"
-        )
+        why = "every .grad is None. Does it call backward(), and zero the gradients before?"
+        raise InputError(f"{called} gave no gradient: {why}")
     if any(g is not None and not g.is_floating_point() for _, g in grads):
         raise InputError(f"{called} must give gradients, and there are integers among its tensors.")
     dtype = max((g.dtype for _, g in grads if g is not None), key=lambda d: torch.finfo(d).eps)
@@ -193,9 +173,7 @@ class Peers:
 
     def __init__(self, group: Any = None) -> None:
         if group is not None and not (dist.is_available() and dist.is_initialized()):
-            raise InputError(
-                "group= needs torch.distributed: call init_process_group first, or leave group out."
-            )
+            raise InputError("group= needs torch.distributed: call init_process_group first.")
         self.group = data_parallel_group(group, None)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -236,25 +214,17 @@ class Steps:
         # more.
         self.tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
         if not self.full_gradient.isfinite().all():
-            raise InputError(
-                "step_fn's gradient of the whole batch is not finite; a partition cannot be judged "
-                "by it."
-            )
+            raise InputError("step_fn's gradient of the whole batch is not finite.")
         if not self.full_gradient.any():
-            raise InputError(
-                "step_fn's gradient of the whole batch is 0: are the advantages 0, or the mask "
-                "False everywhere?"
-            )
+            why = "are the advantages 0, or the mask False everywhere?"
+            raise InputError(f"step_fn's gradient of the whole batch is 0: {why}")
         self._check_repeatable(self.run([everything]))
 
     def _check_repeatable(self, again: Tensor) -> None:
         if self.distance(again, self.full_gradient) <= self.tolerance:
             return
         if self.distance(again, 2 * self.full_gradient) <= self.tolerance:
-            raise InputError(
-                "step_fn gave twice the gradient when it ran twice: zero the gradients at its "
-                "start."
-            )
+            raise InputError("step_fn gave twice the gradient in a rerun: zero the gradients.")
         raise InputError(
             "step_fn gave another gradient when it ran twice on the same batch (relative "
             f"difference {self.distance(again, self.full_gradient):.1e}), so no cut can be "
@@ -271,16 +241,12 @@ class Steps:
         gradient, _ = flat_gradient(self._step_fn(micro_batches))
         if gradient.shape != self.full_gradient.shape:
             expected = self.full_gradient.numel()
-            raise InputError(
-                f"step_fn gave {expected} numbers for the whole batch, {gradient.numel()} for a "
-                "cut of it."
-            )
+            counts = f"{expected} numbers for the whole batch, {gradient.numel()} for a cut of it"
+            raise InputError(f"step_fn gave {counts}.")
         return gradient
 
     def alone(self, part: Sequence[int]) -> Tensor:
-        """The gradient of a step that consists of this micro-batch alone, normalised as the trainer
-        normalises it. Each micro-batch is run once.
-        """
+        """The gradient of a step with this micro-batch alone; each is run once."""
         key = tuple(part)
         if key not in self._alone:
             self._alone[key] = self.run([part])

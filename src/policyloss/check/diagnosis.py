@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -56,35 +57,29 @@ class Law(NamedTuple):
     mean: str
 
 
-def _share(x: Tensor) -> Tensor:
-    return x / x.sum()
+def _share(name: str, counts: Counts) -> Tensor:
+    count: Tensor = getattr(counts, name)
+    return count / count.sum()
 
 
+# By what a share counts: its words, and the loss that averages over it.
+_SHARES = {
+    "tokens": ("the valid tokens", "mean over the tokens"),
+    "sequences": ("the sequences", "mean over the sequences (or padded rows)"),
+    "rows": ("the rows, fully masked ones too", "mean over the rows"),
+    "positions": ("all positions, masked ones too", "mean over all positions"),
+}
 # If several laws fit, the first is chosen: it is the simplest, and in a loop it needs no
 # counting.
 LAWS = {
     "equal": Law(lambda c: torch.full_like(c.tokens, 1 / c.tokens.numel()), "1/{k}", ""),
     "sum": Law(lambda c: torch.ones_like(c.tokens), "in full", "sum"),
-    "tokens": Law(
-        lambda c: _share(c.tokens), "by its share of the valid tokens", "mean over the tokens"
-    ),
-    "sequences": Law(
-        lambda c: _share(c.sequences),
-        "by its share of the sequences",
-        "mean over the sequences (or padded rows)",
-    ),
-    "rows": Law(
-        lambda c: _share(c.rows),
-        "by its share of the rows, fully masked ones too",
-        "mean over the rows",
-    ),
-    "positions": Law(
-        lambda c: _share(c.positions),
-        "by its share of all positions, masked ones too",
-        "mean over all positions",
-    ),
+    **{
+        name: Law(partial(_share, name), f"by its share of {words}", mean)
+        for name, (words, mean) in _SHARES.items()
+    },
     "packs": Law(
-        lambda c: _share(c.tokens) * _share(c.sequences),
+        lambda c: _share("tokens", c) * _share("sequences", c),
         "by its share of the tokens times that of the sequences",
         "",
     ),
@@ -130,9 +125,7 @@ def find_weighing(experiments: list[Experiment], tolerance: float) -> Weighing |
 def _first_of_the_best(
     misfits: dict[tuple[str, int], float], tolerance: float
 ) -> tuple[str, int] | None:
-    """The first law that fits about as well as the best one. With a wide tolerance (half
-    precision), laws that fit much worse could pass too.
-    """
+    """The first law that fits about as well as the best one, also with a wide tolerance."""
     best = min(misfits.values())
     if best > tolerance:
         return None
@@ -187,23 +180,16 @@ RANKS = PieceNames(
     "pl.accumulate(…, group=dp_group) does, or totals=pl.Totals.count(mask, group=dp_group)",
 )
 
-_ON_TOP = {
-    0: "",
-    -1: ", divided by {k} once more",
-    -2: ", divided by {k} twice more",
-    1: ", multiplied by {k}",
-}
+_ON_TOP = {0: "", 1: ", multiplied by {k}"}
+_ON_TOP |= {-1: ", divided by {k} once more", -2: ", divided by {k} twice more"}
 _HOW = {
     "equal": "averaged over the {k} {many}",
     "sum": "summed over the {many} without a division",
     "tokens": "weighed by tokens over the {many}",
     "sequences": "weighed by sequences over the {many}",
 }
-_COUNTED = {
-    "tokens": "valid tokens",
-    "sequences": "sequences",
-    "packs": "sequences (by cu_seqlens)",
-}
+_COUNTED = {"tokens": "valid tokens", "sequences": "sequences"}
+_COUNTED["packs"] = "sequences (by cu_seqlens)"
 
 
 def weighing_words(weighing: Weighing, names: PieceNames, packed: bool) -> str:
@@ -215,22 +201,16 @@ def weighing_words(weighing: Weighing, names: PieceNames, packed: bool) -> str:
         f"{LAWS[weighing.loop].words.format(k=k)}{on_top}."
     ]
     if weighing.full_law == "sum":
-        return (
-            f"{words[0]} Remedy: the {names.many} add up to the whole; sum them with "
-            "no further weight."
-        )
+        remedy = f"Remedy: the {names.many} add up to the whole; sum them with no further weight."
+        return f"{words[0]} {remedy}"
     if law.mean and weighing.loop in _HOW:
         words.append(
             f"That is a {law.mean} taken inside each {names.one}, "
             f"{_HOW[weighing.loop].format(k=k, many=names.many)}."
         )
-    if packed and (weighing.full_law, weighing.loop) in (
-        ("tokens", "equal"),
-        ("packs", "sequences"),
-    ):
-        words.append(
-            "A pack treated as one sequence looks like this: does the loss read cu_seqlens?"
-        )
+    as_one_sequence = (("tokens", "equal"), ("packs", "sequences"))
+    if packed and (weighing.full_law, weighing.loop) in as_one_sequence:
+        words.append("A pack treated as one sequence looks like this: is cu_seqlens read?")
     counted = _COUNTED.get(weighing.full_law, "valid tokens or sequences")
     words.append(
         f"Remedy: count the {counted} of the whole step before the first backward, and divide "
@@ -259,13 +239,10 @@ def factor_words(power: int, names: PieceNames) -> str:
 
 def unequal_factors_words(factors: list[tuple[int, float]], names: PieceNames) -> str:
     """The diagnosis if only the length is off, and not by a power of the number of pieces."""
-    listed = ", ".join(
-        f"{factor:.4g}× at {names.number} = {k}" for k, factor in dict(factors).items()
-    )
-    return (
-        "The direction is right and the length is off by a factor that no count here explains: "
-        f"{listed}."
-    )
+    sizes = dict(factors).items()
+    listed = ", ".join(f"{factor:.4g}× at {names.number} = {k}" for k, factor in sizes)
+    right = "The direction is right and the length is off by a factor"
+    return f"{right} that no count here explains: {listed}."
 
 
 COMPANIONS = (
@@ -277,10 +254,7 @@ COMPANIONS = (
 
 
 def unknown_words(
-    experiment: Experiment,
-    full_weights: Tensor | None,
-    cut_weights: Tensor | None,
-    names: PieceNames,
+    split: Experiment, full_weights: Tensor | None, cut_weights: Tensor | None, names: PieceNames
 ) -> str:
     """The report if no law fits: the fitted weights, if they are unique."""
     start = "No normalisation that is known here explains it."
@@ -290,9 +264,9 @@ def unknown_words(
             "the cut's is no sum of them. Try other sequences, or return more parameters."
         )
     return (
-        f"{start} Fitted per {names.one} of {experiment.name!r}: weights {_numbers(full_weights)} "
+        f"{start} Fitted per {names.one} of {split.name!r}: weights {_numbers(full_weights)} "
         f"in the whole batch, {_numbers(cut_weights)} cut, for "
-        f"{_numbers(experiment.counts.tokens)} valid tokens."
+        f"{_numbers(split.counts.tokens)} valid tokens."
     )
 
 
@@ -305,9 +279,8 @@ def reference_words(factor: float | None, ranks: int, tolerance: float) -> str:
     """The diagnosis against a reference. factor: None if the direction differs too."""
     where = "in one micro-batch" if ranks == 1 else f"shared among {ranks} ranks"
     if factor is None:
-        return (
-            f"The gradient of the batch {where} differs from the reference by more than a factor."
-        )
+        text = "differs from the reference by more than a factor."
+        return f"The gradient of the batch {where} {text}"
     start = f"The gradient of the batch {where} is {factor:.4g} times the reference."
     if ranks > 1 and abs(factor * ranks - 1) <= tolerance:
         return (

@@ -118,40 +118,24 @@ def check_loss(loss: AnyLoss, *, base: LossSpec | str | None = None, seed: int =
     process and returns a report: print it, or assert it.
     """
     if several_ranks():
-        raise InputError(
-            "check_loss tests a loss in one process; call it before torch.distributed is "
-            "initialised, or in a test."
-        )
+        raise InputError("check_loss runs in one process; call it without torch.distributed.")
     check_integer("seed", seed, 0)
     spec = as_spec(loss, "loss")
     if base is not None:
         spec = as_spec(base, "base").replace(trust=spec.trust)
     batch = Batch.random(seed=seed)
     spec = spec.for_run(batch.mask.shape[-1])  # a constant factor, which affects no check
-    results = [_run("runs", _runs, spec, batch)]
+    results = [_run(_runs, spec, batch)]
     if results[0].passed:
-        checks = {
-            "gradient": _gradient,
-            "direction": _direction,
-            "pessimism": _pessimism,
-            "detach": _detach,
-            "importance": _importance,
-            "anchor": _anchor,
-            "mask": _mask,
-            "row order": _row_order,
-            "packing": _packing,
-            "partition": _partition,
-            "dtype": _dtype,
-            "empty batch": _empty,
-            "rerun": _rerun,
-        }
-        results += [_run(name, check, spec, batch) for name, check in checks.items()]
+        of_slopes = (_gradient, _direction, _pessimism, _detach, _importance, _anchor)
+        of_batches = (_mask, _row_order, _packing, _partition, _dtype, _empty_batch, _rerun)
+        results += [_run(check, spec, batch) for check in (*of_slopes, *of_batches)]
     return CheckReport(tuple(results))
 
 
-def _run(
-    name: str, check: Callable[[LossSpec, Batch], str], spec: LossSpec, batch: Batch
-) -> PropertyResult:
+def _run(check: Callable[..., str], spec: LossSpec, batch: Batch) -> PropertyResult:
+    """The result of `check`, under the name of its function: `_row_order` tests "row order"."""
+    name = check.__name__[1:].replace("_", " ")
     try:
         problem = check(spec, batch)
     except PolicyLossError as error:
@@ -192,10 +176,7 @@ def _runs(spec: LossSpec, batch: Batch) -> str:
     if not gradient.isfinite().all():
         return "the gradient of an ordinary batch is not finite"
     if not gradient.any():
-        return (
-            "nothing depends on logp: no token gets a gradient; is the result detached from logp "
-            "and ratio?"
-        )
+        return "nothing depends on logp: no token gets a gradient; is the result detached?"
     return ""
 
 
@@ -251,10 +232,8 @@ def _partition(spec: LossSpec, batch: Batch) -> str:
         totals = Totals.count(batch.mask, group_ids=batch.group_ids, weights=batch.weights)
     for size in (1, 4):
         rows = torch.arange(batch.mask.shape[0])
-        parts = [
-            batch.rows(rows[i : i + size]).loss(spec, totals=totals)
-            for i in range(0, len(rows), size)
-        ]
+        starts = range(0, len(rows), size)
+        parts = [batch.rows(rows[i : i + size]).loss(spec, totals=totals) for i in starts]
         joined = torch.stack([v for v, _ in parts]).sum(), torch.cat([g for _, g in parts])
         problem = _compare(f"a split into micro-batches of {size}", joined, expected)
         if problem:
@@ -269,9 +248,8 @@ def _dtype(spec: LossSpec, batch: Batch) -> str:
     if value.dtype != torch.float32:
         return f"bfloat16 inputs give a {value.dtype} loss; compute in float32"
     rounded = wide_gradient.to(torch.bfloat16).float()
-    problem = _compare(
-        "computing in bfloat16", (value, gradient.float()), (wide_value, rounded), 1e-6
-    )
+    half_precision = (value, gradient.float())
+    problem = _compare("computing in bfloat16", half_precision, (wide_value, rounded), 1e-6)
     single = batch.map(lambda x: x.to(torch.float32)).loss(spec)
     return problem or _compare(
         "float32 instead of float64",
@@ -281,7 +259,7 @@ def _dtype(spec: LossSpec, batch: Batch) -> str:
     )
 
 
-def _empty(spec: LossSpec, batch: Batch) -> str:
+def _empty_batch(spec: LossSpec, batch: Batch) -> str:
     value, gradient = replace(batch, mask=torch.zeros_like(batch.mask)).loss(spec)
     if value != 0:
         return f"a batch with no valid token gives {value.item()}, not 0"
@@ -298,6 +276,7 @@ def _rerun(spec: LossSpec, batch: Batch) -> str:
 
 # Log-ratios at which a limit may bind. They go further along the advantage, to find a limit that
 # is wide on that side.
+Numbers = Tensor | float
 AGAINST = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5)
 ALONG = (*AGAINST, 3.0)
 # Equally many good and bad tokens, of three sizes, at three log-probabilities.
@@ -305,9 +284,7 @@ ADVANTAGES = torch.tensor([0.3, 1.0, 2.5, -0.3, -1.0, -2.5]).double().repeat_int
 ANCHOR = torch.tensor([-4.0, -4.5, -5.0]).double().repeat(6)
 
 
-def _tokens(
-    advantages: Tensor, log_ratio: Tensor | float, log_weight: Tensor | float = 0
-) -> Tokens:
+def _tokens(advantages: Tensor, log_ratio: Numbers, log_weight: Numbers = 0) -> Tokens:
     """Tokens that are each a sequence, `[n, 1]`.
 
     log_ratio: of the current policy to every other. log_weight: of the trainer to the engine.
@@ -320,7 +297,7 @@ def _tokens(
     return Inputs(**Batch(*policies, *numbers, *where, width=1).kwargs).tokens()
 
 
-def _losses(spec: LossSpec, advantages: Tensor, log_ratio: Tensor | float) -> tuple[Tensor, Tensor]:
+def _losses(spec: LossSpec, advantages: Tensor, log_ratio: Numbers) -> tuple[Tensor, Tensor]:
     """The loss of each token, and its derivative by logp, `[n]`, before weights and averages."""
     t = _tokens(advantages, log_ratio)
     loss = token_losses(spec.replace(entropy_coef=0.0), with_ratio(spec, t), None).loss
@@ -335,9 +312,8 @@ def _pulls(spec: LossSpec, shift: float) -> tuple[Tensor, Tensor]:
 
     shift: the log-ratio in the direction of the advantage.
     """
-    loss, gradient = _losses(
-        spec.replace(kl=None), ADVANTAGES, shift * ADVANTAGES.sign().unsqueeze(1)
-    )
+    shifts = shift * ADVANTAGES.sign().unsqueeze(1)
+    loss, gradient = _losses(spec.replace(kl=None), ADVANTAGES, shifts)
     return (-ADVANTAGES * gradient).view(2, -1), loss.view(2, -1)
 
 
@@ -366,9 +342,8 @@ def _pessimism(spec: LossSpec, batch: Batch) -> str:
     (A dual clip traps bad tokens there. A loss may also drop far-off tokens: their loss is 0.)
     """
     at_one, against = _pulls(spec, 0.0)[0], [_pulls(spec, -distance) for distance in AGAINST]
-    is_held = at_one[0].any() and any(
-        ((pull == 0) & (loss != 0))[0].any() for pull, loss in against
-    )
+    stuck = [((pull == 0) & (loss != 0))[0].any() for pull, loss in against]
+    is_held = at_one[0].any() and any(stuck)
     is_stopped = torch.stack([(pull == 0).all(1) for pull, _ in against]).any(0).all()
     if is_held or (is_stopped and all(_pulls(spec, x)[0].any(1).all() for x in ALONG)):
         return (

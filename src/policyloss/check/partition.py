@@ -13,15 +13,13 @@ print(pl.partition_check(step, batch))
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from policyloss import notebook
 from policyloss.check import diagnosis as words
 from policyloss.check.cutting import Cut, CuttableBatch, Peers, StepFunction, Steps, flat_gradient
 from policyloss.check.diagnosis import (
@@ -36,6 +34,7 @@ from policyloss.check.diagnosis import (
     is_a_weighted_sum,
 )
 from policyloss.errors import InputError
+from policyloss.notebook import TableReport
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class CutResult:
 
 
 @dataclass(frozen=True)
-class PartitionReport:
+class PartitionReport(TableReport):
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
     diagnosis: the explanations, one paragraph each. notes: limits of this batch.
@@ -61,6 +60,7 @@ class PartitionReport:
     several ranks.
     """
 
+    columns = ("cut", "pieces", "difference", "factor")
     cuts: list[CutResult]
     diagnosis: list[str]
     notes: list[str]
@@ -79,27 +79,8 @@ class PartitionReport:
         if self.moved:
             raise AssertionError(str(self))
 
-    def __str__(self) -> str:
-        width = max(len(cut.name) for cut in self.cuts)
-        table = [f"  {'cut'.ljust(width)}  pieces  difference  factor"]
-        for name, pieces, difference, factor in self._rows():
-            table.append(f"  {name.ljust(width)}  {pieces:>6}  {difference:>10}  {factor:>6}")
-        headline, *paragraphs = (
-            textwrap.fill(text, 110, break_on_hyphens=False)
-            for text in [self._headline(), *self._paragraphs()]
-        )
-        return "\n\n".join([headline, "\n".join(table), *paragraphs])
-
-    def _repr_html_(self) -> str:
-        """The report as HTML, for a notebook."""
-        table = notebook.table(("cut", "pieces", "difference", "factor"), self._rows())
-        return (
-            notebook.paragraphs(self._headline()) + table + notebook.paragraphs(*self._paragraphs())
-        )
-
-    def _rows(self) -> list[tuple[str, int, str, str]]:
-        """For each split: its name, its pieces, the change of the gradient, and the factor."""
-        return [
+    def _contents(self) -> tuple[str, list[tuple[str, int, str, str]], list[str]]:
+        rows = [
             (
                 cut.name,
                 cut.micro_batches,
@@ -108,16 +89,13 @@ class PartitionReport:
             )
             for cut in self.cuts
         ]
-
-    def _paragraphs(self) -> list[str]:
-        return [*self.diagnosis, *(f"Note: {note}" for note in self.notes)]
+        notes = [f"Note: {note}" for note in self.notes]
+        return self._headline(), rows, [*self.diagnosis, *notes]
 
     def _headline(self) -> str:
         moved = sum(cut.moved for cut in self.cuts)
-        of = (
-            f"{self.sequences} sequences, {self.tokens} valid tokens, tolerance "
-            f"{self.tolerance:.0e}"
-        )
+        counts = f"{self.sequences} sequences, {self.tokens} valid tokens"
+        of = f"{counts}, tolerance {self.tolerance:.0e}"
         if moved:
             return f"The gradient moved in {moved} of {len(self.cuts)} cuts ({of})."
         but = ", but it depends on tokens outside the mask" if self.diagnosis else ""
@@ -163,10 +141,8 @@ def partition_check(
         "the ranks got different batches: pass the same batch to partition_check on each.",
     )
     if int((data.lengths > 0).sum()) < 2:
-        raise InputError(
-            "batch needs 2 sequences with valid tokens to be cut, it has "
-            f"{int((data.lengths > 0).sum())}."
-        )
+        present = int((data.lengths > 0).sum())
+        raise InputError(f"batch needs 2 sequences with valid tokens to be cut, it has {present}.")
     named = data.default_cuts() if cuts is None else data.check_cuts(cuts)
     return _Check(Steps(step_fn, data, ranks, tolerance)).report(named, reference)
 
@@ -241,10 +217,8 @@ class _Check:
         """Compare the batch, shared once among all ranks, with `reference`."""
         expected, _ = flat_gradient(reference, "reference")
         if expected.shape != self.steps.full_gradient.shape:
-            raise InputError(
-                f"reference has {expected.numel()} numbers, step_fn gave "
-                f"{self.steps.full_gradient.numel()}."
-            )
+            sizes = f"{expected.numel()} numbers, step_fn gave {self.steps.full_gradient.numel()}"
+            raise InputError(f"reference has {sizes}.")
         if not expected.any() or not expected.isfinite().all():
             raise InputError("reference must be a gradient that is finite and not 0 everywhere.")
         ranks = self.ranks.size
@@ -263,16 +237,12 @@ class _Check:
         self, named: dict[str, Cut], gradients: dict[str, Tensor], names: PieceNames
     ) -> list[CutResult]:
         full_gradient = self.steps.full_gradient
-        results = [
-            self._result(name, len(cut), gradients[name], full_gradient)
-            for name, cut in named.items()
-        ]
+        pieces = [(name, len(cut), gradients[name]) for name, cut in named.items()]
+        results = [self._result(*piece, full_gradient) for piece in pieces]
         if any(r.moved for r in results):
             why = self._explain(named, gradients, results, names)
             self.diagnosis.append(why)
-            results = [
-                CutResult(**{**vars(r), "explanation": why if r.moved else None}) for r in results
-            ]
+            results = [replace(r, explanation=why if r.moved else None) for r in results]
         return results
 
     def _result(self, name: str, pieces: int, gradient: Tensor, expected: Tensor) -> CutResult:
@@ -316,13 +286,11 @@ class _Check:
     def _unexplained(
         self, experiments: list[Experiment], results: list[CutResult], names: PieceNames
     ) -> str:
-        if any(
-            not is_a_weighted_sum(e.full_gradient, e.alone, self.tolerance) for e in experiments
-        ):
+        pairs = [(e.full_gradient, e.alone) for e in experiments]
+        if not all(is_a_weighted_sum(*pair, self.tolerance) for pair in pairs):
             return words.COMPANIONS.format(one=names.one, many=names.many)
-        worst = max(
-            zip(experiments, results, strict=True), key=lambda pair: pair[1].relative_difference
-        )[0]
+        judged = zip(experiments, results, strict=True)
+        worst = max(judged, key=lambda pair: pair[1].relative_difference)[0]
         full_weights = fitted_weights(worst.full_gradient, worst.alone, self.tolerance)
         cut_weights = fitted_weights(worst.cut, worst.alone, self.tolerance)
         return words.unknown_words(worst, full_weights, cut_weights, names)

@@ -1,6 +1,4 @@
-"""One call of a loss as data: its tensors by name, and the results that a graph of them is traced
-from.
-"""
+"""One call of a loss as data: its tensors by name, and the results that a graph is traced from."""
 
 from __future__ import annotations
 

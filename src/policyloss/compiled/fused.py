@@ -167,9 +167,7 @@ def fused_gradients(
 def _results(
     spec: LossSpec, inputs: Inputs, step: Totals | None, level: MetricsLevel
 ) -> tuple[Call, Tensor, Metrics, list[Tensor]] | None:
-    """The call, its loss and metrics, and the gradients (`known` of `scale_known`); None if the
-    kernels do not support the call.
-    """
+    """The call, its loss, its metrics and `known` of `scale_known`; None if unsupported."""
     tensors_here = inputs.tensors()
     if _refusal(spec, inputs, tensors_here):
         return None
@@ -192,9 +190,8 @@ def _results(
 
 def _gave_up(error: Exception) -> str:
     reason = f"its kernels could not be made ({type(error).__name__}: {error})"
-    warnings.warn(
-        f"policy_loss runs operation by operation, because {reason}.", stacklevel=outside_level()
-    )
+    text = f"policy_loss runs operation by operation, because {reason}."
+    warnings.warn(text, stacklevel=outside_level())
     return reason
 
 

@@ -174,11 +174,7 @@ class InTwoStages(TorchDispatchMode):
         self.shared: dict[int | str, Tensor] = {}
 
     def __torch_dispatch__(
-        self,
-        operation: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         more = kwargs or {}
         cut = _cut(args[0], self.n) if operation in _WHOLE and len(args) == 1 else None

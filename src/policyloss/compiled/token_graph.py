@@ -42,18 +42,9 @@ def _kind(x: Any) -> str:
     return kind
 
 
-_TYPES = {
-    torch.float32: "tl.float32",
-    torch.float64: "tl.float64",
-    torch.bool: "tl.int1",
-    torch.int32: "tl.int32",
-    torch.int64: "tl.int64",
-    torch.uint8: "tl.int32",
-    torch.int8: "tl.int32",
-    torch.int16: "tl.int32",
-    torch.bfloat16: "tl.float32",
-    torch.float16: "tl.float32",
-}
+_TYPES = {torch.float64: "tl.float64", torch.int64: "tl.int64", torch.bool: "tl.int1"}
+_TYPES |= dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), "tl.float32")
+_TYPES |= dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), "tl.int32")
 FLOATS = ("tl.float32", "tl.float64")
 _VIEWS = ("alias", "detach", "expand", "reshape", "squeeze", "unsqueeze", "_unsafe_view", "view")
 _SAME = (*_VIEWS, "clone", "contiguous", "_to_copy")
@@ -108,10 +99,7 @@ def name_of(node: Node) -> str:
 
 
 class Writer:
-    """Writes the lines of one kernel.
-
-    names: the variables of nodes that are written already.
-    """
+    """Writes the lines of one kernel. names: the variables of nodes that are written already."""
 
     def __init__(self, graph: TokenGraph) -> None:
         self.graph = graph

@@ -146,10 +146,8 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
             writer.write(graph.dependencies([node.args[0]], writer.names), "    ")
             value = writer.value(node.args[0], _sum_type(graph, node))
         lines.append(f"    tl.store(partial + {n} * spans + span, ({value}).to(tl.float32))")
-    arguments = [
-        *(f"in{i}" for i in range(len(inputs))),
-        *(f"out{i}" for i in range(len(gradients))),
-    ]
+    arguments = [f"in{i}" for i in range(len(inputs))]
+    arguments += [f"out{i}" for i in range(len(gradients))]
     step = "width" if by_rows else "SPAN"
     text = [
         "@triton.jit(do_not_specialize=['spans'])",

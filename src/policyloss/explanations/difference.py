@@ -1,4 +1,4 @@
-"""`diff` compares two losses, slot by slot and number by number, with the meaning of a change."""
+"""`diff` compares two losses: the part in each slot of their specs, and each of its numbers."""
 
 from __future__ import annotations
 
@@ -90,9 +90,8 @@ def diff(a: AnyLoss, b: AnyLoss) -> Difference:
         for slot in SLOTS
         if getattr(first, slot) != getattr(second, slot)
     )
-    return Difference(
-        _label(a, first), _label(b, second), changes, _notes(first, second) if changes else ()
-    )
+    notes = _notes(first, second) if changes else ()
+    return Difference(_label(a, first), _label(b, second), changes, notes)
 
 
 def entry(value: Any, where: str = "") -> Any:

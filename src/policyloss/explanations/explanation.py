@@ -184,9 +184,8 @@ def _formula(e: Explanation) -> list[str]:
     lines = [f"  {line}" for line in e.formula.lines]
     for c in e.formula.callables:
         doc = f" Its docstring: {c.doc}" if c.doc else ""
-        lines.append(
-            f"{c.name} in the {c.slot} slot is a callable, whose formula cannot be printed.{doc}"
-        )
+        text = "slot is a callable, whose formula cannot be printed."
+        lines.append(f"{c.name} in the {c.slot} {text}{doc}")
     if e.formula.vocabulary:
         lines.append("where " + "; ".join(e.formula.vocabulary.values()) + ".")
     if any(line.name == "mask" for line in e.formula.lines):

@@ -199,10 +199,8 @@ _derive_cached = lru_cache(maxsize=1024)(_derive_uncached)
 
 def _rename(lines: Lines, last: str) -> list[FormulaLine]:
     *before, (_, expression) = lines
-    return [
-        *(FormulaLine(label, str(x)) for label, x in before),
-        FormulaLine(last, str(expression)),
-    ]
+    first = [FormulaLine(label, str(x)) for label, x in before]
+    return [*first, FormulaLine(last, str(expression))]
 
 
 def _of_slot(slot: str, part: Any, anchor: str, last: str) -> _Slot:
@@ -254,10 +252,7 @@ def _pull_lines(spec: LossSpec) -> list[tuple[Any, str]]:
 
 
 class _Verdict(NamedTuple):
-    """The lines of a correction's weight and of its test of which tokens to keep.
-
-    Either is empty if the correction has none.
-    """
+    """The lines of a correction's weight and of its test of which tokens to keep, or empty."""
 
     weight: list[FormulaLine]
     keep: list[FormulaLine]

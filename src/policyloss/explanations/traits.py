@@ -43,9 +43,8 @@ def describe_slot(spec: LossSpec, slot: str) -> str:
 
 
 def _sentence(part: Any) -> str:
-    return (
-        part.sentence() if hasattr(part, "sentence") else f"your own function {callable_name(part)}"
-    )
+    function = f"your own function {callable_name(part)}"
+    return part.sentence() if hasattr(part, "sentence") else function
 
 
 def traits(spec: LossSpec) -> frozenset[str]:

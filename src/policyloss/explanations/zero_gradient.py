@@ -74,9 +74,8 @@ def zero_gradient(spec: LossSpec) -> ZeroGradient:
     through_logp = (*_through(slopes, "through_logp"), *rejected)
     shared = f"{_EVERY[group]}({_any_of((*through_ratio, *rejected))})"
     moved = " | ".join([shared, *(f"({c.expression})" for c in token_clamp)])
-    return ZeroGradient(
-        (*gone, Condition(f"({_any_of(through_logp)}) & ({moved})", slopes[0].idle))
-    )
+    both = f"({_any_of(through_logp)}) & ({moved})"
+    return ZeroGradient((*gone, Condition(both, slopes[0].idle)))
 
 
 def _in_names_of_lines(s: Slopes, other_names: dict[str, str]) -> Slopes:
@@ -120,9 +119,8 @@ def _through(slopes: tuple[Slopes, ...], which: str) -> Conditions:
     conditions: Conditions = ()
     for s in slopes:
         stated = getattr(s, which)
-        conditions += (
-            (Condition(s.when, "its loss does not read it"),) if stated is None else stated
-        )
+        unread = (Condition(s.when, "its loss does not read it"),)
+        conditions += unread if stated is None else stated
     return conditions
 
 

@@ -87,9 +87,8 @@ def policy_loss(
     cu_seqlens = tensors.get("cu_seqlens")
     inputs = (input_ids, attention_mask, logits_to_keep, position_ids, model_inputs)
     call = ModelCall.of(model, *inputs, cu_seqlens, index, ids)
-    arguments = call.check_tensors(
-        {"old_logp": old_logp, "advantages": advantages, "mask": mask, **tensors}
-    )
+    first = {"old_logp": old_logp, "advantages": advantages, "mask": mask}
+    arguments = call.check_tensors({**first, **tensors})
     options: dict[str, Any] = {"totals": totals, "metrics": metrics}
     fused = {**options, "plan": plan, "skip_zero_advantage": skip_zero_advantage}
 

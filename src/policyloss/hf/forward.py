@@ -1,6 +1,4 @@
-"""A model's forward with another output head, which receives the hidden states; there are no
-logits.
-"""
+"""A model's forward with another output head, which receives the hidden states, not logits."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
 from policyloss.hf.output_head import (
+    OWN_LOGITS,
     Matrices,
     Transformation,
     UnknownHeadError,
@@ -29,9 +28,7 @@ _known: WeakKeyDictionary[nn.Module, Transformation] = WeakKeyDictionary()
 
 
 class Scored(NamedTuple):
-    """result: the return value of the function that replaced the head. output: the model's output;
-    its logits have no meaning.
-    """
+    """result: of the function that replaced the head. output: of the model; its logits are void."""
 
     result: Any
     output: Any
@@ -97,8 +94,7 @@ def _observe(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transfo
         if theirs.shape != ours.shape or not ((theirs - ours).abs().nan_to_num() <= rounding).all():
             raise UnknownHeadError(
                 f"the output head of {type(language_model(model)).__name__}, a "
-                f"{type(head).__name__}, does not give hidden @ weight.T + bias; head='logits' "
-                "uses the logits that the model makes itself."
+                f"{type(head).__name__}, does not give hidden @ weight.T + bias. {OWN_LOGITS}"
             )
         probes.append(probe_logits(parts.weight.shape[0], row))
         return probes[0]
@@ -110,12 +106,9 @@ def _observe(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transfo
 
 
 def _forward(
-    model: Any,
-    head: nn.Module,
-    forward: Callable[[], Any],
-    in_its_place: Callable[[Tensor], Tensor],
+    model: Any, head: nn.Module, forward: Callable[[], Any], instead: Callable[[Tensor], Tensor]
 ) -> Any:
-    """The model's output with `in_its_place` as its head, which must be called exactly once."""
+    """The model's output with `instead` as its head, which must be called exactly once."""
     name = type(language_model(model)).__name__
     calls = 0
 
@@ -125,10 +118,9 @@ def _forward(
         if calls > 1 or args or kwargs or hidden.dim() != 3:
             raise UnknownHeadError(
                 f"{name} gives its output head {tuple(hidden.shape)} in call {calls} of a forward; "
-                "one call with hidden states [B, T, D] was expected. head='logits' uses the "
-                "logits that the model makes itself."
+                f"one call with hidden states [B, T, D] was expected. {OWN_LOGITS}"
             )
-        return in_its_place(hidden)
+        return instead(hidden)
 
     with as_forward_of(head, replacement):
         try:
@@ -140,13 +132,12 @@ def _forward(
                 raise
             raise UnknownHeadError(
                 f"{name} does something with its logits that fails where there are none: {error}. "
-                "head='logits' uses the logits that the model makes itself."
+                f"{OWN_LOGITS}"
             ) from error
     if not calls:
         raise UnknownHeadError(
             f"{name} did not call the module of its get_output_embeddings(), a "
-            f"{type(head).__name__}, so its hidden states could not be caught. head='logits' uses "
-            "the logits that the model makes itself."
+            f"{type(head).__name__}, so its hidden states could not be caught. {OWN_LOGITS}"
         )
     return output
 
@@ -247,23 +238,19 @@ def check_layout(model: Any, inputs: dict[str, Any], packed: bool, takes_positio
 
 
 def _tries(
-    model: Any,
-    tokens: Tensor,
-    kinds: tuple[str, ...],
-    takes_positions: bool,
-    plain: dict[str, bool],
+    model: Any, ids: Tensor, kinds: tuple[str, ...], takes_positions: bool, plain: dict[str, bool]
 ) -> dict[str, bool]:
-    n, flipped = tokens.shape[0], tokens.flip(0)
+    n, flipped = ids.shape[0], ids.flip(0)
     with measuring(model):
-        alone, other = _hidden(model, torch.stack([tokens, flipped]), **plain)
+        alone, other = _hidden(model, torch.stack([ids, flipped]), **plain)
         if "pack" in kinds:
-            positions = torch.arange(n, device=tokens.device).repeat(2)[None]
-            pack = torch.cat([tokens, flipped])[None]
+            positions = torch.arange(n, device=ids.device).repeat(2)[None]
+            pack = torch.cat([ids, flipped])[None]
             both = _hidden(model, pack, position_ids=positions, **plain)[0]
             return {"pack": _same(both[:n], alone) and _same(both[n:], other)}
-        padding = tokens.new_full((2,), _padding_id(model))
-        live = torch.ones_like(tokens)
-        left, right = torch.cat([padding, tokens])[None], torch.cat([tokens, padding])[None]
+        padding = ids.new_full((2,), _padding_id(model))
+        live = torch.ones_like(ids)
+        left, right = torch.cat([padding, ids])[None], torch.cat([ids, padding])[None]
         mask = torch.cat([torch.zeros_like(padding), live])[None]
         more = {"position_ids": left_padded_positions(mask)} if takes_positions else {}
         after = _hidden(model, left, attention_mask=mask, **more, **plain)[0]

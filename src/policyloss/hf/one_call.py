@@ -1,6 +1,4 @@
-"""One call of a model: its arguments, checked, aligned with the predicted tokens, and as the model
-takes them.
-"""
+"""One call of a model: its arguments, checked, and aligned with the predicted tokens."""
 
 from __future__ import annotations
 
@@ -176,9 +174,7 @@ class ModelCall:
             places["that follow padding, which would predict them"] = live[:, 1:] & ~live[:, :-1]
         if self.cu_seqlens is not None:
             positions = _positions_in(self.cu_seqlens, self.inputs["input_ids"])
-            places["that begin a packed sequence, so that nothing predicts them"] = (
-                positions[:, 1:] == 0
-            )
+            places["that begin a packed sequence, which nothing predicts"] = positions[:, 1:] == 0
         return {words: x[:, x.shape[1] - self.row[1] :] for words, x in places.items()}
 
     def _new_beginnings(self) -> Tensor:
@@ -256,9 +252,7 @@ def _check_input_ids(
 ) -> tuple[Tensor, int]:
     """The tokens `[B, T]`, and how many of each row count as predicted."""
     if not isinstance(input_ids, Tensor) or not fits_kind(input_ids, "integer"):
-        raise InputError(
-            f"input_ids must be token ids [B, T] (integers), got {description(input_ids)}."
-        )
+        raise InputError(f"input_ids must be integers [B, T], got {description(input_ids)}.")
     if input_ids.dim() != 2 or input_ids.shape[1] < 2:
         raise InputError(
             f"input_ids has shape {tuple(input_ids.shape)}; give [B, T] with at least two tokens, "
@@ -282,9 +276,8 @@ def _check_input_ids(
 
 def _check_like(name: str, x: Any, tokens: Tensor) -> None:
     if x is not None and (not isinstance(x, Tensor) or x.shape != tokens.shape):
-        raise InputError(
-            f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {description(x)}."
-        )
+        shapes = f"{tuple(tokens.shape)}, got {description(x)}"
+        raise InputError(f"{name} must have the shape of input_ids, {shapes}.")
 
 
 def _positions_in(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:

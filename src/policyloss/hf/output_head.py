@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from policyloss.arguments import is_number
+from policyloss.arguments import description, is_number
 from policyloss.errors import InputError
 
 # The options of a model's configuration by which it changes its logits. A scale is multiplied by
 # or divided by (models differ), a cap is `cap·tanh(logits / cap)`.
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+OWN_LOGITS = "head='logits' uses the logits that the model makes itself."
 PROBE_RANGE = 50.0  # beyond the usual caps of 15 to 30, so that a cap shows
 
 
@@ -46,8 +47,7 @@ def output_head(model: Any) -> nn.Module:
     if not isinstance(head, nn.Module):
         raise UnknownHeadError(
             f"{type(inside).__name__}.get_output_embeddings() returns {type(head).__name__}, not a "
-            "module with a weight [V, D]; pass a model with a language-model head, or "
-            "head='logits' to use the logits that it makes itself."
+            f"module with a weight [V, D]; pass a model with a head. {OWN_LOGITS}"
         )
     return head
 
@@ -67,22 +67,15 @@ def plain_matrices(head: Any) -> Matrices:
     """The matrices of a head without adapters."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        described = (
-            f"a {weight.dtype} of shape {tuple(weight.shape)}"
-            if isinstance(weight, Tensor)
-            else type(weight).__name__
-        )
         raise UnknownHeadError(
             f"the output head, a {type(head).__name__}, needs a floating-point weight [V, D], and "
-            f"its weight is {described}; head='logits' uses the logits that the model makes itself."
+            f"its weight is {description(weight)}. {OWN_LOGITS}"
         )
     return Matrices(weight, getattr(head, "bias", None))
 
 
 class Transformation(NamedTuple):
-    """How a model transforms the logits of its head: `cap·tanh(scale·logits / cap)`, without a cap
-    `scale·logits`.
-    """
+    """A model's change of the logits z of its head: `cap·tanh(scale·z/cap)`, or `scale·z`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -93,25 +86,19 @@ class Transformation(NamedTuple):
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
     def options(self, temperature: float | Tensor) -> dict[str, Any]:
-        """The transformation as arguments of the head: `cap·tanh(s·z/cap)/T` is `c·tanh(z/c)·s/T`
-        with `c = cap/s`.
-        """
+        """As arguments of the head: `cap·tanh(s·z/cap)/T = c·tanh(z/c)·s/T` with `c = cap/s`."""
         softcap = None if self.cap is None else self.cap / self.scale
         return {"temperature": temperature / self.scale, "softcap": softcap}
 
     @classmethod
     def observed_in(cls, model: Any, before: Tensor, after: Any) -> Transformation:
-        """The transformation of the logits `before` into the model's `after`, of the kinds that its
-        configuration allows.
-        """
+        """The change of logits `before` into `after`, of the kinds that the config allows."""
         inside = language_model(model)
         right_shape = isinstance(after, Tensor) and after.shape == before.shape
         if right_shape:
             wide = after.double()
-            gaps = [
-                (float(_worst(known(before.double()), wide)), known)
-                for known in _candidates(inside)
-            ]
+            changed = [(known, known(before.double())) for known in _candidates(inside)]
+            gaps = [(float(_worst(logits, wide)), known) for known, logits in changed]
             gap, best = min(gaps, key=lambda pair: pair[0])
             if gap <= 4 * torch.finfo(after.dtype).eps:
                 return best
@@ -119,8 +106,7 @@ class Transformation(NamedTuple):
         raise UnknownHeadError(
             f"{type(inside).__name__} transforms the logits of its head in an unknown way: "
             f"a factor named {', '.join(SCALES)} and a cap named {', '.join(CAPS)} in its "
-            f"configuration leave them {difference}. head='logits' uses the logits that the model "
-            "makes itself."
+            f"configuration leave them {difference}. {OWN_LOGITS}"
         )
 
 

@@ -18,6 +18,7 @@ from policyloss_lab import limits
 from policyloss_lab.logs.trackers import trackio_rows
 from policyloss_lab.reading import Lines, number_of, parse_object
 
+Rows = Iterator[dict[str, Any]]
 PARQUET = b"PAR1"
 NEEDS_PYARROW = "needs pyarrow: pip install 'policyloss-lab[parquet]'"
 # Our field → its names in stored completions; the first that exists counts.
@@ -68,7 +69,7 @@ def step_in_name(path: Path) -> int:
 
 def stored_completions(
     file: BinaryIO, path: Path, budget: int, rewards: Iterable[str] = ()
-) -> tuple[Iterator[dict[str, Any]], bool]:
+) -> tuple[Rows, bool]:
     """(rows of `rollouts.jsonl`, whether some were left out) of an open file.
 
     budget: the number of bytes to read. rewards: the names of TRL's reward functions; their columns
@@ -85,9 +86,7 @@ def stored_completions(
     return _ours((row for row in parsed if row is not None), path, ()), lines.sampled
 
 
-def trackio_tables(
-    path: Path, run: str, budget: int, rewards: Iterable[str]
-) -> Iterator[dict[str, Any]]:
+def trackio_tables(path: Path, run: str, budget: int, rewards: Iterable[str]) -> Rows:
     """The rows of `rollouts.jsonl` of the tables with completions in a trackio project."""
     for entry in trackio_rows(path, run, budget):
         for table in entry.values():
@@ -97,7 +96,7 @@ def trackio_tables(
                 yield from _ours(inside, path, tuple(rewards))
 
 
-def _parquet(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
+def _parquet(file: BinaryIO, path: Path) -> Rows:
     try:
         parquet: Any = import_module("pyarrow.parquet")
     except ModuleNotFoundError:
@@ -113,7 +112,7 @@ def _parquet(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
         raise InputError(f"{path.name} cannot be read: {type(error).__name__}.") from error
 
 
-def _table(file: BinaryIO) -> Iterator[dict[str, Any]]:
+def _table(file: BinaryIO) -> Rows:
     """The rows of a table that W&B stored: {"columns": […], "data": [[…], …]}."""
     table = parse_object(file.read(limits.TABLE_BYTES)) or {}
     columns, data = table.get("columns"), table.get("data")
@@ -122,9 +121,7 @@ def _table(file: BinaryIO) -> Iterator[dict[str, Any]]:
             yield dict(zip((str(column) for column in columns), row, strict=False))
 
 
-def _ours(
-    rows: Iterator[dict[str, Any]], path: Path, rewards: tuple[str, ...]
-) -> Iterator[dict[str, Any]]:
+def _ours(rows: Rows, path: Path, rewards: tuple[str, ...]) -> Rows:
     """The rows of a file in our form. Without groups, rows with the same prompt are a group."""
     groups: dict[tuple[int, str], int] = {}
     for row in rows:
@@ -161,9 +158,7 @@ def _text(value: Any) -> str | None:
 
 
 def _prime_rl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sequence of prime-rl's export: token ids without texts. The tokens before the first trained
-    one are the prompt.
-    """
+    """A sequence of prime-rl's export; the tokens before the first trained one are the prompt."""
     ids, mask = row["token_ids"], row["loss_mask"]
     if not isinstance(ids, list) or not isinstance(mask, list):
         return {}

@@ -34,9 +34,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("actor/grad_norm", "actor_grad_norm", "optim/grad_norm"),
     "lr": ("learning_rate", "actor/lr", "actor_lr", "optim/lr"),
     "length/mean": (
-        "completions/mean_length",
-        "completion_length",
-        "response_length/mean",
+        *("completions/mean_length", "completion_length", "response_length/mean"),
         "response_length",
     ),
     "length/max": ("completions/max_length", "response_length/max"),
@@ -55,52 +53,31 @@ def _all_names(*ours: str) -> tuple[str, ...]:
     return tuple(name for our in ours for name in (our, *OTHER_NAMES[our]))
 
 
-# The curves that the doctor judges. The first name that a row holds is taken.
-NAMES: dict[str, tuple[str, ...]] = {
-    "reward": _all_names("reward/mean"),
-    "reward_std": _all_names("reward/std"),
-    "accuracy": _all_names("accuracy"),
-    "held_out": _all_names("eval/accuracy", "eval/reward"),
-    "entropy": _all_names("policy/entropy"),
-    "kl": _all_names("policy/kl_ref"),
-    "step_kl": _all_names("policy/kl_old_k3", "policy/kl_old_k1"),
-    "clip": _all_names("policy/clip_fraction"),
-    "clip_high": _all_names("policy/clip_fraction_upper"),
-    "clip_low": _all_names("policy/clip_fraction_lower"),
-    "advantage_std": _all_names("advantage/std"),
-    "grad_norm": _all_names("grad_norm"),
-    "length": _all_names("length/mean"),
-    "truncated": _all_names("truncated"),
-    "dead_groups": _all_names("groups/zero_share"),
-    "mismatch": _all_names("policy/kl_rollout_k3", "policy/kl_rollout_k1"),
-    "value_loss": _all_names("value/loss"),
-    "value_explained": _all_names("value/explained_variance"),
-    "value_mean": _all_names("value/value_mean"),
-    "value_return": _all_names("value/return_mean"),
+# The curves that the doctor judges: each in plain words, and our names of its metrics. The first
+# name that a row holds is taken.
+_CURVES: dict[str, tuple[str, ...]] = {
+    "reward": ("reward", "reward/mean"),
+    "reward_std": ("spread of rewards", "reward/std"),
+    "accuracy": ("right answers", "accuracy"),
+    "held_out": ("held-out score", "eval/accuracy", "eval/reward"),
+    "entropy": ("entropy", "policy/entropy"),
+    "kl": ("KL to the reference", "policy/kl_ref"),
+    "step_kl": ("KL of a step", "policy/kl_old_k3", "policy/kl_old_k1"),
+    "clip": ("clipped tokens", "policy/clip_fraction"),
+    "clip_high": ("clipped at the upper bound", "policy/clip_fraction_upper"),
+    "clip_low": ("clipped at the lower bound", "policy/clip_fraction_lower"),
+    "advantage_std": ("spread of advantages", "advantage/std"),
+    "grad_norm": ("gradient norm", "grad_norm"),
+    "length": ("length", "length/mean"),
+    "truncated": ("cut completions", "truncated"),
+    "dead_groups": ("groups with equal rewards", "groups/zero_share"),
+    "mismatch": ("KL between engine and trainer", "policy/kl_rollout_k3", "policy/kl_rollout_k1"),
+    "value_loss": ("value loss", "value/loss"),
+    "value_explained": ("explained variance", "value/explained_variance"),
+    "value_mean": ("mean value", "value/value_mean"),
+    "value_return": ("mean return", "value/return_mean"),
 }
-# The same in plain words.
-TITLES: dict[str, str] = {
-    "reward": "reward",
-    "reward_std": "spread of rewards",
-    "accuracy": "right answers",
-    "held_out": "held-out score",
-    "entropy": "entropy",
-    "kl": "KL to the reference",
-    "step_kl": "KL of a step",
-    "clip": "clipped tokens",
-    "clip_high": "clipped at the upper bound",
-    "clip_low": "clipped at the lower bound",
-    "advantage_std": "spread of advantages",
-    "grad_norm": "gradient norm",
-    "length": "length",
-    "truncated": "cut completions",
-    "dead_groups": "groups with equal rewards",
-    "mismatch": "KL between engine and trainer",
-    "value_loss": "value loss",
-    "value_explained": "explained variance",
-    "value_mean": "mean value",
-    "value_return": "mean return",
-}
+TITLES = {curve: title for curve, (title, *_) in _CURVES.items()}
 # W&B counts its own calls in `_step`, so the names of trainers come first.
 STEPS = ("step", "global_step", "training/global_step", "train/global_step", "_step")
 PREFIXES = ("", "train/")
@@ -146,11 +123,10 @@ def _ours(name: str) -> tuple[str | None, int]:
 def canonical(row: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a row under the names of the doctor's curves; others are left out."""
     out: dict[str, float] = {}
-    for name, others in NAMES.items():
-        keys = [prefix + other for other in others for prefix in PREFIXES]
-        key = next((key for key in keys if key in row), None)
-        if key is not None:
-            out[name] = float(row[key])
+    for curve, (_, *ours) in _CURVES.items():
+        keys = (prefix + name for name in _all_names(*ours) for prefix in PREFIXES)
+        if (key := next((key for key in keys if key in row), None)) is not None:
+            out[curve] = float(row[key])
     validation = sorted(key for key in row if _VALIDATION.match(key))
     if validation and "held_out" not in out:
         out["held_out"] = float(row[validation[0]])

@@ -38,7 +38,9 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     if head.startswith(WANDB_HEAD):
         raise InputError(f"{name} {NOT_READ}")
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    if start == b"{" and (name.endswith("trainer_state.json") or _is_document(head)):
+    # One JSON object over many lines.
+    document = b'"log_history"' in head or head.lstrip().partition(b"\n")[0].rstrip() == b"{"
+    if start == b"{" and (name.endswith("trainer_state.json") or document):
         return numbered(_history(file, name))
     lines = (line for _, line in Lines(file, budget, limits.NUMBER_PARTS))
     texts = (line.decode("utf-8", "replace") for line in lines)
@@ -49,11 +51,6 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     if _CONSOLE.search(head.decode("utf-8", "replace")) or b"," not in head.partition(b"\n")[0]:
         return _console(texts)
     return _of_one_run(table_rows(texts))
-
-
-def _is_document(head: bytes) -> bool:
-    """Whether a file that begins with `head` is one JSON object over many lines."""
-    return b'"log_history"' in head or head.lstrip().partition(b"\n")[0].rstrip() == b"{"
 
 
 def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:

@@ -59,9 +59,7 @@ def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], 
         run, dash, metric = (part.strip() for part in column.rpartition(_BETWEEN))
         if not dash:
             if metric and metric in shared:
-                raise InputError(
-                    f"the table has the column {metric!r} twice; leave one of them out."
-                )
+                raise InputError(f"the table has the column {metric!r} twice; leave one out.")
             shared[metric] = place
             continue
         if run not in latest or metric in runs[latest[run]]:
@@ -73,10 +71,7 @@ def _columns_by_run(columns: Sequence[str]) -> tuple[dict[str, dict[str, int]], 
     strays = [name for name, place in shared.items() if place and name not in STEPS]
     if len(runs) > 1 and strays:
         example = next(column for column in columns if _BETWEEN in column)
-        raise InputError(
-            f"the column {strays[0]!r} belongs to no run of the table; name it as {example!r} is, "
-            "or leave it out."
-        )
+        raise InputError(f"{strays[0]!r} is the column of no run; name it as {example!r} is.")
     return runs, shared
 
 

@@ -43,9 +43,8 @@ def events(file: BinaryIO, name: str, share: float = 1.0) -> Iterator[tuple[int,
     try:
         event: Any = import_module("tensorboard.compat.proto.event_pb2").Event()
     except ModuleNotFoundError:
-        raise InputError(
-            f"{name} needs tensorboard: pip install 'policyloss-lab[tensorboard]'."
-        ) from None
+        install = "pip install 'policyloss-lab[tensorboard]'"
+        raise InputError(f"{name} needs tensorboard: {install}.") from None
     for body in sample(_event_records(file), share):
         try:
             event.ParseFromString(body)
@@ -99,9 +98,7 @@ def run_names(path: Path) -> list[str]:
 
 
 def trackio_rows(path: Path, run: str, budget: int) -> Iterator[dict[str, Any]]:
-    """The rows of a run, each with its "step". More than about `budget` bytes of JSON are sampled
-    evenly.
-    """
+    """The rows of a run, each with its "step"; evenly sampled above about `budget` bytes."""
     where = "FROM metrics WHERE run_name = ? AND length(metrics) < ?"
     (size,) = next(_rows(path, f"SELECT sum(length(metrics)) {where}", (run, limits.LINE_BYTES)))
     share = budget / max(1, size or 0)

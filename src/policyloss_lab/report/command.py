@@ -135,9 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind = {"Content-Type": "text/html; charset=utf-8"}
         return self._answer(HTTPStatus.OK, page, {**kind, "ETag": tag})
 
-    def do_HEAD(self) -> None:
-        """Send the headers of the page."""
-        self.do_GET()
+    do_HEAD = do_GET  # noqa: N815  # `_answer` leaves out the body
 
     def _is_for_here(self) -> bool:
         """Whether the request names this machine; a tunnel may change the port."""
@@ -178,10 +176,8 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise InputError(
-                f"port={port} cannot be used: {str(error).rstrip('.')}. Give another; 0 takes any "
-                "free port."
-            ) from error
+            reason = str(error).rstrip(".")
+            raise InputError(f"port={port} cannot be used: {reason}; 0 takes any.") from error
 
     @property
     def url(self) -> str:

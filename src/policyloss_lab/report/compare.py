@@ -1,6 +1,4 @@
-"""Differences between runs: their settings, their losses (by `policyloss.diff`), their seeds, and
-runs that coincide.
-"""
+"""Differences between runs: settings, losses (by `policyloss.diff`), seeds; runs that coincide."""
 
 from __future__ import annotations
 
@@ -9,21 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policyloss.catalogue import PRESETS
-from policyloss.errors import PolicyLossError
 from policyloss.explanations import Explanation, diff, explain
 from policyloss.spec import LossSpec
 from policyloss_lab.reading import Notes, strict
 
 # The errors of reading, explaining or comparing a damaged loss.
-_NO_LOSS = (
-    PolicyLossError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_NO_LOSS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -81,6 +70,7 @@ def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     known = [run for run in runs if run["loss"]["explain"] is not None]
     rows: list[dict[str, Any]] = []
     specs = [run["loss"]["spec"] for run in known[:1]]
+    first = known[0]["label"] if known else ""
     for run in known[1:]:
         if run["loss"]["spec"] in specs:
             continue
@@ -88,19 +78,11 @@ def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         try:
             result = diff(LossSpec.from_dict(specs[0]), LossSpec.from_dict(run["loss"]["spec"]))
         except _NO_LOSS as error:
-            run["notes"].append(
-                f"The loss cannot be compared with that of {known[0]['label']}: {error}"
-            )
+            run["notes"].append(f"The loss cannot be compared with that of {first}: {error}")
             continue
         if not result.equal:
-            rows.append(
-                {
-                    "a": known[0]["label"],
-                    "b": run["label"],
-                    "text": str(result),
-                    **{name: result.to_dict()[name] for name in ("changes", "notes")},
-                }
-            )
+            parts = {name: result.to_dict()[name] for name in ("changes", "notes")}
+            rows.append({"a": first, "b": run["label"], "text": str(result), **parts})
     return rows
 
 
@@ -144,8 +126,7 @@ def group_equal(values: Sequence[Any]) -> list[list[int]]:
 
 def _influential(run: Mapping[str, Any]) -> dict[str, str]:
     """The settings that may influence training."""
-    left_out = _SEEDS | _NAMES
-    settings = flat(run["config"])
+    settings, left_out = flat(run["config"]), _SEEDS | _NAMES
     return {key: settings[key] for key in settings if key.rpartition(".")[2] not in left_out}
 
 
@@ -184,12 +165,9 @@ def coinciding(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[list[int]]]:
     """
     out = {}
     for key in dict.fromkeys(key for run in runs for key in run["series"]):
-        lines = [
-            [run["steps"][run["series"][key][0]], run["series"][key][1]]
-            if key in run["series"]
-            else None
-            for run in runs
-        ]
+        series = [run["series"].get(key) for run in runs]
+        pairs = zip(runs, series, strict=True)
+        lines = [line and [run["steps"][line[0]], line[1]] for run, line in pairs]
         if equal := [same for same in group_equal(lines) if len(same) > 1]:
             out[key] = equal
     return out

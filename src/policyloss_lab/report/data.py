@@ -61,10 +61,8 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     if not paths:
         raise InputError("paths is empty; give at least one run directory.")
     sources = [source for path in paths for source in sources_of(Path(path), len(paths))]
-    runs = [
-        _run(source, label, len(sources))
-        for source, label in zip(sources, labels_of(sources), strict=True)
-    ]
+    pairs = zip(sources, labels_of(sources), strict=True)
+    runs = [_run(source, label, len(sources)) for source, label in pairs]
     between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
     return {
         "schema": SCHEMA,
@@ -83,11 +81,8 @@ def _run(source: Source, label: str, runs: int) -> dict[str, Any]:
     file = "metrics.jsonl" if source.kind == "ours" else path.name
     names = rename_metrics(table, times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
-    loss, summary, sampled = (
-        loss_card(source.spec, source.config, notes),
-        _summary(source),
-        table.sampled(points),
-    )
+    loss = loss_card(source.spec, source.config, notes)
+    summary, sampled = _summary(source), table.sampled(points)
     rollouts = with_branches(source.rollouts, loss)
     judged, symptoms = health_of(sampled, rollouts)
     return {
@@ -226,24 +221,20 @@ def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
     return tables
 
 
-def _rows(
-    source: Source, file: BinaryIO, path: Path, budget: int
-) -> Iterator[tuple[str, int, Row]]:
+def _rows(source: Source, file: BinaryIO, path: Path, limit: int) -> Iterator[tuple[str, int, Row]]:
     """(run, step, numbers) of each row of a file; the run is "" if the file does not name it."""
     if source.kind == "table":
-        lines = Lines(file, budget, limits.NUMBER_PARTS)
+        lines = Lines(file, limit, limits.NUMBER_PARTS)
         try:
             yield from table_rows(line.decode("utf-8", "replace") for _, line in lines)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         return
-    rows = (
-        numbered(trackio_rows(path, source.run, budget))
-        if source.kind == "trackio"
-        else rows_of(file, path.name, budget)
-    )
-    for step, row in rows:
-        yield "", step, row
+    if source.kind == "trackio":
+        rows = numbered(trackio_rows(path, source.run, limit))
+    else:
+        rows = rows_of(file, path.name, limit)
+    yield from (("", step, row) for step, row in rows)
 
 
 _RANGE = ("__MIN", "__MAX")
@@ -272,9 +263,8 @@ def labels_of(sources: Sequence[Source]) -> list[str]:
             parts = (source.path.resolve().parent.name, source.path.resolve().name)
         names.append(parts[1])
         longer.append("/".join(parts))
-    names = [
-        long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)
-    ]
+    pairs = zip(names, longer, strict=True)
+    names = [long if names.count(name) > 1 else name for name, long in pairs]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
         for i, name in enumerate(names)
@@ -308,9 +298,7 @@ def _read_ours(source: Source, runs: int) -> None:
 def _read_foreign(source: Source, runs: int) -> None:
     """Read the files of another trainer, except for the numbers, which are read already."""
     if source.kind and not source.table.lines:
-        raise InputError(
-            f"{source.path} holds no row with a step and numbers; it is not the log of a run."
-        )
+        raise InputError(f"{source.path} is no log of a run: no row has a step and numbers.")
     source.format = KINDS.get(source.kind) or f"completions only: {source.completions[0].name}"
     source.steps = max([0, *source.table.trained[-1:].tolist()])
     if source.kind == "state":
@@ -402,9 +390,7 @@ def _planned(path: Path) -> int | None:
 
 
 def rename_metrics(table: Table, times: Table) -> dict[str, str]:
-    """Rename the metrics of a table to our names, and move times to `times`; returns {our name: the
-    original name}.
-    """
+    """Give the metrics of a table our names, and move times; returns {our name: the old name}."""
     ours = our_names(table.lines)
     table.lines = {ours.get(name, name): line for name, line in table.lines.items()}
     for name in [name for name in table.lines if name.startswith("timing/")]:

@@ -1,6 +1,4 @@
-"""Text and assets of pages that open offline. Text from a run is escaped: nothing acts as markup,
-and nothing is invisible.
-"""
+"""Text and assets of pages that open offline. Text from a run is escaped, and never invisible."""
 
 from __future__ import annotations
 

@@ -82,9 +82,7 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
             _figure(i, *(escaped(panel[name]) for name in ("title", "hint", "judge")))
         )
     grids = {name: f'<div class="grid">{"".join(inside)}</div>' for name, inside in figures.items()}
-    sections = {
-        name: _section(name.lower(), name, grid) for name, grid in grids.items() if name != OTHER
-    }
+    sections = {x: _section(x.lower(), x, grid) for x, grid in grids.items() if x != OTHER}
     if OTHER in grids:
         summary = f"<summary><h2>{OTHER} ({len(figures[OTHER])})</h2></summary>"
         sections[OTHER] = f'<section id="more"><details>{summary}{grids[OTHER]}</details></section>'

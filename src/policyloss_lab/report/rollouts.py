@@ -29,9 +29,7 @@ TEXTS = ("prompt", "completion", "answer")
 
 
 class StoredRow(NamedTuple):
-    """A row outside of memory: its byte offset, its share of the budget in tokens, and its reward,
-    0 if it has none.
-    """
+    """A row outside of memory: its offset, its tokens of the budget, its reward (0: unknown)."""
 
     offset: int
     size: int
@@ -90,11 +88,8 @@ def read_rollouts(
         )
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
-    notes += [
-        f"{count:,} {what} are shown up to there; the rest is left out."
-        for what, count in shortened.items()
-        if count
-    ]
+    cuts = (f"{count:,} {what}" for what, count in shortened.items() if count)
+    notes += [f"{cut_short} are shown up to there; the rest is left out." for cut_short in cuts]
     return rows
 
 
@@ -108,10 +103,8 @@ def group_of(row: dict[str, Any]) -> Any:
 def _size(row: dict[str, Any]) -> int:
     """The size of a row in tokens of the budget, texts included."""
     characters = sum(min(len(_text(row.get(name))), limits.TEXT_LENGTH) for name in TEXTS)
-    return (
-        min(len(_list(row.get("tokens"))), limits.TOKEN_BUDGET)
-        + characters // limits.CHARACTERS_PER_TOKEN
-    )
+    tokens = min(len(_list(row.get("tokens"))), limits.TOKEN_BUDGET)
+    return tokens + characters // limits.CHARACTERS_PER_TOKEN
 
 
 def _choose(index: Index, budget: int, by_information: bool) -> dict[int, list[StoredRow]]:
@@ -125,9 +118,8 @@ def _choose(index: Index, budget: int, by_information: bool) -> dict[int, list[S
             rewards = [[row.reward for row in group] for group in of_step]
             groups[step] = [of_step[i] for i in choose_groups(rewards, len(of_step))]
     steps, stride = sorted(index), 1
-    while stride < len(steps) and (
-        sum(_total(groups[step][0]) for step in steps[::-stride]) > budget
-    ):
+    first = {step: _total(groups[step][0]) for step in steps}
+    while stride < len(steps) and sum(first[step] for step in steps[::-stride]) > budget:
         stride += 1
     chosen: dict[int, list[StoredRow]] = {}
     left = budget
@@ -160,12 +152,12 @@ def _clean(row: dict[str, Any], step: int, shortened: Counter[str]) -> dict[str,
     every = _list(row.get("tokens"))
     tokens = [_text(token) for token in every[: limits.TOKEN_BUDGET]]
     texts = {name: _text(row.get(name)) for name in TEXTS}
-    shortened[f"text(s) longer than {limits.TEXT_LENGTH:,} characters"] += sum(
-        len(text) > limits.TEXT_LENGTH for text in texts.values()
-    )
-    shortened[f"token(s) longer than {limits.TOKEN_LENGTH} characters"] += sum(
-        len(token) > limits.TOKEN_LENGTH for token in tokens
-    )
+    for what, most, parts in (
+        ("text", limits.TEXT_LENGTH, texts.values()),
+        ("token", limits.TOKEN_LENGTH, tokens),
+    ):
+        long = f"{what}(s) longer than {most:,} characters"
+        shortened[long] += sum(len(part) > most for part in parts)
     many = f"rollout(s) with more than {limits.TOKEN_BUDGET:,} tokens"
     shortened[many] += len(every) > len(tokens)
     unknown, count = [None] * len(tokens), len(tokens)
@@ -235,16 +227,9 @@ def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> li
     lengths = torch.tensor([0, *(len(row["tokens"]) for row in chosen)])
     tensors = {name: _joined(chosen, name) for name in {"old_logp", *names}}
     mask = torch.tensor([used is not False for row in chosen for used in row["mask"]])
+    tensors["advantages"] = tensors.pop("token_advantage")
     try:
-        codes = token_branches(
-            spec,
-            tensors.pop("logp"),
-            tensors.pop("old_logp"),
-            tensors.pop("token_advantage"),
-            mask,
-            **tensors,
-            cu_seqlens=lengths.cumsum(0),
-        )
+        codes = token_branches(spec, mask=mask, **tensors, cu_seqlens=lengths.cumsum(0))
     except PolicyLossError:  # the loss reads a tensor that no file of completions holds
         return list(rows)
     out = list(rows)

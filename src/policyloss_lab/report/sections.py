@@ -56,9 +56,8 @@ def verdict(data: Mapping[str, Any]) -> str:
 
 
 def _judged(state: str, text: str) -> str:
-    return (
-        f'<p class="verdict {state}"><i aria-hidden="true">{_MARKS[state]}</i>{escaped(text)}</p>'
-    )
+    mark = f'<i aria-hidden="true">{_MARKS[state]}</i>'
+    return f'<p class="verdict {state}">{mark}{escaped(text)}</p>'
 
 
 def _counted(states: Sequence[str], unit: str = "") -> str:
@@ -82,9 +81,7 @@ def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) 
 
 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A table with one row per run: verdict, loss, model, progress and results. Columns without
-    data are left out.
-    """
+    """A table with one row per run and only columns with data."""
     table = [_overview_cells(run) for run in runs]
     known = [c for i, c in enumerate(_COLUMNS) if any(cells[i] not in _UNKNOWN for cells in table)]
     head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))
@@ -136,10 +133,8 @@ def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
     means = f"means of {over} steps, " if over > 1 else ""
     where = f"step {change['first_step']} → step {change['last_step']}"
     title = f"{means}{where}; best {number(change['best'])}"
-    return (
-        f'<span class="change" title="{title}"><span class="quiet">{first} →</span> '
-        f"<b>{last}</b></span>"
-    )
+    values = f'<span class="quiet">{first} →</span> <b>{last}</b>'
+    return f'<span class="change" title="{title}">{values}</span>'
 
 
 def _amount(value: float | int, *, share: bool) -> str:
@@ -194,9 +189,8 @@ def health(runs: Sequence[Mapping[str, Any]]) -> str:
         return ""
     title = f"{count or 'no'} symptom{'s' if count > 1 else ''}"
     items = "".join(lines)
-    return (
-        f'<details class="notes" open><summary>Health: {title}</summary><ul>{items}</ul></details>'
-    )
+    head = f"<summary>Health: {title}</summary>"
+    return f'<details class="notes" open>{head}<ul>{items}</ul></details>'
 
 
 def losses(data: Mapping[str, Any]) -> str:
@@ -236,9 +230,8 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
             f'class="quiet">{why}</p></div>'
         )
     formula = "\n".join(f"{line['name']} = {line['expression']}" for line in explanation["formula"])
-    words = "".join(
-        f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in explanation["words"].items()
-    )
+    slots = explanation["words"].items()
+    words = "".join(f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in slots)
     none = _no_gradient(explanation["zero_gradient"])
     numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in explanation["numbers"]])
     traps = "".join(f"<li>{escaped(trap['text'])}" for trap in explanation["traps"])
@@ -349,13 +342,17 @@ def origins(runs: Sequence[Mapping[str, Any]]) -> str:
     names = sorted({name for i in places for name in runs[i]["names"]})
     if not names:
         return ""
+    columns = [
+        {name: f"<code>{escaped(old)}</code>" for name, old in runs[i]["names"].items()}
+        for i in places
+    ]
     head = "".join(
         f'<th scope=col title="{escaped(runs[i]["source"])}"><bdi>{escaped(runs[i]["label"])}</bdi>'
         for i in places
     )
     rows = "".join(
         f"<tr><th scope=row><code>{escaped(name)}</code>"
-        + "".join(f"<td>{_name(runs[i]['names'].get(name))}" for i in places)
+        + "".join(f"<td>{cells.get(name, '–')}" for cells in columns)
         for name in names
     )
     sources = "".join(
@@ -367,7 +364,3 @@ def origins(runs: Sequence[Mapping[str, Any]]) -> str:
         f'class="wide"><table class="settings"><thead><tr><th scope=col>Here{head}</thead><tbody>'
         f"{rows}</tbody></table></div></details>"
     )
-
-
-def _name(name: str | None) -> str:
-    return "–" if name is None else f"<code>{escaped(name)}</code>"

@@ -58,11 +58,6 @@ class Line:
         """The number of points that a later point of the same step replaces."""
         return len(self._steps) - self.count
 
-    @property
-    def total(self) -> float | int:
-        """The sum of the finite values."""
-        return _number(float(self.numbers[1].nan_to_num(0.0).sum())) or 0
-
     def points(self, limit: int, *, summed: bool = False) -> dict[str, list[Any]]:
         """All points if there are at most `limit`, else about `limit` points: the last point, and
         the lowest, the highest and the first nonfinite point of every stretch. summed: the sum of
@@ -76,25 +71,9 @@ class Line:
         return {"step": steps.tolist(), "value": [_number(x) for x in values.tolist()]}
 
     def sampled(self, limit: int) -> dict[str, list[Any]]:
-        """At most `limit` evenly spaced points, for statistics, which the extremes of `points`
-        would mislead.
-        """
+        """At most `limit` evenly spaced points, for statistics; extremes would mislead them."""
         steps, values = (x[:: math.ceil(self.count / limit)].tolist() for x in self.numbers)
         return {"step": steps, "value": [_number(x) for x in values]}
-
-    def change(self) -> dict[str, Any] | None:
-        """The first, last and best finite value with their steps; None if there is none."""
-        known = ~self.numbers[1].isnan()
-        steps, values = (x[known] for x in self.numbers)
-        if not steps.numel():
-            return None
-        return {
-            "first": _number(float(values[0])),
-            "first_step": int(steps[0]),
-            "last": _number(float(values[-1])),
-            "last_step": int(steps[-1]),
-            "best": _number(float(values.max())),
-        }
 
 
 def _number(value: float) -> float | int | None:
@@ -106,9 +85,7 @@ def _number(value: float) -> float | int | None:
 
 
 def _extremes(values: Tensor, size: int) -> Tensor:
-    """The indices of the lowest, the highest and the first NaN of every `size` successive values,
-    and of the last value, in order.
-    """
+    """The indices of each `size` values' lowest, highest and first NaN, and of the last value."""
     count, end = values.shape[0], (0, -values.shape[0] % size)
     low = pad(values.nan_to_num(math.inf), end, value=math.inf).view(-1, size).argmin(1)
     high = pad(values.nan_to_num(-math.inf), end, value=-math.inf).view(-1, size).argmax(1)
@@ -204,12 +181,24 @@ class Table:
         ]
 
     def change(self, name: str) -> dict[str, Any] | None:
-        """The first, last and best value of a metric; None if it was never finite."""
-        return self.lines[name].change() if name in self.lines else None
+        """The first, last and best finite value of a metric, with their steps; None without one."""
+        numbers = self.lines[name].numbers if name in self.lines else (torch.empty(0),) * 2
+        steps, values = (x[~numbers[1].isnan()] for x in numbers)
+        if not steps.numel():
+            return None
+        return {
+            "first": _number(float(values[0])),
+            "first_step": int(steps[0]),
+            "last": _number(float(values[-1])),
+            "last_step": int(steps[-1]),
+            "best": _number(float(values.max())),
+        }
 
     def total(self, name: str) -> float | int | None:
-        """The sum of a metric over the steps; None if it was never written."""
-        return self.lines[name].total if name in self.lines else None
+        """The sum of a metric's finite values; None if it was never written."""
+        if name not in self.lines:
+            return None
+        return _number(float(self.lines[name].numbers[1].nan_to_num(0.0).sum())) or 0
 
 
 def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> Table:
@@ -226,9 +215,7 @@ def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> T
             else:
                 table.add(step, row)
     if repeated := max((line.repeated for line in table.lines.values()), default=0):
-        notes.append(
-            f"{path.name} has {repeated} step(s) more than once; the last numbers of each are used."
-        )
+        notes.append(f"{path.name} has {repeated} step(s) more than once; the last ones count.")
     if without:
         notes.append(f"{path.name} has {without} line(s) without a step, left out.")
     return table

@@ -79,9 +79,8 @@ def is_our_run(path: Path) -> bool:
         return True
     # The config is damaged or missing. Models of Hugging Face also have a config.json, and other
     # trainers also write metrics.jsonl.
-    if any((path / name).exists() for name in _OF_OTHERS) or any(
-        path.glob(f"checkpoint-*/{STATE}")
-    ):
+    states = path.glob(f"checkpoint-*/{STATE}")
+    if any((path / name).exists() for name in _OF_OTHERS) or any(states):
         return False
     return kind_of_file(path / "metrics.jsonl") != "lines of others"
 
@@ -208,10 +207,8 @@ def _of_project(path: Path, run: str) -> str:
     names = run_names(path)
     if run in names or (len(names) == 1 and not run):
         return run or names[0]
-    listed = ", ".join(names[:10])
-    raise InputError(
-        f"{path} holds the runs {listed}; give one as {path.name}#{names[0] if names else 'RUN'}."
-    )
+    example = f"{path.name}#{names[0] if names else 'RUN'}"
+    raise InputError(f"{path} holds the runs {', '.join(names[:10])}; give one as {example}.")
 
 
 def _number(name: str) -> int:

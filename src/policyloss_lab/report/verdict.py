@@ -41,9 +41,7 @@ class Level(NamedTuple):
 
 
 class Course(NamedTuple):
-    """The levels of a curve: at its beginning, at its end, and at its best. room: the possible
-    gain.
-    """
+    """The levels of a curve at its beginning, its end and its best. room: the possible gain."""
 
     name: str
     share: bool  # an accuracy, which is shown in percent

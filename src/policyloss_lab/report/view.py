@@ -55,10 +55,8 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     series = {}
     for key, line in named.items():
         # The script shows names unchanged, and a lone surrogate would crash a browser.
-        series[visible(key)] = [
-            places.setdefault(tuple(line["step"]), len(places)),
-            short(line["value"]),
-        ]
+        place = places.setdefault(tuple(line["step"]), len(places))
+        series[visible(key)] = [place, short(line["value"])]
     return {
         "label": visible(run["label"]),
         "engine": run["summary"]["engine"],
@@ -79,9 +77,8 @@ def _cut(histogram: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The histogram without the outer bins that are empty at every step."""
     if histogram is None:
         return None
-    used = [
-        i for i in range(len(histogram["edges"]) - 1) if any(row[i] for row in histogram["counts"])
-    ]
+    bins, counts = range(len(histogram["edges"]) - 1), histogram["counts"]
+    used = [i for i in bins if any(row[i] for row in counts)]
     low, high = (used[0], used[-1] + 1) if used else (0, 1)
     edges, counts = histogram["edges"][low : high + 1], [x[low:high] for x in histogram["counts"]]
     return {"edges": short(edges), "step": histogram["step"], "counts": counts}
@@ -103,9 +100,7 @@ def _band(spec: Any) -> list[float] | None:
 
 
 def _scales(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """{colouring: the size with the full colour}. 98 % of the tokens do not exceed that size, and
-    all runs share one scale.
-    """
+    """{colouring: the size with the full colour}, which 98 % of the tokens do not exceed."""
     values: dict[str, list[float]] = {mode: [] for mode in _LEAST}
     for row in rows:
         sampled, trained = (

@@ -47,9 +47,7 @@ class StorageError(PolicyLossError):
 
 
 def write_error(what: object, error: Exception, kept: str) -> StorageError:
-    """The error for a failed write of `what`, with reason and advice. kept: a sentence about the
-    data that still exists.
-    """
+    """The error for a failed write of `what`. kept: a sentence about the data that still exists."""
     rust = re.search(r"\(os error (\d{1,3})\)", str(error))  # as packages in Rust write it
     number = error.errno if isinstance(error, OSError) else int(rust[1]) if rust else None
     reason = os.strerror(number) if number else str(error)
@@ -127,9 +125,7 @@ def to_json(value: Any, name: str, *, indent: int | None = None) -> bytes:
     try:
         return json.dumps(_plain(value, name), indent=indent, allow_nan=False).encode()
     except RecursionError:
-        raise InputError(
-            f"{name} is nested too deeply, or holds itself; JSON cannot hold that."
-        ) from None
+        raise InputError(f"{name} is nested too deeply for JSON, or holds itself.") from None
     except ValueError as error:  # an integer of thousands of digits
         raise InputError(f"{name}: {error}") from None
 
@@ -146,10 +142,7 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise InputError(
-                    f"{name} has the key {key!r}, but JSON takes only strings as keys; use "
-                    "str(key)."
-                )
+                raise InputError(f"{name} has the key {key!r}; JSON needs strings: str(key).")
         return {key: _plain(inner, f"{name}[{key!r}]") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
@@ -157,10 +150,8 @@ def _plain(value: Any, name: str) -> Any:
         return {"float": repr(float(value))}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise InputError(
-        f"{name} is a {type(value).__name__}, which JSON cannot hold; give a number, a string, a "
-        "list or a dict."
-    )
+    kind = type(value).__name__
+    raise InputError(f"{name} is a {kind}; JSON takes numbers, strings, lists and dicts.")
 
 
 def _float_or_dict(value: dict[str, Any]) -> Any:
@@ -201,10 +192,7 @@ def refuse_name(path: Path) -> None:
     except UnicodeEncodeError:
         plain = False
     if not plain:
-        raise InputError(
-            f"{str(path)!r} is no text in UTF-8, and safetensors opens no such file; use another "
-            "name."
-        )
+        raise InputError(f"{str(path)!r} is no text in UTF-8; use another name.")
 
 
 def refuse_links(run: Path) -> None:
@@ -240,9 +228,7 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else [],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
     }
 

@@ -7,11 +7,19 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from policyloss_lab.runs.files import StorageError, from_json, open_plain, write_error
+from policyloss_lab.runs.files import (
+    StorageError,
+    from_json,
+    make_folder,
+    open_plain,
+    refuse_links,
+    write_error,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -77,10 +85,24 @@ class Lock:
         self._handle = -1
 
 
+@contextmanager
+def lock_folder(path: Path) -> Iterator[Lock]:
+    """Lock a run directory, created if needed; the lock is released only if the body fails."""
+    try:
+        make_folder(path)
+    except (OSError, ValueError) as error:
+        raise write_error(path, error, "Nothing was written.") from error
+    refuse_links(path)
+    lock = Lock(path)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
+
+
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock of a run, or one on another host may. A link or a pipe named
-    `lock` is no lock.
-    """
+    """Whether a process on this host holds the lock of a run, or one on another host may."""
     try:
         handle = open_plain(folder / "lock", os.O_RDONLY)
     except (OSError, StorageError):

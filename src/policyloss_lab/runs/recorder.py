@@ -21,9 +21,11 @@ from policyloss.spec import LossSpec
 from policyloss_lab.limits import LARGEST_STEP
 from policyloss_lab.runs import files
 from policyloss_lab.runs.files import environment
-from policyloss_lab.runs.lock import Lock
+from policyloss_lab.runs.lock import lock_folder
 from policyloss_lab.runs.records import JsonLines, line_of
 
+Column = list[Any] | None  # one entry for each completion
+Decode = Callable[[list[int]], str]
 ROLLOUT_BYTES = 256 * 2**20
 LEFT_OUT = "completions_left_out"
 _FILES = ("metrics", "timing", "rollouts")
@@ -79,13 +81,7 @@ class Recorder:
         version = about["packages"].get("policyloss", "")
         contents = {"policyloss": version, "config": settings, "loss": loss}
         data = files.to_json(contents, "config", indent=2)
-        try:
-            files.make_folder(self.path)
-        except (OSError, ValueError) as error:
-            raise files.write_error(self.path, error, "Nothing was written.") from error
-        files.refuse_links(self.path)
-        self._lock = Lock(self.path)
-        try:
+        with lock_folder(self.path) as self._lock:
             there = [name for name in files.FILES if (self.path / name).exists()]
             runs = [name for name in there if name not in ("lock", "environment.json")]
             if runs and resume_after is None:
@@ -99,9 +95,6 @@ class Recorder:
             self._lines = {name: JsonLines(self.path / f"{name}.jsonl") for name in _FILES}
             for lines in self._lines.values():
                 lines.truncate(resume_after)
-        except BaseException:
-            self._lock.release()
-            raise
         self._began = time.perf_counter()
         self._guard = threading.Lock()
         self._ended: str | None = None  # the reason why nothing is written
@@ -134,9 +127,7 @@ class Recorder:
         last, now = self._lines["metrics"].last, time.perf_counter()
         step = (0 if last is None else last) + 1 if step is None else step
         if last is not None and step <= last:
-            raise InputError(
-                f"step={step} was recorded already, the last one is {last}; steps must grow."
-            )
+            raise InputError(f"step={step} was recorded already, the last one is {last}.")
         row = {"step": step, **numbers}
         seconds = now - self._began if seconds is None else seconds
         timing: dict[str, Any] = {"step": step, "step_s": seconds}
@@ -158,7 +149,7 @@ class Recorder:
         texts: Sequence[str] | None = None,
         ids: Any = None,
         tokens: Sequence[Sequence[str]] | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Decode | None = None,
         mask: Any = None,
         rewards: Any = None,
         advantages: Any = None,
@@ -253,9 +244,8 @@ class Recorder:
                 except (OSError, files.StorageError) as error:
                     self._ended = str(error)
                 problem = self._ended
-        warnings.warn(
-            f"{self.path} is no longer recorded: {problem} The training goes on.", stacklevel=3
-        )
+        text = f"{self.path} is no longer recorded: {problem} The training goes on."
+        warnings.warn(text, stacklevel=3)
 
     def close(self) -> None:
         """Sync all files to the disk, and release the folder."""
@@ -276,10 +266,7 @@ class Recorder:
 
 
 def _row(
-    place: int,
-    plain: Mapping[str, list[Any] | None],
-    columns: Mapping[str, list[Any] | None],
-    decode: Callable[[list[int]], str] | None,
+    place: int, plain: Mapping[str, Column], columns: Mapping[str, Column], decode: Decode | None
 ) -> dict[str, Any]:
     """One completion as a row of rollouts.jsonl."""
     every = {**plain, **columns}
@@ -318,15 +305,11 @@ def metric_numbers(metrics: Mapping[str, Any] | Metrics) -> dict[str, float]:
     if isinstance(metrics, Metrics):
         metrics = {"policy": metrics}
     if not isinstance(metrics, Mapping):
-        raise InputError(
-            f"metrics is {safe_repr(metrics)}; give {{name: number}}, or the metrics of a loss."
-        )
+        raise InputError(f"metrics is {safe_repr(metrics)}; give {{name: number}} or `Metrics`.")
     out: dict[str, float] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or name == "step":
-            raise InputError(
-                f"metrics has the key {safe_repr(name)}; keys are names, and the step is step=…"
-            )
+            raise InputError(f"metrics has the key {safe_repr(name)}; give names, and step=… .")
         if isinstance(value, Metrics):
             out |= {f"{name}/{inner}": x for inner, x in value.compute().items()}
             continue
@@ -363,9 +346,7 @@ def whole_number(value: Any, name: str, end: int = _LARGEST) -> int:
     except Exception:  # somebody else's object may raise anything
         number = -1
     if not 0 <= number < end:
-        raise InputError(
-            f"{name} is {safe_repr(value)}; give a whole number from 0 on and below {end}."
-        )
+        raise InputError(f"{name} is {safe_repr(value)}; give a whole number from 0 to {end - 1}.")
     return number
 
 
@@ -384,19 +365,16 @@ def as_list(values: Any, name: str, *kinds: type) -> list[Any]:
             raise TypeError
         plain = [_as_lists(x) for x in entries]
     except Exception:  # somebody else's object may raise anything
-        raise InputError(
-            f"{name} is {safe_repr(values)}, which is no list; give a list or a tensor."
-        ) from None
+        raise InputError(f"{name} is {safe_repr(values)}; give a list or a tensor.") from None
     if kinds and not set(map(type, plain)) <= {*kinds} - {int}:
         for i, x in enumerate(plain):
             if not isinstance(x, kinds) or (isinstance(x, int) and abs(x) >= _LARGEST):
-                raise InputError(
-                    f"{name}[{i}] is {safe_repr(x)}; give {' or '.join(k.__name__ for k in kinds)}."
-                )
+                names = " or ".join(kind.__name__ for kind in kinds)
+                raise InputError(f"{name}[{i}] is {safe_repr(x)}; give {names}.")
     return plain
 
 
-def column(values: Any, name: str, count: int, *kinds: type) -> list[Any] | None:
+def column(values: Any, name: str, count: int, *kinds: type) -> Column:
     """One value per completion."""
     if values is None:
         return None
@@ -406,9 +384,7 @@ def column(values: Any, name: str, count: int, *kinds: type) -> list[Any] | None
     return entries
 
 
-def rows_of(
-    values: Any, name: str, count: int, mask: list[Any] | None, *kinds: type
-) -> list[Any] | None:
+def rows_of(values: Any, name: str, count: int, mask: Column, *kinds: type) -> Column:
     """One list per completion, with only the tokens of `mask`."""
     rows = column(values, name, count)
     if rows is None:
@@ -417,15 +393,13 @@ def rows_of(
         rows[i] = row = as_list(row, f"{name}[{i}]", *kinds)
         if mask is not None:
             if len(row) != len(mask[i]):
-                raise InputError(
-                    f"{name}[{i}] has {len(row)} tokens and mask[{i}] {len(mask[i])}; they must be "
-                    "equal."
-                )
+                sizes = f"{len(row)} tokens and mask[{i}] {len(mask[i])}"
+                raise InputError(f"{name}[{i}] has {sizes}; they must be equal.")
             rows[i] = [x for x, used in zip(row, mask[i], strict=True) if used]
     return rows
 
 
-def decoded(decode: Callable[[list[int]], str], ids: list[int]) -> str:
+def decoded(decode: Decode, ids: list[int]) -> str:
     """The text that `decode` returns for ids."""
     try:
         text: Any = decode(ids)

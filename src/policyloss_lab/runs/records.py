@@ -38,29 +38,21 @@ class JsonLines:
         for row in rows:
             step = row.get("step")
             if not isinstance(step, int) or step < 0:
-                raise InputError(
-                    f"a row of {self.path.name} needs a step, an integer ≥ 0, got {step!r}."
-                )
+                raise InputError(f"{self.path.name} needs a step, an integer ≥ 0, got {step!r}.")
             if last is not None and step < last:
-                raise InputError(
-                    f"step {step} after step {last} in {self.path}; truncate({step - 1}) first to "
-                    "write it again."
-                )
+                raise InputError(f"step {step} after step {last} in {self.path}; truncate first.")
             last = step
         data = b"".join(line_of(row) + b"\n" for row in rows)
-        before = os.fstat(self._handle).st_size
+        before = self.size
         try:
-            self._write(data)
+            while data:
+                data = data[os.write(self._handle, data) :]
         except BaseException as error:
             os.ftruncate(self._handle, before)  # no half line
             if isinstance(error, OSError):
                 raise write_error(self.path, error, "Its old contents are kept.") from error
             raise
         self.last = last
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._handle, data) :]
 
     def truncate(self, step: int | None) -> None:
         """Drop the rows after `step` (None: no row), and everything after the last readable row."""
@@ -76,7 +68,7 @@ class JsonLines:
                 if step is not None and row_step > step:
                     break
                 end, last = at, row_step
-        if end < os.fstat(self._handle).st_size:
+        if end < self.size:
             os.ftruncate(self._handle, end)
             os.fsync(self._handle)
         self.last = last
@@ -133,9 +125,8 @@ def line_of(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, allow_nan=False).encode()
     except TypeError as error:
-        raise InputError(
-            f"a row of step {row['step']} holds something that JSON cannot: {error}."
-        ) from None
+        reason = f"holds something that JSON cannot: {error}"
+        raise InputError(f"a row of step {row['step']} {reason}.") from None
     except ValueError:
         were: dict[str, str] = {}
         finite = {key: _finite(value, key, were) for key, value in row.items()}

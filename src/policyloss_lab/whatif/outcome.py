@@ -101,9 +101,7 @@ class Outcome:
 
 
 def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, ...], Tensor]]:
-    """Ways to sort tokens: the names of the buckets, and the bucket of each token, `[N]`, -1 for
-    masked tokens.
-    """
+    """The names of buckets, and the bucket of each token, `[N]`, -1 for masked tokens, by kind."""
     t, mask = tokens.inputs, tokens.inputs.mask
     out: dict[str, tuple[tuple[str, ...], Tensor]] = {}
     out["sign"] = (SIGNS, t.advantages.sign().long() + 1)
@@ -127,9 +125,7 @@ def buckets(tokens: StoredTokens, branch: Tensor) -> dict[str, tuple[tuple[str, 
 
 
 def outcome_of(name: str, spec: LossSpec, tokens: StoredTokens) -> Outcome:
-    """Try a loss on these tokens; an `InputError` names the tensors that the loss needs and that
-    were not stored.
-    """
+    """Try a loss on these tokens; an `InputError` names the tensors that were not stored."""
     t = tokens.inputs
     missing = [argument for argument in spec.reads if getattr(t, argument) is None]
     if missing:

@@ -35,9 +35,8 @@ def page(result: WhatIf, title: str) -> str:
 def _verdict(result: WhatIf) -> str:
     if result.outcomes[0].name != YOURS:
         return ""
-    items = "".join(
-        f"<li><b>{escaped(problem)}</b><br>{escaped(cure)}" for problem, cure in result.problems()
-    )
+    pairs = result.problems()
+    items = "".join(f"<li><b>{escaped(problem)}</b><br>{escaped(cure)}" for problem, cure in pairs)
     kind, mark = ("worse", "!") if items else ("solved", "✓")
     sentence = "Your loss has a problem on these tokens." if items else result.verdict()[0]
     return (
@@ -48,11 +47,9 @@ def _verdict(result: WhatIf) -> str:
 
 def _notes(notes: Sequence[str]) -> str:
     items = "".join(f"<li>{escaped(cut(note, NOTE_LENGTH))}" for note in notes[:NOTES])
-    return (
-        f'<details class="notes" open><summary>Notes</summary><ul>{items}</ul></details>'
-        if items
-        else ""
-    )
+    if not items:
+        return ""
+    return f'<details class="notes" open><summary>Notes</summary><ul>{items}</ul></details>'
 
 
 def _table(result: WhatIf) -> str:
@@ -73,9 +70,8 @@ def _table(result: WhatIf) -> str:
 
 
 def _refused(result: WhatIf) -> str:
-    reasons = [
-        (", ".join(names), cut(why, NOTE_LENGTH)) for why, names in result.not_tried().items()
-    ]
+    known = result.not_tried().items()
+    reasons = [(", ".join(names), cut(why, NOTE_LENGTH)) for why, names in known]
     return _listed(f"Not tried ({len(result.refused)})", reasons) if reasons else ""
 
 

@@ -136,9 +136,8 @@ class WhatIf:
         columns, rows = self.table()
         refused = [f"{', '.join(names)}: {why}" for why, names in self.not_tried().items()]
         table = notebook.table([column.name for column in columns], rows)
-        return (
-            notebook.html_list([*self.verdict(), *self.notes]) + table + notebook.html_list(refused)
-        )
+        verdict = notebook.html_list([*self.verdict(), *self.notes])
+        return verdict + table + notebook.html_list(refused)
 
     @property
     def about(self) -> str:
@@ -191,19 +190,11 @@ COLUMNS = (
         "effective sample size: the share of the tokens that ratio, trust region and correction "
         "let count, 1 on policy",
     ),
-    Column(
-        "cut off", "gradient cut off", "share of the on-policy gradient at tokens that get none"
-    ),
+    Column("cut off", "gradient cut off", "share of the on-policy gradient that is cut to 0"),
     Column("limited", "tokens limited", "share of tokens at a bound of the trust region"),
     Column("rejected", "tokens rejected", "share of tokens that the correction rejects"),
-    Column(
-        "A > 0", "gradient at A > 0", "share of the gradient at tokens with an advantage above 0"
-    ),
-    Column(
-        "cosine",
-        "cosine by token",
-        "with the gradient of the first loss, each token a weight of its own",
-    ),
+    Column("A > 0", "gradient at A > 0", "share of the gradient where the advantage is above 0"),
+    Column("cosine", "cosine by token", "with the first loss's gradient, a weight for each token"),
     Column("by model", "cosine by model", "the same cosine through the model"),
     Column(
         "gain",
@@ -271,7 +262,9 @@ def what_if(
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))
-    tokens = _tokens(source, step)
+    if isinstance(source, Mapping):
+        source = StoredTokens.of(source)
+    tokens = source if isinstance(source, StoredTokens) else read(Path(source), step)
     notes = list(tokens.notes)
     yours = _yours(tokens, spec, notes)
     outcomes, refused = [], {}
@@ -309,14 +302,6 @@ def _other_weights(logp: Tensor, tokens: StoredTokens) -> list[str]:
     ]
 
 
-def _tokens(source: Any, step: int | str | None) -> StoredTokens:
-    if isinstance(source, StoredTokens):
-        return source
-    if isinstance(source, Mapping):
-        return StoredTokens.of(source)
-    return read(Path(source), step)
-
-
 def _yours(tokens: StoredTokens, spec: AnyLoss | None, notes: list[str]) -> dict[str, LossSpec]:
     """{"yours": your loss}; {} and a note if it cannot be read."""
     if spec is not None:
@@ -334,10 +319,7 @@ def _named(losses: Any) -> dict[str, LossSpec]:
     if losses is None:
         return {name: preset.spec for name, preset in PRESETS.items()}
     if isinstance(losses, (str, LossSpec)) or not isinstance(losses, (Sequence, Mapping)):
-        raise InputError(
-            "losses must be a list of presets or specs, or a mapping of names to them, got "
-            f"{description(losses)}."
-        )
+        raise InputError(f"losses must be a list or dict of losses, got {description(losses)}.")
     if isinstance(losses, Mapping):
         return {str(name): as_spec(loss, "losses") for name, loss in losses.items()}
     out = {}

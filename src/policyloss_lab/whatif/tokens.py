@@ -52,10 +52,7 @@ class StoredTokens:
         missing = [name for name in NEEDED if tensors.get(name) is None]
         if missing:
             there = ", ".join(sorted(map(str, tensors))) or "nothing"
-            raise InputError(
-                f"the tokens need {' and '.join(missing)}, as policy_loss takes them; there is "
-                f"{there}."
-            )
+            raise InputError(f"the tokens need {' and '.join(missing)}; there is {there}.")
         others = {name: x for name, x in tensors.items() if name in OPTIONAL}
         unknown = set(tensors) - {*OPTIONAL, *NEEDED, *EXTRA, "old_logp"}
         if unknown:
@@ -69,14 +66,11 @@ class StoredTokens:
         count = _lengths(packed).shape[0]
         ids, rewards = tensors.get("ids"), tensors.get("rewards")
         if rewards is not None and tuple(rewards.shape) != (count,):
-            raise InputError(
-                f"rewards has shape {tuple(rewards.shape)}; give one per sequence, ({count},)."
-            )
+            shape = tuple(rewards.shape)
+            raise InputError(f"rewards has shape {shape}; give one per sequence, ({count},).")
         if ids is not None and ids.shape != inputs.logp.shape:
-            raise InputError(
-                f"ids has shape {tuple(ids.shape)} and logp {tuple(inputs.logp.shape)}; give one "
-                "id per token."
-            )
+            shapes = f"shape {tuple(ids.shape)} and logp {tuple(inputs.logp.shape)}"
+            raise InputError(f"ids has {shapes}; give one id per token.")
         return cls(
             packed,
             None if rewards is None else rewards.detach().double().cpu(),
@@ -184,9 +178,7 @@ def read(path: Path, step: int | str | None = None) -> StoredTokens:
         return tokens_of([{ours: row.get(n) for ours, n in columns.items()} for row in rows], step)
     if not os.path.lexists(path):
         raise InputError(f"{path} does not exist; give the folder of a run, or a file of tokens.")
-    raise InputError(
-        f"{path} is neither a run directory nor a .jsonl or .safetensors file of tokens."
-    )
+    raise InputError(f"{path} is neither a run directory nor a .jsonl or .safetensors file.")
 
 
 def _columns(names: Any) -> dict[str, str]:
@@ -310,8 +302,8 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
         prompt_texts=texts if all(isinstance(p, str) for p in texts) else None,
         texts=[
             text
-            for row, length in zip(rows, lengths.tolist(), strict=True)
-            for text in _texts(row, length)
+            for row, x in zip(rows, numbers, strict=True)
+            for text in _texts(row, len(x["mask"]))
         ],
         notes=tuple(notes),
     )
@@ -345,10 +337,7 @@ def _numbers(row: Mapping[str, Any], place: int) -> dict[str, list[Any]]:
 def _groups(rows: Sequence[Mapping[str, Any]]) -> Tensor | None:
     """A number for each prompt of each step; None if a completion has neither group nor prompt."""
     keys = [
-        (
-            row.get("step"),
-            next((x for x in (row.get("group"), row.get("prompt")) if x is not None), None),
-        )
+        (row.get("step"), row.get("prompt") if row.get("group") is None else row["group"])
         for row in rows
     ]
     if any(key is None or isinstance(key, (list, dict)) for _, key in keys):

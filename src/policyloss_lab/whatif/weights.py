@@ -110,9 +110,8 @@ class Parameters:
     def _backward(self, logp: Tensor, g: Tensor) -> Tensor:
         parts = torch.autograd.grad(logp, self.weights, g, retain_graph=True, allow_unused=True)
         pairs = zip(parts, self.weights, strict=True)
-        return torch.cat(
-            [torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in pairs]
-        )
+        each = [torch.zeros_like(p) if x is None else x for x, p in pairs]
+        return torch.cat([x.flatten() for x in each])
 
     def _chunks(self, tokens: StoredTokens) -> Iterator[tuple[Tensor, Tensor]]:
         """The indices of the trained tokens of some sequences, and their log-probabilities."""
@@ -151,10 +150,7 @@ class HeadWeight:
         """`J·Jᵀ`, `[N, N]`, 0 at tokens that are not trained on."""
         trained = int(tokens.inputs.mask.sum())
         if trained > HEAD_TOKENS:
-            raise InputError(
-                f"{trained} tokens are too many to compare through the head; {HEAD_TOKENS} are "
-                "the most."
-            )
+            raise InputError(f"{trained} tokens are too many for the head; it takes {HEAD_TOKENS}.")
         places, states, ids = [], [], []
         for batch in model_batches(tokens, self.model):
             call = ModelCall.of(self.model, batch.ids, batch.attention_mask, None, None, None, None)
@@ -212,14 +208,10 @@ class _ModelBatch(NamedTuple):
 def model_batches(tokens: StoredTokens, model: Any, at_once: int = _ROWS) -> Iterator[_ModelBatch]:
     """Batches of the sequences that have a trained token, prompt and completion."""
     if tokens.ids is None or tokens.prompts is None:
-        raise InputError(
-            "a model needs the ids of the tokens and prompts, the token ids before each sequence."
-        )
+        raise InputError("a model needs the ids of the tokens and prompts, the ids before them.")
     if len(tokens.prompts) != tokens.lengths.shape[0] or not all(map(len, tokens.prompts)):
-        raise InputError(
-            f"prompts must hold token ids for each of {tokens.lengths.shape[0]} sequences, at "
-            "least one each."
-        )
+        count = tokens.lengths.shape[0]
+        raise InputError(f"prompts must hold token ids for each of {count} sequences, none empty.")
     try:
         flat = torch.tensor([x for prompt in tokens.prompts for x in prompt], dtype=torch.long)
     except (TypeError, ValueError, RuntimeError):

@@ -80,9 +80,8 @@ def save(
     }
     try:
         temporary = on_first_rank(partial(_writing, path, begin, folder, step), group)
-        written = on_every_rank(
-            partial(_writing, path, write_tensors, temporary / file, to_write), group
-        )
+        write = partial(_writing, path, write_tensors, temporary / file, to_write)
+        written = on_every_rank(write, group)
         by_file = {shards.file_of(rank): entry for rank, entry in enumerate(written) if entry}
         contents = {"files": by_file, "tensors": entries, "numbers": numbers}
         on_first_rank(partial(_writing, path, _finish, temporary, step, contents), group)
@@ -137,9 +136,8 @@ def latest(
 
 def subtree(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors under `name`, without it: `subtree({"model/w": x}, "model") == {"w": x}`."""
-    return {
-        key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}/")
-    }
+    start = f"{name}/"
+    return {key[len(start) :]: x for key, x in tensors.items() if key.startswith(start)}
 
 
 def count_from(numbers: Mapping[str, Any], name: str) -> int:
@@ -206,9 +204,8 @@ def check_index(path: Path, *, sums: bool) -> dict[str, Any]:
                 raise StorageError(f"{damaged} {INDEX} needs a step and numbers by name.")
             return index
     except OSError as error:
-        raise StorageError(
-            f"checkpoint {path} is incomplete: {error.filename or path}: {error.strerror}."
-        ) from None
+        reason = f"{error.filename or path}: {error.strerror}"
+        raise StorageError(f"checkpoint {path} is incomplete: {reason}.") from None
 
 
 def _finish(temporary: Path, step: int, contents: Mapping[str, Any]) -> None:
@@ -236,10 +233,8 @@ def _load(path: Path, templates: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         entries = index["tensors"]
         for name, entry in entries.items():
             shards.check_pieces(opened, name, entry)
-        tensors = {
-            name: shards.read_like(opened, name, entry, templates)
-            for name, entry in entries.items()
-        }
+        read = partial(shards.read_like, opened, templates=templates)
+        tensors = {name: read(name, entry) for name, entry in entries.items()}
     return tensors, index["numbers"]
 
 
@@ -248,23 +243,18 @@ def _writing(path: Path, action: Callable[..., T], *arguments: Any) -> T:
     try:
         return action(*arguments)
     except (OSError, safetensors.SafetensorError) as error:
-        raise files.write_error(
-            f"checkpoint {path}", error, "Older checkpoints are untouched."
-        ) from error
+        kept = "Older checkpoints are untouched."
+        raise files.write_error(f"checkpoint {path}", error, kept) from error
 
 
 def _check_file(path: Path, name: str, file: Mapping[str, Any], sums: bool) -> None:
     if Path(name).name != name:
-        raise StorageError(
-            f"checkpoint {path} is not one of ours: it names the file {name!r} outside of its "
-            "folder."
-        )
+        raise StorageError(f"checkpoint {path} names the file {name!r} outside of its folder.")
     files.require_plain(path / name)
     size = (path / name).stat().st_size
     if size != file["bytes"]:
-        raise StorageError(
-            f"checkpoint {path} is damaged: {name} has {size} bytes, {file['bytes']} were written."
-        )
+        sizes = f"{name} has {size} bytes, {file['bytes']} were written"
+        raise StorageError(f"checkpoint {path} is damaged: {sizes}.")
     if sums and _sha256(path / name) != file["sha256"]:
         raise StorageError(f"checkpoint {path} is damaged: {name} does not have its checksum.")
 
@@ -343,11 +333,7 @@ def newest_first(folder: Path) -> list[Path]:
     # ".step…" sorts before "step…", which replaces it here.
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _NAME.fullmatch(path.name)
-        if (
-            match
-            and path.is_dir()
-            and (not match[1] if match[3] is None else match[1] and match[3] == "old")
-        ):
+        if match and path.is_dir() and (match[1], match[3]) in (("", None), (".", "old")):
             by_step[int(match[2])] = path
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
@@ -378,7 +364,7 @@ def prune(folder: Path, step: int, keep: int | None) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Clean up after a crash: bring back checkpoints set aside, delete temporary"""
+    """Clean up after a crash: bring back checkpoints set aside, delete temporary folders."""
     for path in newest_first(folder):
         if path.name.endswith(".old"):
             os.replace(path, published_path(folder, step_of(path)))

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from policyloss.errors import InputError
 from policyloss_lab.runs import files
 from policyloss_lab.runs.files import environment
-from policyloss_lab.runs.lock import Lock, is_held
+from policyloss_lab.runs.lock import Lock, is_held, lock_folder
 from policyloss_lab.runs.records import JsonLines
 from policyloss_train.run.checkpoint import discard_after
 from policyloss_train.view.track import TensorBoard, Tracker
@@ -67,18 +66,11 @@ class RunDir:
         contents: dict[str, Any] = {"policyloss": policyloss.__version__, "config": config}
         contents |= {"loss": spec} | ({} if defaults is None else {"defaults": defaults})
         data = files.to_json(contents, "run", indent=2)
-        try:
-            files.make_folder(path)
-        except OSError as error:
-            raise files.write_error(path, error, "Nothing was written.") from error
-        files.refuse_links(path)
-        with _locked(path) as lock:
+        with lock_folder(path) as lock:
             there = [name for name in _OF_A_RUN if (path / name).exists()]
             if _holds_run(path):
-                raise InputError(
-                    f"{path} holds a run already ({', '.join(there)}); resume it, or use another "
-                    "directory."
-                )
+                reason = f"{path} holds a run already ({', '.join(there)})"
+                raise InputError(f"{reason}; resume it, or use another directory.")
             # The last start ended before its first checkpoint: there is nothing to resume.
             for name in there:
                 shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
@@ -93,7 +85,7 @@ class RunDir:
         """Open the run in `path` to continue it; next, `truncate` it to its checkpoint."""
         path = Path(path)
         contents = cls.read_config(path)
-        with _locked(path) as lock:
+        with lock_folder(path) as lock:
             started = _environment(path)
             started["resumed"].append(environment())
             _write_environment(path, started)
@@ -107,19 +99,12 @@ class RunDir:
         try:
             contents: Any = files.from_json(files.read_plain(file))
         except FileNotFoundError:
-            raise InputError(
-                f"{path} holds no run: there is no {file}. Give the directory of a run, or start "
-                "one."
-            ) from None
+            raise InputError(f"{path} holds no run: there is no {file}; name another.") from None
         except (OSError, ValueError) as error:
             raise files.StorageError(f"cannot read {file}: {error}.") from None
-        if (
-            not isinstance(contents, dict)
-            or not {"policyloss", "config", "loss"} <= contents.keys()
-        ):
-            raise InputError(
-                f"{file} does not belong to a run: it lacks policyloss, config or loss."
-            )
+        needed = {"policyloss", "config", "loss"}
+        if not isinstance(contents, dict) or not needed <= contents.keys():
+            raise InputError(f"{file} is not of a run: it lacks policyloss, config or loss.")
         return contents
 
     def rewrite(self, config: dict[str, Any]) -> None:
@@ -211,17 +196,6 @@ class RunDir:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[Lock]:
-    """The lock of a run directory, which is released only if the body fails."""
-    lock = Lock(path)
-    try:
-        yield lock
-    except BaseException:
-        lock.release()
-        raise
 
 
 def _holds_run(path: Path) -> bool:

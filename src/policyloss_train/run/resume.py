@@ -26,7 +26,7 @@ from policyloss_lab.runs.files import TEMPLATE, StorageError, damage_named
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.models import list_names
-from policyloss_train.run.checkpoint import check_index, flatten, latest, load, save, step_of
+from policyloss_train.run.checkpoint import State, check_index, flatten, latest, load, save, step_of
 from policyloss_train.run.directory import RunDir
 from policyloss_train.watch import NotFiniteError, nonfinite_names
 
@@ -48,23 +48,16 @@ def store(folder: Path, step: int, changing: Mapping[str, Any], ranks: Ranks, *,
     weights = {name: x for name, x in flatten(tensors).items() if name.startswith(_TRAINED)}
     names = sorted({name for share in ranks.gather(nonfinite_names(weights)) for name in share})
     if names:  # on every rank, so that the last good checkpoint is kept
-        raise NotFiniteError(
-            f"the weights are not finite after step {step} ({list_names(names)}), so it gets no "
-            "checkpoint."
-        )
+        what = f"the weights are not finite after step {step} ({list_names(names)})"
+        raise NotFiniteError(f"{what}, so it gets no checkpoint.")
     save(folder, step, tensors, numbers, keep=keep, group=ranks.group)
 
 
-def restore(
-    folder: Path, changing: Mapping[str, Any], ranks: Ranks, layout: Mapping[str, Any]
-) -> int:
+def restore(folder: Path, changing: Mapping[str, Any], ranks: Ranks, layout: State) -> int:
     """Load the last good checkpoint; returns its step. layout: as in `checkpoint.load`."""
     path = latest(folder, refuse_nonfinite_weights, group=ranks.group)
     if path is None:
-        raise InputError(
-            f"{folder} holds no checkpoint that can be read, so nothing can be resumed; start "
-            "again in another --out."
-        )
+        raise InputError(f"{folder} holds no checkpoint that can be read; start in another --out.")
     tensors, numbers = load(path, layout, group=ranks.group)
     with name_damage(path):
         for name, one in changing.items():
@@ -72,11 +65,9 @@ def restore(
     return step_of(path)
 
 
-def stored_weights(
-    run: Path, checkpoint: Path | None = None
-) -> tuple[Path, int, dict[str, Tensor]]:
+def stored_weights(run: Path, path: Path | None = None) -> tuple[Path, int, dict[str, Tensor]]:
     """The path, step and tensors of a checkpoint (default: the last good one), fully checked."""
-    path = checkpoint or latest(run / "checkpoints", refuse_nonfinite_weights)
+    path = path or latest(run / "checkpoints", refuse_nonfinite_weights)
     if path is None:
         raise InputError(f"{run / 'checkpoints'} holds no checkpoint that can be read.")
     step = int(check_index(path, sums=True)["step"])
@@ -98,10 +89,8 @@ def refuse_nonfinite_weights(path: Path) -> None:
             keys = [key for key in names if key.startswith(_TRAINED)]
             bad = [key for key in keys if nonfinite_names({key: file.get_tensor(key)})]
         if bad:
-            raise StorageError(
-                f"checkpoint {path} is no good: {len(bad)} of its weights are not finite, {bad[0]} "
-                "among them."
-            )
+            what = f"{len(bad)} of its weights are not finite, {bad[0]} among them"
+            raise StorageError(f"checkpoint {path} is no good: {what}.")
 
 
 def last_good(folder: Path) -> Path | None:
@@ -170,10 +159,8 @@ def refuse_changes(
         | _flat(loss_data(loss, config.loss), "--loss.")
         for config, loss in ((stored, stored_spec), (now, spec))
     )
-    pairs = {
-        name: (before.get(name, "nothing"), after.get(name, "nothing"))
-        for name in {**before, **after}
-    }
+    names = {**before, **after}
+    pairs = {name: tuple(x.get(name, "nothing") for x in (before, after)) for name in names}
     listed = "; ".join(
         f"{name} is {_shown(new)}, and the run has {_shown(old)}"
         for name, (old, new) in pairs.items()
@@ -214,9 +201,7 @@ def refuse_unnamed_code(
 
 
 def needs_name(option: str, value: str | None) -> bool:
-    """Whether an option names code (module:function), an address or a service, which the user must
-    name too, and nothing built-in.
-    """
+    """Whether an option names code (module:function), an address or a service."""
     return value is not None and (option == "track" or ":" in value)
 
 

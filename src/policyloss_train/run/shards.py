@@ -28,6 +28,7 @@ class Share(NamedTuple):
     rows: int
 
 
+_OLDER = "Use an older checkpoint."
 # The open files by name; each returns a tensor by name, as a slice of safetensors.
 Files = Mapping[str, Callable[[str], Any]]
 
@@ -61,9 +62,8 @@ def locate_pieces(plans: Sequence[Mapping[str, Share]]) -> dict[str, Any]:
         file = file_of(rank)
         for name, share in plan.items():
             known = name in entries
-            entry = entries.setdefault(
-                name, {"shape": share.shape, "dtype": share.dtype, "pieces": []}
-            )
+            new = {"shape": share.shape, "dtype": share.dtype, "pieces": []}
+            entry = entries.setdefault(name, new)
             if share.rows and (share.sharded or not known):
                 entry["pieces"].append({"file": file, "first": share.first, "rows": share.rows})
     return entries
@@ -78,29 +78,19 @@ def check_pieces(files: Files, name: str, entry: Mapping[str, Any]) -> None:
         stored = list(files[piece["file"]](name).get_shape())
         wanted = [piece["rows"], *shape[1:]] if shape else []
         if stored != wanted:
-            raise StorageError(
-                f"{name} has the shape {stored} in {piece['file']}, but {wanted} in the index. "
-                "Use an older checkpoint."
-            )
+            shapes = f"{stored} in {piece['file']}, but {wanted} in the index"
+            raise StorageError(f"{name} has the shape {shapes}. {_OLDER}")
         if piece["first"] != next_row:
-            raise StorageError(
-                f"{name}: a piece begins at row {piece['first']}, where row {next_row} is next. "
-                "Use an older checkpoint."
-            )
+            where = f"begins at row {piece['first']}, where row {next_row} is next"
+            raise StorageError(f"{name}: a piece {where}. {_OLDER}")
         next_row += piece["rows"]
     rows = shape[0] if shape else 1
     if next_row != rows:
-        raise StorageError(
-            f"{name}: {next_row} of {rows} rows are in the files of the checkpoint. Use an older "
-            "one."
-        )
+        raise StorageError(f"{name}: {next_row} of {rows} rows are in the files. {_OLDER}")
 
 
 def read_like(
-    files: Files,
-    name: str,
-    entry: Mapping[str, Any],
-    templates: Mapping[str, Tensor],
+    files: Files, name: str, entry: Mapping[str, Any], templates: Mapping[str, Tensor]
 ) -> Tensor:
     """The rows of this rank, as a DTensor like the template of this name or the nearest name above
     it; without a template, all rows, on the CPU.

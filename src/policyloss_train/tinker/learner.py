@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +35,6 @@ class OneBatch:
     def cut(self, lengths: Sequence[int], tokens: int) -> list[list[int]]:
         """One micro-batch with all sequences."""
         return [list(range(len(lengths)))]
-
-
-class Rate:
-    """Stands for an optimizer, whose learning rate the run sets before each step."""
-
-    def __init__(self, lr: float) -> None:
-        self.param_groups = [{"lr": lr}]
 
 
 @dataclass
@@ -79,7 +73,8 @@ class ServerLearner(Learner):
                 "checked: a server that averages a loss instead of summing it learns wrongly."
             )
         nowhere: Any = None
-        rate: Any = Rate(config.lr)
+        # Stands for an optimizer: the run sets its learning rate before each step.
+        rate: Any = SimpleNamespace(param_groups=[{"lr": config.lr}])
         return cls(config, spec, ranks, nowhere, rate, warn=warn, service=service)
 
     @property

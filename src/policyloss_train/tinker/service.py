@@ -1,6 +1,4 @@
-"""A Tinker server: calls with a time limit, gradients that mean the same on every server, and the
-options that no server takes.
-"""
+"""A Tinker server: calls with a time limit, its gradients, and options that it cannot honour."""
 
 from __future__ import annotations
 
@@ -90,9 +88,8 @@ class Service:
             raise LostServerError(f"the Tinker server {self._url} {late}.") from error
         except Exception as error:  # the package raises its own errors, and httpx's
             text = visible(f"{type(error).__name__}: {error}")[:500]
-            raise LostServerError(
-                f"the Tinker server {self._url} failed at {request}: {text}."
-            ) from error
+            failed = f"the Tinker server {self._url} failed at {request}"
+            raise LostServerError(f"{failed}: {text}.") from error
 
     def create(self, path: str | None = None) -> Any:
         """A policy: the model with new adapters, or one of `save`, with its optimizer."""
@@ -133,9 +130,7 @@ class Service:
     def backward(
         self, policy: Any, rows: Sequence[Row], logp: Sequence[Tensor], slopes: Sequence[Tensor]
     ) -> None:
-        """Add the gradient of a loss whose derivatives by `logp` are `slopes`. rows: of the whole
-        optimizer step.
-        """
+        """Add the gradient of a loss with the derivatives `slopes` by `logp`, for a whole step."""
         if self.reduction == "sum":
             name = "cross_entropy"
             data = [self._datum(r, weights=-x) for r, x in zip(rows, slopes, strict=True)]
@@ -205,9 +200,8 @@ class Service:
 
     def _datum(self, row: Row, **inputs: Tensor) -> Any:
         tokens = self.tinker.ModelInput.from_ints(row.ids.tolist())
-        return self.tinker.Datum(
-            model_input=tokens, loss_fn_inputs={"target_tokens": row.targets, **inputs}
-        )
+        tensors = {"target_tokens": row.targets, **inputs}
+        return self.tinker.Datum(model_input=tokens, loss_fn_inputs=tensors)
 
 
 def _row(length: int) -> Row:

@@ -72,9 +72,7 @@ class Display:
         self._print(f"warning: {text}", style="yellow")
 
     def warmup(self, total: int) -> Callable[..., None]:
-        """A function to call as `progress(done, loss)` in a warm-up of `total` steps, before the
-        loop. It prints one line, or about four.
-        """
+        """A `progress(done, loss)` for a warm-up of `total` steps; it prints one line or four."""
 
         def progress(done: int, loss: float) -> None:
             text = f"warm-up {done:>{len(str(total))}}/{total}  loss {loss:.3f}"
@@ -92,11 +90,8 @@ class Display:
             self._seconds.append(timing.get("step_s", math.nan))
         known = {**metrics, **timing}
         row = {"step": f"{self._done:>{len(str(self._total))}}/{self._total}"}
-        row |= {
-            title: format(known[name], form)
-            for title, name, form in COLUMNS
-            if known.get(name) is not None
-        }
+        shown = [column for column in COLUMNS if known.get(column[1]) is not None]
+        row |= {title: format(known[name], form) for title, name, form in shown}
         row["ETA"] = self._time_left()
         # Held-out accuracy is not measured at every step; the table shows the last one.
         self._held_out = row.get("held-out", self._held_out)
@@ -106,11 +101,7 @@ class Display:
             due = time.monotonic() >= self._drawn + REFRESH_S
             self._live.update(self.view(), refresh=due)
             self._drawn = time.monotonic() if due else self._drawn
-        elif (
-            self._done in (0, 1, self._total)
-            or self._done % self._every == 0
-            or "eval/accuracy" in metrics
-        ):
+        elif step in (0, 1, self._total) or step % self._every == 0 or "eval/accuracy" in metrics:
             self._print("  ".join(f"{title} {text}" for title, text in row.items()))
 
     def view(self) -> Group:

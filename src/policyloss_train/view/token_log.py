@@ -60,9 +60,7 @@ class TokenLog:
     def rollouts(
         self, step: int, samples: Sequence[Sample], learned: Learned, *, due: bool, size: int
     ) -> list[dict[str, Any]]:
-        """The groups of a step to store: the most informative ones if `due`, and the groups of the
-        first prompts. size: bytes already stored.
-        """
+        """The rows of a step: the most informative groups if `due`, and those of first prompts."""
         chosen = stored_groups(samples, self.config.rollouts_rows if due else 0)
         places = [place for group in chosen for place in group]
         if not places:
@@ -122,9 +120,7 @@ class TokenLog:
     def _fitting(
         self, name: str, step: int, groups: list[list[dict[str, Any]]], every: int, size: int
     ) -> list[dict[str, Any]]:
-        """The rows of the groups that fit into this step's share of the space left for a file. The
-        first group may use all the space left.
-        """
+        """The groups' rows that fit into this step's share of the space; the first may use all."""
         left = self.config.rollouts_mib * 2**20 - size
         steps = self.config.steps // every - (step - 1) // every if every else 1
         share = left / max(steps, 1)
@@ -211,7 +207,5 @@ def find_clipped(pack: Pack, spec: pl.LossSpec) -> Tensor:
 def _parts(pack: Pack) -> list[dict[str, Tensor]]:
     """The completion tokens of each sequence, trained on or not."""
     parts = {name: torch.split(x, pack.lengths) for name, x in pack.tokens.items()}
-    return [
-        {name: x[i][parts["completion"][i]] for name, x in parts.items()}
-        for i in range(len(pack.lengths))
-    ]
+    places = enumerate(parts["completion"])
+    return [{name: x[i][inside] for name, x in parts.items()} for i, inside in places]

@@ -61,9 +61,8 @@ class Tracker:
         try:
             self._module.init(**about)
         except Exception as error:  # another package may raise anything
-            raise InputError(
-                f"--track {name} cannot begin: {error}. Set {name} up, or leave --track out."
-            ) from error
+            remedy = f"Set {name} up, or leave --track out."
+            raise InputError(f"--track {name} cannot begin: {error}. {remedy}") from error
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send the numbers."""
@@ -93,9 +92,8 @@ def service_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise InputError(
-            f"--track {name} needs the package {name}: pip install {name}, or leave --track out."
-        ) from None
+        remedy = f"pip install {name}, or leave --track out"
+        raise InputError(f"--track {name} needs the package {name}: {remedy}.") from None
 
 
 def _run_id(folder: Path) -> str:
@@ -109,6 +107,5 @@ def _run_id(folder: Path) -> str:
             raise ValueError(f"the id {safe_repr(run_id)} is no name of letters and digits")
         return str(run_id)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise StorageError(
-            f"cannot read {path}: {error}. Delete it: the services then see a new run."
-        ) from None
+        again = "Delete it: the services then see a new run."
+        raise StorageError(f"cannot read {path}: {error}. {again}") from None

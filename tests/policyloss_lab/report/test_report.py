@@ -169,10 +169,7 @@ def test_a_step_written_twice_counts_as_last_written(tmp_path: Path) -> None:
     )
     found = collect([run])["runs"][0]
     assert found["metrics"] == {"a": {"step": [0, 1], "value": [1, 5]}}
-    assert (
-        "metrics.jsonl has 1 step(s) more than once; the last numbers of each are used."
-        in found["notes"]
-    )
+    assert "metrics.jsonl has 1 step(s) more than once; the last ones count." in found["notes"]
     assert "metrics.jsonl has 1 line(s) without a step, left out." in found["notes"]
 
 

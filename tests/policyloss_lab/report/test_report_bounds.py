@@ -261,7 +261,7 @@ def test_settings_are_bounded(tmp_path: Path) -> None:
     (run / "environment.json").write_text('{"a": "' + "x" * 2**20 + '"}')
     found = run_of(run)
     assert found["environment"] == {}
-    assert "environment.json is larger than 1 MiB and was left out." in found["notes"]
+    assert "environment.json is larger than 1 MiB; give a part of it." in found["notes"]
 
 
 def test_the_command_line_names_omissions(

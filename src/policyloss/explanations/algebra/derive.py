@@ -1,4 +1,5 @@
-"""From a part to the lines of its formula: run it on symbols, and name subexpressions used twice.
+"""From a part of a loss, such as its trust region, to the lines of its formula: run the part on
+symbols, and name subexpressions that are used twice.
 
 The names come from local variables of the part's code: if the code has a line `tau = …` and uses τ
 twice, so does the formula. A part states its formula in a method `formula` if the derived one would
@@ -80,10 +81,7 @@ class _Recorder:
         self.every_label[label + self.suffix] = without_stops(expression)
 
     def state(self, part: Any, t: Tokens) -> Surrogate | Corrected:
-        """The result of a part that states its formula.
-
-        Every line keeps its name. A line is a text, or another part, which is run.
-        """
+        """The result of a part that states its formula, in lines of text or of other parts."""
         lines: dict[str, Expression] = {}
         label = ""
         for label, line in part.formula(t.anchor):
@@ -140,10 +138,7 @@ class DerivedFormula(NamedTuple):
 
 
 def derive_formula(part: Any, t: Tokens, taken: Callable[[str], bool]) -> DerivedFormula | None:
-    """The formula of the result of `part` for `t`; None if symbols cannot follow it.
-
-    taken: whether a name already has a meaning.
-    """
+    """The formula of a part's result; None if symbols cannot follow. taken: is a name in use?"""
     recorder = _Recorder()
     try:
         with torch.enable_grad(), recorder.watching():
@@ -181,9 +176,8 @@ def _runnable(part: Any, recorder: _Recorder) -> Any:
         return part
     written = copy.copy(part)
     for field in dataclasses.fields(part):
-        object.__setattr__(
-            written, field.name, _write(field.name, getattr(part, field.name), recorder)
-        )
+        value = _write(field.name, getattr(part, field.name), recorder)
+        object.__setattr__(written, field.name, value)
     return written
 
 
@@ -227,14 +221,11 @@ def _choose_lines(
         trivial = x.is_leaf or x.operator == "negative" or x.calls("sg")
         if label is None or label in chosen.values() or trivial:
             continue
-        joins_tests = _joins_tests(x) and x not in roots.values()
-        if uses[x] > 1 or joins_tests or without_stops(x) in stated:
+        joins_tests = (x.calls("where") and x.is_boolean) or x.operator in ("&", "|")
+        inside = joins_tests and x not in roots.values()
+        if uses[x] > 1 or inside or without_stops(x) in stated:
             chosen[x] = label
     return chosen
-
-
-def _joins_tests(x: Expression) -> bool:
-    return (x.calls("where") and x.is_boolean) or x.operator in ("&", "|")
 
 
 def _in_order(roots: dict[str, Expression], chosen: dict[Expression, str]) -> dict[str, Lines]:
@@ -250,9 +241,8 @@ def _in_order(roots: dict[str, Expression], chosen: dict[Expression, str]) -> di
         return body(x, lines)
 
     def body(x: Expression, lines: Lines) -> Expression:
-        return Expression(
-            x.operator, tuple(short(argument, lines) for argument in x.arguments), x.value
-        )
+        arguments = tuple(short(argument, lines) for argument in x.arguments)
+        return Expression(x.operator, arguments, x.value)
 
     result: dict[str, Lines] = {}
     for key, root in roots.items():

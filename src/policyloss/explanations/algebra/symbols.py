@@ -132,9 +132,8 @@ def _call(called: str, *arguments: Any) -> Symbol:
 def _clamp(x: Any, *limits: Any, **named: Any) -> Symbol:
     """`x.clamp(low, high)`, or with `min=` and `max=`."""
     both = {**dict(zip(("min", "max"), limits, strict=False)), **named}
-    low, high = (
-        None if both.get(end) is None else expression_of(both[end]) for end in ("min", "max")
-    )
+    ends = (both.get(end) for end in ("min", "max"))
+    low, high = (None if end is None else expression_of(end) for end in ends)
     return Symbol(algebra.clamp(expression_of(x), low, high))
 
 
