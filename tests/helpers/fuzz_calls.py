@@ -208,7 +208,7 @@ LIBRARY: dict[str, Case] = {
             "teacher": pl.Teacher(HIDDEN, WEIGHT),
             "kind": "jsd",
             "beta": 0.5,
-            "tail": True,
+            "rest": "entry",
             "top": "union",
             "k": 3,
             "mask": MASK,

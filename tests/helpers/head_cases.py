@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
 from cases import Batch, make_batch
+from policyloss.functional.divergence import on_support, support_of
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -391,7 +392,11 @@ def oracle_divergence(
     u = torch.where(mask.bool()[..., None], teacher.hidden.to(x.dtype), 0)
     student = (x @ weight.T).log_softmax(-1)
     of_teacher = ((u @ teacher.weight.to(x.dtype).T) / teacher.temperature).log_softmax(-1)
-    return of_distributions(student, of_teacher, spec.divergence.measure)
+    measure = spec.divergence.measure
+    if measure.top is None:
+        return of_distributions(student, of_teacher, measure)
+    ids, keep = support_of(student.detach(), of_teacher, measure.top, measure.k)
+    return on_support(student.gather(-1, ids), of_teacher.gather(-1, ids), measure, keep)
 
 
 def loss_tolerance(batch: HeadBatch) -> float:

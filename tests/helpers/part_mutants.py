@@ -60,6 +60,13 @@ PARTS = (
         "test_divergence.py::test_the_limits_of_the_jsd_are_the_two_kls",
     ),
     (
+        "renormalised_entries_keep_the_slope_of_their_mass",
+        "policyloss/functional/divergence.py",
+        "return each - p * each.sum(-1, keepdim=True)",
+        "return each",
+        "test_divergence.py::test_the_gradient_on_a_support_is_that_of_autograd",
+    ),
+    (
         "skewed_kl_with_the_slopes_of_a_jsd",
         "policyloss/functional/divergence.py",
         "to_student + (1 - beta) * torch.expm1(-to_student))",

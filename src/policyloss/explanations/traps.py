@@ -167,10 +167,10 @@ kl: kl_anchor_teacher kl_grad_value
     gradient of the reverse KL on-policy, whatever estimate is reported.
 kl: divergence_reverse divergence_no_tail
     Without the tail this sum has no minimum where student and teacher are equal: the student can
-    lower it by moving mass out of the entries. Use tail=True, or kind='generalised'.
+    lower it by moving mass out of the entries. Use rest="entry", or kind='generalised'.
 kl: divergence_forward divergence_no_tail
     Without the tail the sum may be negative, and verl holds it at 0: there it has no gradient,
-    which was so in most steps of a run of theirs. Use tail=True.
+    which was so in most steps of a run of theirs. Use rest="entry".
 kl: divergence_generalised
     With every entry known this is the reverse KL, number for number.
 kl: Divergence
