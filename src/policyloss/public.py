@@ -19,6 +19,7 @@ from policyloss.head.plans import Plan
 from policyloss.head.teacher.divergence import divergence, linear_divergence
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics
+from policyloss.mixture import Mixture, Stream
 from policyloss.parts.aggregate import (
     LengthWeighted,
     LocalSeqMeanTokenMean,
@@ -109,6 +110,7 @@ __all__ = [
     "Metrics",
     "MicroBatch",
     "MixedRatio",
+    "Mixture",
     "MomentBudget",
     "PartitionReport",
     "Plan",
@@ -129,6 +131,7 @@ __all__ = [
     "SoftGate",
     "SpecError",
     "Stat",
+    "Stream",
     "Surrogate",
     "TaperedNegative",
     "Teacher",

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
-from cases import Batch, make_batch
+from cases import Batch, make_batch, with_streams
 from policyloss.functional.divergence import on_support, support_of
 
 CUDA = torch.cuda.is_available()
@@ -344,7 +344,7 @@ class LossRun(NamedTuple):
 def arguments_of(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> dict[str, Any]:
     """What `linear_policy_loss` takes after the ids, with a teacher for a divergence."""
     teacher = {} if spec.divergence is None else {"teacher": batch.teacher()}
-    return {**batch.kwargs, **teacher, **kwargs}
+    return with_streams(spec, {**batch.kwargs, **teacher, **kwargs})
 
 
 def run_loss(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:

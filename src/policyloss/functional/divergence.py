@@ -28,8 +28,8 @@ Top = Literal["student", "teacher", "union", "intersection"]
 Rest = Literal["entry", "drop", "renormalise"]
 TOPS = get_args(Top)
 ONE_ENTRY = (
-    'rest="renormalise": over one entry both probabilities are 1, so this divergence is identically '
-    "zero; compare two entries or more."
+    'rest="renormalise": over one entry both probabilities are 1, so this divergence is '
+    "identically zero; compare two entries or more."
 )
 
 
@@ -190,7 +190,7 @@ def _to_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def _kept_entries(x: Tensor, measure: Measure, keep: Tensor | None) -> Tensor:
-    """The log-probabilities on the support, −inf elsewhere, normalised over it if they are to be."""
+    """The log-probabilities on the support, −inf elsewhere, perhaps normalised over it."""
     x = x if keep is None else torch.where(keep, x, -torch.inf)
     if measure.rest != "renormalise":
         return x

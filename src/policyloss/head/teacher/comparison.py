@@ -36,6 +36,7 @@ from policyloss.head.validate import (
     unusable_temperatures,
     value_summary,
 )
+from policyloss.mixture import Mixture
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK, refuse_counts
 
@@ -302,7 +303,7 @@ def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
 
 
 def comparison_of_spec(
-    spec: LossSpec, teacher: Any, head: Head, tokens: tuple[int, ...]
+    spec: LossSpec | Mixture, teacher: Any, head: Head, tokens: tuple[int, ...]
 ) -> Comparison | None:
     """The teacher that the spec's divergence compares with; None without a divergence."""
     part = spec.divergence
