@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
-from conformance.public_losses import GRADIENT_ALONE, KLS, RECORDED, SEEDS, SPECS
+from conformance.public_losses import GRADIENT_ALONE, KLS, RECORDED, SEEDS, SPECS, stream_masks
 from walk import walked
 
 import policyloss as pl
@@ -25,6 +25,8 @@ def test_the_spec_gives_the_numbers_of_the_trainer(key):
         for name, x in case["inputs"].items():
             inputs.setdefault(name, torch.tensor(x, dtype=torch.float64))
         logp = inputs.pop("logp").requires_grad_()
+        if isinstance(SPECS[key], pl.Mixture):
+            inputs["extras"] = stream_masks(inputs["mask"])
         loss = pl.policy_loss(SPECS[key], logp, **inputs).loss
         (gradient,) = torch.autograd.grad(loss, logp)
         expected = torch.tensor(case["gradient"], dtype=torch.float64)
