@@ -7,16 +7,19 @@ counts of the whole step, so the sum depends on the split of the batch no more t
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from policyloss.arguments import check_tensor, description
-from policyloss.errors import InputError, SpecError, unknown_name
+from policyloss.catalogue import PRESETS, as_spec, read_json
+from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
 from policyloss.functional.exact import add
 from policyloss.functional.masking import compute_dtype, count
 from policyloss.inputs import DIFFERENTIATED, Inputs
@@ -49,8 +52,6 @@ class Stream(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from policyloss.catalogue import as_spec  # the catalogue reads mixtures from files
-
         object.__setattr__(self, "loss", as_spec(self.loss, "Stream.loss"))
         if self.mask is not None and (not isinstance(self.mask, str) or not self.mask):
             raise SpecError(
@@ -97,14 +98,14 @@ class Mixture(Part):
     streams: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        given: Any = self.streams
-        named = isinstance(given, Mapping) and all(isinstance(n, str) and n for n in given)
-        if not named or not given:
+        streams: Any = self.streams
+        named = isinstance(streams, Mapping) and all(isinstance(n, str) and n for n in streams)
+        if not named or not streams:
             raise SpecError(
                 'Mixture takes streams by their names, {"rl": …, "ce": …}, got '
-                f"{description(given)}."
+                f"{description(streams)}."
             )
-        streams = {n: s if isinstance(s, Stream) else Stream(s) for n, s in given.items()}
+        streams = {n: s if isinstance(s, Stream) else Stream(s) for n, s in streams.items()}
         object.__setattr__(self, "streams", streams)
         if len({part.measure for part in self._divergences}) > 1:
             raise SpecError(
@@ -161,15 +162,17 @@ class Mixture(Part):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Mixture:
         """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
-        held = data.get("streams") if isinstance(data, Mapping) and len(data) == 1 else None
-        if not isinstance(held, Mapping) or not all(isinstance(x, Mapping) for x in held.values()):
+        entries = data.get("streams") if isinstance(data, Mapping) and len(data) == 1 else None
+        if not isinstance(entries, Mapping) or not all(
+            isinstance(x, Mapping) for x in entries.values()
+        ):
             raise SpecError(
                 'data must be {"streams": {name: {…}}}, as Mixture.to_dict makes it, got '
                 f"{description(data)}."
             )
         check_depth(data)
         streams = {}
-        for name, fields in held.items():
+        for name, fields in entries.items():
             valid = [f.name for f in dataclasses.fields(Stream)]
             for key in fields:
                 if key not in valid:
@@ -227,10 +230,10 @@ class Mixture(Part):
                         merged[f"{name}/{key}"] = record
                     if isinstance(record, Sum) and key == "loss":
                         shares.append(self.streams[name].weight * record.total)
-            whole: dict[str, Record] = {}
+            summed: dict[str, Record] = {}
             if shares:
-                whole = {"loss": Sum(reduce(add, shares)), "tokens": Sum(tokens)}
-            return {**whole, **merged}
+                summed = {"loss": Sum(reduce(add, shares)), "tokens": Sum(tokens)}
+            return {**summed, **merged}
 
         return Metrics.of_call(records, mask)
 
@@ -242,3 +245,17 @@ def stream_calls(
     if isinstance(loss, LossSpec):
         return (StreamCall(loss, inputs, step, 1.0),)
     return tuple(loss.calls(inputs, step).values())
+
+
+def read_loss(name: str) -> LossSpec | Mixture | str:
+    """`name` itself if it is a preset's, or the `LossSpec` or `Mixture` in the JSON file of that
+    path.
+    """
+    if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
+        return name
+    data = read_json(name)
+    try:
+        mixed = isinstance(data, dict) and "streams" in data
+        return Mixture.from_dict(data) if mixed else LossSpec.from_dict(data)
+    except PolicyLossError as error:
+        raise PolicyLossError(f"{name}: {error}") from None

@@ -7,7 +7,6 @@ default. There is no function per algorithm; `explain` describes each loss.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -18,7 +17,6 @@ from policyloss.catalogue.off_policy import OFF_POLICY
 from policyloss.catalogue.ratios import BY_RATIO
 from policyloss.catalogue.taught import TAUGHT
 from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
-from policyloss.mixture import Mixture
 from policyloss.output import read_regular
 from policyloss.spec import LossSpec
 
@@ -66,7 +64,7 @@ def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
     return find_preset(name).spec.with_fields(**numbers)
 
 
-def as_spec(spec: AnyLoss | Mixture, called: str = "spec") -> LossSpec:
+def as_spec(spec: Any, called: str = "spec") -> LossSpec:
     """`spec` itself, the preset of that name, or the loss of that function of `Tokens`.
 
     called: the name of this argument in the caller.
@@ -75,7 +73,7 @@ def as_spec(spec: AnyLoss | Mixture, called: str = "spec") -> LossSpec:
         return spec
     if isinstance(spec, str):
         return find_preset(spec).spec
-    if isinstance(spec, Mixture):
+    if hasattr(spec, "streams"):
         raise InputError(
             f"{called} is a Mixture, and this function takes one loss: policy_loss, measure, "
             "accumulate, linear_policy_loss, hf.policy_loss, explain_plan and explain take a "
@@ -95,20 +93,6 @@ def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
     if spec.is_data and getattr(spec.aggregate, "horizon", None) is not None:
         spec = spec.with_fields(horizon=None)
     return tuple(p for p in PRESETS.values() if p.spec == spec)
-
-
-def read_loss(name: str) -> LossSpec | Mixture | str:
-    """`name` itself if it is a preset's, or the `LossSpec` or `Mixture` in the JSON file of that
-    path.
-    """
-    if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
-        return name
-    data = read_json(name)
-    try:
-        mixed = isinstance(data, dict) and "streams" in data
-        return Mixture.from_dict(data) if mixed else LossSpec.from_dict(data)
-    except PolicyLossError as error:
-        raise PolicyLossError(f"{name}: {error}") from None
 
 
 def read_json(name: str) -> Any:

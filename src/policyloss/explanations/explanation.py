@@ -156,13 +156,13 @@ class MixtureExplanation:
     @property
     def tokens(self) -> dict[str, str]:
         """The tokens and advantages of each stream, in words."""
-        found = {}
+        sentences = {}
         for name, stream in self.mixture.streams.items():
             masks = "mask" if stream.mask is None else f"mask & extras[{stream.mask!r}]"
             of_call = stream.advantage is None
-            given = "of the call" if of_call else f"{number(stream.advantage)} at every token"
-            found[name] = f"over {masks} and its own counts of the step; advantages: {given}"
-        return found
+            numbers = "of the call" if of_call else f"{number(stream.advantage)} at every token"
+            sentences[name] = f"over {masks} and its own counts of the step; advantages: {numbers}"
+        return sentences
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain data."""

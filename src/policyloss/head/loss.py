@@ -224,7 +224,7 @@ class _HeadLoss:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
         calls = stream_calls(self.spec, self.inputs, self.step)
-        reach, why = max(map(self._reach, calls), key=lambda found: REACHES.index(found[0]))
+        reach, why = max(map(self._reach, calls), key=lambda reason: REACHES.index(reason[0]))
         batch: AnyBatch | None = None
         if reach != "batch" and isinstance(self.spec, LossSpec):
             batch = batch_of(self.spec, t, self.step, self.on_policy)

@@ -19,7 +19,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import MIXTURES, assert_same, make_batch, run, with_streams
-from policyloss.catalogue import read_loss
+from policyloss.mixture import read_loss
 
 CROSS_ENTROPY = pl.LossSpec(trust=pl.Unbounded("logp"))
 CE = pl.Stream(CROSS_ENTROPY, 0.5, mask="demo", advantage=1.0)
