@@ -83,6 +83,13 @@ class Totals:
                 "Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got "
                 f"{description(numbers)}."
             )
+        streams: Any = self.streams
+        totals = streams.values() if isinstance(streams, Mapping) else [streams]
+        if streams is not None and not all(isinstance(x, Totals) for x in totals):
+            raise InputError(
+                "Totals.streams must be a mapping of names to Totals, as policyloss.measure makes "
+                f"it, got {description(streams)}."
+            )
 
     @classmethod
     def count(
