@@ -93,7 +93,7 @@ def policy_loss(
       Only parts that depend on the order of tokens (turns without `turn_ids`) read positions, only
       with `cp_group`, and only where `mask` is True.
     - `extras` maps names to token-shaped tensors that custom parts read with
-      `tokens.extra(name)`.
+      `tokens.extra(name)`; for a `Mixture`, also to the masks of its streams.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
       clip_fraction_dual and kl_old_k1; or "none". Loss and gradient do not depend on it.
     """

@@ -6,7 +6,6 @@ counts of the whole step, so the sum depends on the split of the batch no more t
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, description
 from policyloss.catalogue import PRESETS, as_spec, read_json
-from policyloss.errors import InputError, PolicyLossError, SpecError, match_name, unknown_name
+from policyloss.errors import InputError, PolicyLossError, SpecError, match_name
 from policyloss.functional.exact import add
 from policyloss.functional.masking import compute_dtype, count
 from policyloss.inputs import DIFFERENTIATED, Inputs
@@ -145,18 +144,13 @@ class Mixture(Part):
         """The largest reach of a stream (see `LossSpec.reach`)."""
         return max((spec.reach for spec in self.specs), key=REACHES.index)
 
-    @property
-    def follows_advantage(self) -> bool:
-        """Whether a token with advantage 0 has no loss in any stream."""
-        return all(spec.follows_advantage for spec in self.specs)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): {"streams": {name: the fields of the stream}}."""
-        fields = {
-            name: {f.name: getattr(stream, f.name) for f in dataclasses.fields(stream)}
-            for name, stream in self.streams.items()
+        streams = {
+            name: {"loss": x.loss.to_dict(), "weight": x.weight, "mask": x.mask}
+            | {"advantage": x.advantage}
+            for name, x in self.streams.items()
         }
-        streams = {name: {**x, "loss": x["loss"].to_dict()} for name, x in fields.items()}
         return {"streams": streams}
 
     @classmethod
@@ -173,10 +167,6 @@ class Mixture(Part):
         check_depth(data)
         streams = {}
         for name, fields in entries.items():
-            valid = [f.name for f in dataclasses.fields(Stream)]
-            for key in fields:
-                if key not in valid:
-                    raise SpecError(unknown_name("Stream field", key, valid))
             loss = {"loss": LossSpec.from_dict(fields["loss"])} if "loss" in fields else {}
             streams[name] = make_part(Stream, {**fields, **loss})
         return cls(streams)
@@ -194,17 +184,15 @@ class Mixture(Part):
             )
         check_tensor("logp", inputs.logp, "float")
         # Upcast once, so that the gradients of the streams add up before they are rounded.
-        wide = {
-            n: x for n in ("logp", *DIFFERENTIATED) if isinstance(x := getattr(inputs, n), Tensor)
-        }
-        inputs = inputs.replace(**{n: x.to(compute_dtype(x)) for n, x in wide.items()})
+        for name in ("logp", *DIFFERENTIATED):
+            if isinstance(x := getattr(inputs, name), Tensor) and x.is_floating_point():
+                inputs = inputs.replace(**{name: x.to(compute_dtype(x))})
         masks = {stream.mask for stream in self.streams.values()}
         extras = {n: x for n, x in (inputs.extras or {}).items() if n not in masks}
         calls = {}
         for name, stream in self.streams.items():
-            here = inputs.replace(
-                mask=stream.tokens(inputs.mask, inputs.extras), extras=extras or None
-            )
+            tokens = stream.tokens(inputs.mask, inputs.extras)
+            here = inputs.replace(mask=tokens, extras=extras or None)
             if stream.advantage is not None:
                 constant = torch.full_like(inputs.logp, stream.advantage, requires_grad=False)
                 # `[1, N]` marks one number per token of a pack.
@@ -221,18 +209,13 @@ class Mixture(Part):
 
         def records() -> dict[str, Record]:
             merged: dict[str, Record] = {}
-            shares = []
             for name, metrics in of_streams.items():
                 for key, record in metrics.items():
-                    if isinstance(record, Invalid):
-                        merged[key] = record.merge(merged[key]) if key in merged else record
-                    else:
-                        merged[f"{name}/{key}"] = record
-                    if isinstance(record, Sum) and key == "loss":
-                        shares.append(self.streams[name].weight * record.total)
-            summed: dict[str, Record] = {}
-            if shares:
-                summed = {"loss": Sum(reduce(add, shares)), "tokens": Sum(tokens)}
+                    of_call = key if isinstance(record, Invalid) else f"{name}/{key}"
+                    merged[of_call] = record.merge(merged[of_call]) if of_call in merged else record
+            losses = {name: merged.get(f"{name}/loss") for name in self.streams}
+            shares = [self.streams[n].weight * x.parts[0] for n, x in losses.items() if x]
+            summed = {"loss": Sum(reduce(add, shares)), "tokens": Sum(tokens)} if shares else {}
             return {**summed, **merged}
 
         return Metrics.of_call(records, mask)

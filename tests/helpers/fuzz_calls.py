@@ -120,6 +120,7 @@ LIBRARY: dict[str, Case] = {
             "advantages": PER_SEQUENCE,
             "mask": MASK,
             "extras": {"demo": MASK},
+            "entropy": -LOGP,
         },
     ),
     "preference_loss": (

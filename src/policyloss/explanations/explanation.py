@@ -171,13 +171,13 @@ class MixtureExplanation:
 
     def __str__(self) -> str:
         lines = [f"  {self.formula}", *(f"  {n}: {text}" for n, text in self.tokens.items())]
-        title = f"A mixture of {len(self.streams)} streams"
         pages = [f"# {name}\n\n{each}" for name, each in self.streams.items()]
-        return "\n\n".join([section("", [title]), section("Formula", lines), *pages])
+        title = f"A mixture of {len(self.streams)} streams"
+        return "\n\n".join([title, section("Formula", lines), *pages])
 
     def _repr_html_(self) -> str:
         """The explanation as HTML, for a notebook."""
-        rows = [(name, text) for name, text in self.tokens.items()]
+        rows = list(self.tokens.items())
         pages = "".join(heading(n) + each._repr_html_() for n, each in self.streams.items())
         return html_text(self.formula) + table(("stream", "tokens"), rows) + pages
 

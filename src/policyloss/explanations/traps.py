@@ -55,7 +55,8 @@ ratio: product_ratio
     The log-ratio is a sum over the sequence, so it grows with length: a drift of 0.001 per token is
     a ratio of e at 1000 tokens. Do not mistake it for the geometric mean, which some frameworks
     also call sequence level.
-trust: DetachedClip | GammaWeight | TaperedNegative | form_score | form_logp
+trust: DetachedClip | GammaWeight | TaperedNegative | form_score | form_logp | form_probability \
+| form_uncertainty
     Watch the gradient, not the value: the value is only logp times a constant, no objective, and it
     may rise while the policy improves.
 trust: DetachedClip outside_clip

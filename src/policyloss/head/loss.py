@@ -273,7 +273,7 @@ class _HeadLoss:
 
     def compose(self, plan: Plan, metrics: MetricsLevel) -> HeadOutput:
         """The loss on log-probabilities that carry the gradient themselves."""
-        if self.skip and self.spec.follows_advantage:
+        if self.skip and isinstance(self.spec, LossSpec) and self.spec.follows_advantage:
             raise InputError(
                 f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
                 f"({plan.reason})."

@@ -130,7 +130,9 @@ class Unbounded(TrustPart):
     def slopes(self) -> tuple[Slopes, ...]:
         if self.form == "ratio":
             return (Slopes(through_ratio=(NO_ADVANTAGE,)),)
-        return (Slopes(through_logp=(NO_ADVANTAGE,)),)
+        certain = (Condition("logp == 0", "the token is certain"),)
+        also = certain if self.form == "uncertainty" else ()
+        return (Slopes(through_logp=(NO_ADVANTAGE, *also)),)
 
 
 @dataclass(frozen=True)

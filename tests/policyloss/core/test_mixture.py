@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "not data of a mixture": (lambda: pl.Mixture.from_dict({"rl": {}}), ["streams"]),
     "an unknown field": (
-        lambda: pl.Mixture.from_dict({"streams": {"rl": {"wieght": 1.0}}}),
+        lambda: pl.Mixture.from_dict({"streams": {"rl": {"loss": {}, "wieght": 1.0}}}),
         ["Stream field", "wieght", "weight"],
     ),
     "no loss": (lambda: pl.Mixture.from_dict({"streams": {"rl": {}}}), ["Stream", "loss"]),
