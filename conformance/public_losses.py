@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import math
 import sys
 import tempfile
 from collections import defaultdict
@@ -40,7 +41,7 @@ def _rec(trust: Any) -> pl.LossSpec:
 
 
 # The loss of each trainer as a spec; the key names the trainer, its release and its option.
-SPECS: dict[str, pl.LossSpec] = {
+SPECS: dict[str, pl.LossSpec | pl.Mixture] = {
     "prime-rl 2026-08-21 ipo": pl.preset("ipo"),
     "prime-rl 2026-08-21 default": pl.preset("prime_rl"),
     "trinity-rft 0.6.0 ppo": pl.preset("ppo_dual_clip"),
@@ -78,6 +79,17 @@ SPECS: dict[str, pl.LossSpec] = {
     ),
     "trl 1.16.0 a2po": pl.preset("a2po"),
     "verl-recipe 2026-08-05 sppo": pl.preset("sppo"),
+    "trinity-main 2026-01-28 sft_is": pl.Mixture(
+        {"dft": pl.Stream(pl.LossSpec(trust=pl.Unbounded("probability")), advantage=1.0)}
+    ),
+    "trinity-main 2026-01-28 chord": pl.Mixture(
+        {
+            "rl": pl.Stream(pl.preset("ppo_dual_clip"), 0.9, "sampled"),
+            "ce": pl.Stream(
+                pl.LossSpec(trust=pl.Unbounded("uncertainty")), 0.1, "expert", advantage=1.0
+            ),
+        }
+    ),
 }
 KLS = "roll 2026-08-19 skewed KLs"
 # Their value differs by `A·old_logp`, a constant.
@@ -100,6 +112,12 @@ def draw(seed: int) -> Batch:
     advantages = torch.randn(5, 1, generator=g, dtype=torch.float64).expand(5, 7).contiguous()
     ref = (old + noise(0.3)).clamp(max=-0.01)
     return dict(zip(INPUTS, (logp, old, rollout, ref, advantages, mask), strict=True))
+
+
+def stream_masks(mask: Tensor) -> dict[str, Tensor]:
+    """The masks of the streams of a mixture: an expert wrote the last two rows."""
+    expert = (torch.arange(5) >= 3)[:, None].expand_as(mask)
+    return {"expert": expert, "sampled": ~expert}
 
 
 def load(path: Path, *names: str, **known: Any) -> Any:
@@ -171,6 +189,26 @@ def _trinity(folder: Path, case: str, b: Batch) -> Tensor:
     # Its mean divides by the count plus 1e-8.
     count = b["mask"].sum()
     return value * (count + 1e-8) / count
+
+
+def _trinity_main(folder: Path, case: str, b: Batch) -> Tensor:
+    root = folder / "trinity/algorithm"
+    utils = load(root / "utils.py", "masked_sum", "masked_mean", "aggregate_loss")
+    known = {name: getattr(utils, name) for name in ("masked_mean", "aggregate_loss")}
+    known["PolicyLossFn"] = type("PolicyLossFn", (), {"__init__": lambda self, backend: None})
+    ppo = load(root / "policy_loss_fn/ppo_policy_loss.py", "PPOPolicyLossFn", **known)
+    known |= {"PPOPolicyLossFn": ppo.PPOPolicyLossFn, "math": math}
+    names = ("mu_schedule_function", "phi_function", "SFTPhiLossFn", "MIXCHORDPolicyLossFn")
+    chord = load(root / "policy_loss_fn/chord_policy_loss.py", "SFTISLossFn", *names, **known)
+    if case == "sft_is":
+        alone: Tensor = chord.SFTISLossFn()(b["logp"], b["mask"])[0]
+        return alone
+    sizes = {"train_batch_size_usual": 3, "train_batch_size_expert": 2}
+    loss = chord.MIXCHORDPolicyLossFn(**chord.MIXCHORDPolicyLossFn.default_args(), **sizes)
+    expert = stream_masks(b["mask"])["expert"][:, 0]
+    tensors = (b["logp"], b["old_logp"], b["mask"], b["advantages"], expert, torch.zeros(5))
+    value: Tensor = loss(*tensors)[0]
+    return value
 
 
 def _areal(folder: Path, case: str, b: Batch) -> Tensor:
@@ -306,6 +344,7 @@ TRAINERS: Mapping[str, Callable[[Path, str, Batch], Tensor]] = {
     "openpipe-art": _art,
     "trl": _trl,
     "verl-recipe": _verl_recipe,
+    "trinity-main": _trinity_main,
 }
 
 
@@ -330,8 +369,10 @@ def evaluate(key: str, case: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     mask = torch.tensor(case["inputs"]["mask"])
     given = case["inputs"].items()
     inputs: dict[str, Any] = {n: torch.tensor(x, dtype=torch.float64) for n, x in given}
-    logp = inputs.pop("logp").requires_grad_()
-    loss = pl.policy_loss(SPECS[key], logp, **{**inputs, "mask": mask}).loss
+    logp, inputs["mask"] = inputs.pop("logp").requires_grad_(), mask
+    if isinstance(SPECS[key], pl.Mixture):
+        inputs["extras"] = stream_masks(mask)
+    loss = pl.policy_loss(SPECS[key], logp, **inputs).loss
     return loss.detach(), torch.autograd.grad(loss, logp)[0]
 
 

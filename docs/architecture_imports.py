@@ -67,7 +67,7 @@ LAYERS = (
         ),
     ),
     Layer("The tensors of a call", ("advantage", "teacher", "tokens", "totals", "metrics")),
-    Layer("The loss as a value", ("parts", "spec", "catalogue")),
+    Layer("The loss as a value", ("parts", "spec", "catalogue", "mixture")),
     Layer("The loss", ("policy_metrics", "loss", "value", "preference")),
     Layer("Around the loss", ("accumulation", "head", "compiled", "check", "explanations")),
     Layer("The edge", ("compat", "choose", "cli")),

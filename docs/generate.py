@@ -106,7 +106,9 @@ def metrics_page() -> str:
         " "
         "`keep`, n counts the survivors, except for `kl_rollout_*`, `correction_*`, `rejected_*` "
         "and `effective_sample_size`, which count the batch before rejection. Keep policy and "
-        "value metrics apart: they share names. The `invalid_*` counts are records like the "
+        "value metrics apart: they share names. A `Mixture` names the metrics of a stream "
+        "`stream/metric`; its `loss` is their weighted sum, and its `tokens` are the valid tokens "
+        "of the call. The `invalid_*` counts are records like the "
         "others, but `.compute()` leaves them out if they are 0, and raises an InputError if they "
         "are not."
     )

@@ -49,7 +49,7 @@ TOPICS = (
         "spec",
         "Losses as values",
         "A loss is a frozen value: take a preset, change a number or a part, write it as JSON.",
-        ("spec", "catalogue", "errors"),
+        ("spec", "mixture", "catalogue", "errors"),
         "preset",
     ),
     Topic(

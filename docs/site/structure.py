@@ -55,7 +55,7 @@ GUIDES = Section(
         ),
         Group("Rollout engines", ("docs/mismatch.md", "docs/rollout.md")),
         Group("KL and teachers", ("docs/kl.md", "docs/distillation.md", "docs/teachers.md")),
-        Group("Preferences", ("docs/preference.md",)),
+        Group("Mixtures and preferences", ("docs/mixtures.md", "docs/preference.md")),
         Group("Memory and speed", ("docs/head.md", "docs/models.md", "docs/performance.md")),
         Group("Your own loss", ("docs/custom.md",)),
         Group(

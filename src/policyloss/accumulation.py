@@ -11,7 +11,7 @@ a sequence as long as the row).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from policyloss.errors import InputError, unknown_name
 from policyloss.functional.collectives import all_gather
 from policyloss.functional.segments import Sequences
 from policyloss.inputs import TOKEN_SHAPED
-from policyloss.loss import measure, policy_loss, ready_spec
+from policyloss.loss import measure, policy_loss, ready_loss
 from policyloss.metrics import Metrics
+from policyloss.mixture import Mixture
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.records import Invalid
 from policyloss.spec import LossSpec
@@ -41,7 +42,7 @@ _PER_SEQUENCE = ("advantages", "weights")  # per token or per sequence
 
 
 def accumulate(
-    spec: AnyLoss,
+    spec: AnyLoss | Mixture,
     micro_batches: Sequence[Mapping[str, Any]],
     *,
     group: Any = None,
@@ -64,6 +65,7 @@ def accumulate(
     `[N]`; other entries are ignored. Every rank of `group` yields the same number of micro-batches,
     because the forward of a sharded model is a collective: a rank with fewer micro-batches repeats
     its last one with an all-False mask, which adds nothing.
+    With a `Mixture`, the masks of its streams are in `extras`, and each stream is counted.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
     one over `group`, and a second one over `group` if there are `group_ids`; one more over each if
     the loss divides by weights (`WeightMean`).
@@ -72,7 +74,7 @@ def accumulate(
     for every micro-batch, without gradient, and `measure` computes the totals from the results.
     metrics: the metrics of `micro.loss`, as in `policy_loss`.
     """
-    spec = ready_spec(spec)
+    spec = ready_loss(spec)
     check_level(metrics)
     check_micro_batches(micro_batches)
     check_group("group", group)
@@ -87,6 +89,15 @@ def accumulate(
     group = data_parallel_group(group, cp_group)
     weighted = "weights" in spec.reads
     counts, number = count_step(micro_batches, group, cp_group, dp_size, weighted)
+    if isinstance(spec, Mixture):
+        of_streams = {}
+        for name, stream in spec.streams.items():
+            theirs = [
+                {**x, "mask": stream.tokens(x["mask"], x.get("extras"))} for x in micro_batches
+            ]
+            weighted = "weights" in stream.loss.reads
+            of_streams[name] = count_step(theirs, group, cp_group, dp_size, weighted)[0]
+        counts = replace(counts, streams=of_streams)
     step = Accumulation(spec, counts, counts, group, cp_group, metrics)
     last = micro_batches[-1]
     empty = {**last, "mask": torch.zeros_like(last["mask"], dtype=torch.bool)}
@@ -111,7 +122,7 @@ class Accumulation:
     metrics of this rank, merged over the losses computed so far.
     """
 
-    spec: LossSpec
+    spec: LossSpec | Mixture
     totals: Totals
     counts: Totals
     group: Any = None

@@ -155,7 +155,7 @@ def diff_command(words: Sequence[str]) -> int:
 def _loss(name: str) -> Any:
     """`read_loss`, also of TRL's parts, which `explain-trl --json` writes."""
     import policyloss.compat.trl  # noqa: F401  # makes those parts known
-    from policyloss.catalogue import read_loss
+    from policyloss.mixture import read_loss
 
     return read_loss(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
 from policyloss.inputs import CallTensors, Inputs, takes_tensors
 from policyloss.metrics import Metrics
+from policyloss.mixture import Mixture
 from policyloss.parts.aggregate import known_horizon, weight_factors
 from policyloss.parts.correction import Combined, combine, self_normalised
 from policyloss.parts.data import check_part, is_part
@@ -42,7 +44,7 @@ class LossOutput:
 
 @takes_tensors
 def policy_loss(
-    spec: AnyLoss,
+    spec: AnyLoss | Mixture,
     logp: Tensor,
     old_logp: Tensor | Literal["current"] | None,
     advantages: Tensor,
@@ -91,11 +93,11 @@ def policy_loss(
       Only parts that depend on the order of tokens (turns without `turn_ids`) read positions, only
       with `cp_group`, and only where `mask` is True.
     - `extras` maps names to token-shaped tensors that custom parts read with
-      `tokens.extra(name)`.
+      `tokens.extra(name)`; for a `Mixture`, also to the masks of its streams.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
       clip_fraction_dual and kl_old_k1; or "none". Loss and gradient do not depend on it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not isinstance(spec, Mixture):
         # One node of the graph. The module imports the compiler and this module.
         from policyloss.compiled.in_graph import loss_in_graph
 
@@ -103,14 +105,20 @@ def policy_loss(
         if out is not None:
             return out
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
-    return loss_of(ready_spec(spec), inputs, resolve(totals), metrics)
+    return loss_of(ready_loss(spec), inputs, resolve(totals), metrics)
 
 
 def loss_of(
-    spec: LossSpec, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
+    spec: LossSpec | Mixture, inputs: Inputs, step: Totals | None, metrics: MetricsLevel = "all"
 ) -> LossOutput:
     """`policy_loss` of collected arguments. step: the totals, None if local."""
     check_level(metrics)
+    if isinstance(spec, Mixture):
+        calls = spec.calls(inputs, step)
+        outs = {n: loss_of(c.spec, c.inputs, c.step, metrics) for n, c in calls.items()}
+        loss = reduce(torch.add, [calls[name].weight * out.loss for name, out in outs.items()])
+        measured = {name: out.metrics for name, out in outs.items()}
+        return LossOutput(loss, spec.metrics(measured, inputs.mask))
     # Not `stays_eager`: all functions that it decorates share the code of its wrapper, and with it
     # dynamo's limit of recompilations.
     if must_stay_eager():
@@ -170,6 +178,15 @@ def ready_spec(spec: AnyLoss) -> LossSpec:
     spec = as_spec(spec)
     if spec.needs_horizon:
         known_horizon(spec.aggregate)  # raises, before a step is sampled, counted or compiled
+    return spec
+
+
+def ready_loss(spec: AnyLoss | Mixture) -> LossSpec | Mixture:
+    """`ready_spec`; a mixture itself, if its streams are ready."""
+    if not isinstance(spec, Mixture):
+        return ready_spec(spec)
+    for one in spec.specs:
+        ready_spec(one)
     return spec
 
 
@@ -311,7 +328,7 @@ def with_ratio(spec: LossSpec, t: Tokens) -> Tokens:
 
 @takes_tensors
 def measure(
-    spec: AnyLoss,
+    spec: AnyLoss | Mixture,
     logp: Tensor,
     old_logp: Tensor | None,
     advantages: Tensor,
@@ -327,14 +344,25 @@ def measure(
     Pass the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
     then pass the result as `totals=` to `policy_loss` on each micro-batch: the gradient is the same
     however the batch is split. These losses need it: a `rejected=` other than "keep" (the kept
-    tokens must be counted), `SelfNormalise`, `MomentBudget`, `CovClip` and `CovKL`. For other specs
-    the result equals `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
+    tokens must be counted), `SelfNormalise`, `MomentBudget`, `CovClip` and `CovKL`, and a
+    `Mixture`, whose streams are counted or measured one by one. For other specs the result equals
+    `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
     """
-    spec = ready_spec(spec)
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
+    group = data_parallel_group(group, inputs.cp_group)
+    return _measured(ready_loss(spec), inputs, group, dp_size)
+
+
+def _measured(spec: LossSpec | Mixture, inputs: Inputs, group: Any, dp_size: int | None) -> Totals:
+    cp_group, logp = inputs.cp_group, inputs.logp
+    if isinstance(spec, Mixture):
+        of_streams = {
+            name: _measured(call.spec, call.inputs, group, dp_size)
+            for name, call in spec.calls(inputs, None).items()
+        }
+        where = {"cu_seqlens": inputs.cu_seqlens, "cp_group": cp_group, "group": group}
+        return replace(Totals.count(inputs.mask, **where, dp_size=dp_size), streams=of_streams)
     check_tensor("logp", logp, "float")
-    cp_group = inputs.cp_group
-    group = data_parallel_group(group, cp_group)
     with torch.no_grad():
         tokens = inputs.replace(logp=logp.detach()).tokens()
         t, corrected = corrected_tokens(spec, tokens, None, group)

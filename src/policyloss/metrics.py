@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss import notebook
-from policyloss.arguments import check_group, description
+from policyloss.arguments import check_group, description, is_compiling
 from policyloss.errors import InputError, unknown_name
 from policyloss.functional.collectives import all_max, collective_device, outside_level
 from policyloss.functional.exact import arithmetic, as_limbs
@@ -124,6 +124,12 @@ class Metrics(Mapping[str, Record]):
         metrics._unpacked, metrics._make = None, make
         return metrics
 
+    @classmethod
+    def of_call(cls, make: Callable[[], dict[str, Record]], tokens: Tensor) -> Metrics:
+        """`when_read`, or at once if the call is compiled or recorded. tokens: of the call."""
+        recorded = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+        return cls(make()) if is_compiling() or recorded else cls.when_read(make)
+
     @property
     def _records(self) -> dict[str, Record]:
         if self._unpacked is None and self._make is not None:
@@ -191,13 +197,14 @@ class Metrics(Mapping[str, Record]):
         numbers = dict(zip(self._records, together, strict=True))
         invalid = [name for name, record in self._records.items() if isinstance(record, Invalid)]
         refuse_invalid({name: numbers.pop(name) for name in invalid})
-        tokens = numbers.get("tokens", 0)
-        if numbers.get("positive_logp_tokens", 0) > tokens / 2:
-            warnings.warn(POSITIVE_LOGP, stacklevel=outside_level())
-        if tokens and numbers.get("zero_logp_tokens") == tokens:
-            warnings.warn(ZERO_LOGP, stacklevel=outside_level())
-        if numbers.get("beyond_totals", 0) > 0:
-            warnings.warn(BEYOND_TOTALS, stacklevel=outside_level())
+        for name in [n for n in numbers if n.rpartition("/")[2] == "tokens"]:
+            tokens, stream = numbers[name], name.removesuffix("tokens")
+            if numbers.get(f"{stream}positive_logp_tokens", 0) > tokens / 2:
+                warnings.warn(POSITIVE_LOGP, stacklevel=outside_level())
+            if tokens and numbers.get(f"{stream}zero_logp_tokens") == tokens:
+                warnings.warn(ZERO_LOGP, stacklevel=outside_level())
+            if numbers.get(f"{stream}beyond_totals", 0) > 0:
+                warnings.warn(BEYOND_TOTALS, stacklevel=outside_level())
         return numbers
 
     def refuse_invalid(self) -> None:

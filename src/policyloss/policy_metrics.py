@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from policyloss.arguments import description, is_compiling
+from policyloss.arguments import description
 from policyloss.errors import InputError
 from policyloss.functional.exact import arithmetic
 from policyloss.functional.kl import k3
@@ -173,8 +173,7 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
             for name, (kind, *parts) in records.items()
         }
 
-    at_once = is_compiling() or (t.mask.is_cuda and torch.cuda.is_current_stream_capturing())
-    return Metrics(all_records()) if at_once else Metrics.when_read(all_records)
+    return Metrics.of_call(all_records, t.mask)
 
 
 def _logprobs(records: _Records, spec: LossSpec, call: MeasuredCall) -> None:

@@ -21,6 +21,7 @@ from policyloss.head.teacher.divergence import divergence, linear_divergence
 from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
 from policyloss.metrics import Metrics
 from policyloss.mismatch import Mismatch
+from policyloss.mixture import Mixture, Stream
 from policyloss.parts.aggregate import (
     LengthWeighted,
     LocalSeqMeanTokenMean,
@@ -114,6 +115,7 @@ __all__ = [
     "MicroBatch",
     "Mismatch",
     "MixedRatio",
+    "Mixture",
     "MomentBudget",
     "PartitionReport",
     "Plan",
@@ -134,6 +136,7 @@ __all__ = [
     "SoftGate",
     "SpecError",
     "Stat",
+    "Stream",
     "Surrogate",
     "TaperedNegative",
     "Teacher",

@@ -134,6 +134,11 @@ class LossSpec(Part):
                 "SelfNormalise normalises one importance weight: use it once, together with "
                 "Truncate, Band or SequenceMask."
             )
+        if len(set(self.statistics_names)) < len(self.statistics_names):
+            raise SpecError(
+                "two parts of this loss measure a number of the same name over the step "
+                f"({', '.join(self.statistics_names)}): keep one of them."
+            )
         if divergences > 1:
             raise SpecError(
                 "a loss has one Divergence at most, because a call carries one divergence per "

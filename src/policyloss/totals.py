@@ -6,6 +6,7 @@ every loss divides by a number that was counted over the whole step: all micro-b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -52,6 +53,7 @@ class Totals:
     is multiplied by dp_size, so that the average is the gradient of the whole batch. Pass 1 for an
     engine that sums gradients.
     statistics: batch-wide numbers that some parts need (see `measure`), by name.
+    streams: for a `Mixture`, the totals of each stream by its name.
     """
 
     tokens: Number
@@ -60,6 +62,7 @@ class Totals:
     dp_size: int = 1
     statistics: dict[str, Tensor] | None = field(default=None, compare=False)
     weights: Number | None = None
+    streams: Mapping[str, Totals] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "dp_size"):
@@ -79,6 +82,13 @@ class Totals:
             raise InputError(
                 "Totals.statistics must be a dict of tensors, as policyloss.measure makes it, got "
                 f"{description(numbers)}."
+            )
+        streams: Any = self.streams
+        totals = streams.values() if isinstance(streams, Mapping) else [streams]
+        if streams is not None and not all(isinstance(x, Totals) for x in totals):
+            raise InputError(
+                "Totals.streams must be a mapping of names to Totals, as policyloss.measure makes "
+                f"it, got {description(streams)}."
             )
 
     @classmethod
@@ -131,6 +141,7 @@ class Totals:
         self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None
     ) -> Totals:
         """The counts of all data-parallel ranks together; unchanged on one rank."""
+        self._refuse_streams("summed over ranks")
         group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
         if group is None:
@@ -153,9 +164,18 @@ class Totals:
         counts = replace(self, tokens=tokens, sequences=sequences, groups=groups, dp_size=size)
         return replace(counts, weights=weights)
 
+    def _refuse_streams(self, change: str) -> None:
+        if self.streams is not None:
+            raise InputError(
+                f"the totals of a Mixture cannot be {change}: make them of the whole step at once, "
+                "with policyloss.accumulate or policyloss.measure."
+            )
+
     def __add__(self, other: Totals) -> Totals:
         if not isinstance(other, Totals):
             return NotImplemented
+        self._refuse_streams("added")
+        other._refuse_streams("added")
         if self.dp_size != other.dp_size:
             raise InputError(
                 f"cannot add totals of different dp_size ({self.dp_size} and {other.dp_size})."

@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from policyloss.catalogue import as_spec, read_loss
+from policyloss.catalogue import as_spec
 from policyloss.commands import arguments_of, read_words
 from policyloss.errors import InputError, unknown_name
+from policyloss.mixture import read_loss
 from policyloss.spec import LossSpec
 from policyloss_train.config import TrainConfig, convert_types, defaults_of, model_defaults
 from policyloss_train.run.resume import (

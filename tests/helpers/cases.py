@@ -54,6 +54,8 @@ TRUSTS = (
     pl.Unbounded("ratio"),
     pl.Unbounded("logp"),
     pl.Unbounded("current"),
+    pl.Unbounded("probability"),
+    pl.Unbounded("uncertainty"),
     pl.BySign(pl.Unbounded("current"), pl.Clip(0.2, 0.28, dual=1.4)),
     pl.BySign(pl.CovKL(fraction=0.2), pl.DetachedClip(0.8, 1.2, outside="zero")),
 )
@@ -199,6 +201,38 @@ BY_CORRECTION = {
 # Every preset, every aggregation (under a token, a sequence and a turn ratio), every correction
 # under every rejection mode.
 SPECS = {**PRESETS, **BY_AGGREGATE, **BY_CORRECTION}
+# Streams that overlap, that share no token, and that need a measured step; one mixture of single
+# tokens, one with sequences, one with a divergence.
+_CROSS_ENTROPY = pl.LossSpec(trust=pl.Unbounded("logp"))
+MIXTURES = {
+    "tokens": pl.Mixture(
+        {"rl": _FULL, "ce": pl.Stream(_CROSS_ENTROPY, 0.3, mask="some", advantage=1.0)}
+    ),
+    "sequences": pl.Mixture(
+        {
+            "rl": pl.Stream("gspo", 0.8, mask="others"),
+            "dft": pl.Stream(
+                _CROSS_ENTROPY.replace(
+                    trust=pl.Unbounded("probability"), aggregate=pl.SeqMeanTokenMean()
+                ),
+                0.2,
+                mask="some",
+                advantage=1.0,
+            ),
+        }
+    ),
+    "measured": pl.Mixture(
+        {
+            "rl": BY_CORRECTION["Truncate(1.1)+SelfNormalise():renormalise"].replace(
+                entropy_coef=0.0  # in `Result` its gradient shares a leaf with the divergence
+            ),
+            "by_weight": pl.Stream(pl.LossSpec(aggregate=pl.WeightMean()), 0.5, mask="some"),
+            "kl": pl.Stream("gkd", 0.4, mask="others", advantage=0.0),
+        }
+    ),
+}
+NAMED = {**PRESETS, **MIXTURES}
+LOSSES = {**SPECS, **MIXTURES}
 
 
 def make_batch(
@@ -275,24 +309,32 @@ def with_divergence(batch: Batch, entropy: Tensor) -> Tensor:
     return batch.divergence.detach() + 4 * (entropy - entropy.detach())
 
 
-def run(spec: pl.LossSpec, batch: Batch, totals: Any = None, **kwargs: Any) -> Result:
+def with_streams(spec: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with the masks that the streams of a mixture read."""
+    if not isinstance(spec, pl.Mixture):
+        return arguments
+    some = arguments["weights"].reshape(arguments["mask"].shape) > 1
+    return {**arguments, "extras": {"some": some, "others": ~some}}
+
+
+def run(spec: Any, batch: Batch, totals: Any = None, **kwargs: Any) -> Result:
     """`policy_loss` and its gradients with respect to logp
     and entropy (0 where the spec reads no entropy).
     """
     logp, entropy = (x.detach().clone().requires_grad_() for x in (batch.logp, batch.entropy))
     carried = {"logp": logp, "entropy": entropy, "divergence": with_divergence(batch, entropy)}
     arguments = {**batch.kwargs, **carried, "totals": totals, **kwargs}
-    out = pl.policy_loss(spec, **arguments)
+    out = pl.policy_loss(spec, **with_streams(spec, arguments))
     dlogp, dentropy = torch.autograd.grad(out.loss, (logp, entropy), allow_unused=True)
     assert dlogp is not None, "the loss is not connected to logp"
     dentropy = torch.zeros_like(entropy) if dentropy is None else dentropy
     return Result(out.loss.detach(), batch.as_rows(dlogp), batch.as_rows(dentropy), out.metrics)
 
 
-def step_totals(spec: pl.LossSpec, batch: Batch, **kwargs: Any) -> pl.Totals:
+def step_totals(spec: Any, batch: Batch, **kwargs: Any) -> pl.Totals:
     """The totals of the whole step, counted or measured as the spec needs."""
-    if spec.needs_statistics:
-        return pl.measure(spec, **batch.kwargs, **kwargs)
+    if spec.needs_statistics or isinstance(spec, pl.Mixture):
+        return pl.measure(spec, **with_streams(spec, batch.kwargs), **kwargs)
     return pl.Totals.count(batch.mask, **layout_of(batch), **kwargs)
 
 

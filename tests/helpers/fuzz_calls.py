@@ -111,6 +111,18 @@ LIBRARY: dict[str, Case] = {
             "cp_group": None,
         },
     ),
+    "policy_loss, a mixture": (
+        pl.policy_loss,
+        {
+            "spec": pl.Mixture({"rl": "ppo", "ce": pl.Stream("reinforce", 0.5, "demo", 1.0)}),
+            "logp": LOGP,
+            "old_logp": OLD,
+            "advantages": PER_SEQUENCE,
+            "mask": MASK,
+            "extras": {"demo": MASK},
+            "entropy": -LOGP,
+        },
+    ),
     "preference_loss": (
         pl.preference_loss,
         {
@@ -208,7 +220,7 @@ LIBRARY: dict[str, Case] = {
             "teacher": pl.Teacher(HIDDEN, WEIGHT),
             "kind": "jsd",
             "beta": 0.5,
-            "tail": True,
+            "rest": "entry",
             "top": "union",
             "k": 3,
             "mask": MASK,
@@ -315,6 +327,7 @@ LIBRARY: dict[str, Case] = {
             "groups": 2,
             "dp_size": 1,
             "statistics": {"a": torch.ones(())},
+            "streams": {"rl": pl.Totals(9, 3)},
         },
     ),
     "Totals.count": (
@@ -352,6 +365,9 @@ LIBRARY: dict[str, Case] = {
     "check_loss": (pl.check_loss, {"base": ..., "seed": ..., "loss": "reinforce"}),
     "LossSpec": (pl.LossSpec, {f.name: f.default for f in dataclasses.fields(pl.LossSpec)}),
     "LossSpec.from_dict": (pl.LossSpec.from_dict, {"data": pl.preset("ppo").to_dict()}),
+    "Stream": (pl.Stream, {"loss": "ppo", "weight": 0.5, "mask": "demo", "advantage": 1.0}),
+    "Mixture": (pl.Mixture, {"streams": {"rl": "ppo", "ce": pl.Stream("reinforce", 0.5)}}),
+    "Mixture.from_dict": (pl.Mixture.from_dict, {"data": pl.Mixture({"rl": "ppo"}).to_dict()}),
     "Sequences.of": (Sequences.of, {"tokens": PACK, "cu_seqlens": CU, "cp_group": None}),
     "group_sum": (group_sum, {"x": PER_SEQUENCE, "group_ids": IDS}),
 }

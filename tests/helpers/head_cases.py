@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import policyloss as pl
-from cases import Batch, make_batch
+from cases import Batch, make_batch, with_streams
+from policyloss.functional.divergence import on_support, support_of
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -343,7 +344,7 @@ class LossRun(NamedTuple):
 def arguments_of(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> dict[str, Any]:
     """What `linear_policy_loss` takes after the ids, with a teacher for a divergence."""
     teacher = {} if spec.divergence is None else {"teacher": batch.teacher()}
-    return {**batch.kwargs, **teacher, **kwargs}
+    return with_streams(spec, {**batch.kwargs, **teacher, **kwargs})
 
 
 def run_loss(spec: pl.LossSpec, batch: HeadBatch, **kwargs: Any) -> LossRun:
@@ -391,7 +392,11 @@ def oracle_divergence(
     u = torch.where(mask.bool()[..., None], teacher.hidden.to(x.dtype), 0)
     student = (x @ weight.T).log_softmax(-1)
     of_teacher = ((u @ teacher.weight.to(x.dtype).T) / teacher.temperature).log_softmax(-1)
-    return of_distributions(student, of_teacher, spec.divergence.measure)
+    measure = spec.divergence.measure
+    if measure.top is None:
+        return of_distributions(student, of_teacher, measure)
+    ids, keep = support_of(student.detach(), of_teacher, measure.top, measure.k)
+    return on_support(student.gather(-1, ids), of_teacher.gather(-1, ids), measure, keep)
 
 
 def loss_tolerance(batch: HeadBatch) -> float:

@@ -164,7 +164,7 @@ DIVERGENCES = st.builds(
     beta=_numbers(0, 1),
     weight=st.sampled_from([None, "ratio"]),
     clamp=st.sampled_from([None, 0.5, (None, 0.25), (0.125, None)]),
-    tail=st.booleans(),
+    rest=st.sampled_from(["entry", "drop", "renormalise"]),
 )
 KLS = st.one_of(
     DIVERGENCES,
@@ -209,7 +209,8 @@ AGGREGATES = st.one_of(
 @st.composite
 def corrections(draw: st.DrawFn) -> tuple[Any, ...]:
     """Up to one weight and two tests, in any order, the weight perhaps self-normalised."""
-    parts: list[Any] = draw(st.lists(TESTS, max_size=2))
+    tests = st.lists(TESTS, max_size=2, unique_by=lambda p: isinstance(p, pl.MomentBudget) or id(p))
+    parts: list[Any] = draw(tests)
     if draw(st.booleans()):
         parts.append(draw(WEIGHTS))
         if draw(st.booleans()):

@@ -20,7 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import policyloss as pl
-from cases import BY_AGGREGATE, BY_CORRECTION, PRESETS, TOKEN_TENSORS, make_batch
+from cases import (
+    BY_AGGREGATE,
+    BY_CORRECTION,
+    MIXTURES,
+    NAMED,
+    PRESETS,
+    TOKEN_TENSORS,
+    make_batch,
+    with_streams,
+)
 
 BATCH = make_batch(seed=10)
 WHERE = torch.arange(BATCH.mask.numel()).view(BATCH.mask.shape)
@@ -44,8 +53,8 @@ ON_RANKS = (
 )
 PROMPT = {name: BY_AGGREGATE[f"token:{name}()"] for name in ("PromptMean", "WeightMean")}
 # On ranks the presets, which measure by covariances, and one loss of each other kind that measures.
-SPECS = {**PRESETS, **PROMPT, **{name: MEASURED[name] for name in ON_RANKS}}
-FEW = ("ppo", "gspo", "gspo_turn", "clip_cov", "kl_cov", *PROMPT, *ON_RANKS)
+SPECS = {**NAMED, **PROMPT, **{name: MEASURED[name] for name in ON_RANKS}}
+FEW = ("ppo", "gspo", "gspo_turn", "clip_cov", "kl_cov", "measured", *PROMPT, *ON_RANKS)
 DP_CASES = [
     (name, case) for case, names in zip(SHARES, (SPECS, FEW), strict=True) for name in names
 ]
@@ -73,7 +82,7 @@ def micro_batch(rows: list[int], layout: str, columns: Any = slice(None)) -> dic
             for k, x in tensors.items()
         }
         tensors["cu_seqlens"] = torch.nn.functional.pad(inside.sum(1).cumsum(0), (1, 0))
-    return {"current": tensors.pop("logp"), **tensors}
+    return {"current": tensors.pop("logp"), **with_streams(MIXTURES["tokens"], tensors)}
 
 
 def micro_batches(share: Share, columns: Any = slice(None)) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "skewed": {"kind": "skew_reverse", "beta": 0.9},
     "generalised": {"kind": "generalised", "top": "teacher", "k": 5},
     "union": {"kind": "reverse", "top": "union", "k": 4},
-    "intersection": {"kind": "forward", "tail": False, "top": "intersection", "k": 6},
+    "intersection": {"kind": "forward", "rest": "drop", "top": "intersection", "k": 6},
     "known": {"kind": "reverse"},
 }
 CASES = {f"{kind}, {plan}": (kind, plan) for kind in KINDS for plan in ("recompute", "stash")}

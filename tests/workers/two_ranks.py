@@ -22,6 +22,8 @@ import policyloss as pl
 from cases import (
     BY_AGGREGATE,
     BY_CORRECTION,
+    MIXTURES,
+    NAMED,
     PRESETS,
     TOKEN_TENSORS,
     Batch,
@@ -71,15 +73,15 @@ CP_SPECS = {
     name: spec
     for name, spec in {**PRESETS, **BY_AGGREGATE, **BY_CORRECTION}.items()
     if not reads_order(spec) and not (name in BY_AGGREGATE and not name.startswith("sequence"))
-}
+} | MIXTURES
 
 
-def cp_cases() -> dict[str, tuple[pl.LossSpec, str, bool]]:
+def cp_cases() -> dict[str, tuple[Any, str, bool]]:
     """Presets under every sharding, the rest under one each; layouts alternate."""
     cases = {}
     for i, (name, spec) in enumerate(CP_SPECS.items()):
         for j, sharding in enumerate(SHARDINGS):
-            if name in PRESETS or (i - j) % len(SHARDINGS) == 0:
+            if name in NAMED or (i - j) % len(SHARDINGS) == 0:
                 packed = bool((i + j) % 2)
                 cases[f"{name}, {sharding}, {'packed' if packed else 'padded'}"] = (
                     spec,

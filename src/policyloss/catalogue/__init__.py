@@ -7,7 +7,6 @@ default. There is no function per algorithm; `explain` describes each loss.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -65,12 +64,18 @@ def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
     return find_preset(name).spec.with_fields(**numbers)
 
 
-def as_spec(spec: AnyLoss, called: str = "spec") -> LossSpec:
+def as_spec(spec: Any, called: str = "spec") -> LossSpec:
     """`spec`, a preset by its name, or a loss by its function of `Tokens`. called: for errors."""
     if isinstance(spec, LossSpec):
         return spec
     if isinstance(spec, str):
         return find_preset(spec).spec
+    if hasattr(spec, "streams"):
+        raise InputError(
+            f"{called} is a Mixture, and this function takes one loss: policy_loss, measure, "
+            "accumulate, linear_policy_loss, hf.policy_loss, explain_plan and explain take a "
+            "Mixture; pass the loss of one of its streams here, mixture.streams[name].loss."
+        )
     if callable(spec) and not isinstance(spec, type):
         return _DEFAULT.replace(trust=spec)
     raise InputError(
@@ -85,17 +90,6 @@ def presets_equal_to(spec: LossSpec) -> tuple[Preset, ...]:
     if spec.is_data and getattr(spec.aggregate, "horizon", None) is not None:
         spec = spec.with_fields(horizon=None)
     return tuple(p for p in PRESETS.values() if p.spec == spec)
-
-
-def read_loss(name: str) -> LossSpec | str:
-    """`name` itself if it is a preset's, or the `LossSpec` in the JSON file of that path."""
-    if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
-        return name
-    data = read_json(name)
-    try:
-        return LossSpec.from_dict(data)
-    except PolicyLossError as error:
-        raise PolicyLossError(f"{name}: {error}") from None
 
 
 def read_json(name: str) -> Any:

@@ -173,7 +173,8 @@ TAUGHT: tuple[Preset, ...] = (
         kl.weight: TRL's SDFT: times the truncated ratio, without its gradient
         aggregate: TRL's SDFT: mean over sequences of token means
         note: Compared with TRL's code, whose default compares the student's 100 most probable
-            entries, normalised over themselves. The paper writes the reverse KL, and its authors
+            entries, normalised over themselves: preset('sdft', top='student', k=100,
+            rest='renormalise'). The paper writes the reverse KL, and its authors
             say that their results come from the forward KL (idanshen/Self-Distillation, issue 5):
             preset('sdft', kind='forward').""",
     ),

@@ -97,7 +97,8 @@ def tokens_and_totals(call: Call) -> tuple[Tokens, Totals | None]:
     tokens = Inputs(**named, extras=under("extras.")).tokens()
     if call.dp_size is None:
         return tokens, None
-    counts, of_groups = under("totals."), under("groups.")
+    counts: dict[str, Any] = under("totals.")
+    of_groups = under("groups.")
     groups = GroupTokens(**of_groups) if of_groups else counts.pop("groups", None)
     statistics = under("statistics.") or None
     return tokens, Totals(**counts, groups=groups, dp_size=call.dp_size, statistics=statistics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from policyloss.catalogue import AnyLoss, Preset, as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
@@ -14,8 +14,10 @@ from policyloss.explanations.sources import SourcedValue, sources
 from policyloss.explanations.traits import describe, elsewhere
 from policyloss.explanations.traps import Trap, traps
 from policyloss.explanations.zero_gradient import Condition, ZeroGradient, zero_gradient
+from policyloss.mixture import Mixture
 from policyloss.notebook import heading, html_list, html_text, paragraphs, table
 from policyloss.output import section
+from policyloss.parts.wording import number
 from policyloss.spec import LossSpec
 
 
@@ -135,12 +137,64 @@ class Explanation:
         return heading(title) + paragraphs(*rest) + body
 
 
-def explain(spec: AnyLoss) -> Explanation:
-    """Explain `spec`: a `LossSpec`, the name of a preset, or a function of `Tokens`.
-
-    The explanation has formula, numbers and sources, zero gradients, names and traps. For a TRL
-    `GRPOConfig`, see `policyloss.compat.trl.explain_config`.
+@dataclass(frozen=True)
+class MixtureExplanation:
+    """A mixture in words: its sum, and the explanation of each stream. `str()` returns a page of
+    plain text, `to_dict()` JSON-ready data.
     """
+
+    mixture: Mixture
+    streams: dict[str, Explanation]
+
+    @property
+    def formula(self) -> str:
+        """The sum over the streams, as one line."""
+        weights = {name: stream.weight for name, stream in self.mixture.streams.items()}
+        terms = [n if w == 1 else f"{number(w)} * {n}" for n, w in weights.items()]
+        return f"loss = {' + '.join(terms)}"
+
+    @property
+    def tokens(self) -> dict[str, str]:
+        """The tokens and advantages of each stream, in words."""
+        sentences = {}
+        for name, stream in self.mixture.streams.items():
+            masks = "mask" if stream.mask is None else f"mask & extras[{stream.mask!r}]"
+            of_call = stream.advantage is None
+            numbers = "of the call" if of_call else f"{number(stream.advantage)} at every token"
+            sentences[name] = f"over {masks} and its own counts of the step; advantages: {numbers}"
+        return sentences
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as plain data."""
+        streams = {name: each.to_dict() for name, each in self.streams.items()}
+        return {"formula": self.formula, "tokens": self.tokens, "streams": streams}
+
+    def __str__(self) -> str:
+        lines = [f"  {self.formula}", *(f"  {n}: {text}" for n, text in self.tokens.items())]
+        pages = [f"# {name}\n\n{each}" for name, each in self.streams.items()]
+        title = f"A mixture of {len(self.streams)} streams"
+        return "\n\n".join([title, section("Formula", lines), *pages])
+
+    def _repr_html_(self) -> str:
+        """The explanation as HTML, for a notebook."""
+        rows = list(self.tokens.items())
+        pages = "".join(heading(n) + each._repr_html_() for n, each in self.streams.items())
+        return html_text(self.formula) + table(("stream", "tokens"), rows) + pages
+
+
+@overload
+def explain(spec: Mixture) -> MixtureExplanation: ...
+@overload
+def explain(spec: AnyLoss) -> Explanation: ...
+def explain(spec: AnyLoss | Mixture) -> Explanation | MixtureExplanation:
+    """Explain `spec`: a `LossSpec`, the name of a preset, a function of `Tokens`, or a `Mixture`.
+
+    The explanation has formula, numbers and sources, zero gradients, names and traps; of a mixture,
+    those of each stream. For a TRL `GRPOConfig`, see `policyloss.compat.trl.explain_config`.
+    """
+    if isinstance(spec, Mixture):
+        streams = {name: explain(stream.loss) for name, stream in spec.streams.items()}
+        return MixtureExplanation(spec, streams)
     spec = as_spec(spec)
     base, is_preset = nearest_preset(spec)
     exact = base if is_preset else None

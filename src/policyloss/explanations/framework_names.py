@@ -118,6 +118,11 @@ surrogate: FIPO | FutureKL
     ms-swift: loss_type="fipo"
 surrogate: no ratio: -A·logp | Unbounded form_logp
     verl: policy_loss.loss_mode="gpg"
+surrogate: DFT: logp times the stopped probability | Unbounded form_probability
+    TRL: SFTConfig(loss_type="dft")
+    Trinity-RFT: "sft_is"
+surrogate: CHORD's φ: logp times the stopped p(1 - p) | Unbounded form_uncertainty
+    Trinity-RFT: "sft_phi", in "mix_chord" on an expert's tokens
 surrogate: the plain ratio to the engine | Unbounded form_ratio anchor_rollout
     Tinker: "importance_sampling"
     SkyRL: policy_loss_type="importance_sampling"

@@ -55,7 +55,8 @@ ratio: product_ratio
     The log-ratio is a sum over the sequence, so it grows with length: a drift of 0.001 per token is
     a ratio of e at 1000 tokens. Do not mistake it for the geometric mean, which some frameworks
     also call sequence level.
-trust: DetachedClip | GammaWeight | TaperedNegative | form_score | form_logp
+trust: DetachedClip | GammaWeight | TaperedNegative | form_score | form_logp | form_probability \
+| form_uncertainty
     Watch the gradient, not the value: the value is only logp times a constant, no objective, and it
     may rise while the policy improves.
 trust: DetachedClip outside_clip
@@ -167,10 +168,10 @@ kl: kl_anchor_teacher kl_grad_value
     gradient of the reverse KL on-policy, whatever estimate is reported.
 kl: divergence_reverse divergence_no_tail
     Without the tail this sum has no minimum where student and teacher are equal: the student can
-    lower it by moving mass out of the entries. Use tail=True, or kind='generalised'.
+    lower it by moving mass out of the entries. Use rest="entry", or kind='generalised'.
 kl: divergence_forward divergence_no_tail
     Without the tail the sum may be negative, and verl holds it at 0: there it has no gradient,
-    which was so in most steps of a run of theirs. Use tail=True.
+    which was so in most steps of a run of theirs. Use rest="entry".
 kl: divergence_generalised
     With every entry known this is the reverse KL, number for number.
 kl: Divergence

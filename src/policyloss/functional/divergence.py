@@ -25,7 +25,12 @@ from torch import Tensor
 
 KindName = Literal["forward", "reverse", "jsd", "generalised", "skew_forward", "skew_reverse", "tv"]
 Top = Literal["student", "teacher", "union", "intersection"]
+Rest = Literal["entry", "drop", "renormalise"]
 TOPS = get_args(Top)
+ONE_ENTRY = (
+    'rest="renormalise": over one entry both probabilities are 1, so this divergence is '
+    "identically zero; compare two entries or more."
+)
 
 
 class Kind(NamedTuple):
@@ -58,13 +63,15 @@ class Measure(NamedTuple):
     """The divergence to compute. kind: one of `KINDS`; beta: the teacher's share of the mixture m.
 
     top: None for every entry that the teacher provides; otherwise the `k` most probable entries of
-    the "student", of the "teacher", of either ("union") or of both ("intersection"). tail: whether
-    the entries outside a support count as one more entry; the generalised kind never has a tail.
+    the "student", of the "teacher", of either ("union") or of both ("intersection"). rest: the
+    entries outside a support count as one more "entry"; or they do not count ("drop"), and with
+    "renormalise" the probabilities on the support are divided by their sum. The generalised kind
+    takes "drop" for "entry".
     """
 
     kind: str
     beta: float = 0.5
-    tail: bool = True
+    rest: str = "entry"
     top: str | None = None
     k: int | None = None
 
@@ -77,7 +84,7 @@ class Measure(NamedTuple):
     @property
     def has_tail(self) -> bool:
         """Whether all entries outside a support count as one more entry."""
-        return self.tail and KINDS[self.kind].takes_tail
+        return self.rest == "entry" and KINDS[self.kind].takes_tail
 
     @property
     def of_complete_rows(self) -> Measure:
@@ -110,7 +117,7 @@ def on_support(
     keep: which entries belong to the support; None for all. With a tail, the entries outside the
     support count as one entry of probability 1 − Σ p, at least the rounding error of 1.
     """
-    student, teacher = (_keep_entries(x, keep) for x in (student, teacher))
+    student, teacher = (_kept_entries(x, measure, keep) for x in (student, teacher))
     if measure.has_tail:
         student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
     return terms(student, teacher, measure).sum(-1)
@@ -120,10 +127,12 @@ def support_slopes(
     student: Tensor, teacher: Tensor, measure: Measure, keep: Tensor | None = None
 ) -> Tensor:
     """The derivative of `on_support` by the student's log-probabilities. → `[..., K]`."""
-    student, teacher = (_keep_entries(x, keep) for x in (student, teacher))
+    student, teacher = (_kept_entries(x, measure, keep) for x in (student, teacher))
     p = student.exp()
     if not measure.has_tail:
         each = slopes(student, teacher, measure)
+        if measure.rest == "renormalise":
+            return each - p * each.sum(-1, keepdim=True)
         omitted = measure.computed_kind.omits(measure.beta)
         return each + omitted * p if omitted else each
     rest = 1 - p.sum(-1, keepdim=True)
@@ -180,8 +189,13 @@ def _to_mixture(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return nearer + torch.where(higher, gap, 0), nearer - torch.where(higher, 0, gap)
 
 
-def _keep_entries(x: Tensor, keep: Tensor | None) -> Tensor:
-    return x if keep is None else torch.where(keep, x, -torch.inf)
+def _kept_entries(x: Tensor, measure: Measure, keep: Tensor | None) -> Tensor:
+    """The log-probabilities on the support, −inf elsewhere, perhaps normalised over it."""
+    x = x if keep is None else torch.where(keep, x, -torch.inf)
+    if measure.rest != "renormalise":
+        return x
+    total = x.logsumexp(-1, keepdim=True)
+    return x - torch.where(total == -torch.inf, 0, total)  # a support may be empty
 
 
 def _least(x: Tensor) -> float:

@@ -31,6 +31,8 @@ from policyloss.head.support import SupportArgument
 from policyloss.head.teacher.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.validate import check_mask
 from policyloss.head.windows import (
+    AnyBatch,
+    MixedBatch,
     TokenBatch,
     batch_of,
     entropy_has_slope,
@@ -39,13 +41,15 @@ from policyloss.head.windows import (
     token_windows,
 )
 from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tensors
-from policyloss.loss import LossOutput, loss_of, ready_spec
+from policyloss.loss import LossOutput, loss_of, ready_loss
 from policyloss.metrics import refuse_invalid
+from policyloss.mixture import REACHES, Mixture, StreamCall, stream_calls
 from policyloss.parts.correction import GivenWeight
 from policyloss.parts.kl import Divergence
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
+from policyloss.tokens import Tokens
 from policyloss.totals import Totals, resolve
 
 if TYPE_CHECKING:
@@ -66,7 +70,7 @@ class HeadOutput(LossOutput):
 @stays_eager
 @takes_tensors
 def linear_policy_loss(
-    spec: AnyLoss,
+    spec: AnyLoss | Mixture,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -110,7 +114,7 @@ def linear_policy_loss(
     terms. A loss of sequences takes "recompute" or "stash", and a teacher is an error.
     """
     check_level(metrics)
-    spec = ready_spec(spec)
+    spec = ready_loss(spec)
     options = (bias, temperature, softcap, vocab_group, support, index)
     head, sources, rows = head_and_sources(hidden, weight, ids, mask, *options)
     call = _HeadLoss(
@@ -131,7 +135,7 @@ def linear_policy_loss(
 
 
 def explain_plan(
-    spec: AnyLoss | None,
+    spec: AnyLoss | Mixture | None,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -164,7 +168,7 @@ def explain_plan(
     if advantages is None or mask is None:
         raise InputError("explain_plan of a loss needs advantages and mask: they select the rows.")
     check_level(arguments.pop("metrics", "all"))
-    spec = ready_spec(spec)
+    spec = ready_loss(spec)
     inputs = _inputs(head, ids, old_logp, advantages, mask, arguments)
     step, comparison = resolve(totals), comparison_of_spec(spec, teacher, head, tokens)
     on_policy = isinstance(old_logp, str)
@@ -195,7 +199,7 @@ class _HeadLoss:
     tokens that may have a gradient.
     """
 
-    spec: LossSpec
+    spec: LossSpec | Mixture
     sources: Sources
     head: Head
     rows: Tensor | None
@@ -205,20 +209,31 @@ class _HeadLoss:
     on_policy: bool
     skip: bool
 
-    def decide(self, plan: str | Plan) -> tuple[TokenBatch | None, Work, Plan]:
+    def decide(self, plan: str | Plan) -> tuple[AnyBatch | None, Work, Plan]:
         """Find the rows that matter, and choose the plan.
 
         The batch is None if a window does not determine the gradient of its tokens.
         """
-        t = self.inputs.tokens()
-        # A part that reads a number before it is computed is an error.
-        uncomputed = ("logp", "old_logp") if self.on_policy else ("logp",)
-        t = replace(t, raw={**t.raw, **dict.fromkeys(uncomputed)})
+        if self.skip and isinstance(self.spec, Mixture):
+            raise InputError(
+                "skip_zero_advantage does not serve a Mixture: a token without an advantage in one "
+                "stream may have a gradient in another; leave it out."
+            )
+        t = self._tokens(self.inputs)
         if not t.mask.is_meta:
             refuse_invalid(t.invalid)  # the host waits for the counts of rows below, in any case
         valid = t.mask.reshape(-1)
-        reach, why = self._reach()
-        batch = None if reach == "batch" else batch_of(self.spec, t, self.step, self.on_policy)
+        calls = stream_calls(self.spec, self.inputs, self.step)
+        reach, why = max(map(self._reach, calls), key=lambda reason: REACHES.index(reason[0]))
+        batch: AnyBatch | None = None
+        if reach != "batch" and isinstance(self.spec, LossSpec):
+            batch = batch_of(self.spec, t, self.step, self.on_policy)
+        elif reach != "batch":
+            streams = (
+                (c.weight, batch_of(c.spec, self._tokens(c.inputs), c.step, self.on_policy))
+                for c in calls
+            )
+            batch = MixedBatch(t, tuple(streams))
         terms = (valid, valid) if batch is None else (batch.rows, batch.live)
         rows, live = map(self.head.row_flags, terms)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
@@ -227,9 +242,15 @@ class _HeadLoss:
         work = Work.of(GradientTypes.of(*self.sources), *counts, self.comparison, longest=most)
         return batch, work, loss_plan(self.head, work, plan, reach, why)
 
-    def _reach(self) -> tuple[str, str]:
-        """The loss's reach in this call, and the reason if it is "batch"."""
-        spec = self.spec
+    def _tokens(self, inputs: Inputs) -> Tokens:
+        t = inputs.tokens()
+        # A part that reads a number before it is computed is an error.
+        uncomputed = ("logp", "old_logp") if self.on_policy else ("logp",)
+        return replace(t, raw={**t.raw, **dict.fromkeys(uncomputed)})
+
+    def _reach(self, call: StreamCall) -> tuple[str, str]:
+        """The reach of a stream's loss in this call, and the reason if it is "batch"."""
+        spec = call.spec
         if spec.reach == "batch":
             return "batch", (
                 "a part of it may look at any token (to limit it, set the attribute `reach` of a "
@@ -239,7 +260,7 @@ class _HeadLoss:
             return "batch", "its corrections read old_logp, which is not known beforehand"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
-        if self.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
+        if call.step is None and any(getattr(part, "statistics_names", ()) for part in windowed):
             return "batch", (
                 "it needs numbers of the whole batch first; measure them and pass "
                 "totals=policyloss.measure(…)"
@@ -252,7 +273,7 @@ class _HeadLoss:
 
     def compose(self, plan: Plan, metrics: MetricsLevel) -> HeadOutput:
         """The loss on log-probabilities that carry the gradient themselves."""
-        if self.skip and self.spec.follows_advantage:
+        if self.skip and isinstance(self.spec, LossSpec) and self.spec.follows_advantage:
             raise InputError(
                 f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
                 f"({plan.reason})."
@@ -264,7 +285,8 @@ class _HeadLoss:
         of_terms = self.head.of_terms
         known = {name: of_terms(x).view(tokens) for name, x in computed if x is not None}
         detached = {name: x.detach() for name, x in known.items()}
-        if not entropy_has_slope(self.spec):
+        specs = self.spec.specs if isinstance(self.spec, Mixture) else (self.spec,)
+        if not any(map(entropy_has_slope, specs)):
             known["entropy"] = detached["entropy"]
         loss = loss_of(self.spec, self._inputs_with(known), self.step, metrics)
         return HeadOutput(loss.loss, loss.metrics, **detached)
@@ -275,7 +297,7 @@ class _HeadLoss:
         return self.inputs.replace(**known, **old)
 
     def run_windows(
-        self, batch: TokenBatch, work: Work, plan: Plan, metrics: MetricsLevel
+        self, batch: AnyBatch, work: Work, plan: Plan, metrics: MetricsLevel
     ) -> HeadOutput:
         """The loss window by window; a window's gradient is computed while its logits exist."""
         head, tokens = self.head, self.inputs.logp.shape
@@ -300,7 +322,7 @@ class _HeadLoss:
             flat, gradients = run(check=True)
             known = {name: x.view(tokens) for name, x in flat.items()}
             spec, inputs = self.spec, self._inputs_with(known)
-            if self.skip:
+            if self.skip and isinstance(batch, TokenBatch) and isinstance(spec, LossSpec):
                 weight = batch.weight
                 spec = spec.replace(
                     correction=batch.corrections if weight is None else GivenWeight(weight),

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from functools import cached_property, reduce
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -163,6 +163,33 @@ class TokenBatch:
         ), at
 
 
+@dataclass(frozen=True)
+class MixedBatch:
+    """The tokens of one call of a mixture, and the batch of each stream with its weight."""
+
+    tokens: Tokens
+    streams: tuple[tuple[float, TokenBatch], ...]
+
+    @property
+    def rows(self) -> Tensor:
+        """The tokens that count in the call, flat bool; not every one is in a stream."""
+        return self.tokens.mask.reshape(-1)
+
+    @property
+    def live(self) -> Tensor:
+        """The tokens that may have a gradient in some stream, flat bool."""
+        return torch.stack([batch.live for _, batch in self.streams]).any(0)
+
+    def gradients(self, window: Window, known: dict[str, Tensor]) -> list[Tensor | None]:
+        """`TokenBatch.gradients` of all streams, weighted and summed."""
+        of_streams = [(w, batch.gradients(window, known)) for w, batch in self.streams]
+        sums: list[Tensor | None] = []
+        for i in range(len(known)):
+            terms = [w * d for w, slopes in of_streams if (d := slopes[i]) is not None]
+            sums.append(reduce(torch.add, terms) if terms else None)
+        return sums
+
+
 @dataclass(frozen=True, eq=False)
 class _BatchCorrection:
     """A correction with its result for the batch: it may have read sequences, which a window need
@@ -236,7 +263,10 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
     return TokenBatch(spec, t, step, weight, corrections, live, on_policy)
 
 
-def token_windows(head: Head, batch: TokenBatch, work: Work, rows: int) -> list[Window]:
+AnyBatch: TypeAlias = TokenBatch | MixedBatch
+
+
+def token_windows(head: Head, batch: AnyBatch, work: Work, rows: int) -> list[Window]:
     """Rows in any order: first the rows with a gradient, then the rows for the metrics alone (if
     `work` counts them), which share the last window of the others if they fit into it.
     """
@@ -262,7 +292,7 @@ def token_windows(head: Head, batch: TokenBatch, work: Work, rows: int) -> list[
     return all_windows
 
 
-def sequence_windows(batch: TokenBatch, work: Work, rows: int) -> list[Window]:
+def sequence_windows(batch: AnyBatch, work: Work, rows: int) -> list[Window]:
     """Complete sequences, first the ones with a gradient; a window holds as many as fit `rows`.
 
     Reads lengths back.
@@ -299,9 +329,7 @@ def _fill_windows(members: list[int], lengths: list[int], rows: int) -> list[lis
     return bins
 
 
-def _window_of(
-    batch: TokenBatch, spans: list[tuple[int, int]], count: int, backward: bool
-) -> Window:
+def _window_of(batch: AnyBatch, spans: list[tuple[int, int]], count: int, backward: bool) -> Window:
     mask = batch.rows
     tokens = torch.cat([torch.arange(a, b) for a, b in spans]).to(mask.device, non_blocking=True)
     ends = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
@@ -314,7 +342,7 @@ def _window_of(
 
 def run_windows(
     head: Head,
-    batch: TokenBatch,
+    batch: AnyBatch,
     all_windows: list[Window],
     sums: GradientSums,
     comparison: Comparison | None,

@@ -23,6 +23,7 @@ from policyloss.hf.one_call import HEADS, ModelCall
 from policyloss.hf.output_head import UnknownHeadError
 from policyloss.inputs import SharedTensors, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
+from policyloss.mixture import Mixture
 from policyloss.policy_metrics import MetricsLevel
 from policyloss.totals import Totals
 
@@ -35,7 +36,7 @@ HeadName = Literal["fused", "auto", "logits"]
 @takes_tensors
 def policy_loss(
     model: Any,
-    spec: AnyLoss,
+    spec: AnyLoss | Mixture,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -153,7 +154,7 @@ def logprobs(
 
 def explain_plan(
     model: Any,
-    spec: AnyLoss | None,
+    spec: AnyLoss | Mixture | None,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,

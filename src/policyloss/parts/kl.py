@@ -12,7 +12,7 @@ from torch import Tensor
 from policyloss.arguments import description
 from policyloss.errors import SpecError
 from policyloss.functional import kl
-from policyloss.functional.divergence import KINDS, KindName, Measure, Top
+from policyloss.functional.divergence import KINDS, ONE_ENTRY, KindName, Measure, Rest, Top
 from policyloss.functional.masking import LogClamp, bound
 from policyloss.parts.validate import Part, Positive, bounds, log_clamp
 from policyloss.parts.wording import bounds_in_words, spoken
@@ -118,12 +118,6 @@ def _name_or_none(owner: Any, field: str) -> None:
         )
 
 
-def _true_or_false(owner: Any, field: str) -> None:
-    value = getattr(owner, field)
-    if not isinstance(value, bool):
-        raise SpecError(f"Divergence.{field} must be True or False, got {description(value)}.")
-
-
 @dataclass(frozen=True)
 class Divergence(Part):
     """`coef · divergence` between the teacher's and the student's distributions, per token.
@@ -139,11 +133,13 @@ class Divergence(Part):
     gradient is 0 beyond the bounds.
     top: None compares every entry that the teacher provides; "student", "teacher", "union" or
     "intersection" compares the k most probable entries of the student, of the teacher, of either or
-    of both. tail: True counts all other entries (outside the k, or outside a `TopK`) as one more
-    entry; False leaves them out. The generalised kind never has a tail.
+    of both. rest: "entry" counts all other entries (outside the k, or outside a `TopK`) as one more
+    entry; "drop" leaves them out; "renormalise" leaves them out and divides the probabilities of
+    each model by their sum over the compared entries (over one entry that is always 0, an error).
+    The generalised kind takes "drop" for "entry".
 
     The divergence comes from `linear_divergence` or `divergence` (`policy_loss(…, divergence=…)`),
-    or from the head (`linear_policy_loss(…, teacher=…)`), which reads kind, beta, tail, top and k.
+    or from the head (`linear_policy_loss(…, teacher=…)`), which reads kind, beta, rest, top and k.
     """
 
     reach: ClassVar[str] = "token"
@@ -155,7 +151,7 @@ class Divergence(Part):
     weight: Annotated[str | None, _name_or_none] = None
     clamp: Annotated[LogClamp, log_clamp] = None
     weight_max: Positive | None = None
-    tail: Annotated[bool, _true_or_false] = True
+    rest: Rest = "entry"
     top: Top | None = None
     k: int | None = None
 
@@ -167,6 +163,8 @@ class Divergence(Part):
                 f"Divergence has top={self.top!r} and k={description(self.k)}; give both, k as a "
                 "positive number of entries, or neither."
             )
+        if self.rest == "renormalise" and self.k == 1 and self.top != "union":
+            raise SpecError(f"Divergence has top={self.top!r}, k=1 and {ONE_ENTRY}")
         if self.weight_max is not None and self.weight is None:
             raise SpecError(
                 f"Divergence.weight_max={self.weight_max!r} bounds a weight, and there is none."
@@ -175,14 +173,14 @@ class Divergence(Part):
     @property
     def measure(self) -> Measure:
         """The divergence that the head computes."""
-        return Measure(self.kind, self.beta, self.tail, self.top, self.k)
+        return Measure(self.kind, self.beta, self.rest, self.top, self.k)
 
     @property
     def idle_fields(self) -> tuple[str, ...]:
         """The fields that have no effect."""
         kind = KINDS[self.kind]
         beta = () if kind.reads_beta else ("beta",)
-        return beta if kind.takes_tail else (*beta, "tail")
+        return beta if kind.takes_tail or self.rest == "renormalise" else (*beta, "rest")
 
     @property
     def reads_ratio(self) -> bool:
@@ -217,13 +215,14 @@ class Divergence(Part):
         both = {"union": "the student's or the teacher's", "intersection": "both models'"}
         whose = both.get(self.top, f"the {self.top}'s")
         rest = " and one for the rest" if self.measure.has_tail else ""
+        rest = ", normalised over them" if self.rest == "renormalise" else rest
         return f" over {whose} {self.k} most probable entries{rest}"
 
     @property
     def traits(self) -> tuple[str, ...]:
         """The computed kind, its entries and its weight."""
         weight = "ratio" if self.reads_ratio else "extra"
-        tail = () if self.measure.has_tail else ("divergence_no_tail",)
+        tail = () if self.rest != "drop" else ("divergence_no_tail",)
         top = () if self.top is None else (f"divergence_top_{self.top}",)
         by = () if self.weight is None else (f"divergence_weight_{weight}",)
         return "Divergence", f"divergence_{self.measure.computed_kind.name}", *tail, *top, *by

@@ -93,15 +93,21 @@ class Unbounded(TrustPart):
     """No limit.
 
     form="ratio": `-A·r` (importance sampling). The other forms read no ratio and have REINFORCE's
-    gradient. form="logp": `-A·logp` (GPG); form="current": `-A·exp(logp - sg[logp])`, where sg
-    stops the gradient, so the value is `-A` (UP-GRPO).
+    gradient. form="logp": `-A·logp` (GPG; with A = 1 the cross-entropy); form="current":
+    `-A·exp(logp - sg[logp])`, where sg stops the gradient, so the value is `-A` (UP-GRPO). Two more
+    forms weight the gradient by p = exp(logp): "probability": `-A·sg[p]·logp` (DFT), "uncertainty":
+    `-A·sg[p·(1 - p)]·logp` (CHORD).
     """
 
-    form: Literal["ratio", "logp", "current"] = "ratio"
+    form: Literal["ratio", "logp", "current", "probability", "uncertainty"] = "ratio"
 
     def __call__(self, t: Tokens) -> Surrogate:
         if self.form == "current":
             return Surrogate(-t.advantages * t.log_ratio_to("current").exp())
+        if self.form in ("probability", "uncertainty"):
+            p = t.logp.detach().exp()
+            weight = p if self.form == "probability" else p * (1 - p)
+            return Surrogate(-t.advantages * weight * t.logp)
         return Surrogate(-t.advantages * (t.ratio if self.form == "ratio" else t.logp))
 
     @property
@@ -114,12 +120,19 @@ class Unbounded(TrustPart):
             return "no limit: the ratio times the advantage"
         if self.form == "logp":
             return "no ratio and no limit: logp times the advantage"
-        return "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
+        if self.form == "current":
+            return (
+                "no limit: the ratio to the current policy itself, exactly 1, times the advantage"
+            )
+        p = "p" if self.form == "probability" else "p(1 - p)"
+        return f"no ratio and no limit: logp times the advantage and the stopped {p} of the token"
 
     def slopes(self) -> tuple[Slopes, ...]:
         if self.form == "ratio":
             return (Slopes(through_ratio=(NO_ADVANTAGE,)),)
-        return (Slopes(through_logp=(NO_ADVANTAGE,)),)
+        certain = (Condition("logp == 0", "the token is certain"),)
+        also = certain if self.form == "uncertainty" else ()
+        return (Slopes(through_logp=(NO_ADVANTAGE, *also)),)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import webbrowser
 from collections.abc import Sequence
 from typing import Any
 
-from policyloss.catalogue import PRESETS, as_spec, presets_equal_to, read_loss
+from policyloss.catalogue import PRESETS, as_spec, presets_equal_to
 from policyloss.commands import read_options
 from policyloss.errors import SpecError
 from policyloss.explanations import explain
@@ -24,6 +24,7 @@ from policyloss.explanations.algebra.derive import Lines
 from policyloss.explanations.algebra.expression import Expression
 from policyloss.explanations.formula import VOCABULARY
 from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
+from policyloss.mixture import read_loss
 from policyloss.output import check_output, write_output
 from policyloss.parts.data import VARIANTS, part_as_data
 from policyloss.spec import LossSpec
@@ -51,7 +52,8 @@ def explore_command(arguments: Sequence[str]) -> int:
     """Write the page, and open it in a browser; returns the exit code."""
     options = read_options("explore", Explore, arguments)
     check_output(options.out, "--out")
-    page = explorer_page([read_loss(loss) for loss in options.losses])
+    losses = map(read_loss, options.losses)
+    page = explorer_page([loss if isinstance(loss, str) else as_spec(loss) for loss in losses])
     write_output(options.out, page.encode(), "--out")
     opened = options.open and _has_browser() and webbrowser.open(options.out.resolve().as_uri())
     print(f"{options.out}: {'opened' if opened else 'open it'} in a browser.", flush=True)

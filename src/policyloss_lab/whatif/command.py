@@ -7,9 +7,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from policyloss.catalogue import as_spec, read_loss
+from policyloss.catalogue import as_spec
 from policyloss.commands import read_options
 from policyloss.errors import InputError, PolicyLossError, safe_repr, visible
+from policyloss.mixture import read_loss
 from policyloss.output import check_output, write_output
 from policyloss_lab.commands import WhatIfTokens
 from policyloss_lab.diagnosis.command import load_model

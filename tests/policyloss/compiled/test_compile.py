@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 import policyloss as pl
-from cases import PRESETS, Batch, Result, assert_same, assert_same_result, make_batch, run
+from cases import (
+    MIXTURES,
+    PRESETS,
+    Batch,
+    Result,
+    assert_same,
+    assert_same_result,
+    make_batch,
+    run,
+    with_streams,
+)
 from policyloss.compat.parts import GuardedSeqMeanTokenMean
 from policyloss.compat.trl.parts import RolloutProduct, WrittenKL
 
@@ -46,10 +56,11 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled_run(spec: pl.LossSpec, batch: Batch, backend: str, totals: Any = None) -> Result:
+def compiled_run(spec: Any, batch: Batch, backend: str, totals: Any = None) -> Result:
     """As `cases.run`, with the whole of `policy_loss` in one compiled graph."""
     carried = ("logp", "entropy", "divergence")
-    arguments = {name: x for name, x in batch.kwargs.items() if name not in carried}
+    given = with_streams(spec, batch.kwargs)
+    arguments = {name: x for name, x in given.items() if name not in carried}
     compared = batch.divergence
 
     def loss(logp: Tensor, entropy: Tensor) -> tuple[Tensor, pl.Metrics]:
@@ -60,7 +71,9 @@ def compiled_run(spec: pl.LossSpec, batch: Batch, backend: str, totals: Any = No
     compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=False)
     logp, entropy = (
         batch.logp.clone().requires_grad_(),
-        batch.entropy.clone().requires_grad_(spec.entropy_coef != 0 or spec.divergence is not None),
+        batch.entropy.clone().requires_grad_(
+            "entropy" in spec.reads or spec.divergence is not None
+        ),
     )
     value, metrics = compiled(logp, entropy)
     (2 * value).backward()  # a loss is often scaled before its backward
@@ -109,10 +122,11 @@ def test_every_preset_is_one_graph(name: str) -> None:
         PRESETS["gmpo"],
         FULL,
         OF_FRAMEWORKS,
+        *MIXTURES.values(),
     ],
-    ids=["grpo", "gspo_token", "clip_cov", "gmpo", "all slots", "parts of frameworks"],
+    ids=["grpo", "gspo_token", "clip_cov", "gmpo", "all slots", "parts of frameworks", *MIXTURES],
 )
-def test_padded_rows_are_one_graph(spec: pl.LossSpec) -> None:
+def test_padded_rows_are_one_graph(spec: Any) -> None:
     """One loss of each kind, because padded rows take longer to trace:
     the gradient is part of the graph.
     """

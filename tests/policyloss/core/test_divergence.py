@@ -26,6 +26,7 @@ MEASURES = [FORWARD, REVERSE, GENERALISED, *(Measure("jsd", b) for b in (0.0, 0.
 MEASURES += [Measure("skew_forward", b) for b in (0.0, 0.1)]
 MEASURES += [Measure("skew_reverse", b) for b in (0.9, 1.0)]
 MEASURES += [Measure("tv")]
+RESTS = ("entry", "drop", "renormalise")
 by_measure = walked("measure", MEASURES, ids=lambda m: f"{m.kind}-{m.beta}")
 
 
@@ -69,12 +70,17 @@ def test_hand_computed(measure: Measure, value: float) -> None:
 # forward on the two: ¼·log ½ + 0 = −¼·log 2, and the bucket adds ½·log(½/¼) = ½·log 2.
 # reverse on the two: ½·log 2; the bucket adds ¼·log(¼/½) = −¼·log 2.
 # generalised: ½·log 2 − ¾ + ½.
+# Normalised over the two, the student is (⅔, ⅓) and the teacher (½, ½): forward
+# ½·log ¾ + ½·log 3/2, reverse ⅔·log 4/3 + ⅓·log ⅔, total variation ½·(⅙ + ⅙).
 CUT = [
-    (Measure("forward", tail=False), -0.25 * math.log(2)),
+    (Measure("forward", rest="drop"), -0.25 * math.log(2)),
     (Measure("forward"), 0.25 * math.log(2)),
-    (Measure("reverse", tail=False), 0.5 * math.log(2)),
+    (Measure("reverse", rest="drop"), 0.5 * math.log(2)),
     (Measure("reverse"), 0.25 * math.log(2)),
     (Measure("generalised"), 0.5 * math.log(2) - 0.25),
+    (Measure("forward", rest="renormalise"), 0.5 * math.log(9 / 8)),
+    (Measure("reverse", rest="renormalise"), 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)),
+    (Measure("tv", rest="renormalise"), 1 / 6),
 ]
 
 
@@ -125,10 +131,10 @@ def test_gradcheck(measure: Measure) -> None:
     )
 
 
-@walked("tail", [True, False])
+@walked("rest", RESTS)
 @by_measure
-def test_the_gradient_on_a_support_is_that_of_autograd(measure: Measure, tail: bool) -> None:
-    measure = measure._replace(tail=tail)
+def test_the_gradient_on_a_support_is_that_of_autograd(measure: Measure, rest: str) -> None:
+    measure = measure._replace(rest=rest)
     z, teacher = rows()
     ids, keep = support_of(z.log_softmax(-1), teacher, "union", 4)
     student, teacher = z.log_softmax(-1).gather(-1, ids), teacher.gather(-1, ids)
@@ -140,16 +146,37 @@ def test_the_gradient_on_a_support_is_that_of_autograd(measure: Measure, tail: b
     assert (found[~keep] == 0).all()
 
 
-@walked("tail", [True, False])
+@walked("rest", RESTS)
 @by_measure
-def test_gradcheck_on_a_support(measure: Measure, tail: bool) -> None:
+def test_gradcheck_on_a_support(measure: Measure, rest: str) -> None:
     z, teacher = rows(1.0)
-    few = measure._replace(tail=tail)
+    few = measure._replace(rest=rest)
 
     def value(x: Tensor) -> Tensor:
         return on_support(x.log_softmax(-1)[..., :5], teacher[..., :5], few)
 
     assert torch.autograd.gradcheck(value, z.requires_grad_())
+
+
+@by_measure
+def test_renormalised_entries_are_a_softmax_over_their_logits(measure: Measure) -> None:
+    """As ms-swift computes it: both models' logits of the entries, each through its own softmax."""
+    z, other = logits(0).requires_grad_(), logits(1)
+    ids = other.topk(4, -1).indices
+    few, chosen = measure._replace(rest="renormalise"), z.gather(-1, ids)
+    expected = of_distributions(
+        chosen.log_softmax(-1), other.gather(-1, ids).log_softmax(-1), measure
+    )
+    student, teacher = (x.log_softmax(-1).gather(-1, ids) for x in (z, other))
+    torch.testing.assert_close(on_support(student, teacher, few), expected, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(expected.sum(), z)
+    slopes = support_slopes(student.detach(), teacher, few)
+    assert slopes.sum(-1).abs().max() < 1e-15  # so the entries outside get no gradient
+    found = torch.zeros_like(gradient).scatter(-1, ids, slopes)
+    torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+    nothing = torch.zeros_like(ids, dtype=torch.bool)
+    assert (on_support(student, teacher, few, nothing) == 0).all()
+    assert (support_slopes(student.detach(), teacher, few, nothing) == 0).all()
 
 
 @by_measure
@@ -201,12 +228,12 @@ def test_never_negative(measure: Measure) -> None:
     assert (of_distributions(z.log_softmax(-1), teacher, measure) > 0).all()
 
 
-@walked("tail", [True, False])
+@walked("rest", RESTS)
 @by_measure
-def test_all_entries_are_the_whole(measure: Measure, tail: bool) -> None:
+def test_all_entries_are_the_whole(measure: Measure, rest: str) -> None:
     """k = V: the support's value and gradient are those of the whole divergence."""
     z, teacher = rows()
-    measure = measure._replace(tail=tail)
+    measure = measure._replace(rest=rest)
     student = z.log_softmax(-1)
     for which in TOPS:
         ids, keep = support_of(student, teacher, which, z.shape[-1])
@@ -240,7 +267,7 @@ def test_the_generalised_form_is_least_at_equality() -> None:
     """On any support. The un-tailed reverse KL is not: there the student gains by leaving it."""
     teacher = logits(5).log_softmax(-1)
     few = slice(0, 4)
-    generalised, cut = Measure("generalised"), Measure("reverse", tail=False)
+    generalised, cut = Measure("generalised"), Measure("reverse", rest="drop")
     z = teacher.clone().requires_grad_()
     at_equality = on_support(z.log_softmax(-1)[..., few], teacher[..., few], generalised)
     (gradient,) = torch.autograd.grad(at_equality.sum(), z)
@@ -384,11 +411,12 @@ def test_one_or_none_in_a_tuple() -> None:
         ({"clamp": -1.0}, ["clamp", "-1.0"]),
         ({"weight_max": 2.0}, ["weight_max", "2.0", "none"]),
         ({"weight": "ratio", "weight_max": 0.0}, ["weight_max", "0.0"]),
-        ({"tail": "yes"}, ["tail", "yes"]),
+        ({"rest": True}, ["rest", "True", "renormalise"]),
         ({"top": "everyone", "k": 3}, ["top", "everyone", "union"]),
         ({"top": "student"}, ["top='student'", "k=None", "give both"]),
         ({"k": 3}, ["top=None", "k=", "3"]),
         ({"top": "student", "k": 0}, ["k=", "0", "positive"]),
+        ({"top": "student", "k": 1, "rest": "renormalise"}, ["k=1", "identically zero", "two"]),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -19,6 +19,7 @@ from walk import in_shares, walked
 import policyloss as pl
 from cases import (
     AGGREGATES,
+    NAMED,
     NEIGHBOURS,
     PRESETS,
     Batch,
@@ -26,6 +27,7 @@ from cases import (
     layout_of,
     make_batch,
     run,
+    with_streams,
 )
 from policyloss.check.loss import FrozenStopGradients
 
@@ -33,12 +35,12 @@ BATCH = make_batch(seed=5, rows=5, width=4)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
 
 
-def loss_of(spec: pl.LossSpec, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(spec: Any, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(logp: Tensor, entropy: Tensor) -> Tensor:
         carried = {"logp": logp, "entropy": entropy}
         if spec.divergence is not None:  # moves with the entropy, so that both are checked
             carried["divergence"] = 0.2 + 0.3 * entropy
-        return pl.policy_loss(spec, **{**batch.kwargs, **carried}).loss
+        return pl.policy_loss(spec, **with_streams(spec, {**batch.kwargs, **carried})).loss
 
     return loss
 
@@ -74,18 +76,18 @@ def check_direction(f: Callable[..., Tensor], *inputs: Tensor) -> None:
 CHECKS = {"every_entry": check_every_entry, "direction": check_direction}
 
 
-def check_spec(spec: pl.LossSpec, batch: Batch, check: Callable[..., None]) -> None:
+def check_spec(spec: Any, batch: Batch, check: Callable[..., None]) -> None:
     loss = loss_of(spec, batch)
-    if spec.entropy_coef or spec.divergence is not None:
+    if "entropy" in spec.reads or spec.divergence is not None:
         check(loss, batch.logp, batch.entropy)
     else:
         check(lambda logp: loss(logp, batch.entropy), batch.logp)
 
 
 @walked("layout", LAYOUTS)
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_preset_gradient_is_the_derivative(name: str, layout: str) -> None:
-    check_spec(PRESETS[name], LAYOUTS[layout], check_every_entry)
+    check_spec(NAMED[name], LAYOUTS[layout], check_every_entry)
 
 
 @walked("layout", LAYOUTS)
@@ -93,10 +95,10 @@ def test_entropy_gradient_is_the_derivative(layout: str) -> None:
     check_spec(PRESETS["grpo"].replace(entropy_coef=0.01), LAYOUTS[layout], check_every_entry)
 
 
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_the_points_of_the_check_have_a_gradient(name: str) -> None:
     """A check at a point where every token is clipped would prove nothing."""
-    dlogp = run(PRESETS[name], BATCH).dlogp
+    dlogp = run(NAMED[name], BATCH).dlogp
     assert (dlogp != 0).sum() >= 2
 
 

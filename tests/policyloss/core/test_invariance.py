@@ -2,7 +2,7 @@
 advantages, or the dtype of the mask.
 
 Held for every preset, every aggregation and every correction under every rejection mode
-(`cases.SPECS`), in loss, gradients and every metric; bit for bit where the arithmetic is the same,
+(`cases.LOSSES`), in loss, gradients and every metric; bit for bit where the arithmetic is the same,
 to 1e-12 where only the order of a sum differs.
 """
 
@@ -21,10 +21,10 @@ import policyloss as pl
 from cases import (
     AGGREGATES,
     CORRECTIONS,
+    LOSSES,
     PRESETS,
     PULLS,
     RATIOS,
-    SPECS,
     TOKEN_TENSORS,
     TRUSTS,
     Batch,
@@ -42,7 +42,7 @@ NAN, INF = float("nan"), float("inf")
 # All NaN, and a mixture that meets itself in every pairing (inf − inf, 1e30 − nan, …) because each
 # tensor starts elsewhere in it.
 GARBAGE = ((NAN,), (INF, -INF, 1e30, NAN, -1e30, INF))
-every_spec = walked("name", SPECS)
+every_spec = walked("name", LOSSES)
 every_preset = walked("name", PRESETS)
 
 
@@ -57,8 +57,8 @@ def poisoned(batch: Batch, garbage: tuple[float, ...]) -> Batch:
 
 @cache
 def of_batch(name: str) -> Result:
-    """What `SPECS[name]` gives on `BATCH`, computed once."""
-    return run(SPECS[name], BATCH)
+    """What `LOSSES[name]` gives on `BATCH`, computed once."""
+    return run(LOSSES[name], BATCH)
 
 
 @walked(
@@ -80,10 +80,10 @@ def test_the_lists_leave_no_part_out(module: Any, parts: tuple[Any, ...]) -> Non
 @every_spec
 def test_masked_positions_change_nothing(name: str, layout: str) -> None:
     batch = BATCH if layout == "padded" else BATCH.packed()
-    expected = run(SPECS[name], batch.map(lambda x: torch.where(batch.mask, x, -1.0)))
+    expected = run(LOSSES[name], batch.map(lambda x: torch.where(batch.mask, x, -1.0)))
     assert (expected.dlogp[~BATCH.mask] == 0).all()
     for garbage in GARBAGE:
-        assert_same_result(run(SPECS[name], poisoned(batch, garbage)), expected, tol=0)
+        assert_same_result(run(LOSSES[name], poisoned(batch, garbage)), expected, tol=0)
 
 
 @every_spec
@@ -91,13 +91,13 @@ def test_padded_equals_packed(name: str) -> None:
     """Rows of length 0 become empty sequences of the pack;
     they and fully masked ones count for nothing in both layouts.
     """
-    assert_same_result(run(SPECS[name], BATCH.packed()), of_batch(name))
+    assert_same_result(run(LOSSES[name], BATCH.packed()), of_batch(name))
 
 
 @every_spec
 def test_row_order_does_not_matter(name: str) -> None:
     order = [4, 2, 6, 0, 5, 1, 3]
-    result, expected = run(SPECS[name], BATCH.rows(order)), of_batch(name)
+    result, expected = run(LOSSES[name], BATCH.rows(order)), of_batch(name)
     moved = Result(expected.loss, expected.dlogp[order], expected.dentropy[order], expected.records)
     assert_same_result(result, moved)
 
@@ -113,7 +113,7 @@ def widened(batch: Batch, extra: int) -> Batch:
 
 @every_spec
 def test_extra_padding_columns_do_not_matter(name: str) -> None:
-    result = run(SPECS[name], widened(BATCH, 5))
+    result = run(LOSSES[name], widened(BATCH, 5))
     assert (result.dlogp[:, BATCH.width :] == 0).all()
     narrow = Result(
         result.loss, *(g[:, : BATCH.width] for g in (result.dlogp, result.dentropy)), result.records
@@ -125,12 +125,12 @@ def test_extra_padding_columns_do_not_matter(name: str) -> None:
 def test_one_advantage_per_sequence_is_the_same_for_each_of_its_tokens(name: str) -> None:
     per_sequence = torch.tensor([1.0, -0.5, 2.0, -3.0, 0.7, -1.2, 0.3], dtype=torch.float64)
     per_token = per_sequence[:, None].expand(BATCH.mask.shape)
-    expected = run(SPECS[name], dataclasses.replace(BATCH, advantages=per_token))
+    expected = run(LOSSES[name], dataclasses.replace(BATCH, advantages=per_token))
     for shape in ((7,), (7, 1)):
         short = dataclasses.replace(BATCH, advantages=per_sequence.reshape(shape))
-        assert_same_result(run(SPECS[name], short), expected, tol=0)
+        assert_same_result(run(LOSSES[name], short), expected, tol=0)
         assert_same_result(
-            run(SPECS[name], dataclasses.replace(BATCH.packed(), advantages=short.advantages)),
+            run(LOSSES[name], dataclasses.replace(BATCH.packed(), advantages=short.advantages)),
             expected,
         )
 
@@ -154,7 +154,7 @@ def test_a_mask_that_is_not_0_or_1_is_an_error(value: float) -> None:
 
 @walked(
     ("name", "dtype"),
-    [(n, torch.bfloat16) for n in SPECS] + [(n, torch.float16) for n in PRESETS],
+    [(n, torch.bfloat16) for n in LOSSES] + [(n, torch.float16) for n in PRESETS],
     ids=str,
 )
 def test_half_precision_inputs_are_upcast_before_anything_else(
@@ -165,8 +165,8 @@ def test_half_precision_inputs_are_upcast_before_anything_else(
     """
     half = BATCH.map(lambda x: x.to(dtype))
     result, expected = (
-        run(SPECS[name], half),
-        run(SPECS[name], half.map(lambda x: x.to(torch.float32))),
+        run(LOSSES[name], half),
+        run(LOSSES[name], half.map(lambda x: x.to(torch.float32))),
     )
     assert result.loss.dtype == torch.float32
     assert_same(result.loss, expected.loss, 0, "loss")
@@ -194,14 +194,14 @@ def test_the_same_inputs_give_the_same_bits(name: str) -> None:
     first = of_batch(name)
     torch.manual_seed(123)  # no global generator may enter, not even for the specs that draw tokens
     torch.rand(7)
-    assert_same_result(run(SPECS[name], BATCH), first, tol=0)
+    assert_same_result(run(LOSSES[name], BATCH), first, tol=0)
 
 
 @every_spec
 def test_the_inputs_are_not_written_to(name: str) -> None:
     for batch in (make_batch(seed=1), make_batch(seed=1).packed()):
         before = batch.map(torch.clone, *TOKEN_TENSORS, "mask", "group_ids")
-        run(SPECS[name], batch)
+        run(LOSSES[name], batch)
         for tensor in (*TOKEN_TENSORS, "mask", "group_ids"):
             assert torch.equal(getattr(batch, tensor), getattr(before, tensor)), tensor
 

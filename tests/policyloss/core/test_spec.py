@@ -379,6 +379,10 @@ REFUSED = {
         lambda: pl.preset("ppo").replace(trusts=1),
         ["slot", "'trusts'", "did you mean 'trust'", "aggregate"],
     ),
+    "one number measured twice": (
+        lambda: pl.LossSpec(correction=(pl.MomentBudget(0.1), pl.MomentBudget(0.2))),
+        ["moment_bound", "keep one"],
+    ),
     "unknown key": (
         lambda: pl.LossSpec.from_dict({"agregate": {}}),
         ["'agregate'", "did you mean 'aggregate'", "entropy_coef"],
@@ -501,8 +505,8 @@ FIELDS = {
     for field in dataclasses.fields(part)
     if not dataclasses.is_dataclass(getattr(part, field.name))
 }
-# The name of any tensor, and a flag.
-LEGAL = {("Divergence.weight", "nonsense"), ("Divergence.tail", True)}
+# The name of any tensor.
+LEGAL = {("Divergence.weight", "nonsense")}
 
 
 @walked("name", FIELDS)

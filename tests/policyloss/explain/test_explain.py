@@ -374,7 +374,7 @@ def test_every_name_and_trap_applies_to_some_loss() -> None:
         FULL.replace(ratio=pl.TokenRatio("rollout"), trust=pl.DetachedClip(0.8, 1.2, "zero"))
     )
     made.append(FULL.replace(ratio=pl.SequenceRatio(), aggregate=pl.TokenMean()))
-    bare = [pl.Divergence(kind, 1.0, tail=False) for kind in ("forward", "reverse")]
+    bare = [pl.Divergence(kind, 1.0, rest="drop") for kind in ("forward", "reverse")]
     made += [FULL.replace(kl=part) for part in (*bare, pl.KL("k3", 0.1, anchor="teacher"))]
     found = [traits(s) for s in made]
     for entry in (*ELSEWHERE, *TRAPS):
@@ -403,10 +403,10 @@ def text_of_traps(spec: Any) -> str:
         ("gkd", "pass zeros to learn from the teacher alone"),
         ("opd_kl", "The tokens must be the student's own"),
         (
-            pl.LossSpec(kl=pl.Divergence("reverse", 1.0, tail=False)),
+            pl.LossSpec(kl=pl.Divergence("reverse", 1.0, rest="drop")),
             "no minimum where student and teacher are equal",
         ),
-        (pl.LossSpec(kl=pl.Divergence("forward", 1.0, tail=False)), "verl holds it at 0"),
+        (pl.LossSpec(kl=pl.Divergence("forward", 1.0, rest="drop")), "verl holds it at 0"),
         (
             pl.LossSpec(kl=pl.KL("k3", 1.0, anchor="teacher")),
             "not an estimate of the gradient of the KL",

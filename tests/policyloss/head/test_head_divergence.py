@@ -31,6 +31,7 @@ from policyloss.functional.divergence import Measure, on_support, support_of
 
 N, V, D, E = 40, 50, 6, 4
 TOL = 1e-12 if torch.float64 == FLOAT else 2e-5
+RESTS = ("entry", "drop", "renormalise")
 KINDS = ("forward", "reverse", "jsd", "generalised", "skew_forward", "skew_reverse", "tv")
 CASE = peaked_case(N, V, D, FLOAT, seed=3, peak=5.0)
 MASK = (torch.arange(N, device=DEVICE) % 5 != 2) & (torch.arange(N, device=DEVICE) != 7)
@@ -124,9 +125,9 @@ def test_every_kind_under_every_plan(kind: str) -> None:
 def test_the_most_probable_entries(kind: str, top: str) -> None:
     teacher = teacher_of()
     wide = log_probabilities(teacher.hidden.double(), teacher.weight.double())
-    for tail in (True, False):
-        truth = expected(Measure(kind, 0.3, tail, top, 6), wide)
-        options = {"kind": kind, "beta": 0.3, "tail": tail, "top": top, "k": 6}
+    for rest in RESTS:
+        truth = expected(Measure(kind, 0.3, rest, top, 6), wide)
+        options = {"kind": kind, "beta": 0.3, "rest": rest, "top": top, "k": 6}
         for plan in LOGPROB_PLANS:
             assert_all_near(found(teacher, plan, **options), truth, 10 * TOL)
 
@@ -147,7 +148,7 @@ def test_scalings_of_either_model() -> None:
     for measure in (
         Measure("jsd", 0.3),
         Measure("reverse"),
-        Measure("forward", 0.5, True, "union", 5),
+        Measure("forward", 0.5, "entry", "union", 5),
     ):
         truth = expected(measure, wide, **options)
         how = {"kind": measure.kind, "beta": measure.beta, "top": measure.top, "k": measure.k}
@@ -164,23 +165,23 @@ def known_entries(k: int) -> tuple[pl.TopK, Tensor]:
     return pl.TopK.sorted(ids, values.to(FLOAT)), logp
 
 
-@walked("tail", [True, False])
+@walked("rest", RESTS)
 @walked("kind", KINDS)
-def test_a_teacher_known_by_some_entries(kind: str, tail: bool) -> None:
+def test_a_teacher_known_by_some_entries(kind: str, rest: str) -> None:
     teacher, logp = known_entries(6)
     leaves = [leaf(x, torch.float64) for x in (CASE.hidden, CASE.weight)]
     student = log_probabilities(*leaves)
     ids = teacher.ids.clamp(min=0)
-    measure, keep = Measure(kind, 0.3, tail), teacher.ids >= 0
+    measure, keep = Measure(kind, 0.3, rest), teacher.ids >= 0
     value = on_support(student.gather(-1, ids), teacher.logp.double(), measure, keep)
     value = torch.where(MASK, value, 0)
     truth = (value.detach(), *torch.autograd.grad((value * UP.double()).sum(), leaves))
     for plan in plans(teacher, kind=kind):
-        assert_all_near(found(teacher, plan, kind=kind, beta=0.3, tail=tail), truth, 10 * TOL)
+        assert_all_near(found(teacher, plan, kind=kind, beta=0.3, rest=rest), truth, 10 * TOL)
     everything = pl.TopK.sorted(
         torch.arange(V, device=DEVICE).expand(N, V), logp.to(FLOAT).contiguous()
     )
-    of_all = found(everything, "recompute", kind=kind, beta=0.3, tail=tail)
+    of_all = found(everything, "recompute", kind=kind, beta=0.3, rest=rest)
     assert_all_near(of_all, expected(Measure(kind, 0.3), logp), 10 * TOL)
 
 
@@ -299,14 +300,18 @@ BATCH = make_head_batch(seed=4)
 @walked("kind", KINDS)
 def test_with_a_policy_loss_in_the_same_pass(kind: str, layout: str) -> None:
     batch = BATCH if layout == "padded" else BATCH.packed()
-    spec = SPEC.with_fields(kind=kind)
-    truth = run_oracle(spec, batch)
-    for plan in ("one_pass", "recompute", "stash"):
-        ours = run_loss(spec, batch, plan=plan)
-        assert_near(ours.loss, truth.loss, 10 * TOL, "loss")
-        assert_near(ours.dhidden, truth.dhidden, 10 * TOL, "dhidden")
-        assert_near(ours.dweight, truth.dweight, 10 * TOL, "dweight")
-        assert ours.metrics["divergence"] == pytest.approx(truth.metrics["divergence"], rel=1e-5)
+    some = [{"top": "union", "k": 4, "rest": rest} for rest in RESTS]
+    for fields in ({}, *some):
+        part = dataclasses.replace(SPEC.divergence, kind=kind, **fields)
+        spec = SPEC.replace(kl=(pl.KL("k3", 0.1), part))
+        truth = run_oracle(spec, batch)
+        for plan in ("one_pass", "recompute", "stash"):
+            ours = run_loss(spec, batch, plan=plan)
+            assert_near(ours.loss, truth.loss, 10 * TOL, "loss")
+            assert_near(ours.dhidden, truth.dhidden, 10 * TOL, "dhidden")
+            assert_near(ours.dweight, truth.dweight, 10 * TOL, "dweight")
+            expected = pytest.approx(truth.metrics["divergence"], rel=1e-5)
+            assert ours.metrics["divergence"] == expected
 
 
 @walked("top", [None, "teacher"])
@@ -464,6 +469,10 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "entries that a TopK lacks": (
         lambda: call(pl.TopK(FEW, LOGP), top="student", k=2),
         ["top='student'", "TopK", "Teacher"],
+    ),
+    "one entry normalised over itself": (
+        lambda: call(pl.TopK(FEW[:, :1], LOGP[:, :1]), rest="renormalise"),
+        ["one entry", "renormalise", "identically zero"],
     ),
     "a Teacher of logits": (
         lambda: pl.divergence(LOGP, TEACHER, kind="reverse"),

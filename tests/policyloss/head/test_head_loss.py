@@ -36,7 +36,7 @@ from torch import Tensor
 from walk import walked
 
 import policyloss as pl
-from cases import CORRECTIONS, KLS, PRESETS, TRUSTS, label, step_totals
+from cases import CORRECTIONS, KLS, NAMED, PRESETS, TRUSTS, label, step_totals
 
 BATCH = make_head_batch(seed=2)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
@@ -45,7 +45,7 @@ BASE = pl.LossSpec(trust=pl.Clip(0.2, 0.28, dual=1.4), kl=pl.KL("k3", 0.1), entr
 NEEDS_WHOLE_BATCH = ("clip_cov", "kl_cov")
 SEQUENCE_LEVEL = (
     *("gspo", "gspo_token", "gspo_turn", "gmpo", "fipo", "vespo", "rloo_loss", "luspo", "opsm"),
-    *("a2po", "sppo"),
+    *("a2po", "sppo", "sequences"),
 )
 
 
@@ -84,24 +84,24 @@ def rows_of_plan(
 
 @cache
 def preset_plans(name: str, layout: str) -> tuple[str, ...]:
-    return tuple(admitted(lambda plan: run_loss(PRESETS[name], LAYOUTS[layout], plan=plan)))
+    return tuple(admitted(lambda plan: run_loss(NAMED[name], LAYOUTS[layout], plan=plan)))
 
 
 @walked("layout", LAYOUTS)
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_every_preset_under_every_plan(name: str, layout: str) -> None:
-    batch, spec = LAYOUTS[layout], PRESETS[name]
+    batch, spec = LAYOUTS[layout], NAMED[name]
     for plan in ("auto", *preset_plans(name, layout)):
         check(spec, batch, plan=plan)
 
 
 @walked("layout", LAYOUTS)
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_every_preset_in_small_windows(name: str, layout: str) -> None:
     """Windows of five rows for losses of single tokens;
     of eight, the longest sequence, for those of sequences.
     """
-    batch, spec = LAYOUTS[layout], PRESETS[name]
+    batch, spec = LAYOUTS[layout], NAMED[name]
     rows = 8 if name in SEQUENCE_LEVEL else 5
     for plan in preset_plans(name, layout):
         check(spec, batch, plan=rows_of_plan(spec, batch, plan, rows))
@@ -109,10 +109,10 @@ def test_every_preset_in_small_windows(name: str, layout: str) -> None:
 
 # Clip-Cov draws by the bits of old_logp, which differ in float32.
 @walked("layout", LAYOUTS)
-@walked("name", [n for n in PRESETS if not (CUDA and n == "clip_cov")])
+@walked("name", [n for n in NAMED if not (CUDA and n == "clip_cov")])
 def test_the_current_policy_as_the_old_one(name: str, layout: str) -> None:
     """`old_logp="current"` is the head's own log-probabilities, which do not exist beforehand."""
-    batch, spec = LAYOUTS[layout], PRESETS[name]
+    batch, spec = LAYOUTS[layout], NAMED[name]
     expected = run_oracle(spec, batch, old_logp="current")
     if not CUDA:  # in float64: its rounding moves no token over a limit
         logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
@@ -141,7 +141,7 @@ def test_gathered_gradients_of_logits(name: str, layout: str) -> None:
     """Multiplied when room for so many rows is full:
     window by window, several at a time, the last ones alone, all at once.
     """
-    batch, spec = LAYOUTS[layout], PRESETS[name]
+    batch, spec = LAYOUTS[layout], NAMED[name]
     plan = rows_of_plan(spec, batch, "one_pass", 8)
     for gathered in (8, 11, 17, int(batch.tokens.mask.sum()), 1000):
         found = check(spec, batch, plan=dataclasses.replace(plan, gathered=gathered))
@@ -156,13 +156,12 @@ def test_half_precision_is_gathered(name: str) -> None:
     """
     batch = make_head_batch(seed=2, dtype=torch.bfloat16)
     told = pl.explain_plan(
-        PRESETS[name], leaf(batch.hidden), leaf(batch.weight), batch.ids, **batch.kwargs
+        NAMED[name], leaf(batch.hidden), leaf(batch.weight), batch.ids, **batch.kwargs
     )
     assert told.gathered == told.with_gradient > 0
     assert f"{told.gathered} rows of logits are kept" in str(told)
     one, other = (
-        run_loss(PRESETS[name], batch, plan=p)
-        for p in (told, dataclasses.replace(told, gathered=0))
+        run_loss(NAMED[name], batch, plan=p) for p in (told, dataclasses.replace(told, gathered=0))
     )
     for name_of in ("dhidden", "dweight"):
         a, b = getattr(one, name_of).double(), getattr(other, name_of).double()
@@ -209,7 +208,7 @@ def test_one_row(plan: str) -> None:
     )
     for name in ("ppo", "gspo", "grpo"):
         for batch in (BATCH.with_tokens(mask=mask), one, one.packed()):
-            found = check(PRESETS[name], batch, plan=plan)
+            found = check(NAMED[name], batch, plan=plan)
             assert found.metrics["tokens"] == 1
 
 
@@ -220,14 +219,14 @@ def test_arguments_of_other_shapes_and_types(plan: str) -> None:
     """
     per_sequence = BATCH.kwargs["advantages"][:, 0].contiguous()
     for name in ("ppo", "gspo"):
-        check(PRESETS[name], BATCH, plan=plan, advantages=per_sequence)
-        check(PRESETS[name], BATCH, plan=plan, advantages=per_sequence.unsqueeze(1))
-        check(PRESETS[name], LAYOUTS["packed"], plan=plan, advantages=per_sequence)
-        clean = check(PRESETS[name], BATCH, plan=plan)
+        check(NAMED[name], BATCH, plan=plan, advantages=per_sequence)
+        check(NAMED[name], BATCH, plan=plan, advantages=per_sequence.unsqueeze(1))
+        check(NAMED[name], LAYOUTS["packed"], plan=plan, advantages=per_sequence)
+        clean = check(NAMED[name], BATCH, plan=plan)
         for mask in (BATCH.kwargs["mask"].long(), BATCH.kwargs["mask"].float()):
-            assert_same_bits(run_loss(PRESETS[name], BATCH, plan=plan, mask=mask)[:3], clean[:3])
+            assert_same_bits(run_loss(NAMED[name], BATCH, plan=plan, mask=mask)[:3], clean[:3])
         assert_same_bits(
-            run_loss(PRESETS[name], dataclasses.replace(BATCH, ids=BATCH.ids.int()), plan=plan)[:3],
+            run_loss(NAMED[name], dataclasses.replace(BATCH, ids=BATCH.ids.int()), plan=plan)[:3],
             clean[:3],
         )
         long, weight = (
@@ -235,11 +234,11 @@ def test_arguments_of_other_shapes_and_types(plan: str) -> None:
             leaf(BATCH.weight),
         )
         pl.linear_policy_loss(
-            PRESETS[name], long[:, :-1], weight, BATCH.ids, plan=plan, **BATCH.kwargs
+            NAMED[name], long[:, :-1], weight, BATCH.ids, plan=plan, **BATCH.kwargs
         ).loss.backward()
         assert_same_bits((long.grad[:, :-1], weight.grad), clean[1:3])
         assert (long.grad[:, -1] == 0).all()
-        check(PRESETS[name], BATCH, plan=plan, old_logp=BATCH.kwargs["old_logp"].double())
+        check(NAMED[name], BATCH, plan=plan, old_logp=BATCH.kwargs["old_logp"].double())
 
 
 @walked("plan", LOSS_PLANS)
@@ -261,7 +260,7 @@ def test_full_size(name: str, rows: int, width: int, vocab: int, size: int) -> N
     batch = make_head_batch(
         seed=6, rows=rows, width=width, vocab=vocab, size=size, dtype=torch.bfloat16
     ).packed()
-    spec = PRESETS[name].replace(entropy_coef=0.01)
+    spec = NAMED[name].replace(entropy_coef=0.01)
     truth = run_oracle(spec, batch)
     values = contract(
         batch.hidden.double(), batch.weight.double(), batch.ids, mask=batch.kwargs["mask"]
@@ -275,27 +274,27 @@ def test_full_size(name: str, rows: int, width: int, vocab: int, size: int) -> N
         assert rms(weight.grad.double() - truth.dweight) <= 3e-3 * rms(truth.dweight)
 
 
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_every_preset_that_can_takes_one_pass(name: str) -> None:
     """All presets except those that need the whole batch; and those too after a measurement."""
     expected = LOSS_PLANS[1:] if name in NEEDS_WHOLE_BATCH else LOSS_PLANS
     for layout in LAYOUTS:
         assert preset_plans(name, layout) == expected
-    totals = totals_of(PRESETS[name], BATCH)
+    totals = totals_of(NAMED[name], BATCH)
     plan = pl.explain_plan(
-        PRESETS[name],
+        NAMED[name],
         leaf(BATCH.hidden),
         leaf(BATCH.weight),
         BATCH.ids,
         totals=totals,
-        **arguments_of(PRESETS[name], BATCH),
+        **arguments_of(NAMED[name], BATCH),
     )
     assert plan.name == "one_pass"
 
 
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_every_preset_with_the_totals_of_the_step(name: str) -> None:
-    spec = PRESETS[name]
+    spec = NAMED[name]
     for batch in LAYOUTS.values():
         totals = totals_of(spec, batch)
         for plan in LOSS_PLANS:
@@ -401,7 +400,7 @@ def test_micro_batches_add_up(name: str, split: str, packed: bool) -> None:
     """Cut unevenly, with one `Totals`: loss, gradients (accumulated into `.grad`) and merged
     metrics are those of the whole.
     """
-    spec = PRESETS[name]
+    spec = NAMED[name]
     totals, whole = totals_of(spec, BATCH), run_oracle(spec, BATCH)
     weight, dhidden, records = leaf(BATCH.weight), torch.zeros_like(BATCH.hidden), pl.Metrics({})
     losses = []
@@ -472,7 +471,7 @@ def test_tokens_without_advantage(name: str) -> None:
     """By default nothing shows: same loss, gradient and metrics."""
     for batch in (ZEROS, ZEROS.packed()):
         for plan in LOSS_PLANS:
-            check(PRESETS[name], batch, plan=plan)
+            check(NAMED[name], batch, plan=plan)
 
 
 @walked(
@@ -496,8 +495,8 @@ def test_skipping_tokens_without_advantage(name: str) -> None:
     fewer, where the loss does not need them.
     """
     for batch in (ZEROS, ZEROS.packed()):
-        expected = run_oracle(PRESETS[name], batch)
-        found = run_loss(PRESETS[name], batch, skip_zero_advantage=True)
+        expected = run_oracle(NAMED[name], batch)
+        found = run_loss(NAMED[name], batch, skip_zero_advantage=True)
         tol = loss_tolerance(batch)
         assert_near(found.loss, expected.loss, tol, "loss")
         assert_near(found.dhidden, expected.dhidden, tol, "gradient of hidden")

@@ -79,6 +79,24 @@ def test_padding_on_either_side_is_not_seen() -> None:
     torch.testing.assert_close(kept, out.logp[:, -6:])  # fewer rows: products may round otherwise
 
 
+@pytest.mark.parametrize("head", ["fused", "logits"])
+def test_a_mixture(head: Any) -> None:
+    """The streams of a model, from its head and from its logits, are those of its own logp."""
+    model, demo = llama(), torch.arange(8).expand(3, 8) % 3 == 0
+    ce = pl.Stream(pl.LossSpec(trust=pl.Unbounded("logp")), 0.4, mask="demo", advantage=1.0)
+    mixture, extras = pl.Mixture({"rl": SPEC, "ce": ce}), {"demo": demo}
+    out = pl.hf.policy_loss(model, mixture, IDS, **BATCH, extras=extras, head=head)
+    out.loss.backward()
+    ours = gradients(model)
+    expected = pl.policy_loss(mixture, expected_logp(model, IDS), **BATCH, extras=extras)
+    torch.testing.assert_close(out.loss, expected.loss)
+    expected.loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(ours[name], gradient)
+    numbers = out.metrics.compute()
+    assert numbers["ce/loss"] == pytest.approx(expected.metrics["ce/loss"].item())
+
+
 def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The sentence of the error that a call raises, or "" if it raises none."""
     try:

@@ -22,6 +22,7 @@ from cases import (
     AGGREGATES,
     CORRECTIONS,
     LOCAL,
+    NAMED,
     PRESETS,
     REJECTED,
     TRUSTS,
@@ -77,20 +78,20 @@ def check_split(spec: pl.LossSpec, split: str, packed: bool = False) -> None:
 
 
 @walked("split", SPLITS)
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_every_preset_under_every_split(name: str, split: str) -> None:
     for packed in (False, True):
-        check_split(PRESETS[name], split, packed)
+        check_split(NAMED[name], split, packed)
 
 
-@walked("name", PRESETS)
+@walked("name", NAMED)
 def test_the_whole_batch_as_one_micro_batch(name: str) -> None:
     """Given its own totals, a call gives the bits it gives without (up to the rounding of measured
     means in another layout).
     """
     assert_same_result(
-        run(PRESETS[name], BATCH, step_totals(PRESETS[name], BATCH)),
-        whole(PRESETS[name]),
+        run(NAMED[name], BATCH, step_totals(NAMED[name], BATCH)),
+        whole(NAMED[name]),
         tol=1e-15,
     )
 

@@ -14,7 +14,7 @@ from policyloss.compat.verl.settings import PREFIX, read_field
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, on_support, terms
 
-FORWARD = Measure("forward", tail=False)
+FORWARD = Measure("forward", rest="drop")
 ESTIMATES = ("k1", "k1+", "abs", "k2", "k3", "k3+")
 
 

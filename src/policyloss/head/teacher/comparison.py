@@ -14,7 +14,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
-from policyloss.functional.divergence import Measure, support_of
+from policyloss.functional.divergence import ONE_ENTRY, Measure, support_of
 from policyloss.head.head import Derivatives, Head, HeadRows, Index, operands
 from policyloss.head.matmul import Room, product
 from policyloss.head.softmax_rows import Scaling, Statistics, rescale, row_partials, row_statistics
@@ -36,6 +36,7 @@ from policyloss.head.validate import (
     unusable_temperatures,
     value_summary,
 )
+from policyloss.mixture import Mixture
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK, refuse_counts
 
@@ -274,6 +275,8 @@ def _of_top_k(teacher: TopK, measure: Measure, head: Head, tokens: tuple[int, ..
             "hold; pass a TopK of the entries that you mean with top=None, or a Teacher."
         )
     k = teacher.ids.shape[-1]
+    if k == 1 and measure.rest == "renormalise":
+        raise InputError(f"teacher is a TopK of one entry per token, with {ONE_ENTRY}")
     ids = teacher.ids.reshape(-1, k).to(torch.int64)
     logp = teacher.logp.detach().reshape(-1, k)
     of_student = (measure, head.vocabulary.size, head.hidden.shape[1])
@@ -300,7 +303,7 @@ def _check_entries(name: str, theirs: int, ours: int, cut: str) -> None:
 
 
 def comparison_of_spec(
-    spec: LossSpec, teacher: Any, head: Head, tokens: tuple[int, ...]
+    spec: LossSpec | Mixture, teacher: Any, head: Head, tokens: tuple[int, ...]
 ) -> Comparison | None:
     """The teacher that the spec's divergence compares with; None without a divergence."""
     part = spec.divergence

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
-from policyloss.functional.divergence import KindName, Top
+from policyloss.functional.divergence import KindName, Rest, Top
 from policyloss.head.head import Head, HeadRows
 from policyloss.head.linear import Outputs, head_of, rows_with_gradient
 from policyloss.head.plans import Plan
@@ -31,7 +31,7 @@ def linear_divergence(
     *,
     kind: KindName,
     beta: float = 0.5,
-    tail: bool = True,
+    rest: Rest = "entry",
     top: Top | None = None,
     k: int | None = None,
     mask: Tensor | None = None,
@@ -62,7 +62,7 @@ def linear_divergence(
     # No token is looked up, so any id does.
     ids = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
     head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
-    part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
+    part = Divergence(kind, 1.0, beta=beta, rest=rest, top=top, k=k)
     comparison = comparison_of(teacher, part.measure, head, tokens)
     outputs = Outputs(logp=False, comparison=comparison)
     flat = rows_with_gradient((hidden, weight, bias), head, mask, plan, outputs)[2]
@@ -76,7 +76,7 @@ def divergence(
     *,
     kind: KindName,
     beta: float = 0.5,
-    tail: bool = True,
+    rest: Rest = "entry",
     top: Top | None = None,
     k: int | None = None,
     mask: Tensor | None = None,
@@ -99,7 +99,7 @@ def divergence(
     z = logits.reshape(-1, logits.shape[-1])
     rate = inverse_temperature(temperature, tokens, z)
     ids = torch.zeros(z.shape[0], dtype=torch.int64, device=z.device)
-    part = Divergence(kind, 1.0, beta=beta, tail=tail, top=top, k=k)
+    part = Divergence(kind, 1.0, beta=beta, rest=rest, top=top, k=k)
     # The logits take the place of a weight, of which the head reads the number of rows only.
     head = Head(z, z.t(), ids, None, rate, softcap, Vocabulary(z.shape[1], z.shape[1]))
     comparison = comparison_of(teacher, part.measure, head, tokens)
