@@ -96,6 +96,7 @@ MAY_IMPORT = {
         "parts",
         "spec",
         "catalogue",
+        "records",
         "policy_metrics",
         "loss",
         "teacher",
