@@ -98,8 +98,8 @@ BITS = (
     (
         "exact_recompute_by_columns",
         "policyloss/head/plans.py",
-        'RECOMPUTE = PlanKind("recompute", None, gradients_by_columns, gradients_in_parts)',
-        'RECOMPUTE = PlanKind("recompute", None, gradients_by_columns, gradients_by_columns)',
+        'RECOMPUTE = PlanKind("recompute", False, gradients_by_columns, gradients_in_parts)',
+        'RECOMPUTE = PlanKind("recompute", False, gradients_by_columns, gradients_by_columns)',
         _BITS + "test_the_gradient_of_a_row_has_the_same_bits_in_any_company",
     ),
     (

@@ -13,9 +13,30 @@ _ERRORS, _CALLS, _COMPOSED = (
 )
 
 _HF, _ADAPTERS, _TREES = "test_hf_calls.py::", "test_hf_adapters.py::", "test_hf_trees.py::"
-_TERMS = "test_head_terms.py::"
+_TERMS, _SPARSE = "test_head_terms.py::", "test_sparse.py::"
 
 HEAD = (
+    (
+        "sparse_keeps_a_tail_entry_at_its_value",
+        "policyloss/head/sparse.py",
+        "values / share, 0)",
+        "values, 0)",
+        f"{_SPARSE}test_the_expectation_is_the_gradient",
+    ),
+    (
+        "sparse_draws_by_place",
+        "policyloss/head/sparse.py",
+        "self.offsets[at]",
+        "self.offsets[: z.shape[0]]",
+        f"{_SPARSE}test_every_cut_draws_the_same",
+    ),
+    (
+        "sparse_drops_the_dense_rows",
+        "policyloss/head/sparse.py",
+        "        if count:",
+        "        if False:",
+        f"{_SPARSE}test_nothing_is_lost_where_every_entry_is_kept",
+    ),
     (
         "head_multiplies_rows_without_gradient",
         "policyloss/head/windows.py",

@@ -111,6 +111,7 @@ MAY_IMPORT = {
         "spec",
         "catalogue",
         "mixture",
+        "records",
         "policy_metrics",
         "loss",
         "teacher",

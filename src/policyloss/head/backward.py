@@ -20,6 +20,7 @@ from policyloss.head.softmax_rows import Statistics, row_gradient, target_gradie
 from policyloss.head.teacher.comparison import Compared, Comparison
 from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import tree
+from policyloss.records import Record
 
 
 class GradientTypes(NamedTuple):
@@ -42,6 +43,13 @@ def _times(derivatives: Derivatives, scale: float) -> list[Tensor | None]:
     return [None if d is None else d * scale for d in derivatives]
 
 
+class Draw(NamedTuple):
+    """The draw of the plan "sparse". eps: entries with at least this probability are kept."""
+
+    eps: float
+    seed: int
+
+
 class HeadGradients(NamedTuple):
     """The gradients of some hidden states `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
 
@@ -59,7 +67,8 @@ class BackwardInputs:
 
     index: the R rows to differentiate, None for all. statistics, derivatives, divergences (with a
     teacher): of all rows. rows, columns: how many rows of logits, or columns of R rows, fit into
-    memory. stash: the probabilities and the slopes of the divergence, `[R, V]` each, if kept.
+    memory. stash: the probabilities and the slopes of the divergence, `[R, V]` each, if kept. draw:
+    of the plan "sparse".
     """
 
     head: Head
@@ -72,6 +81,7 @@ class BackwardInputs:
     stash: tuple[Tensor | None, Tensor | None]
     comparison: Comparison | None
     divergences: PairStatistics | Entries | None
+    draw: Draw
 
     def select(self) -> tuple[HeadRows, Statistics, list[Tensor | None]]:
         """The rows at `index`, their statistics and their derivatives."""
@@ -287,6 +297,10 @@ class GradientSums:
                 add_product(self.weight, dz.t(), x, 1 / scale)
         if self.bias is not None:
             self.bias += column_sum(dz, self.head.dtype, scale)
+
+    def records(self) -> dict[str, Record]:
+        """The metrics of the sums themselves."""
+        return {}
 
     def gradients(self) -> HeadGradients:
         """The gradients of all windows together."""

@@ -155,7 +155,7 @@ class HeadRows(NamedTuple):
     kept: KeptEntries | None = None
     compared: Compared | None = None
 
-    def of_rows(self, rows: slice) -> HeadRows:
+    def of_rows(self, rows: Index) -> HeadRows:
         """Some of the rows, without a teacher; their logits are already computed."""
         assert self.compared is None
         return HeadRows(self.hidden[rows], self.ids[rows], self.scaling.of_rows(rows))

@@ -283,6 +283,7 @@ class _LinearLogprobs(torch.autograd.Function):
             stash,
             ctx.comparison,
             ctx.known,
+            plan.draw,
         )
         routine = plan.kind.backward if head.tiles is None else plan.kind.exact
         assert routine is not None

@@ -42,7 +42,7 @@ from policyloss.head.windows import (
 )
 from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tensors
 from policyloss.loss import LossOutput, loss_of, ready_loss
-from policyloss.metrics import refuse_invalid
+from policyloss.metrics import Metrics, Record, refuse_invalid
 from policyloss.mixture import REACHES, Mixture, StreamCall, stream_calls
 from policyloss.parts.correction import GivenWeight
 from policyloss.parts.kl import Divergence
@@ -129,7 +129,7 @@ def linear_policy_loss(
         skip_zero_advantage,
     )
     batch, work, chosen = call.decide(plan)
-    if batch is None or chosen.kind.sums is None:
+    if batch is None or not chosen.kind.sums:
         return call.compose(chosen, metrics)
     return call.run_windows(batch, work, chosen, metrics)
 
@@ -308,13 +308,14 @@ class _HeadLoss:
             if head.terms is not None:
                 all_windows = [window.with_terms(head.terms) for window in all_windows]
         wanted = GradientTypes.of(*self.sources)
+        records: dict[str, Record] = {}
 
         def run(check: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
             everything = plan.gathered >= work.with_gradient
-            assert plan.kind.sums is not None
-            sums = plan.kind.sums(head, wanted, plan.gathered, all_gathered=everything)
+            sums = plan.start_sums(head, wanted, everything)
             known = run_windows(head, batch, all_windows, sums, self.comparison, check)
             gradients = sums.gradients()  # by now the memory of the logits is free
+            records.update(sums.records())
             pairs = zip(self.sources, gradients, strict=True)
             return known, [g.view(x.shape) for x, g in pairs if x is not None and g is not None]
 
@@ -331,6 +332,8 @@ class _HeadLoss:
                 )
                 inputs = inputs.replace(mask=batch.live.view(tokens))
             value = loss_of(spec, inputs, self.step, metrics)
+        if records and metrics == "all":
+            value = replace(value, metrics=Metrics({**value.metrics, **records}))
         if not any(wanted):
             return HeadOutput(value.loss, value.metrics, **known)
         sources = [x for x in self.sources if x is not None and x.requires_grad]

@@ -17,6 +17,7 @@ from torch import Tensor
 from policyloss.errors import InputError, unknown_name
 from policyloss.head.backward import (
     BackwardInputs,
+    Draw,
     GradientSums,
     GradientTypes,
     HeadGradients,
@@ -27,6 +28,7 @@ from policyloss.head.backward import (
 from policyloss.head.head import Head
 from policyloss.head.matmul import CPU_BYTES, WIDE_BYTES
 from policyloss.head.softmax_rows import explain_kernels
+from policyloss.head.sparse import SparseSums, gradients_by_sampling
 from policyloss.head.teacher.comparison import Comparison
 
 # Rows of logits held at a time. On a GPU larger windows mean fewer passes over the accumulated
@@ -37,6 +39,8 @@ GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
 # the weight's gradient is then one product, and needs no float32 sum. Windows of logits may be
 # smaller, but still take the device longer than the host.
 GATHER_BYTES, GATHER_ROWS = 5 << 30, 3072
+# Of the gradients of the rows that "sparse" multiplies completely, in half precision.
+SPARSE_BYTES = 11 << 27
 GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
 LEAST_ROWS = 128
 # The share of free memory that a plan may count on; the rest is the caller's and the allocator's.
@@ -49,22 +53,23 @@ BackwardRoutine = Callable[[BackwardInputs], HeadGradients]
 class PlanKind(NamedTuple):
     """The plans of one name, and the routines that compute their gradient.
 
-    sums: adds up the gradients of windows in the forward of `linear_policy_loss`; None if the
-    backward computes the gradient. backward, exact: its routine, and the one within `exact()`.
+    sums: whether the forward of `linear_policy_loss` adds up the gradients of windows
+    (`Plan.start_sums`). backward, exact: the routine of a backward, and the one within `exact()`.
     """
 
     name: str
-    sums: type[GradientSums] | None
+    sums: bool
     backward: BackwardRoutine | None
     exact: BackwardRoutine | None
 
 
-ONE_PASS = PlanKind("one_pass", GradientSums, None, None)
-RECOMPUTE = PlanKind("recompute", None, gradients_by_columns, gradients_in_parts)
-STASH = PlanKind("stash", None, gradients_from_stash, None)
+ONE_PASS = PlanKind("one_pass", True, None, None)
+SPARSE = PlanKind("sparse", True, gradients_by_sampling, None)
+RECOMPUTE = PlanKind("recompute", False, gradients_by_columns, gradients_in_parts)
+STASH = PlanKind("stash", False, gradients_from_stash, None)
 # Computes no gradient, unless the caller passes it to a call that needs one.
-FORWARD = PlanKind("forward", GradientSums, gradients_by_columns, gradients_in_parts)
-KINDS = {kind.name: kind for kind in (ONE_PASS, RECOMPUTE, STASH, FORWARD)}
+FORWARD = PlanKind("forward", True, gradients_by_columns, gradients_in_parts)
+KINDS = {kind.name: kind for kind in (ONE_PASS, SPARSE, RECOMPUTE, STASH, FORWARD)}
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,15 @@ class Plan:
 
     name: "one_pass" computes the gradient in the forward, window by window (3 matmuls); "recompute"
     keeps nothing and computes the logits again in the backward (4); "stash" keeps probabilities in
-    the type of the weight (3); "forward" has no backward (1).
-    rows: rows of logits held at a time. columns: vocabulary entries at a time in the backward of
-    "recompute". gathered: rows of their gradient that "one_pass" keeps in half precision until they
-    are multiplied together; with 0, each window is multiplied separately.
+    the type of the weight (3); "forward" has no backward (1); "sparse" estimates the gradient
+    without bias from a few entries of each row, and takes one matmul and two of the rows that are
+    not peaked (see `eps` and `seed`).
+    rows: rows of logits of a window, 0 if the library chooses. columns: vocabulary entries at a
+    time in the backward of "recompute". gathered: rows of their gradient that "one_pass" and
+    "sparse" keep in half precision until they are multiplied together; with 0, each window is
+    multiplied separately.
+    eps, seed: of "sparse". An entry with a probability of at least eps is kept; a smaller p is kept
+    with probability p/eps, at eps. The draw depends on the seed and on the token.
     tokens: all rows. computed: the rows with logits. with_gradient: the rows with a gradient.
     matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: an upper estimate of the
     memory beyond inputs and gradients. reason: why this plan. kernels: the code that computes on
@@ -86,9 +96,11 @@ class Plan:
     """
 
     name: str
-    rows: int
-    columns: int
+    rows: int = 0
+    columns: int = 0
     gathered: int = 0
+    eps: float = 1e-3
+    seed: int = 0
     tokens: int = 0
     computed: int = 0
     with_gradient: int = 0
@@ -101,6 +113,17 @@ class Plan:
     def kind(self) -> PlanKind:
         """The routines of plans of this name."""
         return KINDS[self.name]
+
+    @property
+    def draw(self) -> Draw:
+        """The draw of "sparse"."""
+        return Draw(self.eps, self.seed)
+
+    def start_sums(self, head: Head, wanted: GradientTypes, all_gathered: bool) -> GradientSums:
+        """The sums to which the gradients of windows are added."""
+        if self.kind is SPARSE:
+            return SparseSums(head, wanted, self.gathered, self.draw)
+        return GradientSums(head, wanted, self.gathered, all_gathered)
 
     def __str__(self) -> str:
         windows = -(-self.computed // self.rows) if self.rows else 0
@@ -184,7 +207,7 @@ def free_bytes(like: Tensor) -> int:
 
 def logprob_plan(head: Head, work: Work, plan: str | Plan) -> Plan:
     """The plan of `linear_logprobs`."""
-    kind = _kind_of(plan, (RECOMPUTE, STASH))
+    kind = _kind_of(plan, (RECOMPUTE, STASH, SPARSE))
     why = "the loss on logp is not known here"
     return _plan_without_choice(head, work, plan, kind) or _stash_or_recompute(head, work, why)
 
@@ -193,18 +216,18 @@ def loss_plan(head: Head, work: Work, plan: str | Plan, reach: str, why: str) ->
     """The plan of `linear_policy_loss`. reach: the tokens that a token's loss depends on, "token",
     "sequence" or "batch"; why: the reason for "batch", for messages.
     """
-    kind = _kind_of(plan, (ONE_PASS, RECOMPUTE, STASH))
+    kind = _kind_of(plan, (ONE_PASS, RECOMPUTE, STASH, SPARSE))
     if kind is ONE_PASS and reach == "batch":
         raise InputError(
             f"plan='one_pass' cannot run this loss: {why}. Use plan='auto', 'recompute' or 'stash'."
         )
-    sequences = kind is ONE_PASS and reach == "sequence"
-    if isinstance(plan, Plan) and sequences and plan.rows < work.longest:
+    sequences = kind in (ONE_PASS, SPARSE) and reach == "sequence"
+    if isinstance(plan, Plan) and sequences and 0 < plan.rows < work.longest:
         raise InputError(
             f"plan with rows={plan.rows} cannot run this loss: a window must hold whole sequences, "
             f"and one has {work.longest} tokens."
         )
-    only = _plan_without_choice(head, work, plan, kind)
+    only = _plan_without_choice(head, work, plan, kind, reach)
     if only is not None:
         return only
     if reach == "batch":
@@ -232,10 +255,13 @@ def _kind_of(plan: str | Plan, valid: tuple[PlanKind, ...]) -> PlanKind | None:
 
 
 def _plan_without_choice(
-    head: Head, work: Work, plan: str | Plan, kind: PlanKind | None
+    head: Head, work: Work, plan: str | Plan, kind: PlanKind | None, reach: str = "token"
 ) -> Plan | None:
     """The plan if the caller has chosen one or nothing needs a gradient; else None."""
-    if isinstance(plan, Plan):
+    if kind is SPARSE and work.any_gradient:
+        chosen = plan if isinstance(plan, Plan) else Plan(SPARSE.name)
+        return _sparse(head, work, chosen, reach)
+    if isinstance(plan, Plan) and kind is not SPARSE:
         return _complete_plan(head, work, plan)
     if not work.any_gradient:
         return _forward(head, work)
@@ -272,6 +298,31 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
         known = "windows hold whole sequences"
     reason = f"{known}, so it is known as soon as its logits are"
     return _add_figures(head, work, Plan(ONE_PASS.name, rows, 0, gathered, reason=reason))
+
+
+def _sparse(head: Head, work: Work, plan: Plan, reach: str) -> Plan:
+    """Check the caller's plan "sparse", and fill in its windows and the figures of this call."""
+    if not 0 < plan.eps < 1:
+        raise InputError(f"plan has eps={plan.eps}; it must be between 0 and 1, as 1e-3 is.")
+    if head.tiles is not None:
+        raise InputError(
+            "plan='sparse' draws the entries of a gradient, so its bits are not those of the other "
+            "plans; within exact() use another plan."
+        )
+    if work.compares_logits or work.teacher_matmul or work.stashes > 1:
+        raise InputError(
+            "plan='sparse' does not take a teacher: the gradient of a divergence is not as sparse "
+            "as the policy's. Use plan='auto'."
+        )
+    rows = plan.rows or _rows(head, work, GPU_ROWS)
+    if reach == "sequence":
+        rows = max(rows, work.longest)
+    size = head.weight.element_size()
+    half = size < head.dtype.itemsize and head.hidden.dtype != torch.float16
+    fit = SPARSE_BYTES // max(size * head.vocabulary.largest, 1)
+    gathered = min(max(fit, rows), work.with_gradient) if half else 0
+    reason = f"{CHOSEN}; entries with p < {plan.eps:g} are drawn"
+    return _add_figures(head, work, replace(plan, rows=rows, gathered=gathered, reason=reason))
 
 
 def _stash_or_recompute(head: Head, work: Work, why: str) -> Plan:
@@ -392,7 +443,7 @@ def _add_figures(head: Head, work: Work, plan: Plan) -> Plan:
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
     of_teacher = forward * work.teacher_matmul
     extra = _window_bytes(head, work, plan.rows)
-    if plan.kind is ONE_PASS:
+    if plan.kind in (ONE_PASS, SPARSE):
         extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
     elif plan.kind is STASH:
         share = forward  # everything kept is multiplied

@@ -58,7 +58,7 @@ class Scaling(NamedTuple):
             return self
         return self._replace(inverse_temperature=t.repeat_interleave(count))
 
-    def of_rows(self, rows: slice) -> Scaling:
+    def of_rows(self, rows: Tensor | slice) -> Scaling:
         """The same for some of the rows."""
         t = self.inverse_temperature
         return self._replace(inverse_temperature=t[rows]) if isinstance(t, Tensor) else self
