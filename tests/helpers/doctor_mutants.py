@@ -52,9 +52,23 @@ DOCTOR = (
     (
         "doctor_two_causes_cost_nothing",
         "policyloss_lab/diagnosis/diagnose.py",
-        'gain * row.fit.cause.count("+")',
+        'gain * x.fit.cause.count("+")',
         "0",
         _PLACES + "test_one_cause_is_preferred_to_two",
+    ),
+    (
+        "doctor_far_tokens_may_stay",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "if not calm and after >= max(limits.least_far, limits.ruled_out * before):",
+        "if False:",
+        _PLACES + "test_a_cause_that_leaves_the_far_tokens_is_not_named",
+    ),
+    (
+        "doctor_routers_flip_in_one_place",
+        "policyloss_lab/diagnosis/diagnose.py",
+        'if [place.tag for place in places] == ["few_tokens"]:',
+        "if True:",
+        _PLACES + "test_far_tokens_are_as_of_routers_only_if_scattered",
     ),
     (
         "doctor_named_family_stays_ruled_out",

@@ -124,6 +124,7 @@ def fit_other_tokens(case: Case) -> Iterator[Fit]:
         f"in {changed} of {count} rows the numbers belong to other tokens from some place on",
         source=chosen,
         freedom=2 * changed,
+        share="rough",  # the word itself and its successors have another context
         details={"rows": changed, "tokens": tokens},
     )
 
@@ -248,8 +249,7 @@ def fit_stored(case: Case) -> Iterator[Fit]:
             ("old_logp is", trainer and not rollout, sides[0] - sides[0].to(dtype).double()),
         ):
             if holds:
-                name = str(dtype).removeprefix("torch.")
-                yield Fit(cause, f"{side} rounded to {name}", prediction)
+                yield Fit(cause, f"{side} rounded to {str(dtype)[6:]}", prediction)
 
 
 ORDERS = (fit_shift, fit_permuted_rows, fit_other_tokens)

@@ -203,6 +203,40 @@ def test_a_cause_that_leaves_much_is_not_named() -> None:
     assert found.alternatives[0].cause == "units"
 
 
+def test_a_cause_that_leaves_the_far_tokens_is_not_named() -> None:
+    """20 of 480 tokens are 3 nats off, and a cause predicts the small noise of the others."""
+    a = numbers()
+    noise, far = noise_of(a, 0.02), torch.zeros(16, 30)
+    far[:, 7], far[:4, 9] = 3.0, -3.0
+    case = Case(read_pairs(a["old_logp"] + noise + far, a["old_logp"], None))
+    search = diagnosing.Search(case, Thresholds(), None, frozenset())
+    for predicted, named in ((noise, False), (noise + far, True)):
+        fit = Fit("weights_bf16", "", predicted.flatten().double(), share="fixed")
+        (row,) = search.rank([fit], case)
+        assert row.left.scale < 1e-4 * case.first.scale
+        assert search.explains(row, case) is named
+
+
+@pytest.mark.parametrize(
+    ("columns", "cause"), [([3, 11, 6, 27, 15, 20], "healthy"), ([0] * 6, "not_explained")]
+)
+def test_far_tokens_are_as_of_routers_only_if_scattered(columns: list[int], cause: str) -> None:
+    """6 of 480 tokens differ as a flip of a router makes them, in both directions."""
+    a = numbers()
+    a["old_logp"][range(2, 14, 2), columns] = -3.0 + 0.1 * torch.arange(6)
+    a["rollout_logp"] = a["old_logp"] + noise_of(a, 0.01)
+    a["rollout_logp"][range(2, 14, 2), columns] += torch.tensor([0.7, -0.9, 1.1, -0.8, 0.9, -1.2])
+    assert lab.doctor(**a).cause == cause
+
+
+def test_words_encoded_again_change_the_context_of_their_successors() -> None:
+    """A word more at column 8 of each row; the tokens after it differ by 0.3 nats as well."""
+    a = numbers()
+    old, late = a["old_logp"], torch.arange(30) >= 8
+    a["rollout_logp"] = torch.where(late, old.roll(-1, 1) + noise_of(a, 0.3), old)
+    assert lab.doctor(**a).causes == ("reencoded",)
+
+
 def test_two_families_that_explain_alike_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def twin(case: Case) -> Any:
         for fit in fit_units(case):
