@@ -8,7 +8,8 @@ batches of every fault of `benchmarks.doctor_strangers`. Each batch is diagnosed
 from pairs alone: with all families, and with the family of the fault disabled. Then the right
 verdict is "not explained" with the right place, or "healthy" if the fault is below the noise floor.
 Healthy batches come first, and faults in random order; verdicts that are in the file are not made
-again. So the command can be stopped at any time, and several can share the models. The second
+again. So the command can be stopped at any time, and several can share the models (`--models`) and
+the batches (`--part 0 3`, `--part 1 3` and `--part 2 3`), each with a file of its own. The second
 command fits the confidence on the even seeds, measures it on the odd ones, and writes
 `benchmarks/results/doctor_heldout.json`.
 """
@@ -38,7 +39,7 @@ from policyloss_lab.diagnosis.verdict import Diagnosis
 
 # Thresholds were chosen on other seeds, most of them on llama, gpt2 and mixtral.
 MODELS = ("mistral", "gemma2", "opt", "olmoe", "mistral_random", "opt_random")
-FIRST_SEED = 2000
+FIRST_SEED = 3000
 SIZES = (32, 8)  # rows of a batch with a fault
 HEALTHY_SIZES = (16, 8, 4)
 ABOVE = 2.0  # times the floor: the least effect that must not be called healthy
@@ -272,7 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("files", type=Path, nargs="+", help="verdicts, as JSON lines")
     parser.add_argument("--count", action="store_true", help="count the verdicts in the files")
     parser.add_argument("--models", nargs="*", default=MODELS)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"))
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--healthy-seeds", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/doctor_heldout.json"))
     args = parser.parse_args(arguments)
@@ -287,10 +289,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = {tuple(json.loads(x)[k] for k in keys) for x in file.read_text().splitlines()}
     sources = {model: TorchSource(model) for model in args.models}
     with file.open("a") as out:
-        for job in jobs_of(args.models, args.seeds, args.healthy_seeds):
+        part, parts = args.part
+        for job in jobs_of(args.models, args.seeds, args.healthy_seeds)[part::parts]:
             if tuple(job[k] for k in keys) not in done:
-                for row in rows_of(job, sources[job["model"]]):
-                    out.write(json.dumps(row) + "\n")
+                rows = rows_of(job, sources[job["model"]])
+                out.write("".join(json.dumps(row) + "\n" for row in rows))
                 out.flush()
 
 

@@ -47,7 +47,9 @@ def _page(data: dict[str, Any]) -> str:
         "place where nothing that was passed proves the cause.",
         table(["reads", "families", "verdicts", "correct", *OUTCOMES], _counts(data)),
         f"False alarms on {data['healthy_batches']} healthy batches (float32, bf16, autocast, fp8 "
-        f"weights on both sides, another kernel, an exact engine; 4 to 32 rows): {alarms}.",
+        f"weights on both sides, another kernel, an exact engine; 4 to 16 rows): {alarms}. With "
+        "the model, a bf16 engine next to a float32 trainer (`fp8_both`) is named `weights_bf16`, "
+        "which is true; that is an alarm if the differences are above twice the noise floor.",
         "## Reliability",
         "The confidence of a verdict is the share of right verdicts of its kind on the even seeds. "
         "On the odd seeds, this share was right:",
