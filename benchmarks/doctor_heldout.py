@@ -33,7 +33,7 @@ from benchmarks.doctor_strangers import HEALTHY, STRANGERS, Stranger, TorchSourc
 from policyloss_lab.diagnosis import diagnose as diagnosing
 from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
-from policyloss_lab.diagnosis.pairs import read_pairs
+from policyloss_lab.diagnosis.pairs import LEAST_TOKENS, read_pairs
 from policyloss_lab.diagnosis.tokens import case_with_model
 from policyloss_lab.diagnosis.verdict import Diagnosis
 
@@ -117,6 +117,7 @@ def verdicts(job: dict[str, Any], batch: Batch, stranger: Stranger) -> Iterator[
                 ),
                 "tokens": verdict.tokens,
                 "scale": float(f"{verdict.details['scale']:.3g}"),
+                "torch": torch.__version__,
                 "text": str(verdict),
             }
 
@@ -145,12 +146,16 @@ def jobs_of(models: Sequence[str], seeds: int, healthy_seeds: int) -> list[dict[
 
 
 def rows_of(job: dict[str, Any], source: TorchSource) -> Iterator[dict[str, Any]]:
-    """The verdicts on a batch; none if the model has nothing that could have the fault."""
+    """The verdicts on a batch; none if the model has nothing that could have the fault, or if the
+    batch has fewer tokens than the doctor accepts.
+    """
     name = job["fault"]
     stranger = STRANGERS[name] if name in STRANGERS else Stranger("", (), HEALTHY[name])
     source.half = job["bf16"] and name not in HEALTHY
     batch = stranger.make(source, job["seed"], job["rows"])
-    for row in () if batch is None else verdicts(job, batch, stranger):
+    if batch is None or int(batch.arguments["mask"].sum()) < LEAST_TOKENS:
+        return
+    for row in verdicts(job, batch, stranger):
         if name in HEALTHY:
             good = row["named"] == "healthy" or row["outcome"] == "healthy"
             row |= {"mode": "healthy", "outcome": "right" if good else "alarm"}
@@ -220,6 +225,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     chosen = confidences([row for row in rows if row["seed"] % 2 == 0])
     out: dict[str, Any] = {
         "models": sorted({row["model"] for row in rows}),
+        "torch": sorted({row["torch"] for row in rows}),
         "batches": len(batches),
         "healthy_batches": sum(fault in HEALTHY for fault, _, _ in batches),
         "confidence": chosen,
@@ -259,7 +265,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def count(files: Sequence[Path], out: Path) -> None:
     """Write and print the counts of the verdicts in some files."""
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    result = {"torch": torch.__version__, **summary(rows)}
+    result = summary(rows)
     out.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     for reads in ("model", "pairs"):
         for mode in ("open", "held out", "healthy"):

@@ -39,7 +39,8 @@ def _page(data: dict[str, Any]) -> str:
         f"small models ({', '.join(data['models'])}), on seeds that no rule was chosen on, with an "
         "engine in torch, in float32 or bf16, of 8 or 32 rows. The [doctor](doctor.md) diagnoses "
         "each batch with all families, and with the family of its fault disabled: then the right "
-        "verdict is *not explained* with the right place, or *healthy* below the floor.",
+        "verdict is *not explained* with the right place, or *healthy* below the floor. Batches of "
+        f"fewer than 16 tokens are left out. Measured with torch {' and '.join(data['torch'])}.",
         "## Counts",
         "*Right* is the right name. *Place* is not explained, at the right place, and *unplaced* "
         "at another one. *Healthy* is a fault below twice the noise floor that is called healthy, "

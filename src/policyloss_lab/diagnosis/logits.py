@@ -390,7 +390,7 @@ def fit_bias(case: Case, scorer: Scorer) -> Iterator[Fit]:
         heavy = 1 / torch.maximum(w, torch.ones_like(w))[:, None]  # a rare large w is no more
         design, target = heavy * design, heavy[:, 0] * (w - 1)
         lengths = design.square().sum(0).sqrt().clamp(min=1e-3)
-        rest, c = target, torch.zeros(0)
+        rest, c = target, target[:0]
         chosen: list[int] = []
         while len(chosen) < min(BIASED, n // TOKENS_PER_BIAS):
             chosen.append(int(((design.T @ rest).abs() / lengths).argmax()))

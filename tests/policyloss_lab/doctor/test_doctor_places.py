@@ -368,6 +368,19 @@ def test_a_cause_that_the_model_shows(name: str) -> None:
     assert found.details[key] == expected
 
 
+@walked("tokens", [1, 11])
+def test_every_hypothesis_takes_few_tokens(tokens: int) -> None:
+    """Realigned rows may leave fewer tokens than a batch must have."""
+    roll = plain()
+    arguments = batch_of(roll, SOURCE.model(), ()).arguments
+    pairs = read_pairs(arguments["rollout_logp"], arguments["old_logp"] - 0.5, roll.mask)
+    few = torch.arange(pairs.size) < tokens
+    case = Case(pairs, roll.scorer(SOURCE.model())).select(few)
+    search = diagnosing.Search(case, Thresholds(), None, frozenset())
+    search.effect(case)
+    assert {"logits_bf16", "temperature"} <= {row.fit.cause for row in search.tested}
+
+
 def test_experts_and_routers_are_rounded_by_their_inputs() -> None:
     layer = torch.nn.Module()
     layer.router, layer.proj = torch.nn.Linear(4, 2), torch.nn.Linear(4, 4)

@@ -18,6 +18,8 @@ import pytest
 import torch
 from benchmarks.doctor import FROM_PAIRS
 from benchmarks.doctor_cases import FAULTS, SMALL, Batch, Rollout, Source, batch_of, score
+from benchmarks.doctor_heldout import rows_of
+from benchmarks.doctor_strangers import HEALTHY, TorchSource
 from torch import nn
 from walk import walked
 
@@ -332,6 +334,15 @@ def test_a_family_that_is_named_is_not_ruled_out() -> None:
     found = lab.doctor(**a, rollout_ids=other)
     assert (found.cause, found.ruled_out, found.places) == ("reencoded", (), ())
     assert "ruled out" not in str(found)
+
+
+def test_the_benchmark_leaves_out_a_batch_that_is_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny = Batch({"mask": torch.ones(3, 5, dtype=torch.bool)}, ())
+    monkeypatch.setitem(HEALTHY, "healthy_f32", lambda source, seed, rows: tiny)
+    job = {"fault": "healthy_f32", "seed": 0, "rows": 3, "bf16": True}
+    assert not list(rows_of(job, TorchSource("opt_random")))
 
 
 def test_the_confidence_is_the_measured_one() -> None:
