@@ -108,10 +108,13 @@ def test_rows_are_named_only_if_the_others_are_quiet() -> None:
     found = lab.doctor(**a)
     assert found.cause == "not_explained"
     assert found.places[0].tag == "rows"
-    assert found.places[0].sentence == "mainly in rows 0, 4, 8, 12 (4 of 16)"
+    assert found.places[0].sentence == "mainly in 4 of 16 rows, namely 0, 4, 8, 12"
     b = numbers()
     few_rows(b)
-    assert lab.doctor(**b).places[0].sentence == "only in row 5 (of 16)"
+    assert lab.doctor(**b).places[0].sentence == "only in 1 of 16 rows, namely 5"
+    loud = numbers()
+    loud["rollout_logp"][1:] += noise_of(loud, 0.5)[1:]
+    assert lab.doctor(**loud).places[0].sentence == "only in 15 of 16 rows, all but 0"
 
 
 # Places of verdicts without a name ----------------------------------------------------------------
@@ -172,7 +175,7 @@ PLACES: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "ids": (some_ids, "logit_bias"),
     "one_sided": (one_sided, "top 20 log-probabilities"),
     "multiplicative": (factor, "term by term"),
-    "unrelated": (shifted, "side by side"),
+    "unrelated": (shifted, "the first that differs"),
     "network": (inside, "Pass model=, ids= and prompts="),
 }
 

@@ -154,6 +154,14 @@ def test_the_correction_fits_a_loss() -> None:
     assert spec.correction == correction
 
 
+def test_a_cause_below_the_floor_needs_no_remedy_and_no_correction() -> None:
+    found = verdict("logp_bf16")
+    assert found.details["scale"] < found.floor
+    assert found.remedy.startswith("None is needed")
+    assert found.correction is None
+    assert "if you must train" not in str(found)
+
+
 def test_nothing_is_explained_where_noise_has_no_shape() -> None:
     found = verdict("noise")
     assert found.cause == "not_explained"
@@ -311,7 +319,7 @@ def test_the_transcripts_of_the_page_are_real(name: str) -> None:
 def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     found = verdict("temperature")
     assert str(found).startswith("a temperature on one side only (confidence")
-    assert "if you must train before that: correction=Truncate(high=2.0" in str(found)
+    assert "if you must train before that, give the loss correction=Truncate(high=2.0" in str(found)
     data = found.to_dict()
     assert data["cause"] == "temperature"
     assert data["alternatives"][0]["unexplained"] > 0.05
