@@ -217,4 +217,18 @@ DOCTOR = (
         "pass",
         _VERDICTS + "test_weights_are_as_before",
     ),
+    (
+        "doctor_bias_of_few_tokens_has_another_dtype",
+        "policyloss_lab/diagnosis/logits.py",
+        "rest, c = target, target[:0]",
+        "rest, c = target, torch.zeros(0)",
+        _PLACES + "test_every_hypothesis_takes_few_tokens",
+    ),
+    (
+        "doctor_harmless_causes_need_a_correction",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "remedy=HARMLESS + verdict.remedy, correction=None",
+        "remedy=HARMLESS + verdict.remedy",
+        _VERDICTS + "test_a_cause_below_the_floor_needs_no_remedy_and_no_correction",
+    ),
 )
