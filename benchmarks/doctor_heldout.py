@@ -8,7 +8,8 @@ batches of every fault of `benchmarks.doctor_strangers`. Each batch is diagnosed
 from pairs alone: with all families, and with the family of the fault disabled. Then the right
 verdict is "not explained" with the right place, or "healthy" if the fault is below the noise floor.
 Healthy batches come first, and faults in random order; verdicts that are in the file are not made
-again. So the command can be stopped at any time, and several can share the models. The second
+again. So the command can be stopped at any time, and several can share the models (`--models`) and
+the batches (`--part 0 3`, `--part 1 3` and `--part 2 3`), each with a file of its own. The second
 command fits the confidence on the even seeds, measures it on the odd ones, and writes
 `benchmarks/results/doctor_heldout.json`.
 """
@@ -32,13 +33,13 @@ from benchmarks.doctor_strangers import HEALTHY, STRANGERS, Stranger, TorchSourc
 from policyloss_lab.diagnosis import diagnose as diagnosing
 from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
-from policyloss_lab.diagnosis.pairs import read_pairs
+from policyloss_lab.diagnosis.pairs import LEAST_TOKENS, read_pairs
 from policyloss_lab.diagnosis.tokens import case_with_model
 from policyloss_lab.diagnosis.verdict import Diagnosis
 
 # Thresholds were chosen on other seeds, most of them on llama, gpt2 and mixtral.
 MODELS = ("mistral", "gemma2", "opt", "olmoe", "mistral_random", "opt_random")
-FIRST_SEED = 2000
+FIRST_SEED = 3000
 SIZES = (32, 8)  # rows of a batch with a fault
 HEALTHY_SIZES = (16, 8, 4)
 ABOVE = 2.0  # times the floor: the least effect that must not be called healthy
@@ -116,6 +117,7 @@ def verdicts(job: dict[str, Any], batch: Batch, stranger: Stranger) -> Iterator[
                 ),
                 "tokens": verdict.tokens,
                 "scale": float(f"{verdict.details['scale']:.3g}"),
+                "torch": torch.__version__,
                 "text": str(verdict),
             }
 
@@ -144,12 +146,16 @@ def jobs_of(models: Sequence[str], seeds: int, healthy_seeds: int) -> list[dict[
 
 
 def rows_of(job: dict[str, Any], source: TorchSource) -> Iterator[dict[str, Any]]:
-    """The verdicts on a batch; none if the model has nothing that could have the fault."""
+    """The verdicts on a batch; none if the model has nothing that could have the fault, or if the
+    batch has fewer tokens than the doctor accepts.
+    """
     name = job["fault"]
     stranger = STRANGERS[name] if name in STRANGERS else Stranger("", (), HEALTHY[name])
     source.half = job["bf16"] and name not in HEALTHY
     batch = stranger.make(source, job["seed"], job["rows"])
-    for row in () if batch is None else verdicts(job, batch, stranger):
+    if batch is None or int(batch.arguments["mask"].sum()) < LEAST_TOKENS:
+        return
+    for row in verdicts(job, batch, stranger):
         if name in HEALTHY:
             good = row["named"] == "healthy" or row["outcome"] == "healthy"
             row |= {"mode": "healthy", "outcome": "right" if good else "alarm"}
@@ -219,6 +225,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     chosen = confidences([row for row in rows if row["seed"] % 2 == 0])
     out: dict[str, Any] = {
         "models": sorted({row["model"] for row in rows}),
+        "torch": sorted({row["torch"] for row in rows}),
         "batches": len(batches),
         "healthy_batches": sum(fault in HEALTHY for fault, _, _ in batches),
         "confidence": chosen,
@@ -258,7 +265,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def count(files: Sequence[Path], out: Path) -> None:
     """Write and print the counts of the verdicts in some files."""
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    result = {"torch": torch.__version__, **summary(rows)}
+    result = summary(rows)
     out.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     for reads in ("model", "pairs"):
         for mode in ("open", "held out", "healthy"):
@@ -272,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("files", type=Path, nargs="+", help="verdicts, as JSON lines")
     parser.add_argument("--count", action="store_true", help="count the verdicts in the files")
     parser.add_argument("--models", nargs="*", default=MODELS)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"))
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--healthy-seeds", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/doctor_heldout.json"))
     args = parser.parse_args(arguments)
@@ -287,10 +295,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = {tuple(json.loads(x)[k] for k in keys) for x in file.read_text().splitlines()}
     sources = {model: TorchSource(model) for model in args.models}
     with file.open("a") as out:
-        for job in jobs_of(args.models, args.seeds, args.healthy_seeds):
+        part, parts = args.part
+        for job in jobs_of(args.models, args.seeds, args.healthy_seeds)[part::parts]:
             if tuple(job[k] for k in keys) not in done:
-                for row in rows_of(job, sources[job["model"]]):
-                    out.write(json.dumps(row) + "\n")
+                rows = rows_of(job, sources[job["model"]])
+                out.write("".join(json.dumps(row) + "\n" for row in rows))
                 out.flush()
 
 

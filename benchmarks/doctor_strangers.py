@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from benchmarks.doctor_cases import FAULTS, Batch, Rollout, Source, batch_of, coarse_routers, score
 from benchmarks.doctor_engine import altered_prompts, settings_of
 from benchmarks.doctor_models import END, LONGEST, PAD, VOCABULARY, prompts, train, trained
+from policyloss_lab.diagnosis.forward import replaced
 
 ROWS = 32  # of a rollout; a smaller batch takes the first rows
 STEPS = 150  # of the training of a model
@@ -536,6 +537,22 @@ def _(s: TorchSource, seed: int, rows: int) -> Batch:
     return batch_of(roll, s.model(), ("window",), rollout_logp=roll.padded(torch.cat(flat)))
 
 
+@stranger("dropout", "dropout", "network")
+def _(s: TorchSource, seed: int, rows: int) -> Batch:
+    """The trainer scores in training mode; the models have no dropout of their own."""
+    roll = s.rollout("plain", seed, rows)
+    rates = [
+        (module, name, 0.1)
+        for module in s.model().modules()
+        for name in ("attention_dropout", "dropout")
+        if isinstance(getattr(module, name, None), float)
+    ]
+    torch.manual_seed(seed)
+    with replaced(rates):
+        old = score(roll, s.model(), train=True)
+    return batch_of(roll, s.model(), ("dropout",), old=old)
+
+
 # The faults of the matrix: family, and places when it is held out.
 KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "temperature": ("temperature", ("sharpness",)),
@@ -561,7 +578,6 @@ KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "softcap": ("softcap", ("sharpness",)),
     "vocab_shard": ("shard", ("one_sided", "ids")),
     "positions": ("positions", ("start", "network", "rows")),
-    "dropout": ("dropout", ("network",)),
     "noise": ("", ("uniform",)),
 }
 for _name, (_family, _places) in KNOWN.items():

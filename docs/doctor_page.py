@@ -39,7 +39,8 @@ def _page(data: dict[str, Any]) -> str:
         f"small models ({', '.join(data['models'])}), on seeds that no rule was chosen on, with an "
         "engine in torch, in float32 or bf16, of 8 or 32 rows. The [doctor](doctor.md) diagnoses "
         "each batch with all families, and with the family of its fault disabled: then the right "
-        "verdict is *not explained* with the right place, or *healthy* below the floor.",
+        "verdict is *not explained* with the right place, or *healthy* below the floor. Batches of "
+        f"fewer than 16 tokens are left out. Measured with torch {' and '.join(data['torch'])}.",
         "## Counts",
         "*Right* is the right name. *Place* is not explained, at the right place, and *unplaced* "
         "at another one. *Healthy* is a fault below twice the noise floor that is called healthy, "
@@ -47,7 +48,9 @@ def _page(data: dict[str, Any]) -> str:
         "place where nothing that was passed proves the cause.",
         table(["reads", "families", "verdicts", "correct", *OUTCOMES], _counts(data)),
         f"False alarms on {data['healthy_batches']} healthy batches (float32, bf16, autocast, fp8 "
-        f"weights on both sides, another kernel, an exact engine; 4 to 32 rows): {alarms}.",
+        f"weights on both sides, another kernel, an exact engine; 4 to 16 rows): {alarms}. With "
+        "the model, a bf16 engine next to a float32 trainer (`fp8_both`) is named `weights_bf16`, "
+        "which is true; that is an alarm if the differences are above twice the noise floor.",
         "## Reliability",
         "The confidence of a verdict is the share of right verdicts of its kind on the even seeds. "
         "On the odd seeds, this share was right:",

@@ -52,9 +52,23 @@ DOCTOR = (
     (
         "doctor_two_causes_cost_nothing",
         "policyloss_lab/diagnosis/diagnose.py",
-        'gain * row.fit.cause.count("+")',
+        'gain * x.fit.cause.count("+")',
         "0",
         _PLACES + "test_one_cause_is_preferred_to_two",
+    ),
+    (
+        "doctor_far_tokens_may_stay",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "if not calm and after >= max(limits.least_far, limits.ruled_out * before):",
+        "if False:",
+        _PLACES + "test_a_cause_that_leaves_the_far_tokens_is_not_named",
+    ),
+    (
+        "doctor_routers_flip_in_one_place",
+        "policyloss_lab/diagnosis/diagnose.py",
+        'if [place.tag for place in places] == ["few_tokens"]:',
+        "if True:",
+        _PLACES + "test_far_tokens_are_as_of_routers_only_if_scattered",
     ),
     (
         "doctor_named_family_stays_ruled_out",
@@ -202,5 +216,19 @@ DOCTOR = (
         "changed.copy_(before)",
         "pass",
         _VERDICTS + "test_weights_are_as_before",
+    ),
+    (
+        "doctor_bias_of_few_tokens_has_another_dtype",
+        "policyloss_lab/diagnosis/logits.py",
+        "rest, c = target, target[:0]",
+        "rest, c = target, torch.zeros(0)",
+        _PLACES + "test_every_hypothesis_takes_few_tokens",
+    ),
+    (
+        "doctor_harmless_causes_need_a_correction",
+        "policyloss_lab/diagnosis/diagnose.py",
+        "remedy=HARMLESS + verdict.remedy, correction=None",
+        "remedy=HARMLESS + verdict.remedy",
+        _VERDICTS + "test_a_cause_below_the_floor_needs_no_remedy_and_no_correction",
     ),
 )

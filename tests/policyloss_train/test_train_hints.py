@@ -180,6 +180,6 @@ def test_the_first_step_of_a_run_is_looked_at() -> None:
     message = mismatch_of(shifted)
     assert message is not None
     assert "the ratio of the unchanged policy is not 1" in message
-    assert "numbers one token off" in message
+    assert "log-probabilities one token off" in message
     few = SimpleNamespace(tokens={k: x[:5] for k, x in tokens.items()}, cu_seqlens=None)
     assert mismatch_of(few) is None

@@ -121,9 +121,10 @@ def fit_other_tokens(case: Case) -> Iterator[Fit]:
     chosen[end:] = -1
     yield Fit(
         "reencoded",
-        f"in {changed} of {count} rows the numbers belong to other tokens from some place on",
+        f"in {changed} of {count} rows, log-probabilities after some place belong to other tokens",
         source=chosen,
         freedom=2 * changed,
+        share="rough",  # the word itself and its successors have another context
         details={"rows": changed, "tokens": tokens},
     )
 
@@ -159,7 +160,7 @@ def fit_edges(case: Case) -> Iterator[Fit]:
             continue  # no side is empty there
         yield Fit(
             cause,
-            f"only the {side} tokens differ (in {share:.0%} of {rows} rows, up to {longest} each)",
+            f"only the {side} tokens differ, up to {longest} each in {share:.0%} of {rows} rows",
             torch.where(edge, torch.nan, 0.0).double(),
             freedom=1,
             details={"rows": share, "longest": longest, "tokens": int(edge.sum())},
@@ -248,8 +249,7 @@ def fit_stored(case: Case) -> Iterator[Fit]:
             ("old_logp is", trainer and not rollout, sides[0] - sides[0].to(dtype).double()),
         ):
             if holds:
-                name = str(dtype).removeprefix("torch.")
-                yield Fit(cause, f"{side} rounded to {name}", prediction)
+                yield Fit(cause, f"{side} rounded to {str(dtype)[6:]}", prediction)
 
 
 ORDERS = (fit_shift, fit_permuted_rows, fit_other_tokens)

@@ -257,7 +257,7 @@ FORBIDDEN = 0.05  # the largest share of their probability that forbidden tokens
 def fit_top1(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """One side reports the likeliest token instead of the sampled one."""
     effect = scorer.logits.double().log_softmax(1).amax(1) - scorer.logp
-    yield from case.fit_sides("top1", "{side} belongs to the likeliest token", effect)
+    yield from case.fit_sides("top1", "{side} is the likeliest token's log-probability", effect)
 
 
 def fit_softcap(case: Case, scorer: Scorer) -> Iterator[Fit]:
@@ -303,18 +303,18 @@ def fit_shard(case: Case, scorer: Scorer) -> Iterator[Fit]:
             continue
         mine = ids // size
         alone = chosen - sums.gather(1, mine[:, None])[:, 0]
-        effects = {f"normalised over 1 of {count} shards": alone}
+        effects = {f"is normalised over 1 of {count} shards": alone}
         for j in range(count):
             others = torch.cat([sums[:, :j], sums[:, j + 1 :]], 1).logsumexp(1)
             width = min(size, vocabulary - j * size)
             empty = torch.logaddexp(others, others.new_full((), width).log())
             zero = torch.where(mine == j, 0.0, chosen)
-            effects[f"without shard {j} of {count} in the normaliser"] = chosen - others
-            effects[f"with zero logits in shard {j} of {count}"] = zero - empty
+            effects[f"is normalised without shard {j} of {count}"] = chosen - others
+            effects[f"has logits of 0 in shard {j} of {count}"] = zero - empty
         for what, logp in effects.items():
             yield from case.fit_sides(
                 "vocab_shard",
-                f"{{side}} is {what} of the vocabulary",
+                f"{{side}} {what} of the vocabulary",
                 logp - scorer.logp,
                 {"shards": count},
                 freedom=2,
@@ -390,7 +390,7 @@ def fit_bias(case: Case, scorer: Scorer) -> Iterator[Fit]:
         heavy = 1 / torch.maximum(w, torch.ones_like(w))[:, None]  # a rare large w is no more
         design, target = heavy * design, heavy[:, 0] * (w - 1)
         lengths = design.square().sum(0).sqrt().clamp(min=1e-3)
-        rest, c = target, torch.zeros(0)
+        rest, c = target, target[:0]
         chosen: list[int] = []
         while len(chosen) < min(BIASED, n // TOKENS_PER_BIAS):
             chosen.append(int(((design.T @ rest).abs() / lengths).argmax()))
@@ -412,7 +412,7 @@ def fit_bias(case: Case, scorer: Scorer) -> Iterator[Fit]:
         what = "forbids some tokens, or nearly" if forbidden else "has a bias of some tokens"
         yield Fit(
             "support" if forbidden else "logit_bias",
-            f"{side} {what} ({listed}{more})",
+            f"{side} {what} (token id: bias of its logit; {listed}{more})",
             sign * effect,
             freedom=len(chosen),
             details={"ids": strong, "side": side},

@@ -105,13 +105,14 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
     far = (pairs.difference / pairs.shape).abs() > 2 * floor
     rows = loud_rows(case, floor)
     if rows.any():
-        numbers = torch.unique(pairs.row[rows]).tolist()
-        listed = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
-        some = f"rows {listed} ({len(numbers)} of" if len(numbers) > 1 else f"row {listed} (of"
+        loud, quiet = (torch.unique(pairs.row[flags]).tolist() for flags in (rows, ~rows))
+        which, fewer = ("all but", quiet) if len(loud) > len(quiet) else ("namely", loud)
+        listed = ", ".join(map(str, fewer[:8])) + (", …" if len(fewer) > 8 else "")
         yield Place(
             "rows",
-            f"{'mainly' if far[~rows].any() else 'only'} in {some} {pairs.starts.numel() - 1})",
-            "Find out which worker, engine or request made these rows, and pass them alone.",
+            f"{'mainly' if far[~rows].any() else 'only'} in {len(loud)} of {len(loud + quiet)} "
+            f"rows, {which} {listed}",
+            "Find out which worker or engine made these rows, and run the doctor on them alone.",
         )
     for side, x in (("rollout_logp", pairs.rollout), ("old_logp", pairs.trainer)):
         values, counts = torch.unique(x[far], return_counts=True)
@@ -134,14 +135,14 @@ def _forms(case: Case, floor: float) -> Iterator[Place]:
             "few_tokens",
             f"at {int(far.sum())} of {pairs.size} tokens; the others agree. The first is in row "
             f"{int(pairs.row[far][0])}, column {int(pairs.column[far][0])}",
-            "Print these tokens, their neighbours and both numbers, and look for what they share.",
+            "Print these tokens with their neighbours: are they special tokens or tool outputs?",
         )
     x, y = pairs.rollout - pairs.rollout.mean(), pairs.trainer - pairs.trainer.mean()
     if float((x * y).mean() / (x.std() * y.std()).clamp(min=1e-9)) < UNRELATED:
         yield Place(
             "unrelated",
-            "everywhere: both sides are hardly related, as if the numbers belong to other tokens",
-            "Print ids and numbers of one row on both sides, and put them side by side.",
+            "everywhere: both sides are hardly related, as if they belong to other tokens",
+            "Print ids and log-probabilities of one such row, and find the first that differs.",
         )
     scale = misfit(d, flat, 0).scale
     slope = float((d / pairs.trainer.clamp(max=-1e-3)).median())
@@ -155,15 +156,15 @@ def _forms(case: Case, floor: float) -> Iterator[Place]:
         ("constant", middle * flat, f"rollout_logp is about old_logp {middle:+.3g}"),
     ):
         if misfit(d - prediction, flat, 1).scale < FORM * scale:
-            yield Place(tag, sentence, "Compare the code that computes both columns, term by term.")
+            yield Place(tag, sentence, "Compare the code that computes both sides, term by term.")
     ups = float((d[far] > 0).double().mean()) if far.any() else 0.5
     if far.sum() >= 8 and max(ups, 1 - ups) >= ONE_WAY:
         side = "rollout_logp" if ups > 0.5 else "old_logp"
         yield Place(
             "one_sided",
             f"one-sided: {side} is the larger at {max(ups, 1 - ups):.0%} of the tokens that differ",
-            "Request the top 20 log-probabilities of 8 sequences from the engine, and compare the "
-            "sets of tokens with those of the trainer.",
+            "Request the top 20 log-probabilities of 8 sequences from the engine, and compare them "
+            "with the trainer's: a token that one side lacks was cut or forbidden there.",
         )
 
 
@@ -187,7 +188,7 @@ def _classes(case: Case) -> list[Place]:
         loudest = mean.masked_fill(counts < 2, -1.0).topk(min(3, ids.numel())).indices
         listed = ", ".join(str(int(ids[i])) for i in loudest)
         flags = (which[:, None] == loudest).any(1)
-        classes["ids"] = (flags, f"at particular tokens, such as {listed}", BIAS_NEXT)
+        classes["ids"] = (flags, f"at particular token ids, such as {listed}", BIAS_NEXT)
         splits["ids"] = split(case, flags, float(ids.numel()) ** 3)
     places = []
     for tag, (gain, ratio) in sorted(splits.items(), key=lambda item: -item[1][0]):
@@ -224,13 +225,13 @@ def _shapes(case: Case) -> Iterator[Place]:
         yield Place(
             "sharpness",
             f"{some}: likely tokens {way}, as if one distribution is sharper",
-            "Print the temperature and the soft cap of the engine and of the scoring code.",
+            "Print temperature and logit soft cap of the engine and of the scoring code.",
         )
     if (_noise_shape(case) == 1).all():
         yield Place(
             "uniform",
             "everywhere: as large at likely as at unlikely tokens, unlike a change of the model",
-            "Look for code that changes log-probabilities after the softmax.",
+            "Look for code that changes log-probabilities after the softmax, such as rounding.",
         )
     else:
         yield Place(
@@ -245,21 +246,22 @@ def _network_next(case: Case) -> str:
         return "Pass model=, ids= and prompts= as well, so that causes inside the model are tested."
     if [side for side, _ in case.sides] == ["old_logp"]:
         return DROPOUT_NEXT
-    return ENGINE_NEXT + (ROUTER_NEXT if routers(case.scorer.model) else "")
+    experts = "chosen experts and " if routers(case.scorer.model) else ""
+    return ENGINE_NEXT.format(parts=f"{experts}hidden states")
 
 
-PROMPT_NEXT = "Print the prompt's token ids of one row on both sides, special tokens included."
-END_NEXT = "Print the last three tokens of five rows with both numbers and both masks."
-LATE_NEXT = "Compare positions, RoPE scaling and the window of attention on both sides."
-PENALTY_NEXT = "Print the repetition, presence and frequency penalties of both sides."
-BIAS_NEXT = "Print the engine's logit_bias, bad_words, top_k, min_p and guided decoding options."
+PROMPT_NEXT = "Print the prompt's token ids of one row, as each side saw them; they must be equal."
+END_NEXT = "Print the last three tokens of five rows with both log-probabilities and the mask."
+LATE_NEXT = "Print position ids, RoPE scaling and attention window of both sides for one long row."
+PENALTY_NEXT = "Print the engine's repetition, presence and frequency penalties; turn them off."
+BIAS_NEXT = "Print the engine's logit_bias, bad_words, top_k, min_p and grammar; turn them off."
 DROPOUT_NEXT = (
-    "Score the batch twice with the trainer's own code: two results mean dropout, so call "
-    "model.eval(); one result means that this code computes something else than model= does."
+    "Score the batch twice with the trainer's own code. If the results differ, dropout is on: call "
+    "model.eval(). If they are equal, compare its logits with those of model=."
 )
 ENGINE_NEXT = (
-    "Load the trainer's weights into the engine by hand, in float32 and without quantisation, and "
-    "score 8 sequences: if they agree now, the weights were stale or rounded (pass earlier_logp=); "
-    "if not, compare the hidden states layer by layer."
+    "Let the engine score the trainer's ids of 8 whole sequences (vLLM: prompt_logprobs=1). If "
+    "both agree now, the engine saw another prompt. If not, load the trainer's weights, with dtype "
+    "and KV cache in float32: if both agree then, weights or cache were stale or quantised "
+    "(earlier_logp= proves stale ones); if not, compare {parts} layer by layer."
 )
-ROUTER_NEXT = " Compare the chosen experts of one sequence first."

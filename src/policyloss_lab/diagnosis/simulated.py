@@ -50,7 +50,7 @@ EVERY: tuple[tuple[str, str, Rounding], ...] = (  # all weights
 )
 MATRICES: tuple[tuple[str, str, Rounding], ...] = (  # linear layers
     ("weights_int8", "int8", integers),
-    ("weights_int8", "int8 of 256 values", partial(integers, steps=127.5)),
+    ("weights_int8", "int8 (256 values)", partial(integers, steps=127.5)),
     ("weights_fp8", "fp8 by channel", fp8),
     ("weights_fp8", "fp8 by matrix", lambda w, axis: fp8(w, None)),
     ("weights_int4", "int4 by channel", partial(integers, steps=7.0)),
@@ -85,9 +85,9 @@ def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
     head_name = next(
         (n for n, w in model.named_parameters() if w is getattr(head, "weight", None)), ""
     )
-    kinds = {"": set(axes), ", but for the head": set(axes) - {head_name}}
+    kinds = {"": set(axes), ", all but the output head": set(axes) - {head_name}}
     if choosing := routers(model):
-        kinds[", but for head and routers"] = set(axes) - {head_name} - choosing
+        kinds[", all but output head and routers"] = set(axes) - {head_name} - choosing
     for cause, name, rounding, every in [*roundings, *((*row, False) for row in MATRICES)]:
         for tail, chosen in [("", set(axes))] if every else kinds.items():
 
@@ -239,10 +239,10 @@ def fit_prompts(
     changed: list[tuple[str, str, list[list[int]]]] = []
     if (bos := bos_of(scorer)) is not None:
         begun = all(p[:1] == [bos] for p in prompts)
-        what = "has the first token twice" if begun else "has a first token that the prompts lack"
+        what = "saw the first token twice" if begun else "saw a first token that the prompts lack"
         changed.append(("bos", what, [[bos, *p] for p in prompts]))
         if begun and shortest > 1:
-            changed.append(("bos", "lacks the first token", [p[1:] for p in prompts]))
+            changed.append(("bos", "did not see the first token", [p[1:] for p in prompts]))
     if others is not None:
         what = "saw the prompts of the other template"
         changed.append(("template", what, [list(p) for p in others]))

@@ -112,7 +112,7 @@ def _other_ids(ids: Any, rollout_ids: Any, mask: Any) -> str:
         return ""
     return (
         f"{int(wrong.sum())} of {int(valid.sum())} valid tokens have another id on the engine's "
-        f"side, in {int(wrong.any(-1).sum())} rows: the numbers belong to different tokens"
+        f"side, in {int(wrong.any(-1).sum())} rows: both sides scored different tokens"
     )
 
 

@@ -86,7 +86,7 @@ class Diagnosis:
         lines += [f"  {sentence}" for sentence in self.evidence]
         if self.ruled_out:
             families = "; ".join(FAMILIES[f].title for f in self.ruled_out)
-            lines.append(f"  ruled out, as they leave most of the difference: {families}")
+            lines.append(f"  ruled out, as each leaves at least half of the difference: {families}")
         lines += self._advice()
         if self.places and (rivals := self._rivals(0.5)[:5]):
             lines.append("closest causes, with the share of the difference that each explains:")
@@ -105,7 +105,7 @@ class Diagnosis:
         lines = [f"{'next' if self.cause == 'not_explained' else 'remedy'}: {self.remedy}"]
         if self.correction:
             parts = self.correction if self.correction[1:] else self.correction[0]
-            lines.append(f"if you must train before that: correction={parts!r}")
+            lines.append(f"if you must train before that, give the loss correction={parts!r}")
         return lines
 
     def _rivals(self, most: float = 0.95) -> list[tuple[str, str, str]]:
@@ -171,8 +171,8 @@ FAMILIES = {
     "format": Family("numeric formats", STALE),
     "config": Family("configuration of the model", ICEPOP),
     "adapter": Family("adapters", ICEPOP),
-    "softcap": Family("soft cap", TIS),
-    "positions": Family("padding positions", ICEPOP),
+    "softcap": Family("logit soft cap", TIS),
+    "positions": Family("padding that is attended to or counted", ICEPOP),
     "shard": Family("vocabulary shard", None),
 }
 
@@ -185,23 +185,23 @@ _TITLES: dict[str, dict[str, str]] = {  # by family and cause
     "cut": {cut: f"{name} renormalised on one side only" for cut, name in _CUTS.items()},
     "support": {
         "support": "fewer tokens allowed on one side",
-        "logit_bias": "a bias of some tokens on one side only",
+        "logit_bias": "a logit bias on one side only",
     },
     "penalty": {"penalty": "a repetition, presence or frequency penalty on one side only"},
     "column": {
-        "top1": "the number of the likeliest token instead of the sampled one",
+        "top1": "the likeliest token's log-probability instead of the sampled token's",
         "units": "logarithms of another base",
     },
     "mask": {
-        "unfilled": "numbers that were never filled in",
+        "unfilled": "log-probabilities that were never filled in",
         "prompt_in_mask": "prompt tokens in the mask",
         "end_token": "only the end token differs",
         "padding_in_mask": "padding in the mask",
     },
     "order": {
-        "shift": "numbers one token off",
+        "shift": "log-probabilities one token off",
         "rows_permuted": "rows in another order",
-        "reencoded": "the text was encoded again",
+        "reencoded": "the text was tokenised again",
     },
     "copy": {"copy": "rollout_logp is a copy of old_logp"},
     "prompt": {
@@ -224,40 +224,36 @@ _TITLES: dict[str, dict[str, str]] = {  # by family and cause
         "adapter_missing": "an adapter that one side does not have",
         "adapter_merged": "an adapter merged into rounded weights",
     },
-    "softcap": {"softcap": "a soft cap missing or doubled"},
-    "positions": {"positions": "padding that counts"},
-    "shard": {"vocab_shard": "a shard of the vocabulary"},
+    "softcap": {"softcap": "a logit soft cap on one side only, or twice"},
+    "positions": {"positions": "padding that is attended to or counted as positions"},
+    "shard": {"vocab_shard": "a vocabulary shard missing on one side"},
 }
 _REMEDIES = {  # by cause, or by family if its causes share one
     "healthy": "Nothing needs to be done.",
     "not_explained": "",
-    "temperature": "Sample at temperature 1, or score with the engine's temperature "
-    '(pl.logprobs(…, temperature=τ)) and set logprobs_mode="processed_logprobs" in vLLM.',
-    "cut": "Turn the cut off (top_p=1, top_k=-1, min_p=0), or report raw log-probabilities, or "
-    "normalise over the kept tokens on both sides.",
-    "support": "Print the engine's top_p, top_k, min_p, bad_words, min_tokens and guided decoding; "
-    "turn them off, or report raw log-probabilities.",
-    "logit_bias": "Remove logit_bias from the generation config, or add the same bias in the "
-    "trainer.",
+    "temperature": "Use temperature 1 on both sides, or the same τ: pl.logprobs(…, temperature=τ) "
+    'in the trainer and, in vLLM, logprobs_mode="processed_logprobs".',
+    "cut": "Turn the cut off when sampling (top_p=1, top_k=-1, min_p=0); if you need it, normalise "
+    "over the kept tokens on both sides.",
+    "support": "Print the engine's top_p, top_k, min_p, bad_words, min_tokens and grammar; turn "
+    "off the one that is set; if you need it, apply the same in the trainer.",
+    "logit_bias": "Remove logit_bias when sampling, or add the same bias in the trainer.",
     "penalty": "Set repetition_penalty=1 and presence_penalty=frequency_penalty=0 when sampling; "
-    "generation_config.json may set them behind your back.",
+    "look into generation_config.json, too, which engines read.",
     "top1": "Look up the sampled token's id in the engine's list of log-probabilities; the list "
     "begins with the likeliest token.",
     "units": "Convert to natural logarithms on both sides.",
-    "unfilled": "Take these tokens out of the mask, or fill in their numbers: tool outputs, "
-    "special tokens and resumed requests often have none.",
+    "unfilled": "Take these tokens out of the mask, or fill in their log-probabilities: tool "
+    "outputs, special tokens and resumed requests often have none.",
     "shift": "Slice logits[:, :-1] and ids[:, 1:] exactly once, and check that the engine's list "
     "begins with the first sampled token.",
     "rows_permuted": "Sort both sides by a request id: an engine returns requests in the order in "
     "which they finish.",
-    "reencoded": "Train on the token ids that the engine sampled, not on decoded text that is "
-    "encoded again.",
-    "prompt_in_mask": "Let the mask begin at the first sampled token; the engine has no number for "
-    "the prompt.",
-    "end_token": "Include the end token on both sides or on neither; many engines list it only on "
-    "request.",
+    "reencoded": "Train on the token ids that the engine sampled, not on text tokenised again.",
+    "prompt_in_mask": "Let the mask begin at the first sampled token; the engine scores no prompt.",
+    "end_token": "Take the end token's log-probability from the engine, or mask the end token.",
     "padding_in_mask": "Let the mask end with the end token of each row.",
-    "copy": "Pass the engine's numbers as rollout_logp; no correction can see a mismatch in it.",
+    "copy": "Pass the engine's own log-probabilities as rollout_logp: a copy hides every mismatch.",
     "bos": "Encode prompts once, with add_special_tokens=False after a chat template, and send ids "
     "to the engine, not text.",
     "template": "Render the template once, and send the same token ids to both sides.",
@@ -266,8 +262,8 @@ _REMEDIES = {  # by cause, or by family if its causes share one
     "storage": "Keep log-probabilities in float32 from the softmax on.",
     "format": "Use one dtype on both sides, with a head in float32 (vLLM: head_dtype); if the "
     "rollout is quantised on purpose, keep it and correct for it.",
-    "config": "Compare the config.json that the engine loaded with the trainer's, and the "
-    "values that both print at start.",
+    "config": "Compare the config.json that the engine loaded with the trainer's: rope_theta, "
+    "rope_scaling, sliding_window, and the scale of attention.",
     "adapter": "Load the adapter into the engine after every update, or merge it in float32 and "
     "round once.",
     "softcap": "Apply final_logit_softcapping exactly once on both sides; fused heads take it as "

@@ -108,10 +108,13 @@ def test_rows_are_named_only_if_the_others_are_quiet() -> None:
     found = lab.doctor(**a)
     assert found.cause == "not_explained"
     assert found.places[0].tag == "rows"
-    assert found.places[0].sentence == "mainly in rows 0, 4, 8, 12 (4 of 16)"
+    assert found.places[0].sentence == "mainly in 4 of 16 rows, namely 0, 4, 8, 12"
     b = numbers()
     few_rows(b)
-    assert lab.doctor(**b).places[0].sentence == "only in row 5 (of 16)"
+    assert lab.doctor(**b).places[0].sentence == "only in 1 of 16 rows, namely 5"
+    loud = numbers()
+    loud["rollout_logp"][1:] += noise_of(loud, 0.5)[1:]
+    assert lab.doctor(**loud).places[0].sentence == "only in 15 of 16 rows, all but 0"
 
 
 # Places of verdicts without a name ----------------------------------------------------------------
@@ -172,7 +175,7 @@ PLACES: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "ids": (some_ids, "logit_bias"),
     "one_sided": (one_sided, "top 20 log-probabilities"),
     "multiplicative": (factor, "term by term"),
-    "unrelated": (shifted, "side by side"),
+    "unrelated": (shifted, "the first that differs"),
     "network": (inside, "Pass model=, ids= and prompts="),
 }
 
@@ -201,6 +204,40 @@ def test_a_cause_that_leaves_much_is_not_named() -> None:
     found = lab.doctor(**a)
     assert found.cause == "not_explained", str(found)
     assert found.alternatives[0].cause == "units"
+
+
+def test_a_cause_that_leaves_the_far_tokens_is_not_named() -> None:
+    """20 of 480 tokens are 3 nats off, and a cause predicts the small noise of the others."""
+    a = numbers()
+    noise, far = noise_of(a, 0.02), torch.zeros(16, 30)
+    far[:, 7], far[:4, 9] = 3.0, -3.0
+    case = Case(read_pairs(a["old_logp"] + noise + far, a["old_logp"], None))
+    search = diagnosing.Search(case, Thresholds(), None, frozenset())
+    for predicted, named in ((noise, False), (noise + far, True)):
+        fit = Fit("weights_bf16", "", predicted.flatten().double(), share="fixed")
+        (row,) = search.rank([fit], case)
+        assert row.left.scale < 1e-4 * case.first.scale
+        assert search.explains(row, case) is named
+
+
+@pytest.mark.parametrize(
+    ("columns", "cause"), [([3, 11, 6, 27, 15, 20], "healthy"), ([0] * 6, "not_explained")]
+)
+def test_far_tokens_are_as_of_routers_only_if_scattered(columns: list[int], cause: str) -> None:
+    """6 of 480 tokens differ as a flip of a router makes them, in both directions."""
+    a = numbers()
+    a["old_logp"][range(2, 14, 2), columns] = -3.0 + 0.1 * torch.arange(6)
+    a["rollout_logp"] = a["old_logp"] + noise_of(a, 0.01)
+    a["rollout_logp"][range(2, 14, 2), columns] += torch.tensor([0.7, -0.9, 1.1, -0.8, 0.9, -1.2])
+    assert lab.doctor(**a).cause == cause
+
+
+def test_words_encoded_again_change_the_context_of_their_successors() -> None:
+    """A word more at column 8 of each row; the tokens after it differ by 0.3 nats as well."""
+    a = numbers()
+    old, late = a["old_logp"], torch.arange(30) >= 8
+    a["rollout_logp"] = torch.where(late, old.roll(-1, 1) + noise_of(a, 0.3), old)
+    assert lab.doctor(**a).causes == ("reencoded",)
 
 
 def test_two_families_that_explain_alike_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +369,19 @@ def test_a_cause_that_the_model_shows(name: str) -> None:
     assert found.causes == (cause,), str(found)
     expected = value if isinstance(value, str) else pytest.approx(value, rel=0.03)
     assert found.details[key] == expected
+
+
+@walked("tokens", [1, 11])
+def test_every_hypothesis_takes_few_tokens(tokens: int) -> None:
+    """Realigned rows may leave fewer tokens than a batch must have."""
+    roll = plain()
+    arguments = batch_of(roll, SOURCE.model(), ()).arguments
+    pairs = read_pairs(arguments["rollout_logp"], arguments["old_logp"] - 0.5, roll.mask)
+    few = torch.arange(pairs.size) < tokens
+    case = Case(pairs, roll.scorer(SOURCE.model())).select(few)
+    search = diagnosing.Search(case, Thresholds(), None, frozenset())
+    search.effect(case)
+    assert {"logits_bf16", "temperature"} <= {row.fit.cause for row in search.tested}
 
 
 def test_experts_and_routers_are_rounded_by_their_inputs() -> None:

@@ -18,6 +18,8 @@ import pytest
 import torch
 from benchmarks.doctor import FROM_PAIRS
 from benchmarks.doctor_cases import FAULTS, SMALL, Batch, Rollout, Source, batch_of, score
+from benchmarks.doctor_heldout import rows_of
+from benchmarks.doctor_strangers import HEALTHY, TorchSource
 from torch import nn
 from walk import walked
 
@@ -150,6 +152,14 @@ def test_the_correction_fits_a_loss() -> None:
     assert correction is not None
     spec = pl.preset("dapo").replace(correction=correction)
     assert spec.correction == correction
+
+
+def test_a_cause_below_the_floor_needs_no_remedy_and_no_correction() -> None:
+    found = verdict("logp_bf16")
+    assert found.details["scale"] < found.floor
+    assert found.remedy.startswith("None is needed")
+    assert found.correction is None
+    assert "if you must train" not in str(found)
 
 
 def test_nothing_is_explained_where_noise_has_no_shape() -> None:
@@ -309,7 +319,7 @@ def test_the_transcripts_of_the_page_are_real(name: str) -> None:
 def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     found = verdict("temperature")
     assert str(found).startswith("a temperature on one side only (confidence")
-    assert "if you must train before that: correction=Truncate(high=2.0" in str(found)
+    assert "if you must train before that, give the loss correction=Truncate(high=2.0" in str(found)
     data = found.to_dict()
     assert data["cause"] == "temperature"
     assert data["alternatives"][0]["unexplained"] > 0.05
@@ -332,6 +342,15 @@ def test_a_family_that_is_named_is_not_ruled_out() -> None:
     found = lab.doctor(**a, rollout_ids=other)
     assert (found.cause, found.ruled_out, found.places) == ("reencoded", (), ())
     assert "ruled out" not in str(found)
+
+
+def test_the_benchmark_leaves_out_a_batch_that_is_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny = Batch({"mask": torch.ones(3, 5, dtype=torch.bool)}, ())
+    monkeypatch.setitem(HEALTHY, "healthy_f32", lambda source, seed, rows: tiny)
+    job = {"fault": "healthy_f32", "seed": 0, "rows": 3, "bf16": True}
+    assert not list(rows_of(job, TorchSource("opt_random")))
 
 
 def test_the_confidence_is_the_measured_one() -> None:
