@@ -72,8 +72,8 @@ def make_case(shape: Shape, device: str, goal: Sequence[float]) -> Case:
     centre = weight[torch.randint(v, (n,), device=device, generator=g)]
     rest = draw(n, d)
     centre[:, -1], rest[:, -1] = 0.0, 1.0
-    directions = [x[:SAMPLE] @ weight.T for x in (centre, rest)]
-    hidden = fit_sureness(*directions, draw(n, 1), goal) * centre + rest
+    towards, across = (x[:SAMPLE] @ weight.T for x in (centre, rest))
+    hidden = fit_sureness(towards, across, draw(n, 1), goal) * centre + rest
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     ids, logp, entropy = draw_tokens(hidden, weight, g)
@@ -93,7 +93,8 @@ def make_case(shape: Shape, device: str, goal: Sequence[float]) -> Case:
 def draw_tokens(hidden: Tensor, weight: Tensor, g: torch.Generator) -> tuple[Tensor, ...]:
     """Tokens drawn from the policy, with the logp and the entropy of each row."""
     parts = []
-    for rows in hidden.split(1024):
+    for start in range(0, hidden.shape[0], 1024):
+        rows = hidden[start : start + 1024]
         log_p = (rows.float() @ weight.float().T).log_softmax(-1)
         p = log_p.exp()
         ids = torch.multinomial(p, 1, generator=g)
@@ -105,7 +106,8 @@ def run_plan(case: Case, plan: Any) -> tuple[Any, Tensor, Tensor]:
     """The output of the loss, and the gradients of hidden states and weight."""
     tensors = (case.hidden, case.weight, case.ids, case.old_logp, case.advantages, case.mask)
     out = pl.linear_policy_loss(pl.preset("ppo_dual_clip"), *tensors, plan=plan)
-    return out, *torch.autograd.grad(out.loss, (case.hidden, case.weight))
+    d_hidden, d_weight = torch.autograd.grad(out.loss, (case.hidden, case.weight))
+    return out, d_hidden, d_weight
 
 
 def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:

@@ -42,11 +42,12 @@ from policyloss.head.windows import (
 )
 from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tensors
 from policyloss.loss import LossOutput, loss_of, ready_loss
-from policyloss.metrics import Metrics, Record, refuse_invalid
+from policyloss.metrics import Metrics, refuse_invalid
 from policyloss.mixture import REACHES, Mixture, StreamCall, stream_calls
 from policyloss.parts.correction import GivenWeight
 from policyloss.parts.kl import Divergence
 from policyloss.policy_metrics import MetricsLevel, check_level
+from policyloss.records import Record
 from policyloss.spec import LossSpec
 from policyloss.teacher import Teacher, TopK
 from policyloss.tokens import Tokens

@@ -58,21 +58,21 @@ class Sampled(NamedTuple):
 
 
 class Bags(NamedTuple):
-    """Entries in bags, each a stretch of `index` and `weights` `[E]`; of each bag its place in the
-    result, its first entry and its number of entries.
+    """Entries in bags: each bag is a stretch of `members` and `weights` `[E]`, with its place in
+    the result, its first entry and its number of entries.
     """
 
-    index: Tensor
+    members: Tensor
     weights: Tensor
     at: Tensor
     starts: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, keys: Tensor, index: Tensor, weights: Tensor) -> Bags:
+    def of(cls, keys: Tensor, members: Tensor, weights: Tensor) -> Bags:
         """One bag for each key; equal keys are neighbours, and the place of a bag is its key."""
-        at, counts = keys.unique_consecutive(return_counts=True)
-        return cls(index, weights, at, counts.cumsum(0) - counts, counts)
+        at, counts = torch.unique_consecutive(keys, return_counts=True)
+        return cls(members, weights, at, counts.cumsum(0) - counts, counts)
 
 
 def draw_offsets(hidden: Tensor, ids: Tensor, seed: int) -> Tensor:
@@ -151,7 +151,7 @@ def sample_entries(
 
 
 def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
-    """`out[at] += Σ weights·table[index]` over the entries of each bag."""
+    """`out[at] += Σ weights·table[members]` over the entries of each bag."""
     fused = kernels_for(table, Scaling(), "policyloss.head.sparse_kernels")
     if not bags.at.numel():
         return
@@ -160,7 +160,7 @@ def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
         return
     scale = half_scale(table.dtype, bags.weights)
     weights = (bags.weights * scale).to(table.dtype)
-    sums = embedding_bag(bags.index, table, bags.starts, mode="sum", per_sample_weights=weights)
+    sums = embedding_bag(bags.members, table, bags.starts, mode="sum", per_sample_weights=weights)
     out[bags.at] += (sums.to(compute_dtype(sums)) / scale).to(out.dtype)
 
 
@@ -171,10 +171,10 @@ def start_reading(count: Tensor) -> Callable[[], int]:
     copy = torch.empty((), dtype=count.dtype, pin_memory=True)
     copy.copy_(count, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()  # type: ignore[no-untyped-call]
+    copied.record()
 
     def read() -> int:
-        copied.synchronize()  # type: ignore[no-untyped-call]
+        copied.synchronize()
         return int(copy)
 
     return read

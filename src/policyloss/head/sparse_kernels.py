@@ -133,14 +133,14 @@ def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
     if at.shape[0]:
         with on_device_of(out):
             _bags_kernel[(at.shape[0], triton.cdiv(out.shape[1], WIDTH))](
-                table, bags.index, bags.weights, starts, counts, at, out,
+                table, bags.members, bags.weights, starts, counts, at, out,
                 table.stride(0), out.stride(0), out.shape[1], WIDTH=WIDTH, num_warps=WIDTH_WARPS,
             )  # fmt: skip
     if some:
         bag = torch.repeat_interleave(long, bags.counts).nonzero().squeeze(-1)
         row = torch.repeat_interleave(long.cumsum(0) - 1, bags.counts)[bag]
         matrix = table.new_zeros(int(long.sum()), table.shape[0])
-        matrix[row, bags.index[bag]] = bags.weights[bag].to(table.dtype)
+        matrix[row, bags.members[bag]] = bags.weights[bag].to(table.dtype)
         sums = torch.empty(matrix.shape[0], out.shape[1], dtype=torch.float32, device=out.device)
         product(matrix, table, sums)
         out[bags.at[long]] += sums.to(out.dtype)

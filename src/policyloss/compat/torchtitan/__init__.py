@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from policyloss.catalogue import read_loss
+from policyloss.catalogue import as_spec
 from policyloss.compat.engines import PREFIX, fitting_spec
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
+from policyloss.mixture import read_loss
 from policyloss.parts.aggregate import TokenMean
 from policyloss.records import Stat
 from policyloss.spec import LossSpec
@@ -33,7 +34,9 @@ def checked_spec(loss: str) -> LossSpec:
     it.
     """
     passes = ("old_logp", "rollout_logp")
-    spec = fitting_spec("torchtitan", read_loss(loss), passes, (TokenMean,), sampler_is_old=True)
+    spec = fitting_spec(
+        "torchtitan", as_spec(read_loss(loss)), passes, (TokenMean,), sampler_is_old=True
+    )
     if spec.reach != "token":
         raise SpecError(
             "this loss reads other tokens of a sequence, but torchtitan packs sequences and passes "
