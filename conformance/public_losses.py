@@ -364,6 +364,25 @@ def record(folders: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
     return cases
 
 
+def read_cases() -> dict[str, list[dict[str, Any]]]:
+    """The recorded cases, each with its inputs, which the file holds once for each seed."""
+    cases: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    inputs = cases.pop("inputs")
+    for case in (case for key in cases if key != KLS for case in cases[key]):
+        case["inputs"] = inputs[case["inputs"]]
+    return cases
+
+
+def write_cases(cases: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Write the cases as `read_cases` reads them, one line for each key."""
+    inputs = [{name: x.tolist() for name, x in draw(seed).items()} for seed in range(SEEDS)]
+    rows: dict[str, Any] = {"inputs": inputs, KLS: cases[KLS]}
+    for key in sorted(SPECS):
+        rows[key] = [{**case, "inputs": inputs.index(case["inputs"])} for case in cases[key]]
+    lines = [f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in rows.items()]
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
 def evaluate(key: str, case: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The loss of the spec for a recorded case, and its gradient by the log-probabilities."""
     mask = torch.tensor(case["inputs"]["mask"])
@@ -379,14 +398,10 @@ def evaluate(key: str, case: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def main(arguments: list[str]) -> None:
     """Record the named trainers; the cases of the others stay."""
     folders = {name: Path(path) for name, path in (a.split("=", 1) for a in arguments)}
-    kept = json.loads(RECORDED.read_text()) if RECORDED.is_file() else {}
-    cases = {key: case for key, case in (kept | record(folders)).items() if key in (*SPECS, KLS)}
+    cases = read_cases() | record(folders)
     if "roll" in folders:
         cases[KLS] = record_divergences(folders["roll"])
-    lines = [
-        f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in sorted(cases.items())
-    ]
-    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_cases(cases)
 
 
 if __name__ == "__main__":

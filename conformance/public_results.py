@@ -29,7 +29,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 def _losses() -> dict[str, Result]:
     results = {}
-    recorded = json.loads(public_losses.RECORDED.read_text(encoding="utf-8"))
+    recorded = public_losses.read_cases()
     for key in public_losses.SPECS:
         values, gradients = [], []
         for case in recorded[key]:

@@ -357,8 +357,8 @@ MUTANTS = (
     Mutant(
         "skyrl_divides_again",
         "policyloss/compat/skyrl/__init__.py",
-        "            self.spec.replace(aggregate=TokenSum()),\n            log_probs,",
-        "            self.spec,\n            log_probs,",
+        "total = self.spec.replace(aggregate=TokenSum())",
+        "total = self.spec",
         "test_compat_engines.py::test_skyrl_by_hand",
     ),
     Mutant(

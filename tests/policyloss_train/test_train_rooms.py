@@ -22,6 +22,7 @@ OUTSIDE = {
         "run.shards",
         "sampler",
         "setup",
+        "tasks.base",
         "time_limit",
         "tinker.learner",
         "user_code",

@@ -70,7 +70,7 @@ def as_spec(spec: Any, called: str = "spec") -> LossSpec:
         return spec
     if isinstance(spec, str):
         return find_preset(spec).spec
-    if hasattr(spec, "streams"):
+    if "streams" in getattr(type(spec), "__dataclass_fields__", ()):
         raise InputError(
             f"{called} is a Mixture, and this function takes one loss: policy_loss, measure, "
             "accumulate, linear_policy_loss, hf.policy_loss, explain_plan and explain take a "

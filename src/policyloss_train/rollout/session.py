@@ -210,8 +210,8 @@ def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None])
     """The engine that `--rollout` names, for a run."""
     weights = Weights(setup.model, setup.tokenizer, setup.learner.ranks)
     engine = _engine(config, setup, weights, warn)
-    model, tool = (setup.model, setup.tokenizer), setup.task.tool
-    return Rollout(config.rollout, engine, weights, *model, config.stop, warn, tool=tool)
+    model = (setup.model, setup.tokenizer)
+    return Rollout(config.rollout, engine, weights, *model, config.stop, warn, tool=setup.task.tool)
 
 
 def _engine(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
-from conformance.public_losses import GRADIENT_ALONE, KLS, RECORDED, SEEDS, SPECS, evaluate
+from conformance.public_losses import GRADIENT_ALONE, KLS, SEEDS, SPECS, evaluate, read_cases
 from walk import walked
 
 import policyloss as pl
 
-CASES = json.loads(RECORDED.read_text())
+CASES = read_cases()
 
 
 def test_every_spec_has_recorded_cases():

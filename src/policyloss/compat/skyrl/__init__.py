@@ -94,8 +94,9 @@ class SkyRLLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """The sum over the tokens of a micro-batch, `[B, T]`, and the means of its metrics."""
         self._check(config)
+        total = self.spec.replace(aggregate=TokenSum())
         out = policy_loss(
-            self.spec.replace(aggregate=TokenSum()),
+            total,
             log_probs,
             old_log_probs,
             advantages,
