@@ -112,14 +112,15 @@ def accumulate(
 
 @dataclass(eq=False, repr=False)
 class Accumulation:
-    """One optimizer step, made by `accumulate`: iterate once, and take each micro-batch's loss.
+    """One optimizer step, made by `accumulate`: iterate once, and call each `micro.loss`.
 
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    totals: the totals for `policy_loss`. counts: the counts of the masks, for `value_loss(…,
-    totals=step.counts)`; the same object as `totals` unless the loss needed `measure`. metrics: the
-    metrics of this rank, merged over the losses computed so far.
+    totals: `policy_loss`'s `totals`. counts: the counts of the masks, for `value_loss(…,
+    totals=step.counts)`; the same object as `totals` unless the loss needs numbers of the whole
+    step (`measure`). group, cp_group: the data-parallel and context-parallel process groups. level:
+    `policy_loss`'s `metrics`. metrics: of this rank, merged over the losses computed so far.
     """
 
     spec: LossSpec | Mixture

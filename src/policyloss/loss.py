@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: 0-dim, to call `backward()` on. `metrics`: records that add up over calls."""
+    """`loss`: 0-dim, to call `backward()` on. `metrics`: add those of several calls with `+`."""
 
     loss: Tensor
     metrics: Metrics
@@ -56,10 +56,10 @@ def policy_loss(
 ) -> LossOutput:
     """The loss that `spec` describes, over per-token log-probabilities.
 
-    `loss = Σ_t weight_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
+    `loss = Σ_t share_t · (correction_t · surrogate_t + kl.coef · kl_t − entropy_coef · entropy_t)`
 
-    `spec.kl` may hold several parts; each adds its own `coef · kl_t`. With `weights`, the sum in
-    parentheses is multiplied by the weight of the token.
+    share_t is the token's share of the average, such as 1/tokens. `spec.kl` may hold several parts;
+    each adds its own `coef · kl_t`. `weights` multiply the sum in parentheses.
 
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`; S sequences.
 
@@ -70,16 +70,16 @@ def policy_loss(
       not been updated since then, so `logp`, detached, is used.
       `rollout_logp` comes from the inference engine, `ref_logp` from the reference model,
       `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss reads; any other
-      tensor may be None, and is used for metrics only.
+      may be None; if given, only metrics read it.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape: pass `[1, N]`
       or `[S, 1]`. With `cp_group`, a pack's `[N]` is per token; pass `[S, 1]` per sequence.
     - `mask` is bool or 0/1; True means that the token is trained on.
     - `group_ids` are `[S]` integers: sequences of one prompt have the same id.
-    - `weights` are numbers that are not negative, in a shape of `advantages`. A weight multiplies
-      the loss of its token: surrogate, KL and entropy alike, while a scaled advantage leaves KL and
-      entropy unchanged. Averages divide by counts of tokens, whatever the weights; `WeightMean`
-      divides by the sum of the weights of the step. Of the metrics, `loss` is weighted; the others
+    - `weights` are numbers ≥ 0, in a shape of `advantages`. A weight multiplies the loss of its
+      token: surrogate, KL and entropy alike, while a scaled advantage leaves KL and entropy
+      unchanged. Averages count tokens and ignore the weights; only `WeightMean` divides by the sum
+      of the weights of the step. Of the metrics, `loss` is weighted; the others
       count each valid token once.
     - `turn_ids` are token-shaped integers, the turn of each token in its sequence, and −1 at tokens
       that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read

@@ -95,12 +95,12 @@ def grpo_loo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, group: An
     """Leave-one-out GRPO: `(r_i − mean of the others) / (std of the others + eps)`.
 
     The others are the group's other rewards; their standard deviation divides by their number − 1.
-    Source: NeMo-RL's GRPO with its default leave-one-out baseline. Where the others are all equal
-    (one winner among losers; a group of two) their spread is exactly 0, and
-    `r_i − mean of the others` is not divided. (Computed as E[x²] − E[x]² in float32, that spread is
-    rounding residue, and dividing by it multiplies such an advantage by thousands.) Constant group,
+    Source: NeMo-RL's GRPO with its default leave-one-out baseline. If the others are all equal
+    (those of the one winner among losers; a group of two), their std is 0, and
+    `r_i − mean of the others` is not divided. (E[x²] − E[x]² in float32 would leave a rounding
+    residue there, and dividing by it would inflate the advantage by thousands.) Constant group,
     group of one: 0.
-    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, center="loo", scale="loo_std", eps=eps, group=group)
 
@@ -355,12 +355,13 @@ def hierarchical_grpo(
     *,
     group: Any = None,
 ) -> Tensor:
-    """Hierarchical GRPO: `r − mean over the sequences of the same role`, in the episode or prompt.
+    """Hierarchical GRPO: `r − mean of r over the same role`, in the episode or in the prompt.
 
-    The sequences of a role in `episode_roles` (such as solvers of a problem) are compared inside
-    their episode, all others over the episodes of their prompt. Alone of its role: 0.
-    episode_ids, role_ids: `[S]`. episode_roles: `[R]` integers. group: ranks that a prompt's
-    samples may be spread over, as in `group_advantages`; all ids mean the same on every rank.
+    Sequences of a role in `episode_roles` (such as solvers of a problem) are compared inside their
+    episode, all others over the episodes of their prompt. A sequence alone in its role gets 0.
+    group_ids (prompts), episode_ids, role_ids: `[S]`. episode_roles: `[R]` integers. group: the
+    process group that a prompt's samples may span, as in `group_advantages`; all ids mean the same
+    on every rank.
     Source: prime-rl's hierarchical_grpo.
     """
     check_rewards(rewards, group_ids)

@@ -64,11 +64,12 @@ def top_entropy_mask(
 ) -> Tensor:
     """The valid tokens whose entropy reaches the `1 − share` quantile of all valid tokens; bool.
 
-    The quantile is that of the whole step: pass the tokens of all micro-batches, and of all ranks
-    by `group` and `cp_group` as in `whiten`. To drop the policy term of the other tokens, which the
-    average still counts, use `torch.where(keep, advantages, 0)`.
+    The quantile is that of the whole step: pass the tokens of all micro-batches, and `group` and
+    `cp_group` for those of all ranks, as in `whiten`. With the result `keep`,
+    `torch.where(keep, advantages, 0)` drops the policy term of the other tokens, which still count
+    in the average of the loss.
     entropy, mask: any shape, the same for both.
-    Source: arXiv 2506.01939; TRL's top_entropy_quantile (there of each micro-batch).
+    Source: arXiv 2506.01939; TRL's top_entropy_quantile (there per micro-batch).
     """
     check_tensor("entropy", entropy, "float")
     check_number("share", share, above=0, most=1)

@@ -284,8 +284,8 @@ def _relative(x: Tensor, ids: Tensor, scale: Scale, eps: float) -> Tensor:
 def adaptive_lam(lengths: Tensor, alpha: float = 0.05) -> Tensor:
     """`λ = 1 − 1/(α·L)` of each sequence, at least 0, for `gae(…, lam=…)`.
 
-    lengths: `[S]`, the valid tokens of each sequence, or its turns for `turn_gae`. With it the
-    weights of the δ of a sequence sum to about αL, so long sequences are bootstrapped less.
+    lengths: `[S]`, the valid tokens of each sequence, or its turns for `turn_gae`. GAE's
+    weights `λ^l` of the δ then sum to about αL, so long sequences are bootstrapped less.
     Source: VAPO, arXiv 2504.05118, with α = 0.05.
     """
     check_tensor("lengths", lengths)

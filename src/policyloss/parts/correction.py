@@ -104,7 +104,12 @@ class Truncate(Part):
 
 @dataclass(frozen=True)
 class Band(Part):
-    """IcePop: the weight is `w` where `low <= w <= high`; elsewhere the token is rejected."""
+    """IcePop: keep the importance weight `w = e^(old_logp − rollout_logp)` where
+    `low <= w <= high`; elsewhere reject the token, as `rejected` of the spec says.
+
+    level: one weight per "token", per sequence ("geomean" or "product" of its tokens' weights) or
+    per "turn" (their geometric mean). log_clamp: the bound of |log w|.
+    """
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
@@ -350,9 +355,9 @@ class OPSM(Part):
 class SelfNormalise(Part):
     """Divide the weights by their mean over the step.
 
-    over: the mean is over the step's "tokens", or over its "sequences", by their mean weights.
-    This part is applied after all other corrections, at whatever index of the tuple it is. With
-    rejected="keep" a rejected token enters the mean with weight 0; otherwise a rejected token has
+    over: "tokens" averages the weights of all tokens; "sequences" averages the mean weights of the
+    sequences. This part is applied after all other corrections, wherever it is in their tuple. If
+    the spec has rejected="keep", a rejected token enters the mean with weight 0; otherwise it has
     left the mask, and the mean is over the kept tokens.
     """
 

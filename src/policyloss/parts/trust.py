@@ -271,10 +271,10 @@ class Quadratic(TrustPart):
 
 @dataclass(frozen=True)
 class Regression(TrustPart):
-    """`(beta·log_ratio - A)²`: the scaled log-ratio is regressed on the advantage.
+    """`(beta·log_ratio - A)²`: the scaled log-ratio is fitted to the advantage A.
 
     With the ratio `SequenceProduct` the log-ratio is the sum over the sequence: A*-PO (anchor
-    "ref", A = r - V*), SPPO (anchor "old", A = η·(P(win) - ½)).
+    "ref", A = reward - value of the prompt), SPPO (anchor "old", A = η·(win rate - ½)).
     """
 
     follows_advantage: ClassVar[bool] = False

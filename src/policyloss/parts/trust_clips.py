@@ -33,9 +33,9 @@ _SYMMETRIC = cast("float", None)
 class Surrogate(NamedTuple):
     """A per-token loss, and flags for the tokens where the limit binds.
 
-    upper, lower: this bound of the ratio binds. dual: the largest weight binds. dropped: the token
-    was chosen at random. Flags are bool and token-shaped. The parts of the library set at most one
-    flag of a token, and none of a masked token.
+    upper, lower: this bound of the ratio binds. dual: the dual clip binds. dropped: a random choice
+    removed the token's gradient. Flags are bool and token-shaped. The library's parts set at most
+    one flag per token, and none where the mask is False.
     """
 
     loss: Tensor

@@ -44,25 +44,25 @@ def preference_loss(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> LossOutput:
-    """The mean over pairs of the loss that `spec` describes (see `preference.PreferenceSpec`).
+    """The mean over pairs, or over sequences, of the loss of `spec` (`preference.PreferenceSpec`).
 
     spec: a `PreferenceSpec`, or a name of `preference.presets()`.
     logp (carries the gradient), ref_logp, log_sum_sq_probs, mask: token-shaped, padded `[B, T]` or
     packed `[N]` with `cu_seqlens`; mask is True at the tokens of the answers. **Sequences 2i and
-    2i + 1 are the chosen and the rejected answer of pair i.** ref_logp: of the reference model;
-    None if the loss has no reference. log_sum_sq_probs: `log Σ p²` over the vocabulary at each
-    token, for `weighting="wpo"`.
-    chosen: `[S]` bool, only for `over="sequences"`: whether each sequence is a desired answer.
-    baseline: the number z of the whole step, only if `spec.baseline`; it gets no gradient.
+    2i + 1 are the chosen and the rejected answer of pair i**, unless the spec is over sequences.
+    ref_logp: of the reference model; None if the loss has no reference. log_sum_sq_probs:
+    `log Σ p²` over the vocabulary at each token, for a spec with weighting="wpo".
+    chosen: `[S]` bool, only for a spec with over="sequences": whether each is a desired answer.
+    baseline: KTO's z of the whole step, only if `spec.baseline`; it gets no gradient.
     totals: the counts of the whole step, `Totals.count(mask_of_the_step)`, or for a spec with `nll`
     `preference.preference_totals`; then the losses of the calls of a step add up to one loss
     however the step was split, if no pair is split. A sequence without a valid token counts
     nowhere, and a pair with one such sequence counts half. cp_group: as in `policy_loss`.
 
     Metrics: `loss`, `tokens`, `chosen_logp` and `rejected_logp` (means of sums over tokens),
-    `chosen_reward` and `rejected_reward` (beta times the score, in the first term), `margin` and
-    `accuracy` (of pairs: the mean difference of rewards, and the share above 0), `nll` (if the spec
-    has it), `nonfinite_sequences`, `invalid_…` as in `policy_loss`.
+    `chosen_reward` and `rejected_reward` (beta times the score, of the spec's first term), `margin`
+    and `accuracy` (of pairs: the mean difference of rewards, and the share above 0), `nll` (if the
+    spec has it), `nonfinite_sequences`, `invalid_…` as in `policy_loss`.
     """
     refuse_transforms()
     spec, step = as_preference(spec), resolve(totals)
