@@ -24,8 +24,8 @@ from policyloss_lab.reading import open_file, parse_object
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """The symptoms of a run. findings: causes before their possible effects. steps: the number of
-    judged steps. metrics: the recognised curves.
+    """The symptoms in the log of a run. findings: sorted, causes before effects. steps: how many
+    were examined. metrics: the names of the curves that were recognised.
     """
 
     findings: tuple[Finding, ...]

@@ -26,14 +26,14 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The cause of a mismatch between engine and trainer.
+    """Why the log-probabilities of engine and trainer differ.
 
     cause: a name of `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the largest
-    first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for the slot
-    `correction` of a loss that would have bounded the damage, or None. floor: the measured noise,
-    in nats of an unlikely token. details: the fitted numbers. alternatives: the other tested
-    hypotheses, best first. places, ruled_out: if nothing explains the mismatch, where it is, and
-    the families that cannot be its cause.
+    first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for a loss's
+    `correction` that would have limited the damage, or None. floor: the measured noise at an
+    unlikely token, in nats. tokens: how many were compared. details: the fitted numbers.
+    alternatives: the other tested hypotheses, best first. places, ruled_out: if nothing explains
+    the differences, where they are, and the causes that are excluded.
     """
 
     cause: str

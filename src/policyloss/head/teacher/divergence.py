@@ -46,14 +46,15 @@ def linear_divergence(
     With `s = log_softmax((hidden @ weight.T + bias) / temperature)` and t the log-probabilities of
     the teacher, kind="forward" is `(t.exp() * (t - s)).sum(-1)`, "reverse" is
     `(s.exp() * (s - t)).sum(-1)`, and "jsd" is GKD's with the mixture (1−beta)·student +
-    beta·teacher; see `Divergence` for the options. The logits of both models are computed a window
-    at a time in float32. The student's hidden, weight and bias get a gradient, the teacher none.
+    beta·teacher; `Divergence` describes all kinds, and beta, rest, top and k. Both models' logits
+    are computed in float32, for some tokens at a time. The student's hidden, weight and bias get a
+    gradient, the teacher none.
 
     hidden: `[..., D]`. weight: `[V, D]`. teacher: a `Teacher` (hidden states of any width, and a
     head), a `TopK`, or computed logits `[..., V]`. mask, bias, temperature, softcap, vocab_group:
     as in `linear_logprobs`; with a vocab_group the teacher's weight or logits are this rank's
     entries too. plan: "recompute" (six matmuls, two of them the teacher's; least memory), "stash"
-    (four matmuls; keeps the gradient of every logit in the type of the weight), "auto", which
+    (four matmuls; keeps every logit's gradient, in the dtype of weight), "auto", which
     chooses, or a `Plan`.
     Returns `[...]`, float32 (float64 for float64), 0 where mask is False.
     """
