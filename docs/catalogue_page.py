@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from policyloss.explanations.traits import fits, traits
 TRAINERS = {
     "prime-rl": "prime-rl",
     "trinity-rft": "Trinity-RFT",
+    "trinity-main": "Trinity-RFT",
     "areal": "AReaL",
     "areal-main": "AReaL",
     "roll": "ROLL",
@@ -36,17 +38,18 @@ TRAINERS = {
 _TURNS = {"turn-level GAE": "`advantage.turn_gae`", "gigpo": "`advantage.gigpo`"}
 
 
-def catalogue_page(compared: Path, recorded: Path) -> str:
-    """The page, from the results of the drop-ins and of the recorded numbers."""
+def catalogue_page(compared: Path, recorded: Path, engines: Path) -> str:
+    """The page, from the results of the drop-ins, of the recorded numbers and of the engines."""
     about = (
         "The policy, distillation and preference losses of public trainers, and their advantages "
         "where they were compared: the spec that computes each here, the release, the "
         "number of cases and the worst difference from the trainer's own code, relative to "
         "max(1, |value|). The first table is of [drop-ins](conformance.md) against installed "
-        "packages, the second of single functions loaded from a trainer's files. The third "
+        "packages, the second of single functions loaded from a trainer's files, and of "
+        "[engines](engines.md) against their adapters. The third "
         "lists losses that were read, not run, and those that have no spec, each with its reason."
     )
-    if not (compared.is_file() and recorded.is_file()):
+    if not all(path.is_file() for path in (compared, recorded, engines)):
         return join("# The catalogue", GENERATED, about, "No run has been recorded yet.")
     heading = ["framework", "loss", "here", "releases", "cases", "values", "gradients"]
     return join(
@@ -57,8 +60,17 @@ def catalogue_page(compared: Path, recorded: Path) -> str:
         "Worst differences in float64 where it was compared.",
         table(heading, _installed(json.loads(compared.read_text(encoding="utf-8"))["results"])),
         "## Run: functions from files",
-        "In float64, or where the trainer computes in float32, against its float32.",
-        table(heading, _from_files(json.loads(recorded.read_text(encoding="utf-8")))),
+        "In float64, or where the trainer computes in float32, against its float32. SkyRL's losses "
+        "also ran with the other averages that its adapter takes, slime's with both, torchtitan's "
+        "with other bounds.",
+        table(
+            heading,
+            sorted(
+                _from_files(json.loads(recorded.read_text(encoding="utf-8")))
+                + _of_engines(json.loads(engines.read_text(encoding="utf-8"))["results"]),
+                key=lambda row: row[0].lower(),
+            ),
+        ),
         "## Read, not run",
         "*here*: the presets whose parts are those of the loss; their numbers may differ.",
         table(["framework", "loss", "here", "read, not run, because"], _read()),
@@ -100,15 +112,26 @@ def _from_files(results: dict[str, dict[str, Any]]) -> list[list[str]]:
         worst = [_number(result["values"]), _number(result["gradients"])]
         cases = str(result["cases"])
         rows.append([TRAINERS[trainer], loss, _link(_here(key, loss)), release, cases, *worst])
-    return sorted(rows, key=lambda row: row[0].lower())
+    return rows
+
+
+def _of_engines(results: list[dict[str, Any]]) -> list[list[str]]:
+    """One row for each function of an engine, with the spec that its adapter ran."""
+    rows = []
+    for result in results:
+        specs = import_module(f"conformance.peers.{result['peer']}").SPECS
+        for f in result["functions"]:
+            worst = [_worst([f], gradient) for gradient in (False, True)]
+            here = _link(_named(specs[f["name"]]))
+            start = [CALLED[result["peer"]], f["name"], here, result["release"]]
+            rows.append([*start, str(f["cases"]), *worst])
+    return rows
 
 
 def _here(key: str, loss: str) -> str:
     """Our name of a recorded loss or function."""
     if key in SPECS:
-        spec = SPECS[key]
-        name = next((n for n in pl.presets() if pl.preset(n) == spec), None)
-        return f"`{name or _code(spec)}`"
+        return _named(SPECS[key])
     if key == KLS:
         return '`Divergence("skew_forward")`, `Divergence("skew_reverse")`'
     if key in public_controls.FUNCTIONS:
@@ -117,10 +140,18 @@ def _here(key: str, loss: str) -> str:
     return _TURNS[loss]
 
 
+def _named(spec: pl.LossSpec | pl.Mixture) -> str:
+    """The preset that equals a spec, or the spec as code."""
+    name = next((n for n in pl.presets() if pl.preset(n) == spec), None)
+    return f"`{name or _code(spec)}`"
+
+
 def _code(part: Any) -> str:
     """A spec or a part as code, without the fields that have their defaults."""
     if isinstance(part, tuple):
         return ", ".join(map(_code, part))
+    if isinstance(part, dict):
+        return f"{{{', '.join(f'{name!r}: {_code(x)}' for name, x in part.items())}}}"
     if not dataclasses.is_dataclass(part):
         return repr(part)
     values = [(f, getattr(part, f.name)) for f in dataclasses.fields(part)]

@@ -124,9 +124,7 @@ HELPERS = {
 _NOT_INSTALLED = "no environment here installs it"
 _TRLS = "the formulas of TRL's trainer, which was run"
 REASONS = {
-    "SkyRL": "its package asks for Python 3.12",
-    "NeMo-RL": "no package is published",
-    "slime": "no package; it needs Megatron",
+    "SkyRL": "only regular, dual_clip, sapo, gspo, cispo and dppo with binary_tv were run",
     "ROLL": "no package; only its segment ratio and skewed KLs were run",
     "ms-swift": "only FIPO and RLSD were run",
     "Trinity-RFT": "its means add 1e-8 to counts",
@@ -145,34 +143,37 @@ REASONS = {
     "torchforge": _NOT_INSTALLED,
     "Stable-RL": "a fork of verl, which was run",
 }
-# Frameworks and entries of `framework_names` that the second table of the page has.
-_CLIP = "PPO's clip on the token's ratio"
-RUN = {
-    ("AReaL", _CLIP),
-    ("AReaL", "GSPO: PPO's clip on the sequence's ratio, gradient through the mean"),
-    ("AReaL", "SAPO"),
-    ("ms-swift", "FIPO"),
-    ("prime-rl", "DPPO, total variation"),
-    ("Trinity-RFT", _CLIP),
-    ("Trinity-RFT", "CISPO: a bounded, stopped ratio times logp"),
-    ("Trinity-RFT", "CISPO without the tokens PPO clips"),
-    ("Trinity-RFT", "REC: no ratio, nothing outside a band"),
-    ("Trinity-RFT", "the plain ratio to the engine"),
-    ("Trinity-RFT", "TOPR"),
-    ("Liger", "LUSPO"),  # in `READ`, as it differs from TRL's
+# Frameworks whose entry of `framework_names` the second table of the page has.
+_RUN = {
+    "PPO's clip on the token's ratio": "AReaL, NeMo-RL, SkyRL, slime, Trinity-RFT",
+    "GSPO: PPO's clip on the sequence's ratio, gradient through the mean": "AReaL, NeMo-RL, slime",
+    "GSPO-token: the sequence's ratio, each token's own gradient": "SkyRL",
+    "SAPO": "AReaL, SkyRL",
+    "FIPO": "ms-swift",
+    "DPPO, total variation": "prime-rl, SkyRL",
+    "CISPO: a bounded, stopped ratio times logp": "NeMo-RL, SkyRL, slime, Trinity-RFT",
+    "CISPO without the tokens PPO clips": "Trinity-RFT",
+    "REC: no ratio, nothing outside a band": "Trinity-RFT",
+    "the plain ratio to the engine": "Trinity-RFT",
+    "TOPR": "Trinity-RFT",
+    "DFT: logp times the stopped probability": "Trinity-RFT",
+    "CHORD's φ: logp times the stopped p(1 - p)": "Trinity-RFT",
+    "LUSPO": "Liger",  # in `READ`, as it differs from TRL's
 }
-_SUM = "a policy loss plus a loss of other tokens"
+RUN = {(framework, entry) for entry, names in _RUN.items() for framework in names.split(", ")}
+_MIXTURE = "[`Mixture`](mixtures.md) of "
+_CROSS_ENTROPY = '`Unbounded("logp")` with the advantage 1 on '
 _GROUP = "a partition of the batch would change it (decision 51)"
 # Framework, loss, spec, reason.
 READ = [
-    ("torchtitan", "GRPOLoss, DAPOLoss", "`grpo`, `dapo`", "only read"),
+    ("torchtitan", "GRPOLoss", "`ppo`", "DAPOLoss with two equal bounds, which was run"),
     ("miles", "grpo, gspo, ppo", "`grpo`, `gspo`, `ppo`", "it bundles Megatron and SGLang"),
     ("TRL", "RLOOTrainer", "`rloo_loss`", "not among the drop-ins"),
     ("TRL", "experimental GMPOTrainer", "`gmpo`", "not among the drop-ins; verl's was run"),
     ("TRL", "experimental GSPO-token", "`gspo_token`", "not among the drop-ins; verl's was run"),
     ("TRL", "use_adaptive_entropy", "`AdaptiveEntropy`", "lines inside the loss of its trainer"),
     ("TRL", "async GRPO, clamp(ρ)/ρ", "`Truncate`, where no clip binds", "decision 51"),
-    ("TRL", "SFTTrainer dft", "none: a loss of demonstrations", "only read"),
+    ("TRL", "SFTTrainer dft", '`Unbounded("probability")`', "only read; Trinity-RFT's was run"),
     ("OpenRLHF", "flash_reinforce", "`advantage.flash_reinforce`", "a line inside a method"),
     ("OpenRLHF", "stop_properly_penalty_coef", "a `torch.where` on rewards", "decision 55"),
     ("Liger", "luspo", "none: its mean counts padding, TRL's does not", "only read"),
@@ -184,24 +185,42 @@ READ = [
     ("ART", "advantage_balance", "a `torch.where` on advantages", "decision 55"),
     ("prime-rl", "rae", "none: a running baseline, state of the trainer", "decision 55"),
     ("prime-rl", "ref_kl", "`KL` with a teacher", "only read"),
-    ("prime-rl", "echo", "none", _SUM),
+    ("prime-rl", "echo", f"{_MIXTURE}`prime_rl` and {_CROSS_ENTROPY}tool output", "only read"),
     ("Trinity-RFT", "rec, ring", "none: a union of two ranges", "decision 51"),
     ("Trinity-RFT", "sapo", "none: its gate is detached and multiplies logp", "another gradient"),
     ("Trinity-RFT", "opmd", "`reinforce`, advantages / (1 + τ)", "only read"),
-    ("Trinity-RFT", "mix, mix_chord, sft_is, sft_phi", "none", _SUM),
+    (
+        "Trinity-RFT",
+        "mix",
+        f"{_MIXTURE}`ppo_dual_clip` and {_CROSS_ENTROPY}an expert's tokens",
+        "only read; chord was run",
+    ),
     ("Trinity-RFT", "Clip_B, Clip_V", "none: filters by entropy change", "only read"),
     ("ms-swift", "real", "none", _GROUP),
-    ("ms-swift", "CHORD, SDAR", "none", _SUM),
     (
         "ms-swift",
-        "gkd, renormalised top-k",
-        "none: the rest keeps its mass",
-        "only read",
+        "CHORD",
+        f'{_MIXTURE}a policy loss and `Unbounded("uncertainty")`',
+        "only read; Trinity-RFT's was run",
     ),
+    ("ms-swift", "SDAR", "a second call: `reinforce`, the gate as advantages", "only read"),
+    ("ms-swift", "gkd, renormalised top-k", '`Divergence(rest="renormalise")`', "only read"),
     ("verl-recipe", "gvpo", "none", _GROUP),
     ("verl-recipe", "flowrl", "none: it learns a partition function", "only read"),
     ("xtuner", "oreal", "factors N / N_pos, N / N_neg on advantages", "decision 51"),
-    ("NeMo-RL", "positive_example_nll_weight (VAPO)", "none", _SUM),
+    (
+        "NeMo-RL",
+        "positive_example_nll_weight (VAPO)",
+        f"{_MIXTURE}a policy loss and {_CROSS_ENTROPY}correct answers",
+        "only read; it divides by the tokens of each micro-batch",
+    ),
+    ("NeMo-RL", "DraftCrossEntropyLossFn", "a second call: `linear_divergence`", "only read"),
+    (
+        "LLaMA-Factory",
+        "asft_loss_func",
+        '`Unbounded("probability")` with `Divergence("forward")`',
+        "only read",
+    ),
     ("NeMo-RL", "seq_logprob_error_threshold", "none: `Reject` has no e^|d|", "only read"),
     ("ROLL", 'pg_variant="tis"', "`DetachedClip(0, 1)`", "only read"),
     (

@@ -67,7 +67,9 @@ def pages() -> dict[str, str]:
     texts["docs/choose.md"] = choose_page()
     texts["docs/commands.md"] = commands_page()
     texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS, ROOT / ENGINE_RESULTS)
-    texts["docs/catalogue.md"] = catalogue_page(ROOT / RESULTS, ROOT / PUBLIC_RESULTS)
+    texts["docs/catalogue.md"] = catalogue_page(
+        *(ROOT / path for path in (RESULTS, PUBLIC_RESULTS, ENGINE_RESULTS))
+    )
     texts |= architecture_pages()
     texts |= performance_pages(ROOT / BENCHMARKS)
     texts |= evidence_pages(ROOT / BENCHMARKS)

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[Options, pl.LossSpec]] = {
         for kind in ("k1", "k2", "k3")
     },
 }
+SPECS = {f"ClippedPGLossFn, {case}": spec for case, (_, spec) in CASES.items()}
 PRESETS = (
     *("ppo", "grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "sapo", "cispo", "tis", "icepop"),
     *("dro", "reinforce", "luspo", "sppo", "vespo"),

@@ -36,6 +36,10 @@ LOSSES: dict[str, tuple[str, Options, Options]] = {
         {"preset": "ipo", "low": 0.1, "high": 0.1, "coef": 0.008},
     ),
 }
+SPECS = {
+    f"{loss}_loss_fn": pl.preset(**{"name" if n == "preset" else n: x for n, x in ours.items()})
+    for loss, (_, _, ours) in LOSSES.items()
+}
 _loaded = SimpleNamespace()
 
 

@@ -203,6 +203,9 @@ def losses(spec: pl.LossSpec, batch: Batch, logp: Tensor, cut: list[Tensor]) -> 
 
 # Not "extreme" for gspo: SkyRL limits the log-ratio from above alone, at 10.
 KINDS = ("ragged", "full", "holes", "single_token", "on_policy", "sequence_advantages")
+SPECS = {
+    loss: _spec({"loss": loss, "reduction": "token_mean", "correction": "none"}) for loss in TRUST
+}
 MORE = ("empty_rows", "no_advantage", "all_masked")
 
 FUNCTIONS = [

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Options, pl.LossSpec]] = {
         pl.LossSpec(pl.TokenRatio(log_clamp=None), pl.DetachedClip(0.8, 1.28)),
     ),
 }
+SPECS = {f"policy_loss_function, {case}": spec for case, (_, spec) in CASES.items()}
 _loaded = SimpleNamespace()
 _named_losses = ModuleType("named_losses")  # a module of a user
 

@@ -27,6 +27,7 @@ from policyloss.compat import torchtitan
 PRESETS = ("ppo", "dapo", "bnpo", "cispo", "rollout_is", "dppo_tv", "gpg", "ipo", "dro")
 OLD = "rollout_logp"  # the sampler's
 TOLERANCE = 1e-6  # torchtitan computes log-probabilities in float32
+SPECS = {"DAPOLoss": pl.LossSpec(pl.TokenRatio(log_clamp=10.0), pl.Clip(0.2, 0.28))}
 _loaded = SimpleNamespace()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ from conformance import public_controls, public_losses
 from conformance.public_results import compare_all
 from docs.catalogue_page import catalogue_page
 from docs.catalogue_rows import COMPARED, HELPERS, REASONS, RUN
+from docs.conformance_page import CALLED
 
 from policyloss.explanations.framework_names import ELSEWHERE
 
 pytestmark = pytest.mark.docs
 RESULTS = Path(__file__).parents[2] / "conformance" / "results"
-DROP_INS, PUBLIC = RESULTS / "conformance.json", RESULTS / "public.json"
+FILES = DROP_INS, PUBLIC, ENGINES = tuple(
+    RESULTS / f"{name}.json" for name in ("conformance", "public", "engines")
+)
 TRAINERS = (
     *("TRL", "verl", "OpenRLHF", "SkyRL", "NeMo-RL", "AReaL", "slime", "miles", "prime-rl"),
     *("ROLL", "ms-swift", "Trinity-RFT", "ART", "Tinker", "torchtitan", "Liger", "Unsloth"),
@@ -27,6 +31,18 @@ def test_every_compared_function_is_a_loss_of_the_page_or_a_helper() -> None:
         peer = result["peer"]
         names = {f["name"] for f in result["functions"]}
         assert names - COMPARED[peer].keys() - HELPERS.get(peer, set()) == set(), peer
+
+
+def test_every_function_of_an_engine_has_a_row_with_the_spec_that_was_run() -> None:
+    ran = catalogue_page(*FILES).split("## Run: functions from files")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in ran.splitlines() if line.startswith("| ")]
+    for result in json.loads(ENGINES.read_text(encoding="utf-8"))["results"]:
+        peer = import_module(f"conformance.peers.{result['peer']}")
+        assert list(peer.SPECS) == [function.name for function in peer.FUNCTIONS]
+        for f in result["functions"]:
+            (row,) = (r for r in rows if r[:2] == [CALLED[result["peer"]], f["name"]])
+            assert row[3:5] == [result["release"], str(f["cases"])]
+            assert ("(float32)" in row[5]) == (not f["worst"]["float64"])
 
 
 def test_the_entries_that_were_run_exist() -> None:
@@ -44,11 +60,11 @@ def test_the_entries_that_were_run_exist() -> None:
 
 
 def test_every_row_has_cases_or_a_reason() -> None:
-    page = catalogue_page(DROP_INS, PUBLIC)
+    page = catalogue_page(*FILES)
     ran, read = page.split("## Read, not run")
     rows = [line.split(" | ") for line in ran.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if row[0] not in ("| framework", "| ---")]
-    assert len(rows) > 90
+    assert len(rows) > 120
     assert all(int(row[4]) > 0 for row in rows)
     for line in (line for line in read.splitlines() if line.startswith("| ")):
         assert all(cell.strip() for cell in line.strip("|").split(" | ")), line
