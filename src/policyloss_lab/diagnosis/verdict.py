@@ -81,7 +81,9 @@ class Diagnosis:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
-        lines = [f"{self.title} (confidence {self.confidence:.0%}, {self.tokens} tokens)"]
+        claim = " that the place is right and the cause is not a known one"
+        claim = claim if self.cause == "not_explained" else ""
+        lines = [f"{self.title} (confidence {self.confidence:.0%}{claim}, {self.tokens} tokens)"]
         lines += [f"  {sentence}" for sentence in self.evidence]
         if self.ruled_out:
             families = "; ".join(FAMILIES[f].title for f in self.ruled_out)
