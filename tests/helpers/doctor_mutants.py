@@ -227,8 +227,8 @@ DOCTOR = (
     (
         "doctor_harmless_causes_need_a_correction",
         "policyloss_lab/diagnosis/diagnose.py",
-        "remedy=HARMLESS + verdict.remedy, correction=None",
-        "remedy=HARMLESS + verdict.remedy",
+        "replace(verdict, remedy=remedy, correction=None)",
+        "replace(verdict, remedy=remedy)",
         _VERDICTS + "test_a_cause_below_the_floor_needs_no_remedy_and_no_correction",
     ),
 )

@@ -233,9 +233,7 @@ def fit_unfilled(case: Case) -> Iterator[Fit]:
 
 
 def fit_stored(case: Case) -> Iterator[Fit]:
-    """One side's log-probabilities, or both, were rounded to bf16 or fp16 after the softmax: the
-    type holds all numbers of that side exactly.
-    """
+    """One or both sides were rounded after the softmax: bf16 or fp16 holds them exactly."""
     d, sides = case.pairs.difference, (case.pairs.rollout, case.pairs.trainer)
     uncertain = (sides[0] < -1e-3) & (sides[1] < -1e-3)
     if int(uncertain.sum()) < 8:

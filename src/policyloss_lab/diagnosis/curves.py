@@ -132,9 +132,7 @@ class Log:
         return max(levels, default=-math.inf)
 
     def busiest(self, name: str) -> tuple[float, int, int]:
-        """(median, first step, last step) of the quarter of a curve with the highest median; ties
-        are resolved by the sum.
-        """
+        """(median, first step, last step) of the quarter with the highest median, then sum."""
         quarters = [([y for _, y in window], window) for window in self.windows(name, 4)]
         ys, window = max(quarters, key=lambda quarter: (median(quarter[0]), sum(quarter[0])))
         return median(ys), window[0][0], window[-1][0]

@@ -18,7 +18,7 @@ from policyloss_lab.diagnosis.logits import LOGITS, fit_temperature, fit_tempera
 from policyloss_lab.diagnosis.pairs import LEAST_TOKENS
 from policyloss_lab.diagnosis.place import Place, find_places, loud_rows
 from policyloss_lab.diagnosis.simulated import SIMULATED, fit_earlier, fit_prompts
-from policyloss_lab.diagnosis.verdict import CAUSES, FAMILIES, Alternative, Diagnosis
+from policyloss_lab.diagnosis.verdict import CAUSES, FAMILIES, HARMLESS, Alternative, Diagnosis
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ CONFIDENCE = {
     "pairs": {"healthy": 0.982, "named": 0.92, "not_explained": 0.9},
 }
 SAMPLES = ("format", "config", "prompt")  # families of which only some members are simulated
-HARMLESS = "None is needed: differences this small are usual and harmless. To avoid them: "
+UNTESTED = (
+    "not tested without model=: penalties; biased tokens; the prompt; padding; formats of "
+    "logits, weights and KV cache; configuration; adapters; vocabulary shard"
+)
 NUMBERS: tuple[Hypothesis, ...] = (*VALUES, fit_temperature, fit_earlier)
 
 
@@ -123,9 +126,7 @@ class Search:
         return sorted([*others, *rows], key=lambda x: x.left.score + gain * x.fit.cause.count("+"))
 
     def explains(self, row: Fitted, case: Case) -> bool:
-        """Whether a fit explains the case: its score beats noise, and it leaves next to nothing or
-        no more than the noise floor.
-        """
+        """Whether a fit beats noise and leaves next to nothing, or no more than the noise floor."""
         first, limits = case.first, self.limits
         if row.left.score > first.score - limits.gain:
             return False
@@ -255,16 +256,12 @@ def _equal(search: Search) -> Diagnosis:
         equal += f", and so are {pairs.twins} outside of the mask, where engines have none"
         return _verdict(search, ("copy",), [equal])
     equal += ", as from an engine with the trainer's kernels or a copy of old_logp"
-    remedy = (
-        "Confirm that rollout_logp comes from the engine; if it does, no more needs to be done."
-    )
+    remedy = "Confirm that rollout_logp comes from the engine; then nothing needs to be done."
     return replace(_verdict(search, ("healthy",), [equal]), remedy=remedy)
 
 
 def _removed(search: Search) -> Fit | None:
-    """Step 5 of `diagnose`: every sampled token gains, likely ones as well, by no fixed factor, and
-    not to one constant.
-    """
+    """Step 5 of `diagnose`: likely tokens gain, too, by no fixed factor and not to a constant."""
     pairs = search.case.pairs
     d = pairs.difference
     far = (d / pairs.shape).abs() > 2 * search.floor
@@ -316,19 +313,24 @@ def _named(search: Search, named: Sequence[Fitted], rows: Tensor) -> Diagnosis:
     causes = tuple(dict.fromkeys(c for row in named for c in row.fit.cause.split("+")))
     verdict = _verdict(search, causes, evidence, details)
     if search.is_quiet(case):
-        return replace(verdict, remedy=HARMLESS + verdict.remedy, correction=None)
+        numbers = f"({case.first.scale:.2g}, limit {search.floor:.2g})"
+        remedy = f"{HARMLESS} {numbers}. If you want it gone: {verdict.remedy}"
+        return replace(verdict, remedy=remedy, correction=None)
     return verdict
 
 
 def _not_explained(search: Search, places: Sequence[Place]) -> Diagnosis:
     """Step 7 of `diagnose`."""
     case = search.case
-    evidence = [f"where: {place.sentence}" for place in places]
+    # Next to a location, the shape that every change inside the model has would read as another.
+    shown = [place.sentence for place in places if place.tag != "network" or not places[1:]]
+    evidence = [] if case.scorer else [UNTESTED]
+    evidence.append(f"where{', most telling first' * bool(shown[1:])}: {'; also '.join(shown)}")
     details: dict[str, object] = {}
     if case.scorer is not None and len(case.sides) == 1:
         side = case.sides[0][0]
         other = "old_logp" if side == "rollout_logp" else "rollout_logp"
-        evidence.append(f"the model agrees with {other}, so {side} is wrong")
+        evidence.append(f"the model you passed (model=) agrees with {other}, so {side} is wrong")
         details["side"] = side
     if search.candidates:
         titles = " or ".join(CAUSES[c.split("+")[0]].title for c in search.candidates)
@@ -348,8 +350,8 @@ def _verdict(
     d, scale = search.case.pairs.difference, search.case.first.scale
     facts = [
         f"rollout_logp - old_logp, in nats: mean {float(d.mean()):+.3g}, mean absolute "
-        f"{float(d.abs().mean()):.3g}, largest {float(d.abs().max()):.3g}; "
-        f"typical at unlikely tokens {scale:.3g} (healthy: up to {search.floor:.3g})"
+        f"{float(d.abs().mean()):.3g}, largest {float(d.abs().max()):.3g}; tokens of low "
+        f"probability typically differ by {scale:.3g} (healthy: up to {search.floor:.3g})"
     ]
     if impossible := search.case.pairs.impossible:
         facts.append(

@@ -25,9 +25,7 @@ from policyloss_lab.diagnosis.pairs import Pairs
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a diagnosis. scorer: the model with the sequences of `pairs`, token by token in
-    the same order, if a model was passed.
-    """
+    """The input of a diagnosis. scorer: the model with the tokens of `pairs`, in their order."""
 
     pairs: Pairs
     scorer: Scorer | None = None

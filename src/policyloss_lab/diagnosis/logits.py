@@ -180,9 +180,7 @@ def fit_cuts(case: Case, scorer: Scorer) -> Iterator[Fit]:
 
 
 def fit_temperature_and_cut(case: Case, scorer: Scorer) -> Iterator[Fit]:
-    """One side applies a temperature and then a top-p: the best pair of a coarse grid, and then
-    each of the two refined in turn.
-    """
+    """One side applies a temperature, then a top-p: the best of a grid, refined in turn."""
     size = case.pairs.size
     ordered = scorer.logits.double().sort(1, descending=True).values
 
@@ -303,21 +301,20 @@ def fit_shard(case: Case, scorer: Scorer) -> Iterator[Fit]:
             continue
         mine = ids // size
         alone = chosen - sums.gather(1, mine[:, None])[:, 0]
-        effects = {f"is normalised over 1 of {count} shards": alone}
+        effects = {f"is normalised over 1 of {count} shards of the vocabulary": alone}
         for j in range(count):
             others = torch.cat([sums[:, :j], sums[:, j + 1 :]], 1).logsumexp(1)
             width = min(size, vocabulary - j * size)
             empty = torch.logaddexp(others, others.new_full((), width).log())
             zero = torch.where(mine == j, 0.0, chosen)
-            effects[f"is normalised without shard {j} of {count}"] = chosen - others
-            effects[f"has logits of 0 in shard {j} of {count}"] = zero - empty
+            tokens = (
+                f"ids {j * size} to {j * size + width - 1}, vocabulary shard {j + 1} of {count}"
+            )
+            effects[f"is normalised without {tokens}"] = chosen - others
+            effects[f"treats as 0 the logits of {tokens}"] = zero - empty
         for what, logp in effects.items():
             yield from case.fit_sides(
-                "vocab_shard",
-                f"{{side}} {what} of the vocabulary",
-                logp - scorer.logp,
-                {"shards": count},
-                freedom=2,
+                "vocab_shard", f"{{side}} {what}", logp - scorer.logp, {"shards": count}, freedom=2
             )
 
 
@@ -348,9 +345,7 @@ def fit_penalties(case: Case, scorer: Scorer) -> Iterator[Fit]:
 
 
 def counts_before(scorer: Scorer, prompts: bool = False) -> Tensor:
-    """`[n, V]`: how often each token of the vocabulary occurs before each scored token, in the
-    completion or also in the prompt.
-    """
+    """`[n, V]`: the count of each token before each scored one. prompts: count these, too."""
     out = torch.zeros(scorer.logits.shape, dtype=torch.int16)
     for k, (row, place) in enumerate(scorer.scored.tolist()):
         before = scorer.completions[row][:place]

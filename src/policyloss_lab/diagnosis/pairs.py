@@ -141,9 +141,7 @@ def _places(x: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor]:
 
 
 def _finite(pairs: Pairs, trainer_name: str) -> Pairs:
-    """The pairs without impossible tokens; an error for other invalid numbers and for too few
-    tokens.
-    """
+    """The pairs without impossible tokens; an error for invalid numbers or too few tokens."""
     if pairs.size == 0:
         raise InputError("mask has no valid token; there is nothing to diagnose.")
     for name, x in (("rollout_logp", pairs.rollout), (trainer_name, pairs.trainer)):

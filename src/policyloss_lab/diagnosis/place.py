@@ -1,6 +1,4 @@
-"""Where a discrepancy lives, for a verdict that names no cause: rows, places in a row, classes of
-tokens, its sign and its form.
-"""
+"""Where a discrepancy is, for a verdict without a cause: rows, tokens, its sign, its form."""
 
 from __future__ import annotations
 
@@ -22,6 +20,7 @@ UNRELATED = 0.6  # the largest correlation of numbers that belong to other token
 MOST = 4  # places of a verdict
 CLASSES = 2  # classes of tokens among them
 TELLING = ("constant", "unrelated")  # come first: their measurement shows most
+ORDINALS = {2: "second", 3: "third", 4: "fourth", 8: "eighth"}
 TILT = 0.45  # the least difference of the shares of likely and of unlikely tokens that gain
 FEW = 0.15  # the largest share of "a few tokens"
 
@@ -108,11 +107,14 @@ def _spots(case: Case, floor: float) -> Iterator[Place]:
         loud, quiet = (torch.unique(pairs.row[flags]).tolist() for flags in (rows, ~rows))
         which, fewer = ("all but", quiet) if len(loud) > len(quiet) else ("namely", loud)
         listed = ", ".join(map(str, fewer[:8])) + (", …" if len(fewer) > 8 else "")
+        step = fewer[1] - fewer[0] if fewer[2:] else 0
+        if step in ORDINALS and fewer == list(range(fewer[0] % step, max(loud + quiet) + 1, step)):
+            listed = f"every {ORDINALS[step]} one: {listed}"
         yield Place(
             "rows",
             f"{'mainly' if far[~rows].any() else 'only'} in {len(loud)} of {len(loud + quiet)} "
             f"rows, {which} {listed}",
-            "Find out which worker or engine made these rows, and run the doctor on them alone.",
+            ROWS_NEXT,
         )
     for side, x in (("rollout_logp", pairs.rollout), ("old_logp", pairs.trainer)):
         values, counts = torch.unique(x[far], return_counts=True)
@@ -148,12 +150,8 @@ def _forms(case: Case, floor: float) -> Iterator[Place]:
     slope = float((d / pairs.trainer.clamp(max=-1e-3)).median())
     middle = float(d.median())
     for tag, prediction, sentence in (
-        (
-            "multiplicative",
-            slope * pairs.trainer,
-            f"rollout_logp is about {1 + slope:.4g} · old_logp",
-        ),
-        ("constant", middle * flat, f"rollout_logp is about old_logp {middle:+.3g}"),
+        ("multiplicative", slope * pairs.trainer, f"rollout_logp ≈ {1 + slope:.4g} · old_logp"),
+        ("constant", middle * flat, f"rollout_logp ≈ old_logp {middle:+.3g}"),
     ):
         if misfit(d - prediction, flat, 1).scale < FORM * scale:
             yield Place(tag, sentence, "Compare the code that computes both sides, term by term.")
@@ -172,11 +170,12 @@ def _classes(case: Case) -> list[Place]:
     """Classes of tokens that are louder than the others, the loudest first."""
     pairs = case.pairs
     longest = int(pairs.rank.max()) + 1
+    early, half = max(longest // 4, 2), longest // 2
     classes = {
-        "first": (pairs.rank == 0, "at the first token of rows", PROMPT_NEXT),
-        "last": (pairs.remaining == 0, "at the last token of rows", END_NEXT),
-        "start": (pairs.rank < max(longest // 4, 2), "in the first quarter of rows", PROMPT_NEXT),
-        "late": (pairs.rank >= longest // 2, "in the second half of rows", LATE_NEXT),
+        "first": (pairs.rank == 0, "at the first token of responses", PROMPT_NEXT),
+        "last": (pairs.remaining == 0, "at the last token of responses", END_NEXT),
+        "start": (pairs.rank < early, f"in the first {early} tokens of responses", PROMPT_NEXT),
+        "late": (pairs.rank >= half, f"after the first {half} tokens of responses", LATE_NEXT),
     }
     if (again := repeated(case)) is not None:
         classes["repeated"] = (again, "at tokens that occurred before", PENALTY_NEXT)
@@ -250,18 +249,38 @@ def _network_next(case: Case) -> str:
     return ENGINE_NEXT.format(parts=f"{experts}hidden states")
 
 
-PROMPT_NEXT = "Print the prompt's token ids of one row, as each side saw them; they must be equal."
+ROWS_NEXT = (
+    "Find out which worker or engine made these rows. Compare its weight version (last sync) with "
+    "that of the worker that made the other rows. If they are equal, run the doctor on these rows "
+    "alone; pass earlier_logp= (their tokens scored with the previous step's weights) to test for "
+    "stale weights."
+)
+PROMPT_NEXT = (
+    "Print the prompt's token ids of one row as each side saw them. If they differ, look at the "
+    "chat template, system prompt, BOS and truncation. If they are equal, let the engine score the "
+    "trainer's ids (vLLM: prompt_logprobs=1), and run the doctor on these numbers."
+)
 END_NEXT = "Print the last three tokens of five rows with both log-probabilities and the mask."
 LATE_NEXT = "Print position ids, RoPE scaling and attention window of both sides for one long row."
 PENALTY_NEXT = "Print the engine's repetition, presence and frequency penalties; turn them off."
-BIAS_NEXT = "Print the engine's logit_bias, bad_words, top_k, min_p and grammar; turn them off."
+BIAS_NEXT = (
+    "Print the engine's logit_bias, bad_words, penalties, top_k, min_p and grammar; turn off those "
+    "that are set, and run again."
+)
 DROPOUT_NEXT = (
     "Score the batch twice with the trainer's own code. If the results differ, dropout is on: call "
-    "model.eval(). If they are equal, compare its logits with those of model=."
+    "model.eval(). If they are equal, compare its logits with those of the model "
+    "that you passed to the doctor as model=."
 )
 ENGINE_NEXT = (
-    "Let the engine score the trainer's ids of 8 whole sequences (vLLM: prompt_logprobs=1). If "
-    "both agree now, the engine saw another prompt. If not, load the trainer's weights, with dtype "
-    "and KV cache in float32: if both agree then, weights or cache were stale or quantised "
-    "(earlier_logp= proves stale ones); if not, compare {parts} layer by layer."
+    "Take these steps in order.\n"
+    "  (1) Let the engine score 8 whole sequences of the trainer's ids (vLLM: prompt_logprobs=1).\n"
+    "  (2) If both sides agree on them, the engine saw another prompt, or only its decoding is "
+    "different (as with a quantised KV cache): compare the prompt ids; go on if they are equal.\n"
+    "  (3) Load the trainer's current weights into the engine, and sample again. If both sides "
+    "agree now, the weights were stale; earlier_logp= (these tokens scored with the previous "
+    "step's weights) lets the doctor test for that.\n"
+    "  (4) If not, use an unquantised KV cache (vLLM: kv_cache_dtype=auto), then unquantised "
+    "weights in float32. The switch that removes the difference is the cause.\n"
+    "  (5) Otherwise compare {parts} layer by layer."
 )

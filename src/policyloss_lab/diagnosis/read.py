@@ -1,6 +1,4 @@
-"""Reads token-level pairs: from JSON lines (one row each), a safetensors file, or the tensors of a
-batch under the names of different trainers.
-"""
+"""Reads token-level pairs from JSON lines, safetensors, or the batch of a known trainer."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def read_tokens(path: str | Path) -> dict[str, Any]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file: a length, a JSON header with dtype, shape and offset of each tensor,
-    and the numbers.
-    """
+    """The tensors of a file: a length, a JSON header (dtype, shape, offsets), the numbers."""
     with open_file(file, limits.TOKEN_FILE_BYTES) as handle:
         data = handle.read()
     try:

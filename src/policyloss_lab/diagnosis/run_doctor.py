@@ -1,6 +1,4 @@
-"""`doctor_run`: reads the logs of a run and returns its symptoms as a `RunDiagnosis`; `LogWatch`
-does the same while the run is training.
-"""
+"""`doctor_run`: names the symptoms in the logs of a run; `LogWatch` while it is training."""
 
 from __future__ import annotations
 
@@ -58,10 +56,8 @@ class RunDiagnosis:
             f"  {f.severity}: {f.cause} from step {f.step}: {f.evidence}. Remedy: {f.remedy}"
             for f in self.findings
         ]
-        for words, names in (
-            ("Checked", self.metrics),
-            ("Not in the log, so not checked", self.missing),
-        ):
+        curves = {"Checked": self.metrics, "Not in the log, so not checked": self.missing}
+        for words, names in curves.items():
             lines.append(f"  {words}: {', '.join(TITLES[name] for name in names) or 'nothing'}.")
         return "\n".join(lines)
 

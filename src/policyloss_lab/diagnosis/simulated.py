@@ -139,9 +139,7 @@ SCALES = (0.25, 0.5, 0.5**0.5, 2.0**0.5, 2.0, 4.0)
 
 
 def fit_configuration(case: Case, scorer: Scorer) -> Iterator[Fit]:
-    """The model of one side has another RoPE base or scaling, another scale of attention scores, or
-    another window of attention.
-    """
+    """One side's model has another RoPE base or scaling, or scale or window of attention."""
     for cause, what, run in _configurations(scorer) if _of_transformers(scorer.model) else ():
         sentence = f"the model behind {{side}} has {what}"
         effect = scorer.effect(what, run)
@@ -162,11 +160,8 @@ def _configurations(scorer: Scorer) -> Iterator[tuple[str, str, Callable[[], Ten
     scaled = [m for m in modules if isinstance(getattr(m, "scaling", None), float)]
     for factor in (*SCALES, 1 / scaled[0].scaling, scaled[0].scaling) if scaled else ():
         change = replaced([(m, "scaling", m.scaling * factor) for m in scaled])
-        yield (
-            "attention_scale",
-            f"attention scores times {factor:.3g}",
-            partial(_within, scorer, change),
-        )
+        what = f"attention scores times {factor:.3g}"
+        yield "attention_scale", what, partial(_within, scorer, change)
     longest = max(len(p) + len(c) for p, c in zip(scorer.prompts, scorer.completions, strict=True))
     sizes = [2**k for k in range(2, longest.bit_length())]
     if getattr(scorer.config, "sliding_window", None) is not None:

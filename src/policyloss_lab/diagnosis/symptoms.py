@@ -168,9 +168,7 @@ def gradient_spike(log: Log) -> Symptom | None:
 
 
 def _tokens(log: Log, step: int) -> str:
-    """The tokens with the largest weight in the gradient, |advantage|·ratio, among the stored
-    completions of a step.
-    """
+    """The stored tokens of a step with the largest weight in the gradient, |advantage|·ratio."""
     weights: list[tuple[float, str]] = []
     for row in log.rollouts:
         ratios, tokens = row.get("ratio"), row.get("tokens")

@@ -14,9 +14,7 @@ from policyloss_lab.diagnosis.place import Place
 
 
 class Alternative(NamedTuple):
-    """A tested hypothesis. unexplained: the share of the scale of the differences that it does not
-    explain; 1 if it explains nothing.
-    """
+    """A tested hypothesis. unexplained: the share of the scale of differences that it leaves."""
 
     cause: str
     sentence: str
@@ -57,7 +55,8 @@ class Diagnosis:
     @property
     def title(self) -> str:
         """The causes in a few words."""
-        return " and ".join(CAUSES[cause].title for cause in self.causes)
+        names = " and ".join(CAUSES[cause].title for cause in self.causes)
+        return f"{names}: harmless" if self.remedy.startswith(HARMLESS) else names
 
     def because_of(self, cause: str, evidence: str) -> Diagnosis:
         """The diagnosis with a certain cause, and with `evidence` first."""
@@ -82,7 +81,9 @@ class Diagnosis:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
-        lines = [f"{self.title} (confidence {self.confidence:.0%}, {self.tokens} tokens)"]
+        claim = " that the place is right and the cause is not a known one"
+        claim = claim if self.cause == "not_explained" else ""
+        lines = [f"{self.title} (confidence {self.confidence:.0%}{claim}, {self.tokens} tokens)"]
         lines += [f"  {sentence}" for sentence in self.evidence]
         if self.ruled_out:
             families = "; ".join(FAMILIES[f].title for f in self.ruled_out)
@@ -109,9 +110,7 @@ class Diagnosis:
         return lines
 
     def _rivals(self, most: float = 0.95) -> list[tuple[str, str, str]]:
-        """The share that each alternative explains, its title and its sentence, if it leaves less
-        than `most`.
-        """
+        """(share explained, title, sentence) of each alternative that leaves less than `most`."""
         return [
             (f"{1 - a.unexplained:.0%}", CAUSES[a.cause].title, a.sentence)
             for a in self.alternatives
@@ -151,6 +150,7 @@ class Family(NamedTuple):
     correction: tuple[Correction, ...] | None
 
 
+HARMLESS = "No action needed: the difference is within the healthy range"
 TIS = (Truncate(2.0),)
 ICEPOP = (Band(0.5, 5.0),)
 STALE = (Truncate(2.0), SequenceMask(0.5, 2.0, weight=None))
@@ -231,12 +231,14 @@ _TITLES: dict[str, dict[str, str]] = {  # by family and cause
 _REMEDIES = {  # by cause, or by family if its causes share one
     "healthy": "Nothing needs to be done.",
     "not_explained": "",
-    "temperature": "Use temperature 1 on both sides, or the same τ: pl.logprobs(…, temperature=τ) "
-    'in the trainer and, in vLLM, logprobs_mode="processed_logprobs".',
+    "temperature": "Score with the temperature of sampling, pl.logprobs(…, temperature=τ), or "
+    "sample at 1. If only old_logp has it, let the engine report it, too (vLLM: "
+    'logprobs_mode="processed_logprobs").',
     "cut": "Turn the cut off when sampling (top_p=1, top_k=-1, min_p=0); if you need it, normalise "
     "over the kept tokens on both sides.",
     "support": "Print the engine's top_p, top_k, min_p, bad_words, min_tokens and grammar; turn "
-    "off the one that is set; if you need it, apply the same in the trainer.",
+    "off the one that is set. If you need it, apply the same in the trainer; of a grammar, store "
+    "each step's mask of allowed tokens.",
     "logit_bias": "Remove logit_bias when sampling, or add the same bias in the trainer.",
     "penalty": "Set repetition_penalty=1 and presence_penalty=frequency_penalty=0 when sampling; "
     "look into generation_config.json, too, which engines read.",
@@ -260,18 +262,19 @@ _REMEDIES = {  # by cause, or by family if its causes share one
     "weights": "Check that the engine receives the weights after every update, that its prefix "
     "cache is emptied then, and that it lags by the number of steps you chose.",
     "storage": "Keep log-probabilities in float32 from the softmax on.",
-    "format": "Use one dtype on both sides, with a head in float32 (vLLM: head_dtype); if the "
-    "rollout is quantised on purpose, keep it and correct for it.",
+    "format": "Use one dtype on both sides, with a head in float32 (vLLM: head_dtype). If the "
+    "quantisation is intended, keep it, with the verdict's correction if it has one.",
     "config": "Compare the config.json that the engine loaded with the trainer's: rope_theta, "
     "rope_scaling, sliding_window, and the scale of attention.",
     "adapter": "Load the adapter into the engine after every update, or merge it in float32 and "
     "round once.",
     "softcap": "Apply final_logit_softcapping exactly once on both sides; fused heads take it as "
     "an argument.",
-    "positions": "Pass attention_mask and position_ids = attention_mask.cumsum(-1) - 1 if rows are "
-    "padded on the left.",
-    "shard": "Reduce maximum and sum over all ranks of the vocabulary-parallel group, and check "
-    "the offset of each rank's ids.",
+    "positions": "Always pass attention_mask; for rows padded on the left, also position_ids = "
+    "(attention_mask.cumsum(-1) - 1).clamp(min=0).",
+    "shard": "If logits count as 0, check that those of that shard's rank reach the log-softmax: "
+    "its gather or all-reduce, its slice of the head's weights, and the offset of its ids. If the "
+    "normaliser lacks a shard, reduce maximum and sum over all ranks.",
 }
 CAUSES = {
     cause: Cause(family, title, _REMEDIES.get(cause) or _REMEDIES[family])

@@ -47,6 +47,7 @@ def test_larger_noise_is_unexplained_and_names_the_missing_argument() -> None:
     verdict = lab.doctor(**noisy(0.3, 0))
     assert verdict.cause == "not_explained"
     assert "Pass model=, ids= and prompts=" in verdict.remedy
+    assert "not tested without model=" in verdict.evidence[1]
     assert [place.tag for place in verdict.places] == ["network"]
 
 

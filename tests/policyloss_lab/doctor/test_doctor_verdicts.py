@@ -157,7 +157,8 @@ def test_the_correction_fits_a_loss() -> None:
 def test_a_cause_below_the_floor_needs_no_remedy_and_no_correction() -> None:
     found = verdict("logp_bf16")
     assert found.details["scale"] < found.floor
-    assert found.remedy.startswith("None is needed")
+    assert found.remedy.startswith("No action needed")
+    assert found.title == "log-probabilities stored in bf16: harmless"
     assert found.correction is None
     assert "if you must train" not in str(found)
 
@@ -326,6 +327,12 @@ def test_a_diagnosis_reads_as_text_json_and_html() -> None:
     shares = [float(cell) for cell in re.findall(r"<td>(-?\d+)%</td>", found._repr_html_())]
     assert shares == sorted(shares, reverse=True)
     assert 0 < sum(share >= 5 for share in shares) == len(shares) < len(found.alternatives)
+
+
+def test_a_lost_shard_is_told_by_its_ids() -> None:
+    """The batch has 0 for the logits of the first quarter of 128 ids."""
+    sentence = verdict("vocab_shard").evidence[-1]
+    assert "old_logp treats as 0 the logits of ids 0 to 31, vocabulary shard 1 of 4;" in sentence
 
 
 def test_each_cause_has_a_family_and_a_remedy() -> None:
