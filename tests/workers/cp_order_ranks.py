@@ -299,9 +299,11 @@ SCANS: dict[str, Callable[..., Tensor]] = {
 PADDED_ONLY = ("optimal_token_baseline",)
 
 
-def scan_cases(layout: str) -> list[tuple[str, bool, bool]]:
-    """Name, rewards per sequence, a NaN among them: those that the layout can have."""
-    kinds = ((False, False), (True, False), (False, True))
+def scan_cases(size: int, layout: str) -> list[tuple[str, bool, bool]]:
+    """Name, rewards per sequence, a NaN among them: those that the layout can have, and of the last
+    two one for each number of ranks.
+    """
+    kinds = ((False, False), (size == 2, size == 4))
     return [
         (name, *kind)
         for name in SCANS
@@ -316,7 +318,7 @@ def scans(groups: Ranks) -> dict[str, Any]:
     for size, sharding, layout in CASES:
         cp = groups.cp[size]
         part = shard(sharding, dist.get_rank(cp), size, layout)
-        for name, per_sequence, poisoned in scan_cases(layout):
+        for name, per_sequence, poisoned in scan_cases(size, layout):
             found = over_time(SCANS[name], per_sequence, poisoned, part, cp_group=cp)
             said[f"scan: {name}, {per_sequence}, {poisoned}, {size}, {sharding}, {layout}"] = found
     half = [[0, 1, 5], [2, 3, 4, 6]][dist.get_rank() // 2]  # each pair holds other sequences

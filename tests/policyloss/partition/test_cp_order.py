@@ -110,7 +110,7 @@ def test_a_turn_is_not_a_sequence() -> None:
 
 @walked(("size", "sharding", "layout"), CASES)
 def test_scans_cross_ranks(size: int, sharding: str, layout: str, said: Said) -> None:
-    for name, per_sequence, poisoned in scan_cases(layout):
+    for name, per_sequence, poisoned in scan_cases(size, layout):
         expected = over_time(SCANS[name], per_sequence, poisoned, None)
         assert bool(expected.isnan().any()) == poisoned
         for ranks in groups_of(size):

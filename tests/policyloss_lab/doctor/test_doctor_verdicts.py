@@ -101,6 +101,7 @@ def right(labels: Sequence[str]) -> float:
     return sum(hits) / len(hits)
 
 
+@pytest.mark.slow
 def test_shuffled_labels_make_the_matrix_wrong() -> None:
     assert right(NAMES) >= 0.95
     assert right(NAMES[5:] + NAMES[:5]) <= 0.1
