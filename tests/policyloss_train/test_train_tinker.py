@@ -178,7 +178,10 @@ def test_a_run_and_its_resumption(
 
 @pytest.mark.parametrize(
     ("kind", "method", "call"),
-    [(ServerLearner, "learn", 3), (ServerSampler, "generate", 4)],  # both after the checkpoint of 2
+    [  # both after the checkpoint of 2
+        (ServerLearner, "learn", 3),
+        pytest.param(ServerSampler, "generate", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_that_is_killed_in_a_run(
     server: fake_tinker.Server,

@@ -136,6 +136,7 @@ def test_inductor_gives_the_same_numbers() -> None:
     assert_same_result(compiled_run(compiled_loss(FULL), batch, totals), run(FULL, batch, totals))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inductor_in_single_and_half_precision_for_any_shape() -> None:
     """One graph of any shape per dtype. A sum of 13·300 terms in another order differs
@@ -371,7 +372,7 @@ def test_a_nan_in_one_sum_does_not_reach_the_others(monkeypatch: pytest.MonkeyPa
     assert found[-1].dtype == torch.int32
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", [pytest.param("padded", marks=pytest.mark.slow), "packed"])
 def test_two_stages_for_any_shape(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     cut_sums(monkeypatch, BATCH)

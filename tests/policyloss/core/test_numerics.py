@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from walk import walked
+from walk import in_shares, walked
 
 import policyloss as pl
 from cases import (
@@ -77,9 +77,11 @@ def hidden_nans(spec: pl.LossSpec, batch: Batch) -> list[str]:
     return hidden
 
 
-@walked("name", {**KEEPING, **BY_TRUST})
-def test_a_nan_at_a_valid_token_shows(name: str) -> None:
-    assert not hidden_nans({**KEEPING, **BY_TRUST}[name], SMALL)
+@in_shares(2)
+def test_a_nan_at_a_valid_token_shows(share: int) -> None:
+    specs = {**KEEPING, **BY_TRUST}
+    hidden = {name: hidden_nans(specs[name], SMALL) for name in [*specs][share::2]}
+    assert {name: places for name, places in hidden.items() if places} == {}
 
 
 @walked(
