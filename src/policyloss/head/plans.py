@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from policyloss.arguments import check_integer, check_number
 from policyloss.errors import InputError, unknown_name
 from policyloss.head.backward import (
     BackwardInputs,
@@ -83,16 +84,16 @@ class Plan:
     the type of the weight (3); "forward" has no backward (1); "sparse" estimates the gradient
     without bias from a few entries of each row, and takes one matmul and two of the rows that are
     not peaked (see `eps` and `seed`).
-    rows: rows of logits of a window, 0 if the library chooses. columns: vocabulary entries at a
-    time in the backward of "recompute". gathered: rows of their gradient that "one_pass" and
-    "sparse" keep in half precision until they are multiplied together; with 0, each window is
-    multiplied separately.
+    rows: rows of logits of a window; for "sparse", 0 lets the library choose. columns: vocabulary
+    entries at a time in the backward of "recompute". gathered: rows of their gradient that
+    "one_pass" and "sparse" keep in half precision until they are multiplied together; with 0, each
+    window is multiplied separately.
     eps, seed: of "sparse". An entry with a probability of at least eps is kept; a smaller p is kept
     with probability p/eps, at eps. The draw depends on the seed and on the token.
     tokens: all rows. computed: the rows with logits. with_gradient: the rows with a gradient.
-    matmuls: of the size `tokens`·V·D, a teacher's among them. extra_bytes: an upper estimate of the
-    memory beyond inputs and gradients. reason: why this plan. kernels: the code that computes on
-    rows of logits.
+    matmuls: of the size `tokens`·V·D, a teacher's among them, at most. extra_bytes: an upper
+    estimate of the memory beyond inputs and gradients. reason: why this plan. kernels: the code
+    that computes on rows of logits.
     """
 
     name: str
@@ -302,8 +303,9 @@ def _one_pass(head: Head, work: Work, reach: str, forced: bool) -> Plan:
 
 def _sparse(head: Head, work: Work, plan: Plan, reach: str) -> Plan:
     """Check the caller's plan "sparse", and fill in its windows and the figures of this call."""
-    if not 0 < plan.eps < 1:
-        raise InputError(f"plan has eps={plan.eps}; it must be between 0 and 1, as 1e-3 is.")
+    check_number("plan.eps", plan.eps, above=0, below=1)
+    check_integer("plan.seed", plan.seed, least=0)
+    check_integer("plan.rows", plan.rows, least=0)
     if head.tiles is not None:
         raise InputError(
             "plan='sparse' draws the entries of a gradient, so its bits are not those of the other "
@@ -321,7 +323,7 @@ def _sparse(head: Head, work: Work, plan: Plan, reach: str) -> Plan:
     half = size < head.dtype.itemsize and head.hidden.dtype != torch.float16
     fit = SPARSE_BYTES // max(size * head.vocabulary.largest, 1)
     gathered = min(max(fit, rows), work.with_gradient) if half else 0
-    reason = f"{CHOSEN}; entries with p < {plan.eps:g} are drawn"
+    reason = f"{CHOSEN}; entries with p < {plan.eps:g} are drawn; the matmuls if no row is peaked"
     return _add_figures(head, work, replace(plan, rows=rows, gathered=gathered, reason=reason))
 
 

@@ -152,9 +152,9 @@ def sample_entries(
 
 def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
     """`out[at] += Σ weights·table[members]` over the entries of each bag."""
-    fused = kernels_for(table, Scaling(), "policyloss.head.sparse_kernels")
     if not bags.at.numel():
         return
+    fused = kernels_for(table, Scaling(), "policyloss.head.sparse_kernels")
     if fused is not None:
         fused.add_weighted_sums(out, table, bags)
         return

@@ -267,9 +267,15 @@ def test_plans_that_cannot_be() -> None:
         gradients(spec, data, "sparse", teacher=teacher)
     with pytest.raises(pl.InputError, match=r"within exact\(\) use another plan"), pl.exact():
         gradients(SPECS["ppo"], data, "sparse")
-    for eps in (0.0, 1.0, -1.0, float("nan")):
-        with pytest.raises(pl.InputError, match="plan has eps="):
-            gradients(SPECS["ppo"], data, pl.Plan("sparse", eps=eps))
+    wrong: dict[str, tuple[Any, ...]] = {
+        "eps": (0.0, 1.0, -1.0, float("nan"), "x"),
+        "seed": (-1, 1.5, 2**70, None),
+        "rows": (-3, 2.0),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(pl.InputError, match=rf"plan\.{name} must be"):
+                gradients(SPECS["ppo"], data, pl.Plan("sparse", **{name: value}))
 
 
 # The kernels --------------------------------------------------------------------------------------
