@@ -179,8 +179,8 @@ def test_a_run_and_its_resumption(
 @pytest.mark.parametrize(
     ("kind", "method", "call"),
     [  # both after the checkpoint of 2
-        (ServerLearner, "learn", 3),
-        pytest.param(ServerSampler, "generate", 4, marks=pytest.mark.slow),
+        pytest.param(ServerLearner, "learn", 3, marks=pytest.mark.slow),
+        (ServerSampler, "generate", 4),
     ],
 )
 def test_a_server_that_is_killed_in_a_run(
