@@ -118,9 +118,10 @@ class Accumulation:
             micro.loss(logp_of(model, micro["ids"])).backward()
 
     totals: `policy_loss`'s `totals`. counts: the counts of the masks, for `value_loss(…,
-    totals=step.counts)`; the same object as `totals` unless the loss needs numbers of the whole
-    step (`measure`). group, cp_group: the data-parallel and context-parallel process groups. level:
-    `policy_loss`'s `metrics`. metrics: of this rank, merged over the losses computed so far.
+    totals=step.counts)`; the same object as `totals` unless the loss needs `measure`. group,
+    cp_group: the data-parallel and context-parallel process groups. level: the argument `metrics`
+    of `policy_loss`. The attribute `metrics` holds this rank's metrics, merged over the losses
+    computed so far.
     """
 
     spec: LossSpec | Mixture
@@ -181,8 +182,9 @@ class MicroBatch(Mapping[str, Any]):
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    is_last: whether this is the step's last micro-batch on this rank, the one in whose backward
-    data-parallel ranks average their gradients. is_used: whether `loss` or `arguments` was called.
+    is_last: whether this is this rank's last micro-batch of the step, whose backward averages the
+    gradients of data-parallel ranks. The attribute `is_used`: whether `loss`, or `arguments`, which
+    returns the inputs of `policy_loss`, was called.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:

@@ -22,7 +22,7 @@ class SpecError(PolicyLossError):
 
 
 class InputError(PolicyLossError):
-    """Tensors that do not fit the call: a missing argument, a wrong shape, dtype or layout."""
+    """Raised if inputs do not fit the call: a missing argument, a wrong shape, dtype or layout."""
 
 
 def match_name(name: str, valid: Iterable[str]) -> str | None:

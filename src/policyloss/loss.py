@@ -266,7 +266,7 @@ def aggregate_tokens(
     """Average `x`, one number per token, as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The
     gradient goes through `x`.
 
-    x, mask: token-shaped. aggregate: any part of the `aggregate` slot, such as `TokenMean()`. Other
+    x, mask: token-shaped. aggregate: as in `LossSpec`, such as `TokenMean()`. Other
     arguments: as in `policy_loss`.
     """
     check_part("aggregate", aggregate)
@@ -341,11 +341,11 @@ def measure(
     """The totals of a whole step, for a loss whose normalisation needs more than the numbers of
     valid tokens and sequences.
 
-    Pass the tensors of *all* micro-batches of this rank (logp from a forward without gradient),
-    then pass the result as `totals=` to `policy_loss` on each micro-batch: the gradient is the same
-    however the batch is split. These losses need it: a `rejected=` other than "keep" (the kept
-    tokens must be counted), `SelfNormalise`, `MomentBudget`, `CovClip` and `CovKL`, and a
-    `Mixture`, whose streams are counted or measured one by one. For other specs the result equals
+    Pass this rank's tensors of *all* micro-batches, concatenated (logp from a forward without
+    gradient), then pass the result as `totals=` to `policy_loss` on each micro-batch: the gradient
+    is the same however the batch is split. These losses need it: a `rejected=` other than "keep"
+    (the kept tokens must be counted), `SelfNormalise`, `MomentBudget`, `CovClip` and `CovKL`, and a
+    `Mixture` (each of its streams gets its own totals). For other specs the result equals
     `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
     """
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)

@@ -47,13 +47,14 @@ class LossSpec(Part):
 
     A spec is frozen and hashable; `spec.replace(trust=…)` returns one with another part.
 
-    ratio: the probability ratio. trust: the limit of a step. correction: one part or several that
-    correct for the difference between rollout engine and trainer. rejected: how a token that a
-    correction rejects counts. "keep": the token counts in the denominator, and its policy term is
-    0; "renormalise": as if its mask were False; "drop_sequence": as if the mask of its sequence
-    were False. kl: one penalty or several on the distance from a reference or a teacher, or None.
-    entropy_coef: the weight of the entropy bonus. aggregate: the average over tokens. Every slot
-    but `rejected` and `entropy_coef` also takes a callable of `Tokens` (see docs/custom.md).
+    ratio: the probability ratio. trust: how a change of the policy is limited, by clipping for
+    example. correction: one part or several that correct for the difference between rollout engine
+    and trainer. rejected: the treatment of a token that a correction rejects. "keep": it still
+    counts in the denominator, with policy term 0; "renormalise": as if its mask were False;
+    "drop_sequence": as if the mask of its sequence were False. kl: one penalty or several on the
+    distance from a reference or a teacher, or None. entropy_coef: the weight of the entropy bonus.
+    aggregate: the average over tokens. Every slot but `rejected` and `entropy_coef` also takes a
+    callable of `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO

@@ -61,10 +61,9 @@ def value_loss(
     clip: the distance from `old_values` beyond which a change of v lowers the loss no further; None
     for no clipping (`old_values` may then be None). boundary: the slope of the clamp exactly at a
     bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
-    values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: any
-    part of the `aggregate` slot, `TokenMean()` by default. weights: multiply the loss of each
-    token; of the metrics, only `loss` is weighted. totals, cp_group, group_ids, turn_ids: as in
-    `policy_loss`.
+    values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: as
+    in `LossSpec`, `TokenMean()` by default. weights: multiply the loss of each token; of the
+    metrics, only `loss` is weighted. totals, cp_group, group_ids, turn_ids: as in `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
     `clip_fraction` (share of tokens where the clipped error is the larger one),
     `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in

@@ -273,10 +273,9 @@ def whiten(
     x may have any shape. The result is 0 at masked tokens and has no gradient.
     mean: False keeps the original mean (it is added back after scaling). group: a process group
     whose ranks share mean and variance; "local" uses this rank alone, and so does None, with a
-    warning if there are other ranks. cp_group: the context-parallel ranks, which hold other tokens
-    of the same sequences, if they are not in `group`; these ranks share mean and variance too.
-    For a constant x or a single valid token the result is 0 (plus the mean if it is kept); without
-    any valid token it is all zeros.
+    warning if there are other ranks. cp_group: the context-parallel group, needed only if `group`
+    does not include its ranks; they share mean and variance too. For a constant x or a single valid
+    token the result is 0 (plus the mean if it is kept); without any valid token it is all zeros.
     Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than
     two tokens).
     """

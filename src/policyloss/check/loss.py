@@ -110,12 +110,12 @@ def check_loss(loss: AnyLoss, *, base: LossSpec | str | None = None, seed: int =
     default), a whole `LossSpec` with callables in any slot, or a preset's name. The properties, in
     float64 on small ragged batches: the loss runs and returns one finite number per token; autograd
     agrees with finite differences (stop-gradients held constant); at ratio 1 the surrogate alone
-    makes tokens with A > 0 more likely and tokens with A < 0 less likely; no limit binds a token
-    whose probability changed against its advantage; weights of corrections carry no gradient and do
-    not fall where the token became more likely; a KL pulls toward its anchor; garbage at masked
-    positions, row order, packing, any split into micro-batches and an empty batch change nothing;
-    half precision is upcast first; the same inputs give the same bits. The check runs in one
-    process and returns a report: print it, or assert it.
+    makes tokens with A > 0 more likely and tokens with A < 0 less likely; no limit stops the
+    gradient of a token whose probability moved against its advantage; the weights of corrections
+    carry no gradient and do not fall as `old_logp - rollout_logp` rises; a KL pulls toward its
+    anchor; garbage at masked positions, row order, packing, any split into micro-batches and an
+    empty batch change nothing; half precision is upcast first; the same inputs give the same bits.
+    The check runs in one process and returns a report: print it, or assert it.
     """
     if several_ranks():
         raise InputError("check_loss runs in one process; call it without torch.distributed.")

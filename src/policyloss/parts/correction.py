@@ -105,7 +105,7 @@ class Truncate(Part):
 @dataclass(frozen=True)
 class Band(Part):
     """IcePop: keep the importance weight `w = e^(old_logp − rollout_logp)` where
-    `low <= w <= high`; elsewhere reject the token, as `rejected` of the spec says.
+    `low <= w <= high`; elsewhere the token is rejected (see `LossSpec.rejected`).
 
     level: one weight per "token", per sequence ("geomean" or "product" of its tokens' weights) or
     per "turn" (their geometric mean). log_clamp: the bound of |log w|.

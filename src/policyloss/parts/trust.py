@@ -90,12 +90,12 @@ _FiniteNotNegative: TypeAlias = Annotated[float, bounds(least=0, finite=True)]
 
 @dataclass(frozen=True)
 class Unbounded(TrustPart):
-    """No limit.
+    """No limit on a change of the policy.
 
-    form="ratio": `-A·r` (importance sampling). The other forms read no ratio and have REINFORCE's
-    gradient. form="logp": `-A·logp` (GPG; with A = 1 the cross-entropy); form="current":
-    `-A·exp(logp - sg[logp])`, where sg stops the gradient, so the value is `-A` (UP-GRPO). Two more
-    forms weight the gradient by p = exp(logp): "probability": `-A·sg[p]·logp` (DFT), "uncertainty":
+    form="ratio": `-A·r` (importance sampling). The other forms read no ratio. Two have REINFORCE's
+    gradient: "logp": `-A·logp` (GPG; with A = 1 the cross-entropy), and "current":
+    `-A·exp(logp - sg[logp])`, where sg stops the gradient, so the value is `-A` (UP-GRPO). Two
+    weight this gradient by p = exp(logp): "probability": `-A·sg[p]·logp` (DFT), and "uncertainty":
     `-A·sg[p·(1 - p)]·logp` (CHORD).
     """
 

@@ -80,10 +80,11 @@ def doctor(
 
 
 def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
-    """Call `doctor` on a batch of a framework: verl's `DataProto` or its `batch`, the inputs of
+    """Check a framework's batch with `doctor`: verl's `DataProto` or its `batch`, the inputs of
     TRL's trainer, OpenRLHF's `Experience`, or any mapping of tensors.
 
-    options: further arguments of `doctor`, such as `model`. Prompts come only from the options.
+    options: further arguments of `doctor`, such as `model`. The batch's own prompts are not read;
+    pass `prompts`.
     """
     batch = getattr(batch, "batch", batch)
     batch = batch if hasattr(batch, "keys") else vars(batch)
