@@ -183,8 +183,8 @@ class MicroBatch(Mapping[str, Any]):
             micro.loss(logp_of(model, micro["ids"])).backward()
 
     is_last: whether this is this rank's last micro-batch of the step, whose backward averages the
-    gradients of data-parallel ranks. The attribute `is_used`: whether `loss`, or `arguments`, which
-    returns the inputs of `policy_loss`, was called.
+    gradients of data-parallel ranks. The attribute `is_used`: whether `loss` or `arguments` was
+    called (`arguments` returns the inputs of `policy_loss`).
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:

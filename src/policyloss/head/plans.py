@@ -75,25 +75,24 @@ KINDS = {kind.name: kind for kind in (ONE_PASS, SPARSE, RECOMPUTE, STASH, FORWAR
 
 @dataclass(frozen=True)
 class Plan:
-    """The way in which a call of the head runs.
+    """The way in which a call such as `linear_policy_loss` computes the head and its gradient.
 
     Pass it as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
 
     name: "one_pass" computes the gradient in the forward, window by window (3 matmuls); "recompute"
     keeps nothing and computes the logits again in the backward (4); "stash" keeps probabilities in
     the type of the weight (3); "forward" has no backward (1); "sparse" estimates the gradient
-    without bias from a few entries of each row, and takes one matmul and two of the rows that are
-    not peaked (see `eps` and `seed`).
+    without bias from the few entries that it keeps of each row (see `eps` and `seed`): one matmul,
+    and two more over only the rows of which it would keep too many.
     rows: rows of logits of a window; for "sparse", 0 lets the library choose. columns: vocabulary
-    entries at a time in the backward of "recompute". gathered: rows of their gradient that
-    "one_pass" and "sparse" keep in half precision until they are multiplied together; with 0, each
-    window is multiplied separately.
-    eps, seed: of "sparse". An entry with a probability of at least eps is kept; a smaller p is kept
-    with probability p/eps, at eps. The draw depends on the seed and on the token.
-    tokens: all rows. computed: the rows with logits. with_gradient: the rows with a gradient.
-    matmuls: of the size `tokens`·V·D, a teacher's among them, at most. extra_bytes: an upper
-    estimate of the memory beyond inputs and gradients. reason: why this plan. kernels: the code
-    that computes on rows of logits.
+    entries at a time in the backward of "recompute". gathered: how many rows of the logits'
+    gradient "one_pass" and "sparse" collect, in half precision, for one matmul; 0: one matmul per
+    window. eps, seed: of "sparse". An entry with a probability of at least eps is kept; a smaller p
+    is kept with probability p/eps, at eps. The draw depends on the seed and on the token. tokens:
+    all rows. computed: the rows with logits. with_gradient: the rows with a gradient. matmuls: at
+    most this many, of the size `tokens`·V·D, a teacher's included. extra_bytes: an upper estimate
+    of the memory beyond inputs and gradients. reason: why this plan. kernels: the code that
+    computes on rows of logits.
     """
 
     name: str

@@ -148,7 +148,7 @@ class TokenSum:
 
 @dataclass(frozen=True)
 class TokenSumNorm(Part):
-    """Legacy: the sum over all tokens divided by a constant, without a mean: `1 / horizon`.
+    """Legacy: the sum over all tokens, divided by `horizon`, without a mean over sequences.
 
     ROLL and Trinity use it.
     horizon: as in `SeqMeanTokenSumNorm`; None means that it is not set yet.

@@ -79,7 +79,9 @@ def _reduce_over_ranks(t: Tokens, x: Tensor, reduce: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Truncate(Part):
-    """TIS: the weight is `clamp(w, low, high)`. Nothing is rejected."""
+    """TIS: the weight is `clamp(w, low, high)`; no token is rejected. w, level, log_clamp: as in
+    `Band`.
+    """
 
     reads_logp: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
@@ -108,7 +110,7 @@ class Band(Part):
     `low <= w <= high`; elsewhere the token is rejected (see `LossSpec.rejected`).
 
     level: one weight per "token", per sequence ("geomean" or "product" of its tokens' weights) or
-    per "turn" (their geometric mean). log_clamp: the bound of |log w|.
+    per "turn" (their geometric mean). log_clamp: log w is clamped to ±log_clamp.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -173,13 +175,14 @@ class SequenceMask(Part):
 class DivergenceMask(Part):
     """Reject a token if the divergence of rollout and old policy is outside [low, high].
 
-    divergence: of the choice "this token or another". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))`
-    in nats, "tv" is `|p−q|`, with p = exp(rollout_logp) and q = exp(old_logp), both held in [floor,
-    1−floor]. level: "token" decides for each token, "sequence" for a whole sequence by the mean
-    over its valid tokens. direction: "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and
-    KL(q‖p) (KPop); "tv" is the same both ways. low: None by default, as a divergence is never
-    negative (0.0 would reject a token whose divergence rounding puts below 0). weight: the weight
-    of the kept tokens. "token": the raw `exp(old_logp − rollout_logp)` (OpenRLHF); None: 1.
+    divergence: between the distributions of two outcomes, "this token" and "another". "kl" is
+    `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p = exp(rollout_logp) and q
+    = exp(old_logp), both held in [floor, 1−floor]. level: "token" decides for each token,
+    "sequence" for a whole sequence by the mean over its valid tokens. direction: "forward" is
+    KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop); "tv" is the same both ways. low:
+    None by default, as a divergence is never negative (0.0 would reject a token whose divergence
+    rounds to less). weight: the weight of the kept tokens. "token": `exp(old_logp − rollout_logp)`
+    (OpenRLHF), its logarithm clamped to ±log_clamp; None: 1.
     """
 
     reads_logp: ClassVar[bool] = False

@@ -94,8 +94,8 @@ class Unbounded(TrustPart):
 
     form="ratio": `-A·r` (importance sampling). The other forms read no ratio. Two have REINFORCE's
     gradient: "logp": `-A·logp` (GPG; with A = 1 the cross-entropy), and "current":
-    `-A·exp(logp - sg[logp])`, where sg stops the gradient, so the value is `-A` (UP-GRPO). Two
-    weight this gradient by p = exp(logp): "probability": `-A·sg[p]·logp` (DFT), and "uncertainty":
+    `-A·exp(logp - sg[logp])`, where sg stops the gradient, so the value is `-A` (UP-GRPO). The
+    other two scale it, with p = exp(logp): "probability": `-A·sg[p]·logp` (DFT), and "uncertainty":
     `-A·sg[p·(1 - p)]·logp` (CHORD).
     """
 
@@ -157,12 +157,13 @@ class SoftGate(TrustPart):
 
 @dataclass(frozen=True)
 class FutureKL(TrustPart):
-    """FIPO: PPO's clip, times a stopped weight that grows with the log-ratios of later tokens.
+    """FIPO: PPO's clip, times a weight without gradient that grows with this and later log-ratios.
 
     The weight is `clip(exp(f), weight_min, weight_max)`, where `f_t = d_t + γ·f_{t+1}` over the
     valid tokens of the sequence, d is the log-ratio, and `γ = 2^(-1/half_life)`, half_life in
-    tokens. Where A < 0 and r > safe_ratio, the weight is held within [0.8, 1]. The ratio slot must
-    hold a `TokenRatio`. With `cp_group` this part reads `positions`. Source: arXiv 2603.19835.
+    tokens. Where A < 0 and r > safe_ratio, this weight is clipped again, to [0.8, 1]. The ratio
+    slot must hold a `TokenRatio`. With `cp_group` this part reads `positions`. Source: arXiv
+    2603.19835.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -328,8 +329,8 @@ class CovClip(TrustPart):
     drawn. Source: arXiv 2505.22617.
     The draw depends on `seed` and on the token's numbers, not on its position in the batch, so the
     same tokens are dropped however the batch is split. (Tokens with the same advantage and the same
-    log-probability at the ratio's anchor share one draw: all of them are dropped, or none.)
-    A token whose advantage or logp equals the mean up to rounding has covariance 0.
+    log-probability in the ratio's denominator share one draw: all of them are dropped, or none.)
+    A token whose advantage or logp differs from the mean only by rounding has covariance 0.
     """
 
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")
@@ -405,9 +406,10 @@ class CovKL(TrustPart):
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of
     penalised tokens among all tokens; at least one token is penalised. Source: arXiv 2505.22617.
-    Among tokens of equal covariance a random draw decides, which depends on the token's own numbers
-    only (tokens with the same numbers share one draw). A token whose advantage or logp equals the
-    mean up to rounding has covariance 0, so if all advantages are equal, only the draw decides.
+    A pseudo-random draw, which depends on the token's own numbers alone, decides among tokens of
+    equal covariance (tokens with the same numbers share one draw). A token whose advantage or logp
+    differs from the mean only by rounding has covariance 0, so if all advantages are equal, only
+    the draw decides.
     """
 
     follows_advantage: ClassVar[bool] = False

@@ -52,10 +52,10 @@ def preference_loss(
     2i + 1 are the chosen and the rejected answer of pair i**, unless `spec.over == "sequences"`.
     ref_logp: of the reference model; None if the loss has no reference. log_sum_sq_probs:
     `log Σ p²` over the vocabulary at each token, for a spec with weighting="wpo".
-    chosen: `[S]` bool, only for such a spec: whether each sequence is a desired answer.
+    chosen: `[S]` bool, only if `spec.over == "sequences"`: whether each is a desired answer.
     baseline: KTO's z of the whole step, only if `spec.baseline`; it gets no gradient.
-    totals: the counts of the whole step, `Totals.count(mask_of_the_step)`, or for a spec with `nll`
-    `preference.preference_totals`; then the losses of a step's calls add up to the loss of the
+    totals: the counts of the whole step, `Totals.count(mask_of_the_step)` (if the spec has `nll`:
+    `preference.preference_totals`); then the losses of a step's calls add up to the loss of the
     whole step, if no call splits a pair. A sequence without a valid token does not count; a pair
     with one such sequence has half the weight. cp_group: as in `policy_loss`.
 

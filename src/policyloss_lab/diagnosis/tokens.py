@@ -84,7 +84,7 @@ def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
     TRL's trainer, OpenRLHF's `Experience`, or any mapping of tensors.
 
     options: further arguments of `doctor`, such as `model`. The batch's own prompts are not read;
-    pass `prompts`.
+    to use them, pass `prompts`.
     """
     batch = getattr(batch, "batch", batch)
     batch = batch if hasattr(batch, "keys") else vars(batch)

@@ -26,12 +26,13 @@ class Alternative(NamedTuple):
 class Diagnosis:
     """Why the log-probabilities of engine and trainer differ.
 
-    cause: a name of `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the largest
-    first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for a loss's
-    `correction` that would have limited the damage, or None. floor: the measured noise at an
-    unlikely token, in nats. tokens: how many were compared. details: the fitted numbers.
-    alternatives: the other tested hypotheses, best first. places, ruled_out: if nothing explains
-    the differences, where they are, and the causes that are excluded.
+    cause: a name from `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the
+    largest first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for a
+    loss's `correction` that would have limited the damage, or None. floor: the measured numerical
+    noise in the log-probability of an unlikely token, in nats. tokens: how many were compared.
+    details: the fitted numbers. alternatives: the other tested hypotheses, best first. places,
+    ruled_out: if nothing explains the differences, where they are, and the causes that are
+    excluded.
     """
 
     cause: str

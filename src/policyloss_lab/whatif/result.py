@@ -27,13 +27,13 @@ SAME_WEIGHTS = 0.05  # nats, the largest median gap from stored to recomputed lo
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Losses on the same tokens.
+    """A comparison of losses on the same tokens.
 
     outcomes: one for each loss that could be tried, yours first if there is one. refused: {name:
-    reason} of the other losses. by_token: cosines and changes with each log-probability as one
-    weight. by_model: the same for the weights of a model, or None. through: "tokens", "head" or
-    "parameters", the weights that were compared. remedies: the changes that cure the problems of
-    your loss.
+    reason} of the other losses. by_token: cosines between the losses' gradients, and the changes of
+    the sequences' log-probabilities, with each token's log-probability as a parameter. by_model:
+    the same with the parameters of a model, or None. through: "tokens", "head" or "parameters", the
+    parameters of the comparison. remedies: the changes that cure the problems of your loss.
     """
 
     tokens: StoredTokens
