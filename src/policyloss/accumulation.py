@@ -51,7 +51,7 @@ def accumulate(
     logp: Callable[[MicroBatch], Tensor] | None = None,
     metrics: MetricsLevel = "all",
 ) -> Accumulation:
-    """Count one optimizer step, and return its micro-batches with the right totals.
+    """Count the tokens of one optimizer step, and return its micro-batches with these totals.
 
         step = pl.accumulate(spec, micro_batches, group=data_parallel_group)
         for micro in step:

@@ -76,22 +76,22 @@ def policy_loss(
       or `[S, 1]`. With `cp_group`, a pack's `[N]` is per token; pass `[S, 1]` per sequence.
     - `mask` is bool or 0/1; True means that the token is trained on.
     - `group_ids` are `[S]` integers: sequences of one prompt have the same id.
-    - `weights` are numbers ≥ 0, in a shape of `advantages`. A weight multiplies the loss of its
-      token: surrogate, KL and entropy alike, while a scaled advantage leaves KL and entropy
-      unchanged. Averages count tokens and ignore the weights; only `WeightMean` divides by the sum
-      of the weights of the step. Of the metrics, `loss` is weighted; the others
-      count each valid token once.
+    - `weights` are numbers ≥ 0, in any shape that `advantages` may have. A weight multiplies the
+      loss of its token: surrogate, KL and entropy alike, while a scaled advantage leaves KL and
+      entropy unchanged. Averages count tokens and ignore the weights; only `WeightMean` divides by
+      the sum of the weights of the step. Of the metrics, `loss` is weighted; the others count each
+      valid token once.
     - `turn_ids` are token-shaped integers, the turn of each token in its sequence, and −1 at tokens
       that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
       them; without them, a turn is an unbroken run of the mask.
-    - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
-      that this call is the whole batch; with `cp_group`, that the calls of all its ranks together
-      are the whole batch, and that the engine sums their losses and gradients (an engine that
-      averages over those ranks needs `Totals.count(mask, cp_group=…)`).
+    - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local": this
+      call is the whole batch (None is an error if there are other ranks). With `cp_group`, the
+      calls of all its ranks together are, and the engine must sum their losses and gradients (for
+      an engine that averages over these ranks, pass `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
-      Only parts that depend on the order of tokens (turns without `turn_ids`) read positions, only
-      with `cp_group`, and only where `mask` is True.
+      Only parts that depend on the order of tokens (such as turns without `turn_ids`) read
+      positions, only with `cp_group`, and only where `mask` is True.
     - `extras` maps names to token-shaped tensors that custom parts read with
       `tokens.extra(name)`; for a `Mixture`, also to the masks of its streams.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,

@@ -36,8 +36,9 @@ LOG_CLAMP = 20.0
 class Mismatch:
     """The mismatch of some tokens: `a + b` merges micro-batches, `all_reduce(group)` ranks.
 
-    Make one with `Mismatch.of`; the other fields are its sums. by_bin: `[2, ROWS, BINS + 1 + K]`
-    for positions and ages: the histogram, Σ ρ², and the tokens outside of each of the K bands.
+    Make one with `Mismatch.of`. The tensors are sums, with d = old_logp − rollout_logp and ρ = e^d.
+    by_bin: `[2, ROWS, BINS + 1 + K]`, by position and by age (the updates since a token was
+    sampled): the histogram of d, Σ ρ², and the number of tokens outside each of the K bands.
     by_sequence: `[2]`, the number of sequences and Σ e^(2·Σd) over them.
     """
 

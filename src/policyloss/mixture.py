@@ -41,7 +41,7 @@ class Stream(Part):
     loss: a `LossSpec`, or the name of a preset. mask: the name of a tensor of `extras`, bool or
     0/1: the stream trains on the tokens where both this tensor and the call's `mask` are True; None
     for all tokens of `mask`. advantage: one number for all tokens of the stream, instead of the
-    call's advantages: 1 makes `Unbounded("logp")` the cross-entropy, 0 leaves a KL term alone.
+    call's advantages: 1 makes `Unbounded("logp")` the cross-entropy, 0 leaves only the KL term.
     """
 
     loss: Any

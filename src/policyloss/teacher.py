@@ -48,9 +48,9 @@ class Teacher:
 class TopK:
     """A teacher given by log-probabilities of some entries per token, usually the k largest.
 
-    ids: `[..., K]` integers that rise within a token; −1 means no entry, and comes before all
-    others. logp: `[..., K]`, normalised over the whole vocabulary. The ids may also be entries that
-    the student chose; the divergence is then over these entries.
+    ids: `[..., K]` integers, ascending along K; −1, which comes first, is padding. logp: `[...,
+    K]`, normalised over the whole vocabulary. The ids may also be entries that the student chose;
+    the divergence is then over these entries.
     """
 
     ids: Tensor

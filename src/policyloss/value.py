@@ -66,8 +66,8 @@ def value_loss(
     metrics, only `loss` is weighted. totals, cp_group, group_ids, turn_ids: as in `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
     `clip_fraction` (share of tokens where the clipped error is the larger one),
-    `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…` as in
-    `policy_loss`.
+    `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…`
+    (docs/metrics.md).
     """
     check_choice("kind", kind, ("mse", "huber"))
     check_choice("boundary", boundary, ("pass", "half"))

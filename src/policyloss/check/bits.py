@@ -159,8 +159,8 @@ def bits_check(
     of each, 1-D (a tensor or numbers). sequences: the input of `fn`, one entry per sequence: token
     ids, or anything else, of different lengths. against: another such function, or recorded
     log-probabilities, 1-D for each sequence; they are compared in the narrower type.
-    `fn` is called with all sequences, again, one by one, in the reverse order, in pairs, and with
-    every sequence twice: about `2·S + 4` calls for S sequences.
+    `fn` is called with all sequences, twice; then one by one, in reverse order, in pairs, and with
+    every sequence duplicated: about `2·S + 4` calls for S sequences.
     """
     for name, function in {"fn": fn, "against": against}.items():
         if isinstance(function, type) or (name == "fn" and not callable(function)):

@@ -55,7 +55,7 @@ class CutResult:
 class PartitionReport(TableReport):
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
-    diagnosis: the explanations, one paragraph each. notes: limits of this batch.
+    diagnosis: the explanations, one paragraph each. notes: the limits of a test with this batch.
     gradient: the gradient of the whole batch, `[P]` float64; pass it as `reference=` to a run on
     several ranks.
     """

@@ -86,7 +86,7 @@ def explain_path(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[CallTensors],
 ) -> str:
-    """The path of `policy_loss` with these arguments, and the reason for it, in a sentence."""
+    """Whether `policy_loss` runs fused or eager for these arguments, and why, in a sentence."""
     check_level(metrics)
     spec, inputs = ready_spec(spec), Inputs.of(logp, old_logp, advantages, mask, tensors)
     check_gradients(spec, inputs)

@@ -65,16 +65,15 @@ def linear_logprobs(
     the temperature. plan: "recompute" (4 matmuls, least memory), "stash" (3 matmuls, keeps
     probabilities in the type of the weight), "auto", which chooses, or a `Plan`. vocab_group: the
     process group over which the vocabulary is split; weight and bias are then this rank's entries,
-    ids count over the entries of all ranks, hidden is the same on every rank, and every rank gets
-    the complete gradient of hidden. support: `(ids, offsets)`, the vocabulary entries that the
-    sampler of each token kept: `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens,
-    row by row); softmax, entropy and gradient are then over the kept entries alone.
-    index: `[M]` or any shape, the hidden state that predicts each id, counted over all of hidden,
-    if hidden states serve several loss terms (a tree of trajectories with common prefixes). ids,
-    mask, temperature and the results then have the shape of index, and the logits of terms with the
-    same hidden state, id and temperature are computed once.
-    Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
-    without `entropy=True`.
+    ids index the whole vocabulary, hidden is the same on every rank, and every rank gets the
+    complete gradient of hidden. support: `(ids, offsets)`, the vocabulary entries that the sampler
+    of each token kept: `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens, row by
+    row); softmax, entropy and gradient are then over the kept entries alone. index: `[M]` or any
+    shape: for each id, the flat index of the hidden state that predicts it. Use it if several loss
+    terms share a hidden state (a tree of trajectories with common prefixes). ids, mask, temperature
+    and the results then have the shape of index, and the logits of terms with the same hidden
+    state, id and temperature are computed once. Returns `LogProbs(logp, entropy)`, `[...]` each,
+    float32 (float64 for float64); entropy is None without `entropy=True`.
     """
     options = (bias, temperature, softcap, vocab_group, support, index)
     head, sources, rows = head_and_sources(hidden, weight, ids, mask, *options)

@@ -112,7 +112,8 @@ def linear_policy_loss(
     "one_pass" takes four matmuls. The teacher gets no gradient.
     index: the hidden state of each loss term, as in `linear_logprobs`; every tensor but hidden,
     weight and bias then has the shape of index, `[B, T]` or packed `[M]` with `cu_seqlens` over
-    terms. A loss of sequences takes "recompute" or "stash", and a teacher is an error.
+    terms. With index, a loss of whole sequences uses "recompute" or "stash", and a teacher is an
+    error.
     """
     check_level(metrics)
     spec = ready_loss(spec)

@@ -217,8 +217,8 @@ class TurnMean:
     """The mean over sequences of the mean over their turns of the mean over each turn's tokens:
     `1 / (B·K_i·L_k)`, for turn k of the K_i turns of sequence i.
 
-    Turns as in `SegmentRatio`: runs of the mask, or `turn_ids`. With the agent of each token as
-    `turn_ids`, agents count the same within a sequence.
+    Turns as in `SegmentRatio`: runs of the mask, or `turn_ids`. Pass the agent of each token as
+    `turn_ids` to weight the agents of a sequence equally.
     """
 
     divides_by: ClassVar[str] = "sequences"

@@ -175,14 +175,14 @@ class SequenceMask(Part):
 class DivergenceMask(Part):
     """Reject a token if the divergence of rollout and old policy is outside [low, high].
 
-    divergence: between the distributions of two outcomes, "this token" and "another". "kl" is
-    `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p = exp(rollout_logp) and q
-    = exp(old_logp), both held in [floor, 1−floor]. level: "token" decides for each token,
-    "sequence" for a whole sequence by the mean over its valid tokens. direction: "forward" is
-    KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop); "tv" is the same both ways. low:
-    None by default, as a divergence is never negative (0.0 would reject a token whose divergence
-    rounds to less). weight: the weight of the kept tokens. "token": `exp(old_logp − rollout_logp)`
-    (OpenRLHF), its logarithm clamped to ±log_clamp; None: 1.
+    divergence: of the two policies' distributions over the outcomes "this token" and "another".
+    "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p =
+    exp(rollout_logp) and q = exp(old_logp), both held in [floor, 1−floor]. level: "token" decides
+    for each token, "sequence" for a whole sequence by the mean over its valid tokens. direction:
+    "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop); "tv" is the same both
+    ways. low: None by default, as a divergence is never negative (0.0 would reject a token whose
+    divergence rounds to less). weight: the weight of the kept tokens. "token": `exp(old_logp −
+    rollout_logp)` (OpenRLHF), its logarithm clamped to ±log_clamp; None: 1.
     """
 
     reads_logp: ClassVar[bool] = False

@@ -127,7 +127,7 @@ class SegmentRatio(Part):
     """GSPO's ratio within each turn of a dialogue: `exp(mean of the log-ratio over the turn)`.
 
     A turn is a contiguous run of valid tokens; or, if the call has `turn_ids`, the valid tokens of
-    a sequence with one id.
+    a sequence that share an id.
     Where a context-parallel group holds the sequences, a turn may cross ranks; without ids it is a
     run of consecutive `positions`.
     """

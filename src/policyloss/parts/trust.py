@@ -157,7 +157,7 @@ class SoftGate(TrustPart):
 
 @dataclass(frozen=True)
 class FutureKL(TrustPart):
-    """FIPO: PPO's clip, times a weight without gradient that grows with this and later log-ratios.
+    """FIPO: PPO's clip, times a detached weight that grows with the token's and later log-ratios.
 
     The weight is `clip(exp(f), weight_min, weight_max)`, where `f_t = d_t + γ·f_{t+1}` over the
     valid tokens of the sequence, d is the log-ratio, and `γ = 2^(-1/half_life)`, half_life in
@@ -474,7 +474,8 @@ def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
 class BySign:
     """Tokens with A > 0 use the trust region `positive`, and all others use `negative`.
 
-    At most one of the two may be `CovClip` or `CovKL`; it selects among all tokens, of either sign.
+    At most one of the two may be `CovClip` or `CovKL`; it ranks all
+    tokens, and acts on those of its sign.
     """
 
     positive: Any

@@ -279,7 +279,7 @@ class DetachedClip(TrustPart):
 
 @dataclass(frozen=True)
 class ProbabilityBand(TrustPart):
-    """DPPO: a token counts, by its ratio, only while its probability is near the anchor's.
+    """DPPO: a token counts, weighted by its ratio, only while its probability is near the anchor's.
 
     The anchor is the ratio slot's; p₀ is its probability of the token, p the current one.
     divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of the choice "this token or another". low, high:

@@ -62,7 +62,7 @@ def preference_loss(
     Metrics: `loss`, `tokens`, `chosen_logp` and `rejected_logp` (means of sums over tokens),
     `chosen_reward` and `rejected_reward` (`beta` times the `Score` of `spec.terms[0]`), `margin`
     and `accuracy` (of pairs: the mean difference of rewards, and the share above 0), `nll` (if the
-    spec has it), `nonfinite_sequences`, `invalid_…` as in `policy_loss`.
+    spec has it), `nonfinite_sequences`, `invalid_…` (docs/metrics.md).
     """
     refuse_transforms()
     spec, step = as_preference(spec), resolve(totals)

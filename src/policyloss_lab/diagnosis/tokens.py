@@ -43,10 +43,10 @@ def doctor(
     Tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens`; each number belongs to the token
     of `ids` at the same position. More arguments distinguish more causes:
 
-    - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): order, copies, masks, rounded
-      log-probabilities, a temperature, fewer tokens. `earlier_logp` (of older weights) names stale
-      weights.
-    - `ids` with `rollout_ids`: whether text was encoded again.
+    - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): shuffled rows, copied
+      tensors, wrong masks, rounding, a temperature, top-k and top-p. `earlier_logp` (from older
+      weights) detects stale weights.
+    - `ids` with `rollout_ids`: whether the text was tokenized again.
     - `model` (the trainer's, with the weights that computed `old_logp`) with `ids` and `prompts`
       (the tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
       `other_prompts` are the same prompts in another template. Without `prompts`, the tokens of

@@ -46,8 +46,8 @@ class Recorder:
     and the training goes on without a record.
 
     path: a folder, created if it is missing; a folder with a run is refused. spec: the loss, or the
-    name of its preset; the page explains it. config: settings that JSON can hold; "steps" is the
-    planned number of steps, and the page shows "model" and "task" at the top. resume_after:
+    name of its preset; the report page explains it. config: settings that JSON can hold; "steps" is
+    the planned number of steps, and the page shows "model" and "task" at the top. resume_after:
     continue the run in `path` after this step; later steps are dropped. rollout_bytes: the largest
     size of rollouts.jsonl. Whenever the file is full, every second step in it is dropped, and from
     then on only half as many calls of `completions` are stored, so that the stored steps are evenly

@@ -30,10 +30,11 @@ class WhatIf:
     """A comparison of losses on the same tokens.
 
     outcomes: one for each loss that could be tried, yours first if there is one. refused: {name:
-    reason} of the other losses. by_token: cosines between the losses' gradients, and the changes of
-    the sequences' log-probabilities, with each token's log-probability as a parameter. by_model:
-    the same with the parameters of a model, or None. through: "tokens", "head" or "parameters", the
-    parameters of the comparison. remedies: the changes that cure the problems of your loss.
+    reason} of the other losses. by_token: cosines between the losses' gradients, and how a step on
+    each loss would change each sequence's log-probability, if every token's log-probability were a
+    parameter. by_model: the same with the parameters of a model, or None. through: the variables of
+    the gradients: "tokens", "head" or "parameters". remedies: the changes that cure the problems of
+    your loss.
     """
 
     tokens: StoredTokens
@@ -255,10 +256,10 @@ def what_if(
     or "all"; by default, the last step with a nonzero advantage.
 
     model: a Hugging Face model, to compare the gradients of its weights. temperature: of the
-    sampler. through: the weights to compare: "parameters" (all parameters of the model), "head"
-    (the weight of its head) or "tokens" (the log-probabilities, without the model). The default is
-    "parameters" if their gradients fit into memory, else "head". limits: the limits of a healthy
-    loss, a `policyloss_lab.whatif.Limits`.
+    sampler. through: the variables of the gradients: "parameters" (all parameters of the model),
+    "head" (the weight of its head) or "tokens" (the log-probabilities, without the model). The
+    default is "parameters" if their gradients fit into memory, else "head". limits: the limits of a
+    healthy loss, a `policyloss_lab.whatif.Limits`.
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))
