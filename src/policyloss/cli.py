@@ -9,13 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import MISSING, dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from policyloss import __version__
 from policyloss.choose import ARGUMENTS, read_losses
@@ -23,6 +22,7 @@ from policyloss.commands import (
     HELP,
     JSON,
     OPTIONS,
+    Argument,
     Command,
     Parser,
     Positional,
@@ -65,6 +65,21 @@ class Diff:
     """Print JSON instead of text."""
 
 
+_Framework = Literal["trl", "verl", "openrlhf"]
+# The arguments of `policyloss port`; no field of a dataclass can be called "from".
+PORT = [
+    Argument(
+        "loss",
+        str,
+        MISSING,
+        "The path of a JSON file with the options of --from; without --from, the name of a preset "
+        "or the path of a JSON file that holds LossSpec.to_dict().",
+        place="FILE",
+    ),
+    Argument("from", _Framework, None, "The framework of the options in FILE."),
+    Argument("to", _Framework, MISSING, "The framework whose options to print."),
+    JSON,
+]
 OWN = {
     "presets": Command("List the named losses.", [JSON], "policyloss.cli"),
     "choose": Command(
@@ -80,6 +95,11 @@ OWN = {
         "Explain the loss of a TRL GRPOConfig: the options that decide, traps, the loss.",
         ExplainTrl,
         "policyloss.cli",
+    ),
+    "port": Command(
+        "Print the options of one framework as those of another, and what is lost as notes.",
+        PORT,
+        "policyloss.porting",
     ),
 }
 # The commands that policyloss-lab and policyloss-train add, and the extra that installs them.
@@ -121,20 +141,12 @@ def explain_command(words: Sequence[str]) -> int:
 
 def explain_trl_command(words: Sequence[str]) -> int:
     """The loss of a TRL GRPOConfig."""
-    from policyloss.catalogue import read_json
     from policyloss.compat.trl import explain_config, spec_from_config
     from policyloss.compat.trl.config import DEFAULTS, EXTRA_OPTIONS
+    from policyloss.porting import read_option_file
 
     args = read_options("explain-trl", ExplainTrl, words)
-    options = read_json(args.config)
-    if not isinstance(options, dict):
-        raise PolicyLossError(f"{args.config} must hold one JSON object, options by name.")
-    for name in options:
-        meant = get_close_matches(name, DEFAULTS, 1, cutoff=0.88) if name not in DEFAULTS else []
-        if meant:
-            hint = f"{name!r}; did you mean {meant[0]!r}?"
-            raise PolicyLossError(f"{args.config}: unknown option {hint}")
-    config = SimpleNamespace(**{**DEFAULTS, **options})
+    config = SimpleNamespace(**{**DEFAULTS, **read_option_file(args.config, DEFAULTS)})
     if args.json:
         _print_json(spec_from_config(config, handled=EXTRA_OPTIONS).to_dict())
     else:

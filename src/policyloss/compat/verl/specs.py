@@ -31,8 +31,6 @@ from policyloss.parts.ratio import SequenceRatio, TokenRatio
 from policyloss.spec import LossSpec
 
 UNCLAMPED = TokenRatio(log_clamp=None)
-# A clip_ratio_c from here on never binds, because a ratio is at most e^20, below 4.9e8.
-DUAL_OFF = 1e9
 
 
 def _ppo(actor: Any) -> LossSpec:
@@ -113,19 +111,20 @@ def spec_from_config(config: Any) -> LossSpec:
         name = mode.removeprefix(PREFIX)
         return with_horizon_of(actor, name, find_preset(name).spec)
     check_choice("policy_loss.loss_mode", mode, SPECS, SpecError)
-    bypass = read_field(rollout, "bypass_mode", False)
-    spec = _bypassing(actor, rollout) if bypass else SPECS[mode](actor)
-    if isinstance(spec.trust, trust.Clip) and (spec.trust.dual or 0) >= DUAL_OFF:
-        spec = spec.replace(trust=replace(spec.trust, dual=None))
+    if read_field(rollout, "bypass_mode", False):
+        raise SpecError(
+            "algorithm.rollout_correction.bypass_mode=true weighs by the current policy; use a "
+            "loss with TokenRatio(anchor='rollout') instead."
+        )
     kl = None
     if read_field(actor, "use_kl_loss", False):
         part = kl_part(read_field(actor, "kl_loss_type", "low_var_kl"))
         kl = replace(part, coef=read_number(actor, "kl_loss_coef"))
-    return spec.replace(
+    return SPECS[mode](actor).replace(
         kl=kl,
         entropy_coef=read_field(actor, "entropy_coeff", 0.0),
-        aggregate=SeqMeanTokenMean() if mode in SEQUENCE_MEANS and not bypass else _average(actor),
-        **({} if bypass else _correction(rollout)),
+        aggregate=SeqMeanTokenMean() if mode in SEQUENCE_MEANS else _average(actor),
+        **_correction(rollout),
     )
 
 
@@ -135,30 +134,6 @@ def _average(actor: Any) -> Any:
     part: Any = next(part for part, name in MODES.items() if name == agg_mode)
     horizon = read_field(actor, "loss_scale_factor")
     return part(horizon) if agg_mode == "seq-mean-token-sum-norm" else part()
-
-
-def _bypassing(actor: Any, rollout: Any) -> LossSpec:
-    """The loss with the rollout policy as the old policy."""
-    loss_type, level = (
-        read_field(rollout, "loss_type", "ppo_clip"),
-        read_field(rollout, "rollout_is"),
-    )
-    low, high = weight_bounds(read_field(rollout, "rollout_is_threshold", 2.0))
-    if read_field(rollout, "rollout_rs") is not None:
-        raise SpecError(
-            "rollout_correction.rollout_rs in bypass mode rejects by the current policy, which a "
-            "LossSpec cannot express; leave it out."
-        )
-    if read_field(rollout, "loss_type", "ppo_clip") == "ppo_clip":
-        return _ppo(actor).replace(ratio=TokenRatio(anchor="rollout"))
-    if level is None:
-        return LossSpec(UNCLAMPED, trust.Unbounded("logp"))
-    if level != "token" or low is not None:
-        raise SpecError(
-            f"rollout_correction.rollout_is={level!r} with a threshold of {low} to {high} in "
-            "bypass mode: a LossSpec expresses the truncated weight of a token alone."
-        )
-    return LossSpec(TokenRatio(anchor="rollout"), trust.DetachedClip(0.0, high))
 
 
 def _correction(rollout: Any) -> dict[str, Any]:
@@ -171,7 +146,7 @@ def _correction(rollout: Any) -> dict[str, Any]:
         of: Any = "token" if level == "token" else "product"
         parts.append(Truncate(high, level=of) if low is None else Band(low, high, level=of))
         if read_field(rollout, "rollout_is_batch_normalize", False):
-            parts.append(SelfNormalise(f"{level}s"))
+            parts.append(SelfNormalise("tokens" if level == "token" else "sequences"))
     if rules is None:
         return {"correction": parts}
     if any(isinstance(part, Band) for part in parts):
@@ -180,6 +155,6 @@ def _correction(rollout: Any) -> dict[str, Any]:
             "leaves them in it, and a LossSpec has one rule for both; use one of them."
         )
     for rule in rejection_rules(rules, read_field(rollout, "rollout_rs_threshold")):
-        kind: Any = (rule.estimator, rule.reduce)
-        parts.append(Reject(*kind, rule.low, rule.high))
+        make: Any = Reject
+        parts.append(make(rule.estimator, rule.reduce, rule.low, rule.high))
     return {"correction": parts, "rejected": "renormalise"}
