@@ -99,7 +99,7 @@ OWN = {
     "port": Command(
         "Print the options of one framework as those of another, and what is lost as notes.",
         PORT,
-        "policyloss.porting",
+        "policyloss.cli",
     ),
 }
 # The commands that policyloss-lab and policyloss-train add, and the extra that installs them.
@@ -161,6 +161,37 @@ def diff_command(words: Sequence[str]) -> int:
     options = read_options("diff", Diff, words)
     difference = diff(_loss(options.a), _loss(options.b))
     _print_json(difference.to_dict()) if options.json else print(difference)
+    return 0
+
+
+def port_command(words: Sequence[str]) -> int:
+    """Options of another framework on the output, and notes on the differences after them."""
+    from policyloss.catalogue import as_spec, find_preset
+    from policyloss.compat.options import FRAMEWORKS
+    from policyloss.porting import Reading, as_text, port_loss, read_option_file, read_options
+
+    options = read_words("port", PORT, words)
+    if "to" not in options:
+        raise InputError(f"--to is missing; name the framework: {', '.join(FRAMEWORKS)}.")
+    others: list[str] = []
+    if "from" in options:
+        known = FRAMEWORKS[options["from"]].defaults
+        theirs = read_option_file(options["loss"], known)
+        wanted = read_options(options["from"], theirs)
+        others = [name for name in theirs if name not in known]
+    else:
+        loss = _loss(options["loss"])
+        advantage = find_preset(loss).advantage if isinstance(loss, str) else None
+        wanted = Reading(as_spec(loss), advantage)
+    port = port_loss(wanted, options["to"])
+    if options.get("json"):
+        _print_json({**port._asdict(), "not_of_the_loss": others})
+        return 0
+    print(as_text(FRAMEWORKS[options["to"]].style, port.options))
+    for text in port.lost:
+        print(f"lost: {text}.", file=sys.stderr)
+    if others:
+        print(f"not of the loss, left out: {', '.join(others)}.", file=sys.stderr)
     return 0
 
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import product
 from typing import Any, NamedTuple
 
-from policyloss.catalogue import as_spec, find_preset, read_json
+from policyloss.catalogue import read_json
 from policyloss.catalogue.nearest import GUARDS, ROUNDING
-from policyloss.commands import read_words
 from policyloss.compat.options import FRAMEWORKS, NEVER, Numbers
-from policyloss.errors import InputError, PolicyLossError
+from policyloss.errors import PolicyLossError
 from policyloss.explanations import diff
 from policyloss.explanations.difference import entry
 from policyloss.explanations.traits import describe_slot
-from policyloss.mixture import read_loss
 from policyloss.parts.correction import Truncate
 from policyloss.parts.data import VARIANTS, kind
 from policyloss.parts.trust import Clip, TwoSidedClip
@@ -56,7 +53,8 @@ class Port(NamedTuple):
 def read_options(name: str, options: Mapping[str, Any]) -> Reading:
     """The loss that the options of a framework describe; an option left out has its default."""
     framework = FRAMEWORKS[name]
-    known = {**framework.defaults, **{n: x for n, x in options.items() if n in framework.defaults}}
+    known = framework.defaults
+    known |= {option: x for option, x in options.items() if option in known}
     remarks = tuple(text for text, holds in framework.remarks(known).items() if holds)
     return Reading(framework.read(known), framework.advantage(known), remarks)
 
@@ -135,14 +133,14 @@ def _values(values: Any, wanted: dict[str, Any]) -> list[Any]:
     numbers = sorted(_numbers(wanted[values.slot]))
     if values.form == "distance":
         numbers = [_rounded(abs(1.0 - x)) for x in numbers] + numbers
-    found: list[Any] = [*numbers]
+    tried: list[Any] = [*numbers]
     if values.form in ("pair", "joined"):
-        found = [[low, high] for low in (0.0, *numbers) for high in numbers if low <= high]
+        tried = [[low, high] for low in (0.0, *numbers) for high in numbers if low <= high]
     if values.form == "joined":
-        logs = [[_rounded(math.exp(x)) for x in pair] for pair in found if pair[1] < 100]
-        found = [f"{low}_{high}" for low, high in (*found, *logs) if low > 0]
-        found += [x for x in numbers if x > 0]
-    return [values.default, *found, *values.also]
+        logs = [[_rounded(math.exp(x)) for x in pair] for pair in tried if pair[1] < 100]
+        tried = [f"{low}_{high}" for low, high in (*tried, *logs) if low > 0]
+        tried += [x for x in numbers if x > 0]
+    return [values.default, *tried, *values.also]
 
 
 def _gap(wanted: dict[str, Any], got: dict[str, Any], reads_ratio: bool) -> Any:
@@ -216,36 +214,6 @@ def read_option_file(path: str, known: Iterable[str]) -> dict[str, Any]:
         if meant := get_close_matches(last, others, 1, cutoff=0.88):
             raise PolicyLossError(f"{path}: unknown option {name!r}; did you mean {meant[0]!r}?")
     return options
-
-
-def port_command(words: Sequence[str]) -> int:
-    """Options of another framework on the output, and notes on the differences after them."""
-    from policyloss.cli import PORT
-
-    given = read_words("port", PORT, words)
-    if "to" not in given:
-        raise InputError(f"--to is missing; name the framework: {', '.join(FRAMEWORKS)}.")
-    loss, to = given["loss"], given["to"]
-    others: list[str] = []
-    if "from" in given:
-        known = FRAMEWORKS[given["from"]].defaults
-        options = read_option_file(loss, known)
-        wanted = read_options(given["from"], options)
-        others = [name for name in options if name not in known]
-    else:
-        read = read_loss(loss)
-        advantage = find_preset(read).advantage if isinstance(read, str) else None
-        wanted = Reading(as_spec(read), advantage)
-    port = port_loss(wanted, to)
-    if given.get("json"):
-        print(json.dumps({**port._asdict(), "not_of_the_loss": others}, indent=2))
-        return 0
-    print(as_text(FRAMEWORKS[to].style, port.options))
-    for text in port.lost:
-        print(f"lost: {text}.", file=sys.stderr)
-    if others:
-        print(f"not of the loss, left out: {', '.join(others)}.", file=sys.stderr)
-    return 0
 
 
 def as_text(style: str, options: Mapping[str, Any]) -> str:

@@ -145,6 +145,13 @@ def test_presets_by_hand(preset: str, to: str, options: Any, lost: list[str]) ->
     assert all(text.startswith(begin) for text, begin in zip(sentences, lost, strict=True))
 
 
+def test_a_narrow_delta_is_no_dual_clip() -> None:
+    """TRL's delta below 1 + epsilon_high also limits positive advantages."""
+    options, lost = translated("trl", "verl", epsilon=0.2, epsilon_high=0.5, delta=1.25)
+    assert "clip_ratio_c" not in str(options)
+    assert lost[0].startswith("trust: verl has no TwoSidedClip(delta=1.25, eps_high=0.5)")
+
+
 def check_round_trip(preset: str, to: str) -> None:
     """The ported options describe the same loss, or a sentence names each slot that differs."""
     spec = pl.preset(preset)
