@@ -114,7 +114,7 @@ def test_the_savings_in_the_readme_are_those_of_the_recorded_run() -> None:
         "TRL, chunked": "0.5–2 %",
     }.items():
         saved = [
-            100 * (1 - times[step.OURS, *size] / time)
+            100 * (1 - times[(step.OURS, *size)] / time)
             for (who, *size), time in times.items()
             if who == head
         ]

@@ -198,6 +198,53 @@ def test_verl_computes_the_ported_loss(preset: str) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("average", "correction"),
+    [
+        ("token-mean", {"rollout_is": "token"}),
+        ("seq-mean-token-mean", {"rollout_is": "sequence", "rollout_is_threshold": "0.5_1.5"}),
+        ("token-mean", {"rollout_is": "token", "rollout_is_batch_normalize": True}),
+        ("token-mean", {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "1.2,0.1"}),
+        (
+            "seq-mean-token-sum-norm",
+            {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+        ),
+    ],
+)
+def test_a_spec_of_verl_is_the_sum_of_its_terms(average: str, correction: Any) -> None:
+    """Weights, rejection, policy loss, KL and entropy as verl computes them one after the other."""
+    options = {
+        f"{ACTOR}loss_agg_mode": average,
+        f"{ACTOR}loss_scale_factor": 8,
+        f"{ACTOR}use_kl_loss": True,
+        f"{ACTOR}kl_loss_coef": 0.1,
+        f"{ACTOR}entropy_coeff": 0.01,
+        **{f"algorithm.rollout_correction.{name}": x for name, x in correction.items()},
+    }
+    spec = read_options("verl", options).spec
+    actor = nested({**FRAMEWORKS["verl"].defaults, **options})["actor_rollout_ref"]["actor"]
+    b = make_batch()
+    logp, entropy = b.logp.requires_grad_(), b.entropy.requires_grad_()
+    weights, mask, _ = verl.compute_rollout_correction_and_rejection_mask(
+        b.old_logp, b.rollout_logp, b.mask, **correction
+    )
+    assert (mask.sum() < b.mask.sum()) == ("rollout_rs" in correction)
+    theirs, _ = verl.compute_policy_loss_vanilla(
+        *(b.old_logp, logp, b.advantages, mask, average),
+        SimpleNamespace(**actor, global_batch_info={"loss_scale_factor": 8}),
+        None if weights is None else weights.batch["rollout_is_weights"],
+    )
+    kl = verl.kl_penalty(logp, b.ref_logp, "low_var_kl")
+    theirs = theirs + 0.1 * verl.agg_loss(kl, mask, average, loss_scale_factor=8)
+    theirs = theirs - 0.01 * verl.agg_loss(entropy, mask, average, loss_scale_factor=8)
+    tensors = (logp, b.old_logp, b.advantages, b.mask)
+    others = {"rollout_logp": b.rollout_logp, "ref_logp": b.ref_logp, "entropy": entropy}
+    ours = pl.policy_loss(spec, *tensors, **others).loss
+    torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=0)
+    gradients = [torch.autograd.grad(loss, logp)[0] for loss in (theirs, ours)]
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
+
+
 def test_the_tables_have_the_options_and_defaults_of_the_names_page() -> None:
     """`make conformance` compares that page with the frameworks themselves."""
     shown = {
