@@ -81,31 +81,36 @@ def port_loss(wanted: Reading, to: str) -> Port:
 
 
 def _as_data(spec: LossSpec) -> dict[str, Any]:
-    """`spec` as plain data, the same for losses with the same numbers: a framework's part that only
-    rounds otherwise is the library's, and a bound that never binds is no bound.
+    """`spec` as plain data, in one form for losses with the same numbers: a bound that never binds
+    is no bound.
     """
-    slots: dict[str, Any] = {}
-    for slot in ("kl", "aggregate"):
-        for part in spec.parts_in(slot):
-            ours: Any = kind(part)
-            shared = {f.name: getattr(part, f.name) for f in dataclasses.fields(ours)}
-            added = [f for f in dataclasses.fields(part) if f.name not in shared]
-            if all(f.name in ROUNDING or getattr(part, f.name) == f.default for f in added):
-                slots[slot] = ours(**shared)
     clip = spec.trust
     if isinstance(clip, TwoSidedClip) and clip.delta >= 1 + clip.eps_high:
         # Only a negative advantage reaches such a delta: it is a dual clip.
         clip = Clip(clip.eps_low, clip.eps_high, clip.delta)
     if isinstance(clip, Clip) and clip.dual is not None and clip.dual >= NEVER:
         clip = dataclasses.replace(clip, dual=None)
-    correction = [
-        dataclasses.replace(part, high=math.inf)
-        if isinstance(part, Truncate) and part.high >= NEVER
-        else part
-        for part in spec.correction
-    ]
-    data = spec.replace(trust=clip, correction=correction, **slots).to_dict()
-    return {slot: _rounded(part) for slot, part in data.items()}
+    plain = spec.replace(
+        trust=clip,
+        correction=[
+            dataclasses.replace(part, high=math.inf)
+            if isinstance(part, Truncate) and part.high >= NEVER
+            else part
+            for part in spec.correction
+        ],
+        kl=[_library_part(part) for part in spec.kl_parts],
+        aggregate=_library_part(spec.aggregate),
+    )
+    return {slot: _rounded(part) for slot, part in plain.to_dict().items()}
+
+
+def _library_part(part: Any) -> Any:
+    """The library's part for a framework's part that only rounds otherwise."""
+    ours: Any = kind(part)
+    shared = {f.name: getattr(part, f.name) for f in dataclasses.fields(ours)}
+    added = [f for f in dataclasses.fields(part) if f.name not in shared]
+    rounds = all(f.name in ROUNDING or getattr(part, f.name) == f.default for f in added)
+    return ours(**shared) if rounds else part
 
 
 def _rounded(data: Any) -> Any:

@@ -114,6 +114,7 @@ def compare_distributions(
     r, o, known, top = _matched(rollout, old)
     if len(r) == 0:
         raise InputError("rollout and old have no positions; pass at least one.")
+    best = (rollout.logp if isinstance(rollout, TopK) else rollout).amax(1)
     forward, backward = (_divergence(*sides, known, top is None) for sides in ((r, o), (o, r)))
     first = slice(0, RANKS)
     gaps = torch.where(known & (r != o), (r - o).abs(), 0)[:, first]
@@ -131,7 +132,7 @@ def compare_distributions(
         kl_rollout_old=(float(forward.mean()), float(forward.max())),
         kl_old_rollout=(float(backward.mean()), float(backward.max())),
         swapped=float(swapped.sum() / ordered.sum().clamp(min=1)),
-        first_differs=float((r[:, 0] < r.amax(1)).double().mean()),
+        first_differs=float((r[:, 0] < best).double().mean()),
         temperature=None if same else _temperature(r, o, known),
         hidden=hidden,
         parted=parted,
@@ -173,10 +174,10 @@ def _matched(
         raise InputError(f"rollout has {shapes[0][0]} positions and old {shapes[1][0]}.")
     top = min(x.ids.shape[1] for x in (rollout, old) if isinstance(x, TopK))
     (theirs, r), (ours, o) = (_likeliest(x, top) for x in (rollout, old))
-    same = (ours[:, :, None] == theirs[:, None, :]) & (ours >= 0)[:, :, None]
-    known = same.any(2)
-    matched = r[:, None, :].expand_as(same).masked_fill(~same, -math.inf).amax(2)
-    return matched, o, known, top
+    theirs, order = theirs.sort(1)
+    place = torch.searchsorted(theirs, ours).clamp(max=theirs.shape[1] - 1)
+    known = (theirs.gather(1, place) == ours) & (ours >= 0)
+    return r.gather(1, order).gather(1, place).where(known, -math.inf), o, known, top
 
 
 def _likeliest(x: Tensor | TopK, top: int) -> tuple[Tensor, Tensor]:
@@ -225,6 +226,11 @@ def _relative(rollout: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[
                 "pass the states of the same positions."
             )
         gaps[name] = float((a - b).norm() / b.norm().clamp(min=1e-30))
+    if (rollout or old) and not gaps:
+        raise InputError(
+            f"rollout_hidden ({', '.join(rollout) or 'none'}) and old_hidden "
+            f"({', '.join(old) or 'none'}) have no name in common."
+        )
     return gaps
 
 

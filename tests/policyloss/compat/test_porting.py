@@ -152,6 +152,15 @@ def test_a_narrow_delta_is_no_dual_clip() -> None:
     assert lost[0].startswith("trust: verl has no TwoSidedClip(delta=1.25, eps_high=0.5)")
 
 
+def test_each_of_several_pulls_is_kept_or_named() -> None:
+    two = pl.LossSpec(kl=(pl.KL("k3", 0.1), pl.KL("k2", 0.2, anchor="teacher")))
+    options, lost = port_loss(Reading(two), "verl")
+    assert options[f"{ACTOR}kl_loss_coef"] == 0.1
+    assert f"{ACTOR}kl_loss_type" not in options  # low_var_kl is k3
+    (kl,) = (text for text in lost if text.startswith("kl"))
+    assert "verl has no KL(estimator='k3', coef=0.1) + KL(estimator='k2', coef=0.2" in kl
+
+
 def check_round_trip(preset: str, to: str) -> None:
     """The ported options describe the same loss, or a sentence names each slot that differs."""
     spec = pl.preset(preset)

@@ -62,6 +62,9 @@ def test_top_k_by_hand() -> None:
     assert gap.kl_rollout_old[0] == pytest.approx(0.4 * math.log(0.8) + 0.6 * math.log(1.2))
     assert gap.kl_old_rollout[0] == pytest.approx(0.5 * math.log(1.25) + 0.5 * math.log(5 / 6))
     assert gap.by_rank == pytest.approx((math.log(1.25), 0.0))
+    assert gap.first_differs == 0.0
+    other = pl.TopK(torch.tensor([[1, 2]]), torch.tensor([[0.4, 0.5]]).double().log())
+    assert lab.compare_distributions(other, top(OLD, 2)).first_differs == 1.0  # token 2
     assert "lower bounds" in str(gap)
 
 
@@ -160,6 +163,7 @@ def test_the_first_layer_that_differs_is_named() -> None:
         (top(OLD.expand(2, 3), 2), OLD, {}, "rollout has 2 positions and old 1"),
         (pl.TopK(torch.tensor([[0, 1]]), torch.zeros(1, 2)), OLD, {}, "rollout must hold"),
         (OLD[:0], OLD[:0], {}, "have no positions"),
+        (OLD, OLD, {"b": torch.ones(1)}, "rollout_hidden (a) and old_hidden (b) have no name"),
         (OLD, OLD, {"a": torch.ones(2)}, "rollout_hidden['a'] is (1,) and old_hidden (2,)"),
         (OLD.long(), OLD, {}, "rollout must be a floating-point tensor"),
     ],
