@@ -70,7 +70,7 @@ LAYERS = (
     Layer("The loss as a value", ("parts", "spec", "catalogue", "mixture")),
     Layer("The loss", ("policy_metrics", "loss", "value", "preference")),
     Layer("Around the loss", ("accumulation", "head", "compiled", "check", "explanations")),
-    Layer("The edge", ("compat", "choose", "cli")),
+    Layer("The edge", ("compat", "choose", "porting", "cli")),
     Layer("The files of a run", ("limits", "reading", "completions", "runs", "logs"), LAB),
     Layer("Reading a run", ("explore", "whatif", "report", "diagnosis", "trl"), LAB),
     Layer("Making a run", (TRAINER,), TRAIN),

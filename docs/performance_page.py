@@ -13,6 +13,7 @@ from docs.performance_misses import misses_section, targets_of, title_of
 Run = dict[str, Any]
 FIGURE = "docs/figures/head.svg"
 WHERE = {"cuda": "on a GPU", "cpu": "on a CPU"}
+OURS = "pl.hf.policy_loss"
 
 
 def performance_pages(results: Path) -> dict[str, str]:
@@ -77,6 +78,7 @@ def step_section(run: Run, device: str) -> str:
         f"{run['length']} tokens, half of them prompt, with recomputed activations: median time, "
         f"and how much longer that is than the body alone{_step_notes(run)}",
         table(["model, tokens", *heads], rows),
+        *_savings(run),
         *(
             ["The largest batch that fits, in tokens:", table(["model", *heads], most)]
             if run["largest"]
@@ -84,6 +86,25 @@ def step_section(run: Run, device: str) -> str:
         ),
         *(f"Not measured: {who} ({why})." for who, why in run["absent"].items()),
     )
+
+
+def _savings(run: Run) -> list[str]:
+    """The share of a step that our head saves, from the least to the most over the sizes."""
+    times = {
+        (row["head"], row["model"], row["tokens"]): row.get("median_ms") for row in run["rows"]
+    }
+    shares: dict[str, list[float]] = {}
+    for (head, *size), time in times.items():
+        ours = times.get((OURS, *size))
+        if head not in (OURS, "body alone") and time and ours:
+            shares.setdefault(head, []).append(100 * (1 - ours / time))
+    if not shares:
+        return []
+    saved = "; ".join(f"{head} {min(x):.1f} to {max(x):.1f} %" for head, x in shares.items())
+    return [
+        f"The share of a whole step's time that `{OURS}` saves over these sizes (negative: it "
+        f"takes longer), against: {saved}."
+    ]
 
 
 def _step_notes(run: Run) -> str:

@@ -60,7 +60,13 @@ GUIDES = Section(
         Group("Your own loss", ("docs/custom.md",)),
         Group(
             "TRL, verl, OpenRLHF, ColossalChat",
-            ("docs/frameworks.md", "docs/names.md", "docs/conformance.md", "docs/catalogue.md"),
+            (
+                "docs/frameworks.md",
+                "docs/port.md",
+                "docs/names.md",
+                "docs/conformance.md",
+                "docs/catalogue.md",
+            ),
         ),
         Group(
             "Reports",

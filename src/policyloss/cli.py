@@ -9,13 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import MISSING, dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from policyloss import __version__
 from policyloss.choose import ARGUMENTS, read_losses
@@ -23,6 +22,7 @@ from policyloss.commands import (
     HELP,
     JSON,
     OPTIONS,
+    Argument,
     Command,
     Parser,
     Positional,
@@ -65,6 +65,21 @@ class Diff:
     """Print JSON instead of text."""
 
 
+_Framework = Literal["trl", "verl", "openrlhf"]
+# The arguments of `policyloss port`; no field of a dataclass can be called "from".
+PORT = [
+    Argument(
+        "loss",
+        str,
+        MISSING,
+        "The path of a JSON file with the options of --from; without --from, the name of a preset "
+        "or the path of a JSON file that holds LossSpec.to_dict().",
+        place="FILE",
+    ),
+    Argument("from", _Framework, None, "The framework of the options in FILE."),
+    Argument("to", _Framework, MISSING, "The framework whose options to print."),
+    JSON,
+]
 OWN = {
     "presets": Command("List the named losses.", [JSON], "policyloss.cli"),
     "choose": Command(
@@ -79,6 +94,11 @@ OWN = {
     "explain-trl": Command(
         "Explain the loss of a TRL GRPOConfig: the options that decide, traps, the loss.",
         ExplainTrl,
+        "policyloss.cli",
+    ),
+    "port": Command(
+        "Print the options of one framework as those of another, and what is lost as notes.",
+        PORT,
         "policyloss.cli",
     ),
 }
@@ -121,20 +141,12 @@ def explain_command(words: Sequence[str]) -> int:
 
 def explain_trl_command(words: Sequence[str]) -> int:
     """The loss of a TRL GRPOConfig."""
-    from policyloss.catalogue import read_json
     from policyloss.compat.trl import explain_config, spec_from_config
     from policyloss.compat.trl.config import DEFAULTS, EXTRA_OPTIONS
+    from policyloss.porting import read_option_file
 
     args = read_options("explain-trl", ExplainTrl, words)
-    options = read_json(args.config)
-    if not isinstance(options, dict):
-        raise PolicyLossError(f"{args.config} must hold one JSON object, options by name.")
-    for name in options:
-        meant = get_close_matches(name, DEFAULTS, 1, cutoff=0.88) if name not in DEFAULTS else []
-        if meant:
-            hint = f"{name!r}; did you mean {meant[0]!r}?"
-            raise PolicyLossError(f"{args.config}: unknown option {hint}")
-    config = SimpleNamespace(**{**DEFAULTS, **options})
+    config = SimpleNamespace(**{**DEFAULTS, **read_option_file(args.config, DEFAULTS)})
     if args.json:
         _print_json(spec_from_config(config, handled=EXTRA_OPTIONS).to_dict())
     else:
@@ -149,6 +161,37 @@ def diff_command(words: Sequence[str]) -> int:
     options = read_options("diff", Diff, words)
     difference = diff(_loss(options.a), _loss(options.b))
     _print_json(difference.to_dict()) if options.json else print(difference)
+    return 0
+
+
+def port_command(words: Sequence[str]) -> int:
+    """Options of another framework on the output, and notes on the differences after them."""
+    from policyloss.catalogue import as_spec, find_preset
+    from policyloss.compat.options import FRAMEWORKS
+    from policyloss.porting import Reading, as_text, port_loss, read_option_file, read_options
+
+    options = read_words("port", PORT, words)
+    if "to" not in options:
+        raise InputError(f"--to is missing; name the framework: {', '.join(FRAMEWORKS)}.")
+    others: list[str] = []
+    if "from" in options:
+        known = FRAMEWORKS[options["from"]].defaults
+        theirs = read_option_file(options["loss"], known)
+        wanted = read_options(options["from"], theirs)
+        others = [name for name in theirs if name not in known]
+    else:
+        loss = _loss(options["loss"])
+        advantage = find_preset(loss).advantage if isinstance(loss, str) else None
+        wanted = Reading(as_spec(loss), advantage)
+    port = port_loss(wanted, options["to"])
+    if options.get("json"):
+        _print_json({**port._asdict(), "not_of_the_loss": others})
+        return 0
+    print(as_text(FRAMEWORKS[options["to"]].style, port.options))
+    for text in port.lost:
+        print(f"lost: {text}.", file=sys.stderr)
+    if others:
+        print(f"not of the loss, left out: {', '.join(others)}.", file=sys.stderr)
     return 0
 
 

@@ -31,8 +31,9 @@ class Doctor:
     """Arguments of `policyloss doctor`."""
 
     path: Annotated[Path, Positional("PATH")]
-    """A .jsonl or .safetensors file of tokens (rollout_logp, old_logp, …), a run directory,
-    trainer_state.json, TensorBoard events, verl's metrics, or a CSV export."""
+    """A .jsonl or .safetensors file of tokens (rollout_logp, old_logp, …) or of distributions
+    (rollout_top_logp, …), a run directory, trainer_state.json, TensorBoard events, verl's metrics,
+    or a CSV export."""
     model: str | None = None
     """Folder of the trainer's model, which simulates causes; needs transformers."""
     json: bool = False

@@ -13,7 +13,36 @@ _BOUNDS, _CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _PLACES, _VERDICTS 
     "test_doctor_places.py::",
     "test_doctor_verdicts.py::",
 )
+_DISTRIBUTIONS = "test_distributions.py::"
 DOCTOR = (
+    (
+        "distributions_without_the_rest",
+        "policyloss_lab/diagnosis/distributions.py",
+        "terms + rest * (rest / other).log()",
+        "terms",
+        _DISTRIBUTIONS + "test_top_k_by_hand",
+    ),
+    (
+        "distributions_count_ties",
+        "policyloss_lab/diagnosis/distributions.py",
+        "r[:, :-1] < r[:, 1:]",
+        "r[:, :-1] <= r[:, 1:]",
+        _DISTRIBUTIONS + "test_numbers_by_hand",
+    ),
+    (
+        "distributions_of_one_direction",
+        "policyloss_lab/diagnosis/distributions.py",
+        "for sides in ((r, o), (o, r)))",
+        "for sides in ((r, o), (r, o)))",
+        _DISTRIBUTIONS + "test_numbers_by_hand",
+    ),
+    (
+        "layers_by_letters",
+        "policyloss_lab/diagnosis/distributions.py",
+        "int(x) if x.isdigit() else x",
+        "x",
+        _DISTRIBUTIONS + "test_the_command_reads_safetensors",
+    ),
     (
         "doctor_freedom_is_free",
         "policyloss_lab/diagnosis/hypothesis.py",

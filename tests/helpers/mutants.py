@@ -68,6 +68,27 @@ MUTANTS = (
         _HAND + "test_trust",
     ),
     Mutant(
+        "port_to_another_model",
+        "policyloss/porting.py",
+        'slot == "kl" and name == "anchor"',
+        "False",
+        "test_porting.py::test_presets_by_hand",
+    ),
+    Mutant(
+        "port_hides_a_lost_part",
+        "policyloss/porting.py",
+        "elif not change.fields:",
+        "elif change.fields:",
+        "test_porting.py::test_a_port_reads_back_or_names_each_loss",
+    ),
+    Mutant(
+        "port_of_a_narrow_delta",
+        "policyloss/porting.py",
+        "clip.delta >= 1 + clip.eps_high",
+        "clip.delta >= 1",
+        "test_porting.py::test_a_narrow_delta_is_no_dual_clip",
+    ),
+    Mutant(
         "dual_clip_dropped",
         "policyloss/functional/trust.py",
         "torch.minimum(loss, dual * a.abs())",

@@ -13,7 +13,7 @@ from policyloss.spec import LossSpec
 # Numbers that guard `exp`, not part of any paper's loss.
 GUARDS = ("log_clamp", "token_clamp", "clamp", "value_clamp", "floor")
 # Fields by which a drop-in keeps a framework's last digits.
-_ROUNDING = ("epsilon", "as_written")
+ROUNDING = ("epsilon", "as_written")
 _FURTHEST = 4  # the largest distance of a small change
 
 
@@ -73,7 +73,7 @@ def _price_of(field: Any, mine: Any, theirs: Any) -> float:
     """The price of one changed field: low for a guard, highest for a choice."""
     if mine == theirs or (field.name == "horizon" and theirs is None):
         return 0.0
-    if field.name in (*GUARDS, *_ROUNDING):
+    if field.name in (*GUARDS, *ROUNDING):
         return 0.05
     if theirs is None:
         return 0.5

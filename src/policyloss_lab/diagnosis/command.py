@@ -15,6 +15,13 @@ from policyloss_lab import limits
 from policyloss_lab.commands import Doctor
 from policyloss_lab.diagnosis.curves import LogThresholds
 from policyloss_lab.diagnosis.diagnose import Thresholds
+from policyloss_lab.diagnosis.distributions import (
+    COLUMNS,
+    DistributionGap,
+    DistributionThresholds,
+    compare_distributions,
+    read_distributions,
+)
 from policyloss_lab.diagnosis.read import read_tokens
 from policyloss_lab.diagnosis.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.tokens import doctor
@@ -22,7 +29,7 @@ from policyloss_lab.diagnosis.verdict import Diagnosis
 from policyloss_lab.reading import open_file
 
 HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2: a wrong argument, as for every command
-Limits = TypeVar("Limits", Thresholds, LogThresholds)
+Limits = TypeVar("Limits", Thresholds, LogThresholds, DistributionThresholds)
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
@@ -38,14 +45,21 @@ def doctor_command(arguments: Sequence[str]) -> int:
 
 def verdict_on(
     path: Path, model: str | None = None, thresholds: Sequence[str] = ()
-) -> Diagnosis | RunDiagnosis:
-    """The verdict on a file of tokens, or else on logs. thresholds: each NAME=NUMBER."""
+) -> Diagnosis | RunDiagnosis | DistributionGap:
+    """The verdict on a file of tokens or distributions, or on logs. thresholds: NAME=NUMBER."""
     if path.suffix in (".pt", ".pth", ".pkl", ".bin", ".npz"):
         raise InputError(
             f"{path} may be a pickle, which can run code and is not read; save safetensors or JSON "
             "lines."
         )
-    if path.suffix == ".safetensors" or (path.suffix == ".jsonl" and _holds_tokens(path)):
+    start = _beginning(path)
+    if any(f'"{name}"'.encode() in start for name in COLUMNS):
+        if model is not None:
+            raise InputError(f"--model needs a file of tokens; {path} holds distributions.")
+        bounds = with_numbers(DistributionThresholds(), thresholds)
+        return compare_distributions(**read_distributions(path), thresholds=bounds)
+    lists = b"[" in start and any(x in start for x in (b"_logp", b"log_prob", b"logprob"))
+    if path.suffix == ".safetensors" or lists:
         arguments: dict[str, Any] = read_tokens(path)
         arguments["thresholds"] = with_numbers(Thresholds(), thresholds)
         if model is None:
@@ -76,14 +90,15 @@ def with_numbers(limits: Limits, pairs: Sequence[str]) -> Limits:
     return limits
 
 
-def _holds_tokens(path: Path) -> bool:
-    """Whether the first line holds lists of log-probabilities."""
+def _beginning(path: Path) -> bytes:
+    """The first line of a .jsonl file, or the header of a .safetensors file; empty for others."""
     try:
         with open_file(path) as file:
-            line = file.readline(limits.MIB)
+            if path.suffix == ".safetensors":
+                return file.read(limits.MIB)
+            return file.readline(limits.MIB) if path.suffix == ".jsonl" else b""
     except (InputError, OSError):
-        return False
-    return b"[" in line and (b"_logp" in line or b"log_prob" in line or b"logprob" in line)
+        return b""
 
 
 def load_model(model: str) -> Any:

@@ -75,7 +75,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as plain data; the correction as the repr of its parts."""
-        return {name: _plain(value) for name, value in vars(self).items()}
+        return {name: plain(value) for name, value in vars(self).items()}
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -119,15 +119,15 @@ class Diagnosis:
         ]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value that strict JSON can hold, with six digits of a number."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     value = value._asdict() if isinstance(value, (Alternative, Place)) else value
     if isinstance(value, Mapping):
-        return {name: _plain(x) for name, x in value.items()}
+        return {name: plain(x) for name, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
+        return [plain(x) for x in value]
     return value if value is None or isinstance(value, (str, int)) else repr(value)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,16 +39,16 @@ from policyloss.compat.verl.settings import (
     either,
     policy_options,
     read_field,
-    read_number,
     since,
 )
+from policyloss.compat.verl.specs import SPECS, UNCLAMPED
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
 from policyloss.loss import LossOutput, policy_loss
 from policyloss.parts import trust
 from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.parts.correction import GivenWeight
-from policyloss.parts.ratio import SequenceRatio, TokenRatio
+from policyloss.parts.ratio import TokenRatio
 from policyloss.spec import LossSpec
 from policyloss.tokens import as_mask
 from policyloss.totals import Totals
@@ -195,9 +195,7 @@ class SequenceMeanCall(LossCall):
 
 
 def _ppo(call: LossCall) -> LossResult:
-    dual = check_dual(read_field(call.config, "clip_ratio_c", 3.0))
-    clip = trust.Clip(*clip_range(call.config), dual)
-    return call.result(LossSpec(trust=clip), CLIPPED, ("dual",))
+    return call.result(SPECS["vanilla"](call.config), CLIPPED, ("dual",))
 
 
 @drop_in_of(LossCall)
@@ -206,22 +204,16 @@ def compute_policy_loss_vanilla(call: LossCall) -> LossResult:
     return _ppo(call)
 
 
-def _probability_band(call: LossCall, divergence: Literal["tv", "kl"]) -> LossResult:
-    cap = read_field(call.config, "clip_ratio_c", 20.0)
-    band = trust.ProbabilityBand(divergence, *clip_range(call.config), cap=cap)
-    return call.result(LossSpec(trust=band), CLIPPED, ("dual",))
-
-
 @drop_in_of(LossCall)
 def compute_policy_loss_dppo_tv(call: LossCall) -> LossResult:
     """DPPO, total variation: `ProbabilityBand("tv", clip_ratio_low, …, cap=clip_ratio_c)`."""
-    return _probability_band(call, "tv")
+    return call.result(SPECS["dppo_tv"](call.config), CLIPPED, ("dual",))
 
 
 @drop_in_of(LossCall)
 def compute_policy_loss_dppo_kl(call: LossCall) -> LossResult:
     """DPPO, binary KL: `ProbabilityBand("kl", clip_ratio_low, …, cap=clip_ratio_c)`."""
-    return _probability_band(call, "kl")
+    return call.result(SPECS["dppo_kl"](call.config), CLIPPED, ("dual",))
 
 
 @drop_in_of(SequenceMeanCall)
@@ -231,8 +223,7 @@ def compute_policy_loss_gspo(call: LossCall) -> LossResult:
     """
     if not since(call.release, "0.9.1"):
         call = replace(call, loss_agg_mode="seq-mean-token-mean")
-    ratio = SequenceRatio(grad="token", log_clamp=(None, 10.0))
-    return call.result(LossSpec(ratio, trust.Clip(*clip_range(call.config))), CLIPPED, ())
+    return call.result(SPECS["gspo"](call.config), CLIPPED, ())
 
 
 @drop_in_of(SequenceMeanCall)
@@ -241,18 +232,17 @@ def compute_policy_loss_sapo(call: LossCall) -> LossResult:
     "seq-mean-token-mean".
     """
     call = replace(call, loss_agg_mode="seq-mean-token-mean")
+    spec = SPECS["sapo"](call.config)
+    taus = (spec.trust.tau_positive, spec.trust.tau_negative)
     # verl rounds them to the dtype of the advantages.
-    taus = (
-        float(torch.as_tensor(read_number(call.config, name), dtype=call.advantages.dtype))
-        for name in ("tau_pos", "tau_neg")
-    )
-    return call.result(LossSpec(trust=trust.SoftGate(*taus)), (), ())
+    rounded = (float(torch.as_tensor(tau, dtype=call.advantages.dtype)) for tau in taus)
+    return call.result(spec.replace(trust=trust.SoftGate(*rounded)), (), ())
 
 
 @drop_in_of(LossCall)
 def compute_policy_loss_gpg(call: LossCall) -> LossResult:
     """GPG: `-A·logp`, without a ratio. verl reports no metrics."""
-    return call.loss(LossSpec(trust=trust.Unbounded("logp"))).loss, {}
+    return call.loss(SPECS["gpg"](call.config)).loss, {}
 
 
 @drop_in_of(LossCall)
@@ -260,23 +250,16 @@ def compute_policy_loss_clip_cov(call: LossCall) -> LossResult:
     """Clip-Cov over this micro-batch (`LocalCovClip`); torch's generator draws the dropped tokens.
     `pg_clipfrac` is their share.
     """
-    defaults = {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
-    part = trust.CovClip(*clip_range(call.config), *_options(call, defaults))
-    local = LocalCovClip(part, guard(call.response_mask))
-    return call.result(LossSpec(TokenRatio(log_clamp=None), local), ("dropped",))
+    spec = SPECS["clip_cov"](call.config)
+    local = LocalCovClip(spec.trust, guard(call.response_mask))
+    return call.result(spec.replace(trust=local), ("dropped",))
 
 
 @drop_in_of(LossCall)
 def compute_policy_loss_kl_cov(call: LossCall) -> LossResult:
     """KL-Cov over this micro-batch (`LocalCovKL`). `ppo_kl` is the mean of |log-ratio|."""
-    part = trust.CovKL(*_options(call, {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 1.0}))
-    return call.result(LossSpec(TokenRatio(log_clamp=None), LocalCovKL(part)), drift="abs")
-
-
-def _options(call: LossCall, defaults: dict[str, float]) -> list[Any]:
-    """These options of `config.policy_loss`, in this order."""
-    options = policy_options(call.config)
-    return [either(read_field(options, name), default) for name, default in defaults.items()]
+    spec = SPECS["kl_cov"](call.config)
+    return call.result(spec.replace(trust=LocalCovKL(spec.trust)), drift="abs")
 
 
 @drop_in_of(LossCall)
@@ -287,8 +270,8 @@ def compute_policy_loss_geo_mean(call: LossCall) -> LossResult:
     `pg_clipfrac` and `pg_clipfrac_lower` are the shares outside the band with A > 0 and with A < 0.
     """
     band, epsilon = clip_range(call.config), guard(call.response_mask)
-    clip = MeanAdvantageGeometricClip(trust.GeometricClip(*band), epsilon)
-    spec = LossSpec(TokenRatio(log_clamp=None), clip, aggregate=SeqMeanTokenMean())
+    spec = SPECS["geo_mean"](call.config).replace(aggregate=SeqMeanTokenMean())
+    spec = spec.replace(trust=MeanAdvantageGeometricClip(spec.trust, epsilon))
     if call.rollout_is_weights is not None:
         weight = GeometricMeanWeight(call.rollout_is_weights, floor=1e-10, epsilon=epsilon)
         spec = spec.replace(correction=weight)
@@ -304,10 +287,7 @@ def compute_policy_loss_dro(call: LossCall) -> LossResult:
     """verl's DRO (direct reward optimisation): `Quadratic(dro_beta)`, with `dro_beta` from
     `config.policy_loss`.
     """
-    beta = read_field(policy_options(call.config), "dro_beta")
-    if beta is None or beta <= 0:
-        raise SpecError(f"policy_loss.dro_beta must be a positive number for DRO, got {beta!r}.")
-    return call.result(LossSpec(TokenRatio(log_clamp=None), trust.Quadratic(beta)))
+    return call.result(SPECS["dro"](call.config))
 
 
 @drop_in_of(LossCall)
@@ -315,8 +295,7 @@ def compute_policy_loss_cispo(call: LossCall) -> LossResult:
     """CISPO: `DetachedClip` around one. `pg_clipfrac` is the share outside the band, for advantages
     of either sign.
     """
-    band = trust.DetachedClip.around_one(*clip_range(call.config))
-    return call.result(LossSpec(trust=band), CLIPPED, ())
+    return call.result(SPECS["cispo"](call.config), CLIPPED, ())
 
 
 @drop_in
@@ -338,7 +317,7 @@ def compute_policy_loss_reinforce(
 
 
 def _reinforce(call: LossCall) -> LossResult:
-    return call.result(LossSpec(TokenRatio(log_clamp=None), trust.Unbounded("logp")))
+    return call.result(LossSpec(UNCLAMPED, trust.Unbounded("logp")))
 
 
 @drop_in_of(LossCall)

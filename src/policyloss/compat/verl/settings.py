@@ -29,7 +29,7 @@ MODES = {
     aggregate.SeqMeanTokenSumNorm: "seq-mean-token-sum-norm",
 }
 # Options of the actor: verl's default, and the fields of the trust region with the same meaning.
-_TRUST_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
+TRUST_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "clip_ratio": (0.2, ("eps_low", "eps_high")),
     "clip_ratio_low": (0.2, ("eps_low",)),
     "clip_ratio_high": (0.2, ("eps_high",)),
@@ -45,7 +45,7 @@ _TRUST_OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 # algorithm.adv_estimator, and the estimator of `policyloss.advantage`. "grpo" divides by the
 # standard deviation unless algorithm.norm_adv_by_std_in_grpo is false.
-_ESTIMATORS = {
+ESTIMATORS = {
     **{name: name for name in ("gae", "grpo", "rloo", "opo", "gpg", "gdpo", "remax")},
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
@@ -138,7 +138,7 @@ def warn_of_overridden(name: str, spec: LossSpec, config: Any, loss_agg_mode: st
 
 
 def _overridden_numbers(spec: LossSpec, actor: Any) -> Iterator[str]:
-    for option, (default, fields) in _TRUST_OPTIONS.items():
+    for option, (default, fields) in TRUST_OPTIONS.items():
         section, _, name = option.rpartition(".")
         config = read_field(actor, section) if section else actor
         value = None if config is None else read_field(config, name, default)
@@ -179,19 +179,27 @@ def check_config(config: Any) -> None:
     if name == mode or name not in PRESETS:
         return
     with_horizon_of(actor, name, PRESETS[name].spec)
+    estimator, setting = advantages_of(config)
+    check_advantages(mode, name, estimator, setting, _setting_for)
+
+
+def advantages_of(config: Any) -> tuple[str | None, str]:
+    """The estimator of `policyloss.advantage` of a complete configuration, or None; and the setting
+    that selects it.
+    """
     algorithm = read_field(config, "algorithm")
     adv_estimator = read_field(algorithm, "adv_estimator", "gae")
     chosen = str(getattr(adv_estimator, "value", adv_estimator))
-    estimator, setting = _ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
+    estimator, setting = ESTIMATORS.get(chosen), f"algorithm.adv_estimator={chosen}"
     if estimator == "grpo" and not read_field(algorithm, "norm_adv_by_std_in_grpo", True):
-        estimator, setting = "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
-    check_advantages(mode, name, estimator, setting, _setting_for)
+        return "dr_grpo", f"{setting} with algorithm.norm_adv_by_std_in_grpo=false"
+    return estimator, setting
 
 
 def _setting_for(advantage: str) -> str:
     if advantage == "dr_grpo":
         return "set algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false"
-    theirs = next((name for name, ours in _ESTIMATORS.items() if ours == advantage), None)
+    theirs = next((name for name, ours in ESTIMATORS.items() if ours == advantage), None)
     return f"set algorithm.adv_estimator={theirs}" if theirs else ""
 
 
