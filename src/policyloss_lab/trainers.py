@@ -1,0 +1,318 @@
+"""`attach`: finds the place in a trainer where each step can be read, without importing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from policyloss.errors import InputError
+from policyloss_lab.attachment import Attachment, Row, split_rows
+from policyloss_lab.diagnosis.read import COLUMNS
+from policyloss_lab.runs.recorder import Decode
+
+# Our name of a column, and its names in verl, TRL and OpenRLHF.
+_NAMES: dict[str, tuple[str, ...]] = {
+    **COLUMNS,
+    "ref_logp": ("ref_logp", "ref_log_prob", "ref_per_token_logps", "base_action_log_probs"),
+    "advantages": ("advantages",),
+    "rewards": ("rewards", "token_level_scores"),
+}
+
+
+def attach(
+    trainer: Any = None,
+    out: str | Path | None = None,
+    *,
+    every: int = 10,
+    halt_on: str | Sequence[str] = (),
+    decode: Decode | None = None,
+) -> Attachment:
+    """Record a run, diagnose it while it trains, and halt it on a verdict of `halt_on`.
+
+        lab.attach(trainer, "runs/mine", halt_on=("temperature", "nonfinite"))
+        trainer.train()
+
+    trainer: TRL's `GRPOTrainer`; verl's actor worker, or its `RayPPOTrainer`; OpenRLHF's
+    `ActorPPOTrainer` or the actor that holds it; Tinker's `TrainingClient`; None for a loop of your
+    own, which calls `step` of the result. out: a folder without a run; by default, a new one in
+    runs. every: the steps 1, 1 + every, 1 + 2·every, … are examined: the doctor reads their tokens
+    and all metrics so far, and a few completions are stored. halt_on: names of verdicts
+    (docs/doctor.md). TRL then stops after the step; the others raise `RunHaltedError`. decode:
+    turns a list of ids into text; by default, that of the trainer's tokenizer.
+
+    No number of the run changes. An error inside is logged once, and the run goes on without the
+    attachment. Of several ranks, the first records.
+    """
+    hook = _hook_of(trainer)
+    config = {} if trainer is None else {"trainer": type(trainer).__name__}
+    tokenizer = getattr(trainer, "processing_class", None) or getattr(trainer, "tokenizer", None)
+    attachment = Attachment(
+        out, every, halt_on, decode or getattr(tokenizer, "decode", None), config
+    )
+    hook(attachment, trainer)
+    return attachment
+
+
+def _hook_of(trainer: Any) -> Callable[[Attachment, Any], None]:
+    """The function that hooks an attachment into a trainer of this kind."""
+    kinds: dict[Callable[[Attachment, Any], None], tuple[str, ...]] = {
+        _hook_trl: ("add_callback", "compute_loss"),
+        _hook_verl_driver: ("_update_actor",),
+        _hook_verl_worker: ("train_mini_batch",),
+        _hook_openrlhf: ("ppo_train", "replay_buffer"),
+        _hook_tinker: ("forward_backward", "optim_step"),
+    }
+    if trainer is None:
+        return lambda attachment, _: None
+    for hook, names in kinds.items():
+        if all(hasattr(trainer, name) for name in names):
+            return hook
+    # verl's worker of several roles holds its `actor`, OpenRLHF's actor its `trainer`.
+    for inner in ("actor", "trainer"):
+        if (held := getattr(trainer, inner, None)) is not None:
+            inside = _hook_of(held)
+            return lambda attachment, _: inside(attachment, held)
+    raise InputError(
+        f"trainer is an unknown {type(trainer).__name__}; pass TRL's GRPOTrainer, verl's worker or "
+        "RayPPOTrainer, OpenRLHF's ActorPPOTrainer or Tinker's TrainingClient; or leave it out "
+        "and call step() of the result in your loop."
+    )
+
+
+def _replace(attachment: Attachment, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace a method of one object by `wrap(method)`, until the attachment detaches."""
+    method, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, wraps(method)(wrap(method)))
+    attachment.undo.append(lambda: setattr(owner, name, method) if own else delattr(owner, name))
+
+
+def _renamed(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a trainer's batch under our names; those it lacks are left out."""
+    found = {our: next((n for n in names if n in batch), None) for our, names in _NAMES.items()}
+    return {our: batch[name] for our, name in found.items() if name is not None}
+
+
+def _unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """Prompts `[B, P]` as lists of ids."""
+    mask = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
+    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.bool().cpu(), strict=True)]
+
+
+# TRL ----------------------------------------------------------------------------------------------
+
+
+class _Events:
+    """A callback of transformers' trainers; its other events do nothing. It is never taken out of
+    the trainer, because a list of callbacks must not change while its events are sent.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self._attachment.log(state.global_step, lambda: logs or {})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._attachment.examine(state.global_step):
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._attachment.detach()
+
+
+def _hook_trl(attachment: Attachment, trainer: Any) -> None:
+    latest: list[torch.Tensor] = []  # the log-probabilities of the loss that is being computed
+
+    def scored(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if torch.is_grad_enabled():
+                latest[:] = [result[0].detach()]
+            return result
+
+        return call
+
+    def lost(method: Any) -> Any:
+        def call(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            latest.clear()
+            loss = method(model, inputs, *args, **kwargs)
+            if trainer.model.training:
+                attachment.observe(trainer.state.global_step + 1, lambda: _trl_rows(inputs, latest))
+            return loss
+
+        return call
+
+    _replace(attachment, trainer, "_get_per_token_logps_and_entropies", scored)
+    _replace(attachment, trainer, "compute_loss", lost)
+    trainer.add_callback(_Events(attachment))
+
+
+def _trl_rows(inputs: Mapping[str, Any], logp: Sequence[torch.Tensor]) -> list[Row]:
+    batch = _renamed(inputs)
+    if logp:
+        batch["logp"] = logp[0]
+        batch.setdefault("old_logp", logp[0])  # as in TRL's loss
+    if "tool_mask" in inputs:
+        batch["mask"] = batch["mask"] * inputs["tool_mask"]
+    batch["prompts"] = _unpadded(inputs["prompt_ids"], inputs.get("prompt_mask"))
+    return split_rows(batch)
+
+
+# verl ---------------------------------------------------------------------------------------------
+
+
+def _hook_verl_worker(attachment: Attachment, worker: Any) -> None:
+    _around(attachment, worker, "train_mini_batch", _verl_rows, lambda result: result["metrics"])
+    tokenizer = getattr(getattr(worker, "model_config", None), "tokenizer", None)
+    attachment.decode = attachment.decode or getattr(tokenizer, "decode", None)
+
+
+def _hook_verl_driver(attachment: Attachment, trainer: Any) -> None:
+    def rows(data: Any) -> list[Row]:
+        return _verl_rows(data.batch)
+
+    _around(attachment, trainer, "_update_actor", rows, lambda result: result.meta_info["metrics"])
+
+
+def _verl_rows(data: Any) -> list[Row]:
+    columns = {name: data[name] for name in data.keys()}  # noqa: SIM118  # a TensorDict
+    columns = {
+        name: torch.nested.to_padded_tensor(x, 0) if getattr(x, "is_nested", False) else x
+        for name, x in columns.items()
+    }
+    batch = _renamed(columns)
+    batch["prompts"] = _unpadded(batch["prompts"], columns.get("attention_mask"))
+    return split_rows(batch)
+
+
+def _around(
+    attachment: Attachment,
+    owner: Any,
+    name: str,
+    rows: Callable[[Any], list[Row]],
+    metrics: Callable[[Any], Mapping[str, Any]],
+) -> None:
+    """Observe the argument of a method that makes one step, and log the metrics of its result."""
+
+    def wrap(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            step = attachment.next_step
+            attachment.observe(step, lambda: rows(next(iter((*args, *kwargs.values())))))
+            result = method(*args, **kwargs)
+            # Of several ranks that share a model, one returns the metrics.
+            attachment.finish_step(step, lambda: {} if result is None else metrics(result))
+            return result
+
+        return call
+
+    _replace(attachment, owner, name, wrap)
+
+
+# OpenRLHF -----------------------------------------------------------------------------------------
+
+
+def _hook_openrlhf(attachment: Attachment, trainer: Any) -> None:
+    def rows(_: Any) -> list[Row]:
+        return [row for item in trainer.replay_buffer.items for row in _openrlhf_rows(vars(item))]
+
+    _around(attachment, trainer, "ppo_train", rows, lambda result: result)
+
+
+def _openrlhf_rows(item: Mapping[str, Any]) -> Iterable[Row]:
+    """The one completion of an `Experience`: `[T]` tensors, of which `sequences` begins earlier."""
+    known = {name: x for name, x in item.items() if x is not None}
+    batch = {name: x[None] for name, x in _renamed(known).items() if name != "prompts"}
+    batch["ids"] = known["sequences"][None, -batch["mask"].shape[1] :]
+    return split_rows({**batch, "prompts": known.get("prompts") or [""]})
+
+
+# Tinker -------------------------------------------------------------------------------------------
+
+
+def _hook_tinker(attachment: Attachment, client: Any) -> None:
+    metrics: dict[str, Any] = {}
+    waiting: list[tuple[Any, Any]] = []  # the data and the future of each call of forward_backward
+
+    def custom(method: Any) -> Any:
+        def call(data: Any, loss_fn: Any, **options: Any) -> Any:
+            if not callable(loss_fn):  # the server computes it
+                return method(data, loss_fn, **options)
+
+            def loss(data: Any, logprobs: Any) -> Any:
+                result = loss_fn(data, logprobs)
+                complete = getattr(loss_fn, "complete", list)
+                attachment.observe(
+                    attachment.next_step, lambda: _tinker_rows(complete(data), logprobs)
+                )
+                metrics.update(result[1])
+                return result
+
+            return method(data, loss, **options)
+
+        return call
+
+    def built_in(method: Any) -> Any:
+        def call(data: Any, *args: Any, **kwargs: Any) -> Any:
+            future = method(data, *args, **kwargs)
+            waiting.append((data, future))
+            return future
+
+        return call
+
+    def stepped(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            attachment.finish_step(attachment.next_step, read)
+            return result
+
+        return call
+
+    def read() -> dict[str, Any]:
+        """The metrics of the step. A result is read when it has arrived, mostly a step later."""
+        arrived = [pair for pair in waiting if pair[1].future().done()]
+        waiting[:] = [pair for pair in waiting if pair not in arrived]
+        numbers = dict(metrics)
+        metrics.clear()
+        for data, result in ((data, future.result()) for data, future in arrived):
+            numbers.update(result.metrics)
+            logp = [output["logprobs"].to_torch() for output in result.loss_fn_outputs]
+            attachment.observe(attachment.next_step - 1, partial(_tinker_rows, data, logp))
+        return numbers
+
+    _replace(attachment, client, "forward_backward_custom_async", custom)
+    _replace(attachment, client, "forward_backward", built_in)
+    _replace(attachment, client, "optim_step", stepped)
+
+
+def _tinker_rows(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> list[Row]:
+    """The data that hold the sampler's log-probabilities. Without a mask, tokens whose
+    log-probability is 0 belong to the prompt, as in the cookbook.
+    """
+    rows: list[Row] = []
+    for datum, logp in zip(data, logprobs, strict=True):
+        inputs = {name: x.to_torch() for name, x in datum.loss_fn_inputs.items()}
+        if "logprobs" not in inputs:
+            continue
+        mask = inputs.get("mask", inputs.get("weights", inputs["logprobs"])) != 0
+        batch = {
+            "ids": inputs["target_tokens"],
+            "logp": logp,
+            "old_logp": inputs.get("old_logprobs"),
+            "rollout_logp": inputs["logprobs"],
+            "ref_logp": inputs.get("ref_logprobs"),
+            "advantages": inputs.get("advantages"),
+        }
+        first = int(mask.int().argmax())
+        batch = {name: x.reshape(1, -1) for name, x in batch.items() if x is not None}
+        prompt = datum.model_input.to_ints()[: first + 1]
+        rows += split_rows({**batch, "mask": mask[None], "prompts": [prompt]})
+    return rows
