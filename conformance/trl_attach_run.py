@@ -71,7 +71,7 @@ def sampler(temperature: float) -> Callable[[list[str], Any], dict[str, Any]]:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         rows = trainer.processing_class(prompts)["input_ids"]
         ids, logp = sample(trainer.model, torch.tensor(rows), WIDTH, temperature)
-        lengths = [(row.tolist() + [END]).index(END) + 1 for row in ids]
+        lengths = [[*row.tolist(), END].index(END) + 1 for row in ids]
         cut = [x[:n].tolist() for x, n in zip(ids, lengths, strict=True)]
         scores = [x[:n].tolist() for x, n in zip(logp, lengths, strict=True)]
         return {"prompt_ids": rows, "completion_ids": cut, "logprobs": scores}
