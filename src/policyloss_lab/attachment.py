@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
+from itertools import chain
+from math import isfinite
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -43,13 +45,6 @@ class RunHaltedError(PolicyLossError):
         self.cause = cause
 
 
-class Halt(NamedTuple):
-    """Why a run ends: the name of the cause, and a sentence."""
-
-    cause: str
-    text: str
-
-
 def never_fails(
     method: Callable[Concatenate[Attachment, P], None],
 ) -> Callable[Concatenate[Attachment, P], None]:
@@ -77,7 +72,8 @@ class Attachment:
     """The recorder and the doctor of a running trainer; `attach` makes it.
 
     path: the run directory; it holds the page, report.html. findings: the named causes and symptoms
-    so far. active: whether it still records. A context manager, which detaches at the end.
+    so far. halt: (cause, sentence) if one of `halt_on` was found. active: whether it records. A
+    context manager, which detaches at the end.
     """
 
     def __init__(
@@ -98,11 +94,11 @@ class Attachment:
         self.path = Path(out or time.strftime("runs/attached-%Y%m%d-%H%M%S"))
         self.decode = decode
         self.findings: dict[str, Finding] = {}
-        self.active = True
-        self.halt: Halt | None = None
+        self.active, self._left = True, False
+        self.halt: tuple[str, str] | None = None
         self.undo: list[Callable[[], None]] = []  # takes the hooks out of the trainer
         self.next_step = 1
-        self._step = self._examinations = 0
+        self._step = self._examinations = self._judged = 0
         self._log: list[dict[str, float]] = []
         self._numbers: dict[str, float] = {}  # of the step `_step`, not yet written
         self._rows: list[Row] = []
@@ -153,20 +149,21 @@ class Attachment:
             self._step = step
             self._numbers |= plain_numbers(metrics())
 
-    def examine(self, step: int) -> Halt | None:
-        """Run the doctor if it is time; returns why to halt, on every rank alike."""
-        if self._is_due(step):
-            self._examine(step)
-            if self.halt_on and self._ranks > 1:
-                shared = [self.halt]
-                dist.broadcast_object_list(shared, src=0)
-                self.halt = shared[0]
+    def examine(self, step: int) -> tuple[str, str] | None:
+        """Run the doctor if it is time; returns `halt`, on every rank alike."""
+        if self._left or not self._is_due(step):
+            return None
+        self._examine(step)
+        if self.halt_on and self._ranks > 1:
+            shared = [self.halt]
+            dist.broadcast_object_list(shared, src=0)
+            self.halt = shared[0]
         return self.halt
 
     def detach(self) -> None:
         """Examine the log once more, write the page, close the files, and leave the trainer."""
         self._finish()
-        self.active = False
+        self.active, self._left = False, True
         self._unhook()
 
     def _is_due(self, step: int) -> bool:
@@ -178,40 +175,44 @@ class Attachment:
             return
         self._write()
         rows, self._rows = self._rows, []
+        new = self._name([*examine_rows(rows, step), *self._symptoms()])
+        self._recorder.findings([x._asdict() for x in new if x.cause in CAUSES])
+        if shown := rows[:COMPLETIONS]:
+            names = [n for n in PER_TOKEN | {"rewards"} if all(n in row for row in shown)]
+            columns = {name: [row[name] for row in shown] for name in names}
+            prompts = [self._text(row.get("prompts", "")) for row in shown]
+            self._recorder.completions(step, prompts=prompts, decode=self.decode, **columns)
+        # The page of a long run takes a second, so healthy pages become rarer.
         self._examinations += 1
-        new = [x for x in (*examine_rows(rows, step), *examine_log(self._log)) if self._is_new(x)]
-        for finding in new:
-            logger.warning("%s: %s. %s", finding.cause, finding.evidence, finding.remedy)
-            if finding.cause in self.halt_on and self.halt is None:
-                text = f"the doctor found {finding.cause} at step {finding.step}: "
-                self.halt = Halt(
-                    finding.cause,
-                    f"{text}{finding.evidence}. {finding.remedy} {self.path / PAGE} shows the run.",
-                )
-        self._store(step, rows, new)
-        # A page of a long run takes a second, so healthy pages become rarer.
         if new or self._examinations & (self._examinations - 1) == 0:
             write_report([self.path], self.path / PAGE)
 
-    def _is_new(self, finding: Finding) -> bool:
-        return self.findings.setdefault(finding.cause, finding) is finding
+    def _symptoms(self) -> Sequence[Finding]:
+        """The symptoms in the log if it is a tenth longer than last time, because all of it is read
+        again, or if a new number is not finite.
+        """
+        new = self._log[self._judged :]
+        if len(new) < self._judged / 10 and all(map(isfinite, chain(*(x.values() for x in new)))):
+            return ()
+        self._judged = len(self._log)
+        return examine_log(self._log)
 
-    def _store(self, step: int, rows: Sequence[Row], new: Sequence[Finding]) -> None:
-        assert self._recorder is not None
-        self._recorder.findings([x._asdict() for x in new if x.cause in CAUSES])
-        shown = rows[:COMPLETIONS]
-        if not shown:
-            return
-        names = [n for n in PER_TOKEN | {"rewards"} if all(n in row for row in shown)]
-        prompts = [row.get("prompts", "") for row in shown]
-        if self.decode is not None:
-            prompts = [x if isinstance(x, str) else self.decode(x) for x in prompts]
-        self._recorder.completions(
-            step,
-            prompts=[x if isinstance(x, str) else " ".join(map(str, x)) for x in prompts],
-            decode=self.decode,
-            **{name: [row[name] for row in shown] for name in names},
-        )
+    def _name(self, findings: Sequence[Finding]) -> list[Finding]:
+        """Log the new ones among the findings, and return them."""
+        new = [x for x in findings if self.findings.setdefault(x.cause, x) is x]
+        for finding in new:
+            text = f"{finding.cause}, from step {finding.step}: {finding.evidence}."
+            logger.warning("%s %s", text, finding.remedy)
+            if finding.cause in self.halt_on and self.halt is None:
+                page = f"{self.path / PAGE} shows the run."
+                self.halt = finding.cause, f"{text} {finding.remedy} {page}"
+        return new
+
+    def _text(self, prompt: Any) -> str:
+        """A prompt of ids or of text as text."""
+        if isinstance(prompt, str):
+            return prompt
+        return " ".join(map(str, prompt)) if self.decode is None else self.decode(prompt)
 
     def _write(self) -> None:
         """Write the metrics of the last step."""
@@ -224,8 +225,7 @@ class Attachment:
     def _finish(self) -> None:
         if self._recorder:
             self._write()
-            for finding in filter(self._is_new, examine_log(self._log)):
-                logger.warning("%s: %s. %s", finding.cause, finding.evidence, finding.remedy)
+            self._name(examine_log(self._log))
             self._close()  # before the page, which would show a running run
             write_report([self.path], self.path / PAGE)
 
@@ -263,8 +263,7 @@ def examine_rows(rows: Sequence[Row], step: int) -> list[Finding]:
     if verdict.healthy or verdict.remedy.startswith(HARMLESS):
         return []
     text = f"{verdict.title} (confidence {verdict.confidence:.0%}): {verdict.evidence[-1]}"
-    causes = verdict.causes or (verdict.cause,)
-    return [Finding(cause, step, text, CAUSES[cause].remedy, "severe") for cause in causes]
+    return [Finding(cause, step, text, CAUSES[cause].remedy, "severe") for cause in verdict.causes]
 
 
 def examine_log(rows: Sequence[Mapping[str, float]]) -> tuple[Finding, ...]:

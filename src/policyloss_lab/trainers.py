@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from policyloss.errors import InputError
 from policyloss_lab.attachment import Attachment, Row, split_rows
@@ -60,7 +61,7 @@ def attach(
 def _hook_of(trainer: Any) -> Callable[[Attachment, Any], None]:
     """The function that hooks an attachment into a trainer of this kind."""
     kinds: dict[Callable[[Attachment, Any], None], tuple[str, ...]] = {
-        _hook_trl: ("add_callback", "compute_loss"),
+        _hook_trl: ("add_callback", "_get_per_token_logps_and_entropies"),
         _hook_verl_driver: ("_update_actor",),
         _hook_verl_worker: ("train_mini_batch",),
         _hook_openrlhf: ("ppo_train", "replay_buffer"),
@@ -83,17 +84,22 @@ def _hook_of(trainer: Any) -> Callable[[Attachment, Any], None]:
     )
 
 
-def _replace(attachment: Attachment, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a method of one object by `wrap(method)`, until the attachment detaches."""
+def _replace(attachment: Attachment, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Let `call(method, …)` run in place of a method of one object, until the attachment leaves."""
     method, own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, wraps(method)(wrap(method)))
+    setattr(owner, name, wraps(method)(partial(call, method)))
     attachment.undo.append(lambda: setattr(owner, name, method) if own else delattr(owner, name))
 
 
-def _renamed(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a trainer's batch under our names; those it lacks are left out."""
-    found = {our: next((n for n in names if n in batch), None) for our, names in _NAMES.items()}
-    return {our: batch[name] for our, name in found.items() if name is not None}
+def _renamed(batch: Any) -> dict[str, Any]:
+    """The columns of a trainer's batch under our names, padded; those it lacks are left out."""
+    known = set(batch.keys())  # a TensorDict has no plain `in`
+    found = {our: next((n for n in names if n in known), None) for our, names in _NAMES.items()}
+    columns = {our: batch[name] for our, name in found.items() if name is not None}
+    return {
+        name: pad_sequence(x.unbind(), batch_first=True) if getattr(x, "is_nested", False) else x
+        for name, x in columns.items()
+    }
 
 
 def _unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -130,40 +136,35 @@ class _Events:
 
 
 def _hook_trl(attachment: Attachment, trainer: Any) -> None:
-    latest: list[torch.Tensor] = []  # the log-probabilities of the loss that is being computed
+    scores: list[Any] = []  # the log-probabilities and entropies of the loss in progress
 
-    def scored(method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            if torch.is_grad_enabled():
-                latest[:] = [result[0].detach()]
-            return result
+    def score(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if torch.is_grad_enabled():
+            scores[:] = [result]
+        return result
 
-        return call
+    def compute_loss(method: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = method(model, inputs, *args, **kwargs)
+        if trainer.model.training:
+            step = trainer.state.global_step + 1
+            attachment.observe(step, lambda: _trl_rows(inputs, scores))
+        scores.clear()
+        return loss
 
-    def lost(method: Any) -> Any:
-        def call(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            latest.clear()
-            loss = method(model, inputs, *args, **kwargs)
-            if trainer.model.training:
-                attachment.observe(trainer.state.global_step + 1, lambda: _trl_rows(inputs, latest))
-            return loss
-
-        return call
-
-    _replace(attachment, trainer, "_get_per_token_logps_and_entropies", scored)
-    _replace(attachment, trainer, "compute_loss", lost)
+    _replace(attachment, trainer, "_get_per_token_logps_and_entropies", score)
+    _replace(attachment, trainer, "compute_loss", compute_loss)
     trainer.add_callback(_Events(attachment))
 
 
-def _trl_rows(inputs: Mapping[str, Any], logp: Sequence[torch.Tensor]) -> list[Row]:
+def _trl_rows(inputs: Mapping[str, Any], scores: Sequence[Any]) -> list[Row]:
     batch = _renamed(inputs)
-    if logp:
-        batch["logp"] = logp[0]
-        batch.setdefault("old_logp", logp[0])  # as in TRL's loss
+    if scores:
+        batch["logp"] = scores[0][0]
+        batch.setdefault("old_logp", batch["logp"])  # as in TRL's loss
     if "tool_mask" in inputs:
         batch["mask"] = batch["mask"] * inputs["tool_mask"]
-    batch["prompts"] = _unpadded(inputs["prompt_ids"], inputs.get("prompt_mask"))
+    batch["prompts"] = _unpadded(inputs["prompt_ids"], inputs["prompt_mask"])
     return split_rows(batch)
 
 
@@ -171,7 +172,10 @@ def _trl_rows(inputs: Mapping[str, Any], logp: Sequence[torch.Tensor]) -> list[R
 
 
 def _hook_verl_worker(attachment: Attachment, worker: Any) -> None:
-    _around(attachment, worker, "train_mini_batch", _verl_rows, lambda result: result["metrics"])
+    def metrics(data: Any, result: Any) -> dict[str, Any]:
+        return {**_verl_reward(data), **result["metrics"]}
+
+    _around(attachment, worker, "train_mini_batch", _verl_rows, metrics)
     tokenizer = getattr(getattr(worker, "model_config", None), "tokenizer", None)
     attachment.decode = attachment.decode or getattr(tokenizer, "decode", None)
 
@@ -180,18 +184,22 @@ def _hook_verl_driver(attachment: Attachment, trainer: Any) -> None:
     def rows(data: Any) -> list[Row]:
         return _verl_rows(data.batch)
 
-    _around(attachment, trainer, "_update_actor", rows, lambda result: result.meta_info["metrics"])
+    def metrics(data: Any, result: Any) -> dict[str, Any]:
+        return {**_verl_reward(data.batch), **result.meta_info["metrics"]}
+
+    _around(attachment, trainer, "_update_actor", rows, metrics)
+
+
+def _verl_reward(data: Any) -> dict[str, Any]:
+    """The mean reward, which verl logs elsewhere."""
+    batch = _renamed(data)
+    return {"reward/mean": batch["rewards"].sum(-1).mean()} if "rewards" in batch else {}
 
 
 def _verl_rows(data: Any) -> list[Row]:
-    columns = {name: data[name] for name in data.keys()}  # noqa: SIM118  # a TensorDict
-    columns = {
-        name: torch.nested.to_padded_tensor(x, 0) if getattr(x, "is_nested", False) else x
-        for name, x in columns.items()
-    }
-    batch = _renamed(columns)
-    batch["prompts"] = _unpadded(batch["prompts"], columns.get("attention_mask"))
-    return split_rows(batch)
+    batch = _renamed(data)
+    mask = data["attention_mask"] if "attention_mask" in data.keys() else None  # noqa: SIM118
+    return split_rows({**batch, "prompts": _unpadded(batch["prompts"], mask)})
 
 
 def _around(
@@ -199,22 +207,19 @@ def _around(
     owner: Any,
     name: str,
     rows: Callable[[Any], list[Row]],
-    metrics: Callable[[Any], Mapping[str, Any]],
+    metrics: Callable[[Any, Any], Mapping[str, Any]],
 ) -> None:
     """Observe the argument of a method that makes one step, and log the metrics of its result."""
 
-    def wrap(method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            step = attachment.next_step
-            attachment.observe(step, lambda: rows(next(iter((*args, *kwargs.values())))))
-            result = method(*args, **kwargs)
-            # Of several ranks that share a model, one returns the metrics.
-            attachment.finish_step(step, lambda: {} if result is None else metrics(result))
-            return result
+    def call(method: Any, *args: Any, **kwargs: Any) -> Any:
+        step, data = attachment.next_step, next(iter((*args, *kwargs.values())), None)
+        attachment.observe(step, lambda: rows(data))
+        result = method(*args, **kwargs)
+        # Of several ranks that share a model, one returns the metrics.
+        attachment.finish_step(step, lambda: {} if result is None else metrics(data, result))
+        return result
 
-        return call
-
-    _replace(attachment, owner, name, wrap)
+    _replace(attachment, owner, name, call)
 
 
 # OpenRLHF -----------------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ def _hook_openrlhf(attachment: Attachment, trainer: Any) -> None:
     def rows(_: Any) -> list[Row]:
         return [row for item in trainer.replay_buffer.items for row in _openrlhf_rows(vars(item))]
 
-    _around(attachment, trainer, "ppo_train", rows, lambda result: result)
+    _around(attachment, trainer, "ppo_train", rows, lambda _, result: result)
 
 
 def _openrlhf_rows(item: Mapping[str, Any]) -> Iterable[Row]:
@@ -239,49 +244,36 @@ def _openrlhf_rows(item: Mapping[str, Any]) -> Iterable[Row]:
 
 
 def _hook_tinker(attachment: Attachment, client: Any) -> None:
-    metrics: dict[str, Any] = {}
+    results: list[Any] = []  # (loss, metrics) of each loss of the user
     waiting: list[tuple[Any, Any]] = []  # the data and the future of each call of forward_backward
 
-    def custom(method: Any) -> Any:
-        def call(data: Any, loss_fn: Any, **options: Any) -> Any:
-            if not callable(loss_fn):  # the server computes it
-                return method(data, loss_fn, **options)
-
-            def loss(data: Any, logprobs: Any) -> Any:
-                result = loss_fn(data, logprobs)
-                complete = getattr(loss_fn, "complete", list)
-                attachment.observe(
-                    attachment.next_step, lambda: _tinker_rows(complete(data), logprobs)
-                )
-                metrics.update(result[1])
-                return result
-
-            return method(data, loss, **options)
-
-        return call
-
-    def built_in(method: Any) -> Any:
-        def call(data: Any, *args: Any, **kwargs: Any) -> Any:
-            future = method(data, *args, **kwargs)
-            waiting.append((data, future))
-            return future
-
-        return call
-
-    def stepped(method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            attachment.finish_step(attachment.next_step, read)
+    def custom(method: Any, data: Any, loss_fn: Any, **options: Any) -> Any:
+        def loss(data: Any, logprobs: Any) -> Any:
+            result = loss_fn(data, logprobs)
+            complete = getattr(loss_fn, "complete", list)  # our losses keep inputs to themselves
+            attachment.observe(attachment.next_step, lambda: _tinker_rows(complete(data), logprobs))
+            results.append(result)
             return result
 
-        return call
+        # A loss that the server computes is no function.
+        return method(data, loss if callable(loss_fn) else loss_fn, **options)
+
+    def built_in(method: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        future = method(data, *args, **kwargs)
+        waiting.append((data, future))
+        return future
+
+    def step(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        attachment.finish_step(attachment.next_step, read)
+        return result
 
     def read() -> dict[str, Any]:
         """The metrics of the step. A result is read when it has arrived, mostly a step later."""
         arrived = [pair for pair in waiting if pair[1].future().done()]
         waiting[:] = [pair for pair in waiting if pair not in arrived]
-        numbers = dict(metrics)
-        metrics.clear()
+        numbers = {name: x for _, metrics in results for name, x in metrics.items()}
+        results.clear()
         for data, result in ((data, future.result()) for data, future in arrived):
             numbers.update(result.metrics)
             logp = [output["logprobs"].to_torch() for output in result.loss_fn_outputs]
@@ -290,7 +282,7 @@ def _hook_tinker(attachment: Attachment, client: Any) -> None:
 
     _replace(attachment, client, "forward_backward_custom_async", custom)
     _replace(attachment, client, "forward_backward", built_in)
-    _replace(attachment, client, "optim_step", stepped)
+    _replace(attachment, client, "optim_step", step)
 
 
 def _tinker_rows(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> list[Row]:
