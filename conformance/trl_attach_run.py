@@ -25,7 +25,7 @@ from conformance.trl_run import Run, furthest, reward, tiny_model, train
 
 STEPS, WIDTH = 12, 24
 END = 2  # the end token of `tiny_model`
-SICK = 0.6  # the temperature of the sampler in a sick run
+SICK, HEALTHY = 0.6, 6  # the temperature of the sampler in a sick run, after so many steps
 OPTIONS = {
     "num_generations": 4,
     "num_iterations": 1,
@@ -66,11 +66,14 @@ def sample(
 
 
 def sampler(temperature: float) -> Callable[[list[str], Any], dict[str, Any]]:
-    """A `rollout_func` of TRL. The prompts of a batch have one length."""
+    """A `rollout_func` of TRL with this temperature after `HEALTHY` steps. The prompts of a batch
+    have one length.
+    """
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         rows = trainer.processing_class(prompts)["input_ids"]
-        ids, logp = sample(trainer.model, torch.tensor(rows), WIDTH, temperature)
+        actual = temperature if trainer.state.global_step >= HEALTHY else 1.0
+        ids, logp = sample(trainer.model, torch.tensor(rows), WIDTH, actual)
         lengths = [[*row.tolist(), END].index(END) + 1 for row in ids]
         cut = [x[:n].tolist() for x, n in zip(ids, lengths, strict=True)]
         scores = [x[:n].tolist() for x, n in zip(logp, lengths, strict=True)]
@@ -118,11 +121,11 @@ def main() -> int:
         results["weights and metrics have the same bits as without attach"] = same_numbers(
             bare, attached
         )
-        stopped, sick = run(model, SICK, out / "sick", every=5, halt_on="temperature")
+        stopped, sick = run(model, SICK, out / "sick", every=3, halt_on="temperature")
         assert sick is not None
         steps = max(row["step"] for row in stopped.logged)
-        results[f"sampler at {SICK}: {[*sick.findings]}, halted after step {steps}"] = (
-            "temperature" in sick.findings and steps == 1
+        results[f"sampler at {SICK} from step 7: {[*sick.findings]}, halted after step {steps}"] = (
+            "temperature" in sick.findings and steps == HEALTHY + 1
         )
         with broken_recorder():
             survived, broken = run(model, 1.0, out / "broken", every=1, halt_on="temperature")

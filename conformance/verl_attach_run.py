@@ -15,8 +15,10 @@ import os
 import sys
 import tempfile
 import warnings
+from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,9 +209,14 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("policyloss_lab").setLevel(logging.ERROR)
-    enter_cpu()
     results: dict[str, bool] = {}
-    with tempfile.TemporaryDirectory() as scratch, peaked_model() as model:
+    # verl prints while it starts.
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        peaked_model() as model,
+        redirect_stdout(StringIO()),
+    ):
+        enter_cpu()
         out = Path(sys.argv[1] if sys.argv[1:] else scratch)
         bare = run(model)
         attached = run(model, out / "healthy", every=1, halt_on="shift")

@@ -95,6 +95,7 @@ GUIDES = Section(
         Group(
             "Diagnose",
             (
+                "docs/attach.md",
                 "docs/doctor.md",
                 "docs/what_if.md",
                 "docs/doctor_matrix.md",
