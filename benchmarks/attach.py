@@ -2,7 +2,7 @@
 
     python -m benchmarks.attach                            # with TRL's Python
 
-A random model of 5.6 M parameters and 16 completions of up to 128 tokens per step, sampled by
+A random model of 5.4 M parameters and 16 completions of up to 128 tokens per step, sampled by
 transformers, whose log-probabilities are reported as an engine reports them. All that the
 attachment does at its default settings is timed inside one run, the last page included; the ratio
 is the time of the run by the time of the run without it. Time is processor time, of one thread.
@@ -95,6 +95,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "attached_by_bare": seconds[0] / (seconds[0] - inside),
         "seconds_inside": spent,
         "findings": [*attached[0].findings],
+        "stored_pairs": (folder / "run/rollouts.jsonl").read_text().count('"rollout_logp"'),
     }
 
 

@@ -28,7 +28,6 @@ from policyloss_lab.runs.recorder import Decode, Recorder, metric_numbers, whole
 TOKENS = 2048  # read at an examination, which then takes about 0.1 s
 COMPLETIONS = 8  # stored at an examination
 VERDICTS = (CAUSES.keys() | REMEDIES.keys()) - {"healthy"}
-PAGE = "report.html"
 TOKENWISE = {"ids", "logp", "old_logp", "rollout_logp", "ref_logp"}
 PER_TOKEN = TOKENWISE | {"advantages"}  # or one advantage for each completion
 
@@ -60,7 +59,8 @@ def never_fails(
             self.active = False
             logger.warning("attach failed and records no more; the run goes on.", exc_info=error)
             with suppress(Exception):
-                self._close()
+                if self._recorder:
+                    self._recorder.close()
                 # If ranks halt together, this one must go on to share that it has no verdict.
                 if self._ranks == 1 or not self.halt_on:
                     self._unhook()
@@ -92,7 +92,7 @@ class Attachment:
         if not self.every:
             raise InputError("every is 0; give the number of steps between two examinations.")
         self.path = Path(out or time.strftime("runs/attached-%Y%m%d-%H%M%S"))
-        self.decode = decode
+        self._page, self.decode = self.path / "report.html", decode
         self.findings: dict[str, Finding] = {}
         self.active, self._left = True, False
         self.halt: tuple[str, str] | None = None
@@ -185,12 +185,10 @@ class Attachment:
         # The page of a long run takes a second, so healthy pages become rarer.
         self._examinations += 1
         if new or self._examinations & (self._examinations - 1) == 0:
-            write_report([self.path], self.path / PAGE)
+            write_report([self.path], self._page)
 
     def _symptoms(self) -> Sequence[Finding]:
-        """The symptoms in the log if it is a tenth longer than last time, because all of it is read
-        again, or if a new number is not finite.
-        """
+        """The symptoms in the log, which is read as a whole, so only when it is a tenth longer."""
         new = self._log[self._judged :]
         if len(new) < self._judged / 10 and all(map(isfinite, chain(*(x.values() for x in new)))):
             return ()
@@ -204,8 +202,7 @@ class Attachment:
             text = f"{finding.cause}, from step {finding.step}: {finding.evidence}."
             logger.warning("%s %s", text, finding.remedy)
             if finding.cause in self.halt_on and self.halt is None:
-                page = f"{self.path / PAGE} shows the run."
-                self.halt = finding.cause, f"{text} {finding.remedy} {page}"
+                self.halt = finding.cause, f"{text} {finding.remedy} The page is {self._page}."
         return new
 
     def _text(self, prompt: Any) -> str:
@@ -226,12 +223,8 @@ class Attachment:
         if self._recorder:
             self._write()
             self._name(examine_log(self._log))
-            self._close()  # before the page, which would show a running run
-            write_report([self.path], self.path / PAGE)
-
-    def _close(self) -> None:
-        if self._recorder:
-            self._recorder.close()
+            self._recorder.close()  # before the page, which would show a running run
+            write_report([self.path], self._page)
 
     def _unhook(self) -> None:
         while self.undo:
@@ -246,15 +239,12 @@ class Attachment:
 
 def examine_rows(rows: Sequence[Row], step: int) -> list[Finding]:
     """The causes of a difference between the log-probabilities of engine and trainer."""
-    side = next(
-        (name for name in ("old_logp", "logp") if rows and all(name in row for row in rows)), None
-    )
-    if side is None or not all("rollout_logp" in row for row in rows):
+    sides = ("rollout_logp", "old_logp" if all("old_logp" in row for row in rows) else "logp")
+    if not rows or any(name not in row for name in sides for row in rows):
         return []
     ends = torch.tensor([0, *map(_length, rows)]).cumsum(0)
-    pairs = {name: torch.cat([row[name] for row in rows]) for name in ("rollout_logp", side)}
-    # TRL marks a token that its engine did not score by NaN.
-    known = ~torch.stack([*pairs.values()]).isnan().any(0)
+    pairs = {name: torch.cat([row[name] for row in rows]) for name in sides}
+    known = ~pairs["rollout_logp"].isnan()  # TRL's mark of a token that the engine did not score
     try:
         verdict = doctor(**pairs, mask=known, cu_seqlens=ends)  # type: ignore[arg-type]
     except InputError as error:
@@ -306,10 +296,7 @@ def plain_numbers(metrics: Mapping[str, Any] | Metrics) -> dict[str, float]:
         return metric_numbers(metrics)
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        try:
-            if isinstance(value, list):
-                value = sum(map(float, value)) / len(value)
-            numbers |= metric_numbers({name: value})
-        except (InputError, TypeError, ValueError, ZeroDivisionError):
-            continue  # a text, an array, or no number at all
+        with suppress(InputError, TypeError, ValueError, ZeroDivisionError):  # a text, an array
+            mean = sum(map(float, value)) / len(value) if isinstance(value, list) else value
+            numbers |= metric_numbers({name: mean})
     return numbers

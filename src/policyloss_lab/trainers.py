@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from policyloss.compat.tinker.data import KEYS
 from policyloss.errors import InputError
 from policyloss_lab.attachment import Attachment, Row, split_rows
 from policyloss_lab.diagnosis.read import COLUMNS
@@ -34,9 +35,6 @@ def attach(
 ) -> Attachment:
     """Record a run, diagnose it while it trains, and halt it on a verdict of `halt_on`.
 
-        lab.attach(trainer, "runs/mine", halt_on=("temperature", "nonfinite"))
-        trainer.train()
-
     trainer: TRL's `GRPOTrainer`; verl's actor worker, or its `RayPPOTrainer`; OpenRLHF's
     `ActorPPOTrainer` or the actor that holds it; Tinker's `TrainingClient`; None for a loop of your
     own, which calls `step` of the result. out: a folder without a run; by default, a new one in
@@ -51,9 +49,8 @@ def attach(
     hook = _hook_of(trainer)
     config = {} if trainer is None else {"trainer": type(trainer).__name__}
     tokenizer = getattr(trainer, "processing_class", None) or getattr(trainer, "tokenizer", None)
-    attachment = Attachment(
-        out, every, halt_on, decode or getattr(tokenizer, "decode", None), config
-    )
+    decode = decode or getattr(tokenizer, "decode", None)
+    attachment = Attachment(out, every, halt_on, decode, config)
     hook(attachment, trainer)
     return attachment
 
@@ -73,10 +70,10 @@ def _hook_of(trainer: Any) -> Callable[[Attachment, Any], None]:
         if all(hasattr(trainer, name) for name in names):
             return hook
     # verl's worker of several roles holds its `actor`, OpenRLHF's actor its `trainer`.
-    for inner in ("actor", "trainer"):
-        if (held := getattr(trainer, inner, None)) is not None:
-            inside = _hook_of(held)
-            return lambda attachment, _: inside(attachment, held)
+    for name in ("actor", "trainer"):
+        if (part := getattr(trainer, name, None)) is not None:
+            inside = _hook_of(part)
+            return lambda attachment, _: inside(attachment, part)
     raise InputError(
         f"trainer is an unknown {type(trainer).__name__}; pass TRL's GRPOTrainer, verl's worker or "
         "RayPPOTrainer, OpenRLHF's ActorPPOTrainer or Tinker's TrainingClient; or leave it out "
@@ -86,16 +83,16 @@ def _hook_of(trainer: Any) -> Callable[[Attachment, Any], None]:
 
 def _replace(attachment: Attachment, owner: Any, name: str, call: Callable[..., Any]) -> None:
     """Let `call(method, …)` run in place of a method of one object, until the attachment leaves."""
-    method, own = getattr(owner, name), name in vars(owner)
+    method, local = getattr(owner, name), name in vars(owner)
     setattr(owner, name, wraps(method)(partial(call, method)))
-    attachment.undo.append(lambda: setattr(owner, name, method) if own else delattr(owner, name))
+    attachment.undo.append(lambda: setattr(owner, name, method) if local else delattr(owner, name))
 
 
 def _renamed(batch: Any) -> dict[str, Any]:
     """The columns of a trainer's batch under our names, padded; those it lacks are left out."""
     known = set(batch.keys())  # a TensorDict has no plain `in`
-    found = {our: next((n for n in names if n in known), None) for our, names in _NAMES.items()}
-    columns = {our: batch[name] for our, name in found.items() if name is not None}
+    theirs = {our: next((n for n in names if n in known), None) for our, names in _NAMES.items()}
+    columns = {our: batch[name] for our, name in theirs.items() if name is not None}
     return {
         name: pad_sequence(x.unbind(), batch_first=True) if getattr(x, "is_nested", False) else x
         for name, x in columns.items()
@@ -106,9 +103,6 @@ def _unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
     """Prompts `[B, P]` as lists of ids."""
     mask = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
     return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.bool().cpu(), strict=True)]
-
-
-# TRL ----------------------------------------------------------------------------------------------
 
 
 class _Events:
@@ -168,12 +162,9 @@ def _trl_rows(inputs: Mapping[str, Any], scores: Sequence[Any]) -> list[Row]:
     return split_rows(batch)
 
 
-# verl ---------------------------------------------------------------------------------------------
-
-
 def _hook_verl_worker(attachment: Attachment, worker: Any) -> None:
-    def metrics(data: Any, result: Any) -> dict[str, Any]:
-        return {**_verl_reward(data), **result["metrics"]}
+    def metrics(data: Any, result: Any) -> Any:
+        return _verl_metrics(data, result["metrics"])
 
     _around(attachment, worker, "train_mini_batch", _verl_rows, metrics)
     tokenizer = getattr(getattr(worker, "model_config", None), "tokenizer", None)
@@ -181,24 +172,21 @@ def _hook_verl_worker(attachment: Attachment, worker: Any) -> None:
 
 
 def _hook_verl_driver(attachment: Attachment, trainer: Any) -> None:
-    def rows(data: Any) -> list[Row]:
-        return _verl_rows(data.batch)
+    def metrics(data: Any, result: Any) -> Any:
+        return _verl_metrics(data.batch, result.meta_info["metrics"])
 
-    def metrics(data: Any, result: Any) -> dict[str, Any]:
-        return {**_verl_reward(data.batch), **result.meta_info["metrics"]}
-
-    _around(attachment, trainer, "_update_actor", rows, metrics)
+    _around(attachment, trainer, "_update_actor", lambda data: _verl_rows(data.batch), metrics)
 
 
-def _verl_reward(data: Any) -> dict[str, Any]:
-    """The mean reward, which verl logs elsewhere."""
-    batch = _renamed(data)
-    return {"reward/mean": batch["rewards"].sum(-1).mean()} if "rewards" in batch else {}
+def _verl_metrics(data: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of an update with the mean reward, which verl logs elsewhere."""
+    rewards = _renamed(data).get("rewards")
+    return dict(metrics) if rewards is None else {**metrics, "reward/mean": rewards.sum(-1).mean()}
 
 
 def _verl_rows(data: Any) -> list[Row]:
     batch = _renamed(data)
-    mask = data["attention_mask"] if "attention_mask" in data.keys() else None  # noqa: SIM118
+    mask = data["attention_mask"] if "attention_mask" in set(data.keys()) else None
     return split_rows({**batch, "prompts": _unpadded(batch["prompts"], mask)})
 
 
@@ -222,25 +210,18 @@ def _around(
     _replace(attachment, owner, name, call)
 
 
-# OpenRLHF -----------------------------------------------------------------------------------------
-
-
 def _hook_openrlhf(attachment: Attachment, trainer: Any) -> None:
     def rows(_: Any) -> list[Row]:
-        return [row for item in trainer.replay_buffer.items for row in _openrlhf_rows(vars(item))]
+        return [row for item in trainer.replay_buffer.items for row in one(vars(item))]
+
+    def one(item: Mapping[str, Any]) -> list[Row]:
+        """The completion of an `Experience`: `[T]` tensors, of which `sequences` begins earlier."""
+        batch = _renamed({name: x for name, x in item.items() if x is not None})
+        batch = {name: x if name == "prompts" else x[None] for name, x in batch.items()}
+        batch["ids"] = item["sequences"][None, -batch["mask"].shape[1] :]
+        return split_rows({**batch, "prompts": batch["prompts"] or [""]})
 
     _around(attachment, trainer, "ppo_train", rows, lambda _, result: result)
-
-
-def _openrlhf_rows(item: Mapping[str, Any]) -> Iterable[Row]:
-    """The one completion of an `Experience`: `[T]` tensors, of which `sequences` begins earlier."""
-    known = {name: x for name, x in item.items() if x is not None}
-    batch = {name: x[None] for name, x in _renamed(known).items() if name != "prompts"}
-    batch["ids"] = known["sequences"][None, -batch["mask"].shape[1] :]
-    return split_rows({**batch, "prompts": known.get("prompts") or [""]})
-
-
-# Tinker -------------------------------------------------------------------------------------------
 
 
 def _hook_tinker(attachment: Attachment, client: Any) -> None:
@@ -286,25 +267,19 @@ def _hook_tinker(attachment: Attachment, client: Any) -> None:
 
 
 def _tinker_rows(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> list[Row]:
-    """The data that hold the sampler's log-probabilities. Without a mask, tokens whose
-    log-probability is 0 belong to the prompt, as in the cookbook.
-    """
+    """The data with the sampler's log-probabilities, which without a mask are 0 in the prompt."""
     rows: list[Row] = []
     for datum, logp in zip(data, logprobs, strict=True):
         inputs = {name: x.to_torch() for name, x in datum.loss_fn_inputs.items()}
         if "logprobs" not in inputs:
             continue
         mask = inputs.get("mask", inputs.get("weights", inputs["logprobs"])) != 0
-        batch = {
-            "ids": inputs["target_tokens"],
-            "logp": logp,
-            "old_logp": inputs.get("old_logprobs"),
-            "rollout_logp": inputs["logprobs"],
-            "ref_logp": inputs.get("ref_logprobs"),
-            "advantages": inputs.get("advantages"),
-        }
-        first = int(mask.int().argmax())
-        batch = {name: x.reshape(1, -1) for name, x in batch.items() if x is not None}
-        prompt = datum.model_input.to_ints()[: first + 1]
-        rows += split_rows({**batch, "mask": mask[None], "prompts": [prompt]})
+        batch = {name: inputs[key] for name, key in KEYS.items() if key in inputs}
+        batch |= {"ids": inputs["target_tokens"], "logp": logp}
+        batch |= {"advantages": inputs["advantages"]} if "advantages" in inputs else {}
+        prompt = datum.model_input.to_ints()[: int(mask.int().argmax()) + 1]
+        rows += split_rows(
+            {name: x.reshape(1, -1) for name, x in {**batch, "mask": mask}.items()}
+            | {"prompts": [prompt]}
+        )
     return rows
