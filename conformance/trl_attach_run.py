@@ -94,8 +94,10 @@ def run(
                 found.append(lab.attach(self, out, **options))
             return super().train(*args, **kwargs)
 
-    given = {"rollout_func": sampler(temperature), "reward_funcs": reward}
-    return train(Trainer, model, OPTIONS, STEPS, **given), found[0] if found else None
+    done = train(
+        Trainer, model, OPTIONS, STEPS, rollout_func=sampler(temperature), reward_funcs=reward
+    )
+    return done, found[0] if found else None
 
 
 def same_numbers(a: Run, b: Run) -> bool:

@@ -49,9 +49,9 @@ def enter_cpu() -> None:
     os.environ |= {"WG_BACKEND": "ray", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     standins.install_packages(MISSING)
-    platform = import_module("verl.plugin.platform.platform_cuda").PlatformCUDA
+    platforms: Any = import_module("verl.plugin.platform.platform_cuda")
 
-    class Cpu(platform):  # type: ignore[misc]
+    class Cpu(platforms.PlatformCUDA):  # type: ignore[misc]
         device_name, vendor_name = "cpu", "cpu"
         device_module = SimpleNamespace(
             **{name: lambda *_: 0 for name in ("max_memory_allocated", "max_memory_reserved")},
@@ -75,7 +75,7 @@ def enter_cpu() -> None:
     engines.EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(
         fsdp
     )
-    store = torch.distributed.HashStore()
+    store = import_module("torch.distributed").HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
@@ -131,7 +131,7 @@ def tensors_of(worker: Any, shift: int) -> dict[str, Tensor]:
         "attention_mask": attention,
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
     }
-    info = {"temperature": 1.0, "calculate_entropy": True, "compute_loss": False}
+    info: dict[str, Any] = {"temperature": 1.0, "calculate_entropy": True, "compute_loss": False}
     info["global_token_num"] = None
     scored = padding.left_right_2_no_padding(tools.get_tensordict(dict(tensors), info))
     old = padding.no_padding_2_padding(worker.infer_batch(scored)["log_probs"], scored)
