@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -207,6 +209,18 @@ def test_a_rank_that_failed_goes_on_to_share_that_it_has_no_verdict(
         worker.train_mini_batch(data=verl_batch(0.6))
     assert not attached.active
     assert ranks.calls == 3  # at the steps 1, 3 and 5, like the other rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("state", "end"), [("well", "halted at 3 by shift"), ("broken", "ended")])
+def test_two_processes_halt_together_or_go_on(tmp_path: Path, state: str, end: str) -> None:
+    worker = Path(__file__).parents[1] / "workers/attach_ranks.py"
+    ranks = [
+        subprocess.Popen([sys.executable, str(worker), str(tmp_path), str(rank), state])
+        for rank in range(2)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [end, end]
 
 
 # TRL ----------------------------------------------------------------------------------------------
