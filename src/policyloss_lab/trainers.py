@@ -251,8 +251,10 @@ def _hook_tinker(attachment: Attachment, client: Any) -> None:
 
     def read() -> dict[str, Any]:
         """The metrics of the step. A result is read when it has arrived, mostly a step later."""
-        arrived = [pair for pair in waiting if pair[1].future().done()]
-        waiting[:] = [pair for pair in waiting if pair not in arrived]
+        # A custom loss also calls forward_backward, with data of its own.
+        sampled = [pair for pair in waiting if "logprobs" in pair[0][0].loss_fn_inputs]
+        arrived = [pair for pair in sampled if pair[1].future().done()]
+        waiting[:] = [pair for pair in sampled if pair not in arrived]
         numbers = {name: x for _, metrics in results for name, x in metrics.items()}
         results.clear()
         for data, result in ((data, future.result()) for data, future in arrived):
@@ -271,8 +273,6 @@ def _tinker_rows(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> list[
     rows: list[Row] = []
     for datum, logp in zip(data, logprobs, strict=True):
         inputs = {name: x.to_torch() for name, x in datum.loss_fn_inputs.items()}
-        if "logprobs" not in inputs:
-            continue
         mask = inputs.get("mask", inputs.get("weights", inputs["logprobs"])) != 0
         batch = {name: inputs[key] for name, key in KEYS.items() if key in inputs}
         batch |= {"ids": inputs["target_tokens"], "logp": logp}
