@@ -77,6 +77,7 @@ PEERS = {
                 ("datasets", "pillow"),  # for verl's workers
                 ("pytest",),
             ),
+            programs=("conformance.verl_attach_run",),
             tests=("trainer/ppo",),
         ),
         Peer(
@@ -110,6 +111,7 @@ PEERS = {
                 "conformance.trl_head_run",
                 "conformance.trl_ranks_run",
                 "conformance.trl_tree_run",
+                "conformance.trl_attach_run",
             ),
             minutes=2,
         ),

@@ -75,5 +75,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install(peer: str, release: str) -> None:
     """Install stand-ins for missing imports of this release of a framework, before its import."""
-    packages = MODULES.get((peer, None), ()) + MODULES.get((peer, release), ())
+    install_packages(MODULES.get((peer, None), ()) + MODULES.get((peer, release), ()))
+
+
+def install_packages(packages: Sequence[str]) -> None:
+    """Install stand-ins for those of these packages that are missing."""
     sys.meta_path.append(_Finder(packages))

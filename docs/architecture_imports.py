@@ -72,7 +72,8 @@ LAYERS = (
     Layer("Around the loss", ("accumulation", "head", "compiled", "check", "explanations")),
     Layer("The edge", ("compat", "choose", "porting", "cli")),
     Layer("The files of a run", ("limits", "reading", "completions", "runs", "logs"), LAB),
-    Layer("Reading a run", ("explore", "whatif", "report", "diagnosis", "trl"), LAB),
+    Layer("Reading a run", ("explore", "whatif", "report", "diagnosis"), LAB),
+    Layer("Attaching to a run", ("attachment", "trainers"), LAB),
     Layer("Making a run", (TRAINER,), TRAIN),
 )
 

@@ -101,6 +101,7 @@ GUIDES = Section(
         Group(
             "Diagnose",
             (
+                "docs/attach.md",
                 "docs/doctor.md",
                 "docs/what_if.md",
                 "docs/doctor_matrix.md",

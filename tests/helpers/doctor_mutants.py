@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_ATTACH = "test_attach.py::"
 _BOUNDS, _CRITERION, _INPUT, _LAWS, _LOGS, _READERS, _PAIRS, _PLACES, _VERDICTS = (
     "test_doctor_log_bounds.py::",
     "test_doctor_criterion.py::",
@@ -259,5 +260,33 @@ DOCTOR = (
         "replace(verdict, remedy=remedy, correction=None)",
         "replace(verdict, remedy=remedy)",
         _VERDICTS + "test_a_cause_below_the_floor_needs_no_remedy_and_no_correction",
+    ),
+    (
+        "attach_fails_with_the_run",
+        "policyloss_lab/attachment.py",
+        "except Exception as error:  # the run must go on, whatever happened",
+        "except OSError as error:",
+        _ATTACH + "test_an_error_inside_is_logged_once_and_the_loop_goes_on",
+    ),
+    (
+        "attach_examines_other_steps",
+        "policyloss_lab/attachment.py",
+        "(step - 1) % self.every == 0",
+        "step % self.every == 0",
+        _ATTACH + "test_a_loop_is_recorded_examined_and_halted_at_the_named_verdict",
+    ),
+    (
+        "attach_leaves_the_other_ranks_waiting",
+        "policyloss_lab/attachment.py",
+        "if self._ranks == 1 or not self.halt_on:",
+        "if self.undo:",
+        _ATTACH + "test_a_rank_that_failed_goes_on_to_share_that_it_has_no_verdict",
+    ),
+    (
+        "attach_reads_the_step_before",
+        "policyloss_lab/trainers.py",
+        "step = trainer.state.global_step + 1",
+        "step = trainer.state.global_step",
+        _ATTACH + "test_trl_is_recorded_and_left_as_it_was",
     ),
 )

@@ -1,4 +1,4 @@
-"""`doctor_run`: names the symptoms in the logs of a run; `LogWatch` while it is training."""
+"""`doctor_run`: names the symptoms in the logs of a run."""
 
 from __future__ import annotations
 
@@ -116,31 +116,6 @@ def _rollouts(path: Path) -> list[dict[str, Any]]:
             return [row for line in file if (row := parse_object(line)) is not None]
     except (InputError, OSError):
         return []
-
-
-class LogWatch:
-    """Diagnoses a log after every `every` rows of it, and reports each symptom once."""
-
-    def __init__(self, every: int = 10) -> None:
-        self.every = every
-        self.rows: list[dict[str, float]] = []
-        self.named: set[str] = set()
-
-    def read(self, step: int, row: Mapping[str, Any]) -> list[Finding]:
-        """Add a row; returns new symptoms if a diagnosis is due."""
-        numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
-        self.rows.append({**numbers, "step": step})
-        return self.look() if len(self.rows) % self.every == 0 else []
-
-    def look(self) -> list[Finding]:
-        """Diagnose all rows; returns the new symptoms, [] if there are too few rows."""
-        try:
-            verdict = diagnose_rows(self.rows)
-        except InputError:
-            return []
-        new = [finding for finding in verdict.findings if finding.cause not in self.named]
-        self.named.update(finding.cause for finding in new)
-        return new
 
 
 def read_log(path: str | Path) -> list[Row]:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from policyloss.errors import InputError
 from policyloss_lab import limits
 from policyloss_lab.diagnosis.run_doctor import diagnose_rows
+from policyloss_lab.diagnosis.symptoms import Finding
 from policyloss_lab.limits import NOTE_LENGTH, NOTES, cut
 from policyloss_lab.logs.completions import step_in_name, stored_completions, trackio_tables
 from policyloss_lab.logs.names import STEPS, our_names
@@ -25,6 +26,7 @@ from policyloss_lab.reading import (
     Lines,
     Notes,
     integer,
+    json_lines,
     json_object,
     open_noted,
     sampled_note,
@@ -105,7 +107,7 @@ def _run(source: Source, label: str, runs: int) -> dict[str, Any]:
         "notes": _bounded(notes + table.nonfinite_notes()),
         "verdict": verdict_of(sampled, summary),
         "levels": {name: course.change() for name, course in courses_of(sampled).items()},
-        "health": symptoms,
+        "health": source.findings + symptoms,
         "judged_steps": judged,
     }
 
@@ -293,6 +295,22 @@ def _read_ours(source: Source, runs: int) -> None:
     if os.path.lexists(answers):  # optional, so its absence needs no note
         tokens //= limits.ANSWERS_SHARE
         source.answers = read_rollouts(answers, notes, tokens, size, by_information=False)
+    source.findings = _read_findings(folder / "findings.jsonl", notes)
+
+
+def _read_findings(path: Path, notes: Notes) -> list[dict[str, Any]]:
+    """The doctor's findings in tokens, at most `NOTES`; a run without `lab.attach` has none."""
+    file = open_noted(path, notes) if os.path.lexists(path) else None
+    if file is None:
+        return []
+    with file:
+        rows = [row for _, row in json_lines(file, path.name, notes, limits.MIB, 1)]
+    texts = [name for name in Finding._fields if name != "step"]
+    return [
+        {name: cut(str(row.get(name, "")), NOTE_LENGTH) for name in texts}
+        | {"step": integer(row.get("step")) or 0}
+        for row in rows[:NOTES]
+    ]
 
 
 def _read_foreign(source: Source, runs: int) -> None:

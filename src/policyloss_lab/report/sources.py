@@ -69,6 +69,7 @@ class Source:
     times: Table = field(default_factory=Table)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
 
 
 def is_our_run(path: Path) -> bool:

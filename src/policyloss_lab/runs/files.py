@@ -31,7 +31,7 @@ TEMPLATE = "chat_template.jinja"  # the text of the template that --chat-templat
 # The files of a run directory; other files in it are ignored.
 FILES = (
     *("config.json", "environment.json", "track.json", "lock", TEMPLATE),
-    *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "answers.jsonl"),
+    *("metrics.jsonl", "timing.jsonl", "rollouts.jsonl", "answers.jsonl", "findings.jsonl"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
 PLAIN_BYTES = 16 << 20  # the largest file of settings

@@ -28,7 +28,7 @@ Column = list[Any] | None  # one entry for each completion
 Decode = Callable[[list[int]], str]
 ROLLOUT_BYTES = 256 * 2**20
 LEFT_OUT = "completions_left_out"
-_FILES = ("metrics", "timing", "rollouts")
+_FILES = ("metrics", "timing", "rollouts", "findings")
 
 
 class Recorder:
@@ -226,6 +226,12 @@ class Recorder:
             )
         self._left_out += left_out
         self._calls += 1
+
+    def findings(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write findings of the doctor in the tokens of a step (`Finding._asdict()`); the page
+        shows them. It finds the symptoms in metrics itself.
+        """
+        self._write(self._lines["findings"].append, rows)
 
     @property
     def _is_turn(self) -> bool:

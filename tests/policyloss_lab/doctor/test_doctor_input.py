@@ -212,24 +212,6 @@ def test_safetensors_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # Where people meet it -----------------------------------------------------------------------------
 
 
-def test_a_callback_warns_once_of_each_symptom() -> None:
-    pytest.importorskip("transformers")
-    from policyloss_lab.trl import DoctorCallback
-
-    callback = DoctorCallback(every=10)
-
-    def log(steps: range, cut: float) -> None:
-        for step in steps:
-            state = SimpleNamespace(global_step=step)
-            logs = {"reward": step / 40, "completions/clipped_ratio": cut, "note": "text"}
-            callback.on_log(None, state, None, logs=logs)
-
-    log(range(1, 11), 0.0)
-    with pytest.warns(UserWarning, match=r"truncation: 90% of the completions are cut"):
-        log(range(11, 31), 0.9)
-    log(range(31, 41), 0.9)  # a second warning would be an error here
-
-
 def test_a_report_shows_the_health_of_a_run(tmp_path: Path) -> None:
     from policyloss_lab.report import collect, render
 

@@ -39,3 +39,19 @@ def test_a_healthy_run_is_called_so_and_a_short_one_is_not(tmp_path: Path) -> No
     assert "<bdi>well</bdi>: no symptom in 30 steps" in page
     assert "short" not in page
     assert sections.health([short]) == ""
+
+
+def test_findings_in_tokens_come_first_and_are_only_text(tmp_path: Path) -> None:
+    run_in(tmp_path / "run", 30, spike=90.0)
+    rows = [
+        {"step": 3, "cause": "temperature", "evidence": "<b>τ</b>", "remedy": "Sample at 1."},
+        {"step": "x", "cause": ["a"], "evidence": "e" * 10**6},
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "run/findings.jsonl").write_text("\n".join([lines[0], "{", lines[1]]) + "\n")
+    (run,) = collect([tmp_path / "run"])["runs"]
+    assert [row["cause"] for row in run["health"]] == ["temperature", "['a']", "gradient_spike"]
+    assert len(json.dumps(run["health"])) < 10**4
+    page = sections.health([run])
+    assert "<b>temperature</b> from step 3: &lt;b&gt;τ&lt;/b&gt;." in page
+    assert any("findings.jsonl has 1 line(s)" in note for note in run["notes"])

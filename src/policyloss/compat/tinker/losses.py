@@ -73,12 +73,15 @@ class StepLoss:
         self._complete |= {id(pair[0]): pair for pair in pairs}
         return [bare for bare, _ in pairs]
 
+    def complete(self, data: Sequence[Any]) -> list[Any]:
+        """The data with the inputs of the loss; the inverse of `bare`."""
+        return [self._complete.get(id(datum), (None, datum))[1] for datum in data]
+
     def __call__(
         self, data: Sequence[Any], logprobs: Sequence[Tensor]
     ) -> tuple[Tensor, dict[str, float]]:
         """The share of `data` in the loss of the step. logprobs: `[T]` of each datum."""
-        complete = [self._complete.get(id(datum), (None, datum))[1] for datum in data]
-        call = pack(self.spec, complete, logprobs)
+        call = pack(self.spec, self.complete(data), logprobs)
         out = policy_loss(self.spec, totals=self.totals, metrics=self.level, **call)
         self.metrics = sum((self.metrics, out.metrics), Metrics())
         return out.loss, out.metrics.compute()
