@@ -39,7 +39,9 @@ ENGINES = {
         "624b824a (2026-08-21)",
         "its `loss_function` calls our loss; context-parallel ranks",
     ),
+    "miles": ("0.0.2", "its `loss_function` calls our loss; context-parallel ranks"),
     "torchtitan": ("0.3.0", "its `Config.build` makes our loss"),
+    "areal": ("1.0.4", "the loss and weight of its FSDP engine's `train_batch`"),
 }
 MINIMUM = 2000
 BATCHES, RANKS, HORIZON = 12, 2, 16

@@ -10,10 +10,23 @@ from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.compat.parts import guarded_mean
 from policyloss.errors import SpecError
 from policyloss.metrics import Metrics
+from policyloss.parts.aggregate import (
+    LengthWeighted,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+    TurnMean,
+)
 from policyloss.records import Stat
 from policyloss.spec import LossSpec
 
 PREFIX = "policyloss/"
+# The averages that divide by the tokens or by the sequences of the step.
+COUNTED = (
+    *(TokenMean, SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm),
+    *(LengthWeighted, TurnMean),
+)
 
 
 def fitting_spec(

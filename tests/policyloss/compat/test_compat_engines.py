@@ -20,7 +20,7 @@ from walk import walked
 import policyloss as pl
 from cases import make_batch
 from policyloss.compat import nemo_rl, prime_rl, skyrl, slime, torchtitan
-from policyloss.compat.engines import fitting_spec
+from policyloss.compat.engines import COUNTED, fitting_spec
 from policyloss.errors import InputError, SpecError
 
 BATCH = make_batch(seed=3)
@@ -237,7 +237,7 @@ def accepted(engine):
     """The presets that the engine can run."""
     make = {
         "skyrl": lambda spec: skyrl.SkyRLLoss("it", spec),
-        "nemo_rl": lambda spec: fitting_spec("it", spec, nemo_rl.KEYS, nemo_rl.AVERAGES),
+        "nemo_rl": lambda spec: fitting_spec("it", spec, nemo_rl.KEYS, COUNTED),
         "prime_rl": prime_rl.loss_of,
         "torchtitan": lambda spec: torchtitan.checked_spec(spec.origin),
         "slime": slime.loss_of,
