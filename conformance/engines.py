@@ -41,6 +41,10 @@ ENGINES = {
     ),
     "miles": ("0.0.2", "its `loss_function` calls our loss; context-parallel ranks"),
     "torchtitan": ("0.3.0", "its `Config.build` makes our loss"),
+    "xtuner": ("b934f462 (2026-08-21)", "its `get_policy_loss_fn` imports our loss"),
+    "rlinf": ("0.3.0", "its registry holds our loss, and its `policy_loss` calls it"),
+    "trinity": ("0.6.0", "its base class reads the arguments of our loss and passes them"),
+    "twinkle": ("0.5.1", "a subclass of its `GRPOLoss` is called as `set_loss` would"),
     "areal": ("1.0.4", "the loss and weight of its FSDP engine's `train_batch`"),
 }
 MINIMUM = 2000
@@ -65,13 +69,21 @@ def compare(engine: str, folder: Path) -> report.Result:
 
 
 def partition(engine: str, folder: Path) -> dict[str, Any]:
-    """The presets that were run over two processes, and the worst difference of a gradient."""
+    """The presets that were run over two processes, and the worst difference of a gradient; no
+    preset if the engine averages each micro-batch alone.
+    """
+    peer = import_module(f"conformance.peers.{engine}")
+    counts = {
+        "ranks": RANKS,
+        "batches": BATCHES,
+        "tolerance": getattr(peer, "TOLERANCE", 1e-12),
+    }
+    if not peer.PRESETS:
+        return {"presets": [], **counts, "worst": 0.0}
     with tempfile.TemporaryDirectory() as scratch:
         spawn(_rank, (engine, str(folder), scratch), nprocs=RANKS)  # type: ignore[no-untyped-call]
         differences: dict[str, float] = json.loads(Path(scratch, "result").read_text())
     worst = max(differences.values())
-    tolerance = getattr(import_module(f"conformance.peers.{engine}"), "TOLERANCE", 1e-12)
-    counts = {"ranks": RANKS, "batches": BATCHES, "tolerance": tolerance}
     return {"presets": list(differences), **counts, "worst": worst}
 
 

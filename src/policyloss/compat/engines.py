@@ -1,25 +1,34 @@
-"""Checks and metrics for engines that call a loss once per micro-batch or sample."""
+"""Checks and metrics for engines that call a loss once per micro-batch or sample, and the adapters
+of engines that need a few lines only: xtuner, RLinf, Trinity and twinkle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss, as_spec
-from policyloss.compat.parts import guarded_mean
+from policyloss.compat.parts import denominator, guarded_mean
 from policyloss.errors import SpecError
+from policyloss.loss import policy_loss, ready_spec
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import (
     LengthWeighted,
+    LocalSeqMeanTokenMean,
+    LocalTokenMean,
     SeqMeanTokenMean,
     SeqMeanTokenSum,
     SeqMeanTokenSumNorm,
     TokenMean,
+    TokenSum,
     TurnMean,
 )
 from policyloss.records import Stat
 from policyloss.spec import LossSpec
+from policyloss.totals import Totals
 
 PREFIX = "policyloss/"
 # The averages that divide by the tokens or by the sequences of the step.
@@ -27,6 +36,8 @@ COUNTED = (
     *(TokenMean, SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm),
     *(LengthWeighted, TurnMean),
 )
+# The averages of one call, which some engines add or average, and RLinf's names of them.
+LOCAL = {LocalTokenMean: "masked_mean", LocalSeqMeanTokenMean: "seq_mean_token_mean"}
 
 
 def fitting_spec(
@@ -36,11 +47,13 @@ def fitting_spec(
     averages: Collection[type],
     *,
     sampler_is_old: bool = False,
+    single_tokens: bool = False,
 ) -> LossSpec:
     """The spec of `loss`; an error if the engine cannot run it.
 
     passes: the arguments of `policy_loss` that the engine has. averages: the aggregations whose
     denominators it counts. sampler_is_old: the sampler's log-probabilities are the only old ones.
+    single_tokens: it packs sequences, and passes no bounds of them.
     """
     spec = as_spec(loss)
     if missing := [name for name in spec.reads if name not in passes]:
@@ -67,6 +80,11 @@ def fitting_spec(
             f"{engine} does not count the denominator of {spec.aggregate!r}; use spec.replace("
             f"aggregate=…) with {names}."
         )
+    if single_tokens and spec.reach != "token":
+        raise SpecError(
+            f"this loss reads other tokens of a sequence, but {engine} packs sequences and passes "
+            "no bounds of them; use a TokenRatio and a trust region of single tokens."
+        )
     return spec
 
 
@@ -76,3 +94,104 @@ def means(metrics: Metrics) -> dict[str, Tensor]:
     """
     stats = {key: record for key, record in metrics.items() if isinstance(record, Stat)}
     return {f"{PREFIX}{key}": guarded_mean(record, 1e-30) for key, record in stats.items()}
+
+
+def xtuner_loss(loss: AnyLoss) -> Callable[..., Tensor]:
+    """`loss` as a policy loss of xtuner, whose `loss_weights` hold the denominator.
+
+    `my_loss = xtuner_loss(spec)` in a module of yours is a target of
+    `policy_loss_cfg["loss_type"]`.
+    """
+    spec = fitting_spec("xtuner", loss, ("old_logp",), (TokenMean,), single_tokens=True)
+    spec = spec.replace(aggregate=TokenSum())
+
+    def loss_of_chunk(
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantages: Tensor,
+        loss_weights: Tensor,
+        policy_loss_cfg: Mapping[str, Any],
+    ) -> Tensor:
+        weighted: dict[str, Any] = {"mask": loss_weights != 0, "weights": loss_weights}
+        options: dict[str, Any] = {"totals": "local", "metrics": "none"}
+        return policy_loss(spec, log_prob, old_log_prob, advantages, **weighted, **options).loss
+
+    return loss_of_chunk
+
+
+def rlinf_loss(loss: AnyLoss) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    """`loss` for RLinf's `register_policy_loss(name)(rlinf_loss(spec))`. RLinf averages the means
+    of micro-batches, so the spec's average must be a local one.
+    """
+    spec = fitting_spec("RLinf", loss, ("old_logp",), LOCAL)
+    wanted = LOCAL[type(spec.aggregate)]
+
+    def actor_loss(
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+        loss_agg_func: Callable[..., Tensor] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        given = getattr(loss_agg_func, "__name__", None)
+        if given != wanted:
+            raise SpecError(
+                f"this loss is averaged by {spec.aggregate!r}, RLinf's {wanted}, but RLinf passes "
+                f"loss_agg_func={given}; set algorithm.loss_agg_func. Embodied tasks have none."
+            )
+        out = policy_loss(spec, logprobs, old_logprobs, advantages, loss_mask, totals="local")
+        return out.loss, means(out.metrics)
+
+    return actor_loss
+
+
+def trinity_loss(loss: AnyLoss) -> type[Any]:
+    """`loss` as a policy loss of Trinity, which adds the means of micro-batches, so that the spec's
+    average must be a local one.
+
+    `MyLoss = trinity_loss(spec)` in a module of yours is a target of `algorithm.policy_loss_fn`.
+    """
+    spec = fitting_spec("Trinity", loss, ("old_logp",), LOCAL)
+    module = import_module("trinity.algorithm.policy_loss_fn.policy_loss_fn")
+
+    class PolicyLoss(module.PolicyLossFn):  # type: ignore[misc,name-defined]  # it has no types
+        # Trinity reads the names of these arguments.
+        def __call__(
+            self, logprob: Tensor, old_logprob: Tensor, action_mask: Tensor, advantages: Tensor
+        ) -> tuple[Tensor, dict[str, float]]:
+            out = policy_loss(spec, logprob, old_logprob, advantages, action_mask, totals="local")
+            return out.loss, {key: x.item() for key, x in means(out.metrics).items()}
+
+        @classmethod
+        def default_args(cls) -> dict[str, Any]:
+            return {}
+
+    return PolicyLoss
+
+
+def twinkle_loss(loss: AnyLoss) -> Any:
+    """`loss` for twinkle's `model.set_loss(twinkle_loss(spec))`. It returns a sum and a count;
+    twinkle divides by the counts of all ranks.
+    """
+    spec = fitting_spec("twinkle", ready_spec(loss), ("old_logp", "ref_logp", "entropy"), COUNTED)
+    module = import_module("twinkle.loss.grpo")
+
+    class PolicyLoss(module.GRPOLoss):  # type: ignore[misc,name-defined]  # it has no types
+        def __call__(self, inputs: Any, outputs: Any, **given: Any) -> Any:
+            if given.get("advantages") is None:  # a forward alone
+                return super().__call__(inputs, outputs, **given)
+            labels, logp = inputs["labels"], outputs["logps"]
+            mask = (labels if labels.dim() > 1 else labels.unsqueeze(0)) != self.ignore_index
+            named = {"old_logp": "old_logps", "ref_logp": "ref_logps", "advantages": "advantages"}
+            tensors: dict[str, Any] = {
+                name: self._pad_and_align_to_batch(given[key], mask, logp.device, logp.dtype)
+                for name, key in named.items()
+                if given.get(key) is not None
+            }
+            tensors = {"old_logp": "current", **tensors, "entropy": outputs.get("entropies")}
+            out = policy_loss(spec, logp, mask=mask, totals=Totals(1, 1), metrics="none", **tensors)
+            count = denominator(spec.aggregate, mask)
+            return module.LossOutput(loss=out.loss, num_tokens=count)
+
+    return PolicyLoss(entropy_coef=spec.entropy_coef)
