@@ -39,9 +39,7 @@ _CLIP = pl.LossSpec(trust=pl.Clip(0.2, 0.28))
 CASES: dict[str, tuple[Options, pl.LossSpec]] = {
     "GRPOLoss": (
         {"epsilon_high": 0.28, "beta": 0.05},
-        _CLIP.replace(
-            kl=pl.KL("k3", 0.05, clamp=None), aggregate=pl.SeqMeanTokenMean()
-        ),
+        _CLIP.replace(kl=pl.KL("k3", 0.05, clamp=None), aggregate=pl.SeqMeanTokenMean()),
     ),
     "PPOLoss": ({"epsilon_high": 0.28}, _CLIP),
     "GSPOLoss": (
