@@ -29,7 +29,7 @@ __all__ = ["ArealLoss", "WithOurLoss"]
 
 TRACKER = "areal.utils.stats_tracker"
 # The argument of `policy_loss`, and the key of AReaL's data.
-KEYS = {"old_logp": "prox_logp", "rollout_logp": "logprobs", "teacher_logp": "teacher_logp"}
+KEYS = {"old_logp": "prox_logp", "rollout_logp": "logprobs"}
 # The settings of AReaL's own loss that must keep these values, because a spec does not read them.
 UNUSED = {
     "eps_clip_higher": None,
@@ -59,11 +59,8 @@ class ArealLoss:
                 f"this loss reads {KEYS[missing[0]]}, which AReaL did not compute; see "
                 "actor.recompute_logprob, actor.use_decoupled_loss and actor.prox_logp_method."
             )
-        if tensors["teacher_logp"] is not None and "teacher_logp" not in self.spec.reads:
-            raise SpecError(
-                "AReaL passes teacher_logp, but this loss does not read it; unset teacher, or use "
-                "a loss with a teacher."
-            )
+        if input_data.get("teacher_logp") is not None:
+            raise SpecError("AReaL's teacher has no effect on this loss; unset teacher.")
         out = policy_loss(
             self.spec,
             logprobs,
