@@ -46,6 +46,7 @@ ENGINES = {
     "trinity": ("0.6.0", "its base class reads the arguments of our loss and passes them"),
     "twinkle": ("0.5.1", "a subclass of its `GRPOLoss` is called as `set_loss` would"),
     "trl_async": ("1.16.0", "its `compute_loss` runs inside ours, with a model of given numbers"),
+    "swift": ("4.6.0", "its `_compute_loss_and_metrics` runs inside ours, with given numbers"),
     "areal": ("1.0.4", "the loss and weight of its FSDP engine's `train_batch`"),
 }
 MINIMUM = 2000

@@ -398,9 +398,9 @@ MUTANTS = (
     ),
     Mutant(
         "areal_ignores_its_own_terms",
-        "policyloss/compat/areal/__init__.py",
-        "if settings.get(name, value) != value:",
-        "if False:",
+        "policyloss/compat/engines.py",
+        "if (given := settings(name, value)) != value:",
+        "if (given := settings(name, value)) is None:",
         "test_compat_engines.py::test_an_actor_of_areal_trains_with_our_loss",
     ),
     Mutant(

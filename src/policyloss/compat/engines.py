@@ -1,10 +1,11 @@
 """Checks and metrics for engines that call a loss once per micro-batch or sample, and the adapters
-of engines that need a few lines only: xtuner, RLinf, Trinity and twinkle.
+of engines that need a few lines only: xtuner, RLinf, Trinity, twinkle and ms-swift.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -38,6 +39,18 @@ COUNTED = (
 )
 # The averages of one call, which some engines add or average, and RLinf's names of them.
 LOCAL = {LocalTokenMean: "masked_mean", LocalSeqMeanTokenMean: "seq_mean_token_mean"}
+
+
+# The settings of ms-swift's own loss that must keep these values.
+OF_SWIFT = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "rollout_importance_sampling_mode": None,
+    "off_policy_sequence_mask_delta": None,
+    "top_entropy_quantile": 1.0,
+    "sdar_loss_coef": 0,
+    "chord_sft_iterator": None,
+}
 
 
 def fitting_spec(
@@ -86,6 +99,21 @@ def fitting_spec(
             "no bounds of them; use a TokenRatio and a trust region of single tokens."
         )
     return spec
+
+
+def check_settings(
+    engine: str, settings: Callable[[str, Any], Any], wanted: Mapping[str, Any]
+) -> None:
+    """Raise if a setting of the engine's own loss differs from the value that has no effect.
+
+    settings: returns the value of a name, or the second argument if there is none.
+    """
+    for name, value in wanted.items():
+        if (given := settings(name, value)) != value:
+            raise SpecError(
+                f"{name}={given!r} belongs to {engine}'s own loss and has no effect on this one; "
+                f"set it to {value!r}, and put the term into the spec."
+            )
 
 
 def means(metrics: Metrics) -> dict[str, Tensor]:
@@ -195,3 +223,33 @@ def twinkle_loss(loss: AnyLoss) -> Any:
             return module.LossOutput(loss=out.loss, num_tokens=count)
 
     return PolicyLoss(entropy_coef=spec.entropy_coef)
+
+
+def swift_trainer(loss: AnyLoss) -> type[Any]:
+    """ms-swift's GRPOTrainer with `loss`, and with ms-swift's own metrics.
+
+    `Trainer = swift_trainer(spec)` in a plugin of yours is a target of
+    `TrainerFactory.TRAINER_MAPPING["grpo"]`.
+    """
+    reads = ("old_logp", "rollout_logp", "ref_logp")
+    spec = fitting_spec("ms-swift", loss, reads, (TokenMean,))
+    module = import_module("swift.rlhf_trainers.grpo_trainer")
+
+    class GRPOTrainer(module.GRPOTrainer):  # type: ignore[misc,name-defined]  # it has no types
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            self.scored, entropies = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return self.scored.detach(), entropies
+
+        def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, batch: Any) -> Any:
+            check_settings("ms-swift", partial(getattr, self), OF_SWIFT)
+            _, metrics = super()._compute_loss_and_metrics(model, model_inputs, batch)
+            given = {"rollout_logp": "rollout_per_token_logps", "ref_logp": "ref_per_token_logps"}
+            tensors = {name: getattr(batch, key) for name, key in given.items()}
+            old = batch.old_per_token_logps
+            tensors["old_logp"] = "current" if old is None else old
+            totals = Totals(batch.num_items_in_batch, 1, dp_size=self.accelerator.num_processes)
+            tensors |= {"advantages": batch.advantages, "mask": metrics["completion_mask"]}
+            out = policy_loss(spec, self.scored, totals=totals, metrics="none", **tensors)
+            return self._undo_gradient_accumulation_scaling(out.loss), metrics
+
+    return GRPOTrainer

@@ -25,6 +25,7 @@ from policyloss.compat.engines import (
     COUNTED,
     fitting_spec,
     rlinf_loss,
+    swift_trainer,
     trinity_loss,
     twinkle_loss,
     xtuner_loss,
@@ -610,7 +611,7 @@ def test_an_actor_of_areal_trains_with_our_loss():
     ours = areal.ArealLoss("dapo").loss_fn(BATCH.logp.flatten(), None, data)
     own = partial(len, eps_clip=0.2, c_clip=None, importance_sampling_level="token")
     assert actor.train_batch(data, own, len) == ours * BATCH.mask.sum()
-    with pytest.raises(SpecError, match=r"actor\.c_clip=3\.0 belongs to AReaL's own loss"):
+    with pytest.raises(SpecError, match=r"c_clip=3\.0 belongs to AReaL's own loss"):
         actor.train_batch(data, partial(len, c_clip=3.0), len)
 
 
@@ -687,3 +688,38 @@ def test_twinkle_gets_a_sum_and_a_count(monkeypatch):
         assert out["num_tokens"] == count
         torch.testing.assert_close(out["loss"] / count, expected, rtol=1e-12, atol=0)
     assert twinkle_loss("dapo")(inputs, outputs) == "a forward alone"
+
+
+def test_swift_keeps_its_metrics_and_trains_with_our_loss(monkeypatch):
+    class GRPOTrainer:
+        loss_type, importance_sampling_level = "dapo", "token"
+        accelerator = SimpleNamespace(num_processes=2)
+
+        def _get_per_token_logps_and_entropies(self, model):
+            return model, None
+
+        def _compute_loss_and_metrics(self, model, model_inputs, batch):
+            logp, _ = self._get_per_token_logps_and_entropies(model)
+            assert not logp.requires_grad
+            return logp.sum(), {"completion_mask": BATCH.mask}
+
+        def _undo_gradient_accumulation_scaling(self, loss):
+            return 3 * loss
+
+    module = SimpleNamespace(GRPOTrainer=GRPOTrainer)
+    monkeypatch.setitem(sys.modules, "swift.rlhf_trainers.grpo_trainer", module)
+    batch = SimpleNamespace(
+        old_per_token_logps=BATCH.old_logp,
+        rollout_per_token_logps=None,
+        ref_per_token_logps=None,
+        advantages=BATCH.advantages,
+        num_items_in_batch=BATCH.mask.sum(),
+    )
+    trainer, logp = swift_trainer("dapo")(), BATCH.logp.clone().requires_grad_()
+    loss, metrics = trainer._compute_loss_and_metrics(logp, None, batch)
+    assert set(metrics) == {"completion_mask"}
+    torch.testing.assert_close(loss, 3 * 2 * EXPECTED, rtol=1e-12, atol=0)
+    assert torch.autograd.grad(loss, logp)[0].count_nonzero()
+    trainer.loss_type = "grpo"
+    with pytest.raises(SpecError, match="loss_type='grpo' belongs to ms-swift's own loss"):
+        trainer._compute_loss_and_metrics(logp, None, batch)

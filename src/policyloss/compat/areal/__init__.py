@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
-from policyloss.compat.engines import COUNTED, fitting_spec, means
+from policyloss.compat.engines import COUNTED, check_settings, fitting_spec, means
 from policyloss.compat.parts import denominator
 from policyloss.errors import InputError, SpecError
 from policyloss.loss import policy_loss, ready_spec
@@ -91,12 +91,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # AReaL has no types
     ) -> dict[str, float]:
         """AReaL's step with `policy_loss` instead of the loss that `PPOActor` passes."""
         settings = getattr(loss_fn, "keywords", {})
-        for name, value in UNUSED.items():
-            if settings.get(name, value) != value:
-                raise SpecError(
-                    f"actor.{name}={settings[name]!r} belongs to AReaL's own loss and has no "
-                    f"effect on this one; set it to {value!r}, and put the term into the spec."
-                )
+        check_settings("AReaL", settings.get, UNUSED)
         ours = _loss_of(self.policy_loss)
         result: dict[str, float] = super().train_batch(input_, ours.loss_fn, ours.loss_weight_fn)
         return result
