@@ -65,7 +65,10 @@ def step_by_hand(model: Any, spec: pl.LossSpec, data: dict[str, list[Any]]) -> d
     scores = model(input_ids=ids, attention_mask=pad([row * 0 + 1 for row in data["ids"]], True))
     chosen = labels.clamp(min=0).unsqueeze(-1)
     logp = scores.logits.log_softmax(-1).gather(-1, chosen).squeeze(-1)
-    tensors = {"old_logp": pad(data["old"], True), "ref_logp": pad(data["ref"], True)}
+    tensors: dict[str, Any] = {
+        "old_logp": pad(data["old"], True),
+        "ref_logp": pad(data["ref"], True),
+    }
     advantages = torch.tensor(data["advantages"])
     out = pl.policy_loss(spec, logp, advantages=advantages, mask=labels != -100, **tensors)
     names, weights = zip(*model.named_parameters(), strict=True)

@@ -15,7 +15,8 @@ from policyloss.compat.engines import LOCAL, rlinf_loss
 
 PRESETS = ()  # it counts nothing over micro-batches or ranks
 _CLIP = pl.LossSpec(pl.TokenRatio(log_clamp=None), pl.Clip(0.2, 0.28, dual=3.0))
-SPECS = {average: _CLIP.replace(aggregate=kind()) for kind, average in LOCAL.items()}
+_AVERAGES: dict[str, Any] = {average: kind() for kind, average in LOCAL.items()}
+SPECS = {name: _CLIP.replace(aggregate=average) for name, average in _AVERAGES.items()}
 _loaded = SimpleNamespace()
 _registry: dict[str, Any] = {}
 

@@ -83,13 +83,13 @@ def row(batch: Inputs, rows: Tensor, count: float) -> tuple[Any, dict[str, Tenso
         name: torch.nn.functional.pad(x, (0, 2), value=blank.get(name, 0)).unsqueeze(0)
         for name, x in data.items()
     }
-    names = ("input_ids", "position_ids", "shift_labels", "attention_mask")
-    data |= {name: torch.ones(1, size, dtype=torch.long) for name in names}
-    names = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
-    data |= {name: torch.zeros(1, 1, dtype=torch.long) for name in names}
+    tokens = ("input_ids", "position_ids", "shift_labels", "attention_mask")
+    data |= {name: torch.ones(1, size, dtype=torch.long) for name in tokens}
+    tree = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+    data |= {name: torch.zeros(1, 1, dtype=torch.long) for name in tree}
     data["tree_max_seqlens"] = torch.ones(1, 2, dtype=torch.long)
-    names = ("global_n_tokens", "global_n_forward_tokens", "mean_seq_len")
-    data |= {name: torch.tensor([count]) for name in names}
+    counts = ("global_n_tokens", "global_n_forward_tokens", "mean_seq_len")
+    data |= {name: torch.tensor([count]) for name in counts}
     logp = batch["logp"][rows][mask][order].unsqueeze(0)
 
     def model(**_: Any) -> Any:

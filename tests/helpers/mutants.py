@@ -399,8 +399,8 @@ MUTANTS = (
     Mutant(
         "areal_ignores_its_own_terms",
         "policyloss/compat/engines.py",
-        "if (given := settings(name, value)) != value:",
-        "if (given := settings(name, value)) is None:",
+        "if (chosen := settings(name, value)) != value:",
+        "if (chosen := settings(name, value)) is None:",
         "test_compat_engines.py::test_an_actor_of_areal_trains_with_our_loss",
     ),
     Mutant(
@@ -413,7 +413,7 @@ MUTANTS = (
     Mutant(
         "rlinf_with_any_average",
         "policyloss/compat/engines.py",
-        "if given != wanted:",
+        "if average != wanted:",
         "if False:",
         "test_compat_engines.py::test_rlinf_averages_by_its_own_setting",
     ),

@@ -109,9 +109,9 @@ def check_settings(
     settings: returns the value of a name, or the second argument if there is none.
     """
     for name, value in wanted.items():
-        if (given := settings(name, value)) != value:
+        if (chosen := settings(name, value)) != value:
             raise SpecError(
-                f"{name}={given!r} belongs to {engine}'s own loss and has no effect on this one; "
+                f"{name}={chosen!r} belongs to {engine}'s own loss and has no effect on this one; "
                 f"set it to {value!r}, and put the term into the spec."
             )
 
@@ -162,11 +162,11 @@ def rlinf_loss(loss: AnyLoss) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]
         loss_agg_func: Callable[..., Tensor] | None = None,
         **_: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        given = getattr(loss_agg_func, "__name__", None)
-        if given != wanted:
+        average = getattr(loss_agg_func, "__name__", None)
+        if average != wanted:
             raise SpecError(
                 f"this loss is averaged by {spec.aggregate!r}, RLinf's {wanted}, but RLinf passes "
-                f"loss_agg_func={given}; set algorithm.loss_agg_func. Embodied tasks have none."
+                f"loss_agg_func={average}; set algorithm.loss_agg_func. Embodied tasks have none."
             )
         out = policy_loss(spec, logprobs, old_logprobs, advantages, loss_mask, totals="local")
         return out.loss, means(out.metrics)
@@ -206,16 +206,16 @@ def twinkle_loss(loss: AnyLoss) -> Any:
     module = import_module("twinkle.loss.grpo")
 
     class PolicyLoss(module.GRPOLoss):  # type: ignore[misc,name-defined]  # it has no types
-        def __call__(self, inputs: Any, outputs: Any, **given: Any) -> Any:
-            if given.get("advantages") is None:  # a forward alone
-                return super().__call__(inputs, outputs, **given)
+        def __call__(self, inputs: Any, outputs: Any, **samples: Any) -> Any:
+            if samples.get("advantages") is None:  # a forward alone
+                return super().__call__(inputs, outputs, **samples)
             labels, logp = inputs["labels"], outputs["logps"]
             mask = (labels if labels.dim() > 1 else labels.unsqueeze(0)) != self.ignore_index
             named = {"old_logp": "old_logps", "ref_logp": "ref_logps", "advantages": "advantages"}
             tensors: dict[str, Any] = {
-                name: self._pad_and_align_to_batch(given[key], mask, logp.device, logp.dtype)
+                name: self._pad_and_align_to_batch(samples[key], mask, logp.device, logp.dtype)
                 for name, key in named.items()
-                if given.get(key) is not None
+                if samples.get(key) is not None
             }
             tensors = {"old_logp": "current", **tensors, "entropy": outputs.get("entropies")}
             out = policy_loss(spec, logp, mask=mask, totals=Totals(1, 1), metrics="none", **tensors)
@@ -243,8 +243,8 @@ def swift_trainer(loss: AnyLoss) -> type[Any]:
         def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, batch: Any) -> Any:
             check_settings("ms-swift", partial(getattr, self), OF_SWIFT)
             _, metrics = super()._compute_loss_and_metrics(model, model_inputs, batch)
-            given = {"rollout_logp": "rollout_per_token_logps", "ref_logp": "ref_per_token_logps"}
-            tensors = {name: getattr(batch, key) for name, key in given.items()}
+            keys = {"rollout_logp": "rollout_per_token_logps", "ref_logp": "ref_per_token_logps"}
+            tensors = {name: getattr(batch, key) for name, key in keys.items()}
             old = batch.old_per_token_logps
             tensors["old_logp"] = "current" if old is None else old
             totals = Totals(batch.num_items_in_batch, 1, dp_size=self.accelerator.num_processes)

@@ -53,7 +53,7 @@ class ArealLoss:
         """The loss of a micro-batch, divided by `loss_weight_fn`. All tokens are packed, `[N]`;
         further arguments are numbers of the logits that AReaL logs.
         """
-        tensors = {name: input_data.get(key) for name, key in KEYS.items()}
+        tensors: dict[str, Any] = {name: input_data.get(key) for name, key in KEYS.items()}
         if missing := [name for name in self.spec.reads if tensors.get(name, entropy) is None]:
             raise InputError(
                 f"this loss reads {KEYS[missing[0]]}, which AReaL did not compute; see "
