@@ -133,13 +133,15 @@ def engines_page(engines: Path, steps: Path, frameworks: Path) -> str:
         "because engines average or add all numbers.",
         "## How far each was tried",
         "*worst difference*: of a value or a gradient from the engine's own function, over random "
-        "ragged batches in float64 (in float32 where the engine computes in float32). *two ranks*: "
+        "ragged batches in float64, or in float32 where the engine computes in float32 alone. "
+        "*two ranks*: "
         "of a gradient from that of the whole batch, over presets that ran in two processes with "
         "two micro-batches each, divided by the engine's own denominators.",
         _results(engines, steps, frameworks, names),
         "The last rows are the frameworks with [drop-ins](frameworks.md). [Conformance]"
-        "(conformance.md#engines) shows every function, and [decision 56]"
-        "(decisions/0056-adapters-for-engines.md) the reasons for this design.",
+        "(conformance.md#engines) shows every function, and decisions [56]"
+        "(decisions/0056-adapters-for-engines.md) and [59](decisions/0059-thin-adapters.md) the "
+        "reasons for this design.",
     )
 
 
