@@ -146,6 +146,8 @@ def engines_page(engines: Path, steps: Path, frameworks: Path) -> str:
 
 
 def _results(engines: Path, steps: Path, frameworks: Path, names: dict[str, str]) -> str:
+    if not all(path.is_file() for path in (engines, steps, frameworks)):
+        return "No run has been recorded yet."
     real = json.loads(steps.read_text())
     rows = []
     for result in json.loads(engines.read_text())["results"]:

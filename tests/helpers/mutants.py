@@ -447,9 +447,9 @@ MUTANTS = (
     ),
     Mutant(
         "titan_takes_sequence_losses",
-        "policyloss/compat/torchtitan/__init__.py",
-        'spec.reach != "token"',
-        "False",
+        "policyloss/compat/engines.py",
+        'if single_tokens and spec.reach != "token":',
+        "if False:",
         "test_compat_engines.py::test_torchtitan_refuses_a_loss_of_sequences_and_names_a_wrong_one",
     ),
     Mutant(
