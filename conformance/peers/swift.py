@@ -108,7 +108,8 @@ def _ours(inputs: Inputs, options: Options) -> Outputs:
 def losses(spec: pl.LossSpec, batch: Batch, logp: Tensor, cut: list[Tensor]) -> Iterator[Tensor]:
     """The losses that a worker differentiates, with ms-swift's count of the whole window."""
     inputs = _inputs(batch, {}) | {"logp": logp}
-    engine = trainer(_ours_trainer(spec), dist.get_world_size(), len(cut))
+    beta = 0.0 if spec.kl is None else 0.1
+    engine = trainer(_ours_trainer(spec), dist.get_world_size(), len(cut), beta=beta)
     for rows in (rows for rows in cut if len(rows)):
         part = {name: x[rows] for name, x in inputs.items()}
         yield _call(engine, part, batch.mask.sum()) / len(cut)

@@ -425,6 +425,13 @@ MUTANTS = (
         "test_compat_engines.py::test_twinkle_gets_a_sum_and_a_count",
     ),
     Mutant(
+        "swift_drops_its_kl",
+        "policyloss/compat/engines.py",
+        "if bool(trainer.beta and not trainer.kl_in_reward) != (spec.kl is not None):",
+        "if False:",
+        "test_compat_engines.py::test_swift_keeps_its_metrics_and_trains_with_our_loss",
+    ),
+    Mutant(
         "async_keeps_the_term_of_trl",
         "policyloss/compat/trl/async_trainer.py",
         '"advantages": torch.zeros_like(advantages)',

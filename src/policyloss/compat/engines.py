@@ -241,7 +241,7 @@ def swift_trainer(loss: AnyLoss) -> type[Any]:
             return self.scored.detach(), entropies
 
         def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, batch: Any) -> Any:
-            check_settings("ms-swift", partial(getattr, self), OF_SWIFT)
+            _check_swift(spec, self)
             _, metrics = super()._compute_loss_and_metrics(model, model_inputs, batch)
             keys = {"rollout_logp": "rollout_per_token_logps", "ref_logp": "ref_per_token_logps"}
             tensors = {name: getattr(batch, key) for name, key in keys.items()}
@@ -253,3 +253,14 @@ def swift_trainer(loss: AnyLoss) -> type[Any]:
             return self._undo_gradient_accumulation_scaling(out.loss), metrics
 
     return GRPOTrainer
+
+
+def _check_swift(spec: LossSpec, trainer: Any) -> None:
+    """Raise if the settings of ms-swift's trainer contradict the spec."""
+    check_settings("ms-swift", partial(getattr, trainer), OF_SWIFT)
+    if bool(trainer.beta and not trainer.kl_in_reward) != (spec.kl is not None):
+        raise SpecError(
+            f"beta={trainer.beta} with kl_in_reward={trainer.kl_in_reward}, but the spec has "
+            f"kl={spec.kl!r}; ms-swift runs the reference model by beta, and the spec decides the "
+            "term."
+        )

@@ -693,6 +693,7 @@ def test_twinkle_gets_a_sum_and_a_count(monkeypatch):
 def test_swift_keeps_its_metrics_and_trains_with_our_loss(monkeypatch):
     class GRPOTrainer:
         loss_type, importance_sampling_level = "dapo", "token"
+        beta, kl_in_reward = 0.0, False
         accelerator = SimpleNamespace(num_processes=2)
 
         def _get_per_token_logps_and_entropies(self, model):
@@ -720,6 +721,11 @@ def test_swift_keeps_its_metrics_and_trains_with_our_loss(monkeypatch):
     assert set(metrics) == {"completion_mask"}
     torch.testing.assert_close(loss, 3 * 2 * EXPECTED, rtol=1e-12, atol=0)
     assert torch.autograd.grad(loss, logp)[0].count_nonzero()
+    trainer.beta = 0.1
+    with pytest.raises(SpecError, match=r"beta=0\.1 .*, but the spec has kl=None"):
+        trainer._compute_loss_and_metrics(logp, None, batch)
+    trainer.kl_in_reward = True
+    assert trainer._compute_loss_and_metrics(logp, None, batch)[0] == loss
     trainer.loss_type = "grpo"
     with pytest.raises(SpecError, match="loss_type='grpo' belongs to ms-swift's own loss"):
         trainer._compute_loss_and_metrics(logp, None, batch)
