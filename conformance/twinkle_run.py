@@ -112,11 +112,16 @@ def main() -> int:
         assert moved > 1e-3, f"{name}: the step moved no weight by more than {moved}."
         found[name] = max(float((ours[n] - theirs[n]).abs().max()) for n in ours)
         print(f"{name}: weights moved by {moved:.1e}, and differ by {found[name]:.1e}")
-    release, worst = metadata.version("twinkle-kit"), max(found.values())
-    result = {"release": release, "presets": list(found), "tolerance": TOLERANCE, "worst": worst}
-    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    one.write_json(RESULTS, kept | {"twinkle": result})
+    worst = max(found.values())
+    write_result("twinkle", metadata.version("twinkle-kit"), list(found), worst)
     return 0 if worst <= TOLERANCE else 1
+
+
+def write_result(engine: str, release: str, presets: list[str], worst: float) -> None:
+    """Record the worst difference of a weight; the results of the other engines stay."""
+    result = {"release": release, "presets": presets, "tolerance": TOLERANCE, "worst": worst}
+    recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    one.write_json(RESULTS, recorded | {engine: result})
 
 
 if __name__ == "__main__":

@@ -102,8 +102,15 @@ PLUGS: dict[str, tuple[str, str, str, str]] = {
         "those of verl",
     ),
 }
-# Engines that another adapter serves; of these, only the plug point was read.
-SERVED = {"axolotl": "0.21.0", "rllm": "9beb6e0f (2026-08-15)"}
+# Engines that another adapter serves: the version, and how far the hook was tried.
+SERVED = {
+    "axolotl": (
+        "0.21.0",
+        "tried for real: training of its trainer without its mixins, on TRL 1.16.0 "
+        "(`conformance.axolotl_run`)",
+    ),
+    "rllm": ("9beb6e0f (2026-08-15)", "read, not run: `rllm.algorithm.loss_fn`"),
+}
 # The frameworks with drop-ins, and how far they were run with them.
 RUN = {
     "verl": "called as the engine calls it: `ppo_loss` of its workers",
@@ -153,18 +160,21 @@ def _results(engines: Path, steps: Path, frameworks: Path, names: dict[str, str]
     for result in json.loads(engines.read_text())["results"]:
         two = result["partition"]
         ranks = f"{two['worst']:.1e}" if two["presets"] else "–"
-        tried = f"{result['tried']}: {result['hook']}"
-        if step := real.get(result["peer"]):
-            tried += f", weights within {step['worst']:.1e}"
+        tried = f"{result['tried']}: {result['hook']}" + _weights(real, result["peer"])
         rows.append([names[result["peer"]], result["release"], *_numbers(result), ranks, tried])
-    for name, release in SERVED.items():
-        rows.append([names[name], release, "–", "–", "–", f"read, not run: {PLUGS[name][1]}"])
+    for name, (release, tried) in SERVED.items():
+        rows.append([names[name], release, "–", "–", "–", tried + _weights(real, name)])
     for result in json.loads(frameworks.read_text())["results"]:
         if result["pinned"] and result["peer"] in RUN:
             tried = RUN[result["peer"]]
             start = [names[result["peer"]], result["release"]]
             rows.append([*start, *_numbers(result), "–", tried])
     return table(["engine", "version", "cases", "worst difference", "two ranks", "hook"], rows)
+
+
+def _weights(real: dict[str, Any], name: str) -> str:
+    """The difference of the weights after real steps, if there were any."""
+    return f", weights within {real[name]['worst']:.1e}" if name in real else ""
 
 
 def _numbers(result: dict[str, Any]) -> list[str]:
