@@ -21,6 +21,14 @@ CALLED = {
     "prime_rl": "prime-rl",
     "slime": "slime",
     "torchtitan": "torchtitan",
+    "miles": "miles",
+    "areal": "AReaL",
+    "trl_async": "TRL AsyncGRPO",
+    "swift": "ms-swift",
+    "xtuner": "xtuner",
+    "rlinf": "RLinf",
+    "trinity": "Trinity",
+    "twinkle": "twinkle",
 }
 HEADING = [
     "function",
@@ -80,7 +88,8 @@ def engine_table(results: list[Result]) -> list[str]:
         return []
     about = (
         "The adapters of [engines](engines.md), against the engines' own functions, which "
-        "`python -m conformance.engines engine=SRC` loads from an unpacked wheel or a checkout. "
+        "`python -m conformance.engines engine=SRC` loads from an unpacked wheel or a checkout "
+        "(without `=SRC`, from the wheel that pip downloads). "
         "*two ranks*: presets that ran through the adapter over two processes with two "
         "micro-batches each, divided by the engine's own denominators, and the worst difference "
         "of a gradient from that of the whole batch."
@@ -91,13 +100,18 @@ def engine_table(results: list[Result]) -> list[str]:
             r["release"],
             *_row(r["functions"])[:1],
             *_row(r["functions"])[2:6],
-            f"{len(r['partition']['presets'])} presets, {r['partition']['worst']:.1e}",
-            r["hook"],
+            _ranks(r["partition"]),
+            f"{r['tried']}: {r['hook']}",
         ]
         for r in results
     ]
     heading = ["engine", "version", "cases", *HEADING[3:7], "two ranks", "hook"]
     return ["## Engines", about, table(heading, rows)]
+
+
+def _ranks(two: dict[str, Any]) -> str:
+    """The presets over two ranks; none if an engine averages each micro-batch alone."""
+    return f"{len(two['presets'])} presets, {two['worst']:.1e}" if two["presets"] else "–"
 
 
 def summary(results: list[Result]) -> str:

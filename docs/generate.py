@@ -1,5 +1,5 @@
 """Writes the generated pages: presets, their index, metrics, names, choices, architecture,
-conformance, catalogue, performance, evidence, the doctor's matrix.
+conformance, engines, catalogue, performance, evidence, the doctor's matrix.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -19,6 +19,7 @@ from docs.commands_page import commands_page
 from docs.conformance_page import conformance_page
 from docs.doctor_logs_page import doctor_logs_pages
 from docs.doctor_page import doctor_pages
+from docs.engines_page import engines_page
 from docs.evidence_page import evidence_pages
 from docs.losses_table import losses_table
 from docs.markdown import GENERATED, fenced, join, linked, table
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
 PUBLIC_RESULTS = "conformance/results/public.json"
 ENGINE_RESULTS = "conformance/results/engines.json"
+ENGINE_STEPS = "conformance/results/engine_steps.json"
 BENCHMARKS = "benchmarks/results"
 VALUE_FORMULAS = {
     "loss": (
@@ -69,6 +71,9 @@ def pages() -> dict[str, str]:
     texts["docs/conformance.md"] = conformance_page(ROOT / RESULTS, ROOT / ENGINE_RESULTS)
     texts["docs/catalogue.md"] = catalogue_page(
         *(ROOT / path for path in (RESULTS, PUBLIC_RESULTS, ENGINE_RESULTS))
+    )
+    texts["docs/engines.md"] = engines_page(
+        *(ROOT / path for path in (ENGINE_RESULTS, ENGINE_STEPS, RESULTS))
     )
     texts |= architecture_pages()
     texts |= performance_pages(ROOT / BENCHMARKS)

@@ -49,10 +49,10 @@ def enter(folder: Path) -> None:
     """Load slime's losses, averages and slices; Megatron's groups are those of this process."""
     root = folder / "slime"
     parallel: Any = ModuleType(slime.PARALLEL)
-    parallel.get_context_parallel_world_size = _ranks
-    parallel.get_context_parallel_rank = lambda: dist.get_rank() if dist.is_initialized() else 0
+    parallel.get_context_parallel_world_size = ranks
+    parallel.get_context_parallel_rank = rank
     parallel.get_context_parallel_group = lambda: dist.group.WORLD
-    parallel.get_data_parallel_world_size = lambda with_context_parallel: _ranks()
+    parallel.get_data_parallel_world_size = lambda with_context_parallel: ranks()
     averages = load(
         root / "backends/megatron_utils/cp_utils.py",
         *("get_logits_and_tokens_offset_with_cp", "get_sum_of_sample_mean"),
@@ -62,9 +62,7 @@ def enter(folder: Path) -> None:
         Callable=Callable,
     )
     names = ("compute_policy_loss", "compute_cispo_loss", "compute_gspo_kl", "compute_approx_kl")
-    compile_, torch.compile = torch.compile, lambda **_: lambda f: f  # type: ignore[assignment]
-    losses = load(root / "utils/ppo_utils.py", *names)
-    torch.compile = compile_
+    losses = load_uncompiled(root / "utils/ppo_utils.py", *names)
     functions = load(root / "utils/misc.py", "load_function", importlib=importlib, cache=cache)
     module = load(
         root / "backends/megatron_utils/loss.py",
@@ -74,18 +72,38 @@ def enter(folder: Path) -> None:
         get_sum_of_sample_mean=averages.get_sum_of_sample_mean,
         all_gather_with_cp=averages.all_gather_with_cp,
         load_function=functions.load_function,
-        get_log_probs_and_entropy=_given,
+        get_log_probs_and_entropy=given,
         _maybe_capture_log_probs=lambda *_: None,
     )
     sys.modules |= {slime.LOSS: module, slime.PARALLEL: parallel}
-    _loaded.loss, _loaded.cut = module.loss_function, averages.slice_log_prob_with_cp
+    keep(slime.loss_of, module.loss_function, averages.slice_log_prob_with_cp)
 
 
-def _ranks() -> int:
+def keep(loss_of: Any, loss_function: Any, cut: Any) -> None:
+    """Keep an adapter and its engine's functions for the calls."""
+    _loaded.loss_of, _loaded.loss, _loaded.cut = loss_of, loss_function, cut
+    _named.cache_clear()  # of another engine
+
+
+def load_uncompiled(path: Path, *names: str) -> Any:
+    """Functions of a file without `torch.compile`, which would take minutes."""
+    compile_, torch.compile = torch.compile, lambda **_: lambda f: f  # type: ignore[assignment]
+    module = load(path, *names)
+    torch.compile = compile_
+    return module
+
+
+def ranks() -> int:
+    """The number of context-parallel ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _given(logits: Any, **_: Any) -> Any:
+def rank() -> int:
+    """The number of the context-parallel rank of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def given(logits: Any, **_: Any) -> Any:
     """The log-probabilities of each sample: here, they take the place of the logits."""
     rows = list(logits.rows)
     return None, {"log_probs": rows, "entropy": [torch.zeros_like(row) for row in rows]}
@@ -155,7 +173,7 @@ def _ours(inputs: Inputs, options: Options) -> Outputs:
 def _named(spec: pl.LossSpec) -> str:
     """The path by which slime loads this loss."""
     name = f"loss_{len(vars(_named_losses))}"
-    setattr(_named_losses, name, slime.loss_of(spec))
+    setattr(_named_losses, name, _loaded.loss_of(spec))
     sys.modules[_named_losses.__name__] = _named_losses
     return f"{_named_losses.__name__}.{name}"
 
@@ -167,25 +185,27 @@ def losses(spec: pl.LossSpec, batch: Batch, logp: Tensor, cut: list[Tensor]) -> 
     inputs = _inputs(batch, {}) | {"logp": logp}
     settings = {"loss_type": "custom_loss", "custom_loss_function_path": _named(spec)}
     per_token = isinstance(spec.aggregate, pl.TokenMean)
-    count = batch.mask.sum() * _ranks()  # every context-parallel rank reports its tokens
+    count = batch.mask.sum() * ranks()  # every context-parallel rank reports its tokens
     for rows in (torch.arange(len(logp))[micro::2] for micro in range(2)):
         loss, _ = _step(inputs, rows, len(logp), 2, calculate_per_token_loss=per_token, **settings)
-        yield loss * _ranks() / count if per_token else loss / 2
+        yield loss * ranks() / count if per_token else loss / 2
 
 
-FUNCTIONS = [
-    Function(
+def compared(case: str, seeds: int) -> Function:
+    """The comparison of one case."""
+    return Function(
         f"policy_loss_function, {case}",
         [{"case": case, "per_token": per_token} for per_token in (False, True)],
         _inputs,
         _ours,
         _theirs,
         differentiate=("logp",),
-        seeds=18,
+        seeds=seeds,
         kinds=(
             *("ragged", "full", "holes", "empty_rows", "single_token", "on_policy"),
             *("sequence_advantages", "no_advantage", "all_masked"),
         ),
     )
-    for case in CASES
-]
+
+
+FUNCTIONS = [compared(case, seeds=18) for case in CASES]

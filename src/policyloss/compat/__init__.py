@@ -2,10 +2,10 @@
 this library.
 
 There is one package per framework (`verl`, `openrlhf`, `colossalai`, `trl`, `tinker`) or engine
-(`skyrl`, `nemo_rl`, `prime_rl`, `slime`, `torchtitan`), loaded at its first use. Only hooks
-(`register()`, `install()`, a trainer or loss subclass) need the framework installed. Adapters
-translate options and do a framework's bookkeeping; every loss, ratio, KL and average comes from the
-core.
+(`skyrl`, `nemo_rl`, `prime_rl`, `slime`, `miles`, `torchtitan`, `areal`), loaded at its first use;
+engines that need a few lines only are in `engines`. Only hooks (`register()`, `install()`, a
+trainer or loss subclass) need the framework installed. Adapters translate options and do a
+framework's bookkeeping; every loss, ratio, KL and average comes from the core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
-    *("colossalai", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime"),
+    *("areal", "colossalai", "miles", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime"),
     *("tinker", "torchtitan", "trl", "verl"),
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policyloss.functional.segments import Sequences
 from policyloss.inputs import Inputs
 from policyloss.parts import validate
 from policyloss.parts.aggregate import SeqMeanTokenMean
@@ -112,6 +113,12 @@ def ratio_mean_and_max(
     ).tokens()
     ratio = tokens.log_ratio_to("old").exp()
     return ratio.mean(), ratio.max()
+
+
+def denominator(average: Any, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The number of tokens, or of sequences with a trained token, that `average` divides by."""
+    lengths = Sequences.of(mask, cu_seqlens, called="mask").sum(mask)
+    return lengths.sum() if average.divides_by == "tokens" else lengths.count_nonzero()
 
 
 def slopes(reduction: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, ...]:

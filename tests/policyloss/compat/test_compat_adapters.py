@@ -11,6 +11,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,9 @@ from walk import walked
 import policyloss as pl
 from cases import make_batch
 from policyloss.compat import (
+    areal,
     colossalai,
+    miles,
     nemo_rl,
     openrlhf,
     prime_rl,
@@ -38,6 +41,8 @@ from policyloss.compat import (
 )
 from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.colossalai import models
+from policyloss.compat.engines import rlinf_loss, xtuner_loss
+from policyloss.compat.trl.async_trainer import WithOurAsyncLoss
 from policyloss.compat.verl.registry import as_verl_loss
 from policyloss.errors import InputError
 
@@ -45,7 +50,7 @@ COMPAT = Path(pl.__file__).parent / "compat"
 FILES = sorted(COMPAT.rglob("*.py"))
 # A framework's own arithmetic, described; every other module of `compat` translates.
 BOOKKEEPING = {
-    "parts.py": "guarded counts, shares and lengths, a given penalty, slopes of an average, maxima",
+    "parts.py": "guarded counts, shares and lengths, a given penalty, denominators, slopes, maxima",
     "openrlhf/corrections.py": "shares that are 0 of nothing, and its capped weight",
     "openrlhf/hook.py": "positions of tokens, and log-probabilities times the mask",
     "tinker/data.py": "offsets of sequences, constants of a graph, thresholds as distances from 1",
@@ -251,7 +256,7 @@ def test_adapters_import_with_torch_alone() -> None:
 
 
 def test_an_unknown_framework_is_named() -> None:
-    with pytest.raises(AttributeError, match=r"'nemo'.*colossalai, nemo_rl, openrlhf, prime_rl"):
+    with pytest.raises(AttributeError, match=r"'nemo'.*colossalai, miles, nemo_rl, openrlhf"):
         pl.compat.nemo  # noqa: B018
 
 
@@ -382,6 +387,74 @@ def of_slime(x: Tensor) -> Tensor:
         )[0]
 
 
+def of_miles(x: Tensor) -> Tensor:
+    engine = SimpleNamespace(get_log_probs_and_entropy=lambda logits, **_: {"log_probs": [*logits]})
+    state = SimpleNamespace(cp=SimpleNamespace(size=1))
+    args = SimpleNamespace(calculate_per_token_loss=True, entropy_coef=0.0, use_kl_loss=False)
+    names = ("unconcat_tokens", "total_lengths", "response_lengths")
+    batch = {"log_probs": list(BATCH.old_logp), "advantages": list(BATCH.advantages)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, miles.LOSS, engine)
+        patched.setitem(
+            sys.modules, miles.PARALLEL, SimpleNamespace(get_parallel_state=lambda: state)
+        )
+        return miles.loss_of("dapo")(
+            args, batch | dict.fromkeys(names), x, lambda t: (t * BATCH.mask.flatten()).sum()
+        )[0]
+
+
+def of_areal(x: Tensor) -> Tensor:
+    data = {
+        "prox_logp": BATCH.old_logp.flatten(),
+        "advantages": BATCH.advantages.flatten(),
+        "loss_mask": BATCH.mask.flatten(),
+        "cu_seqlens": torch.arange(0, x.numel() + 1, x.shape[1]),
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, areal.TRACKER, SimpleNamespace(scalar=lambda **_: None))
+        return areal.ArealLoss("dapo").loss_fn(x.flatten(), x, data)
+
+
+def masked_mean() -> None:
+    """RLinf's name of the mean over tokens."""
+
+
+def of_rlinf(x: Tensor) -> Tensor:
+    spec = pl.preset("dapo").replace(aggregate=pl.LocalTokenMean())
+    tensors = (BATCH.old_logp, BATCH.advantages, BATCH.mask)
+    return rlinf_loss(spec)(x, *tensors, loss_agg_func=masked_mean)[0]
+
+
+def async_trainer() -> Any:
+    """Our asynchronous trainer on a parent that computes no loss of its own."""
+
+    class Parent:
+        accelerator = SimpleNamespace(num_processes=1)
+
+        def __init__(self, loss: str) -> None:
+            self.policy_loss, self._metrics = pl.preset(loss), {"train": defaultdict(list)}
+
+        def compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            model()
+            return torch.zeros(())
+
+    return type("Trainer", (WithOurAsyncLoss, Parent), {"__init__": Parent.__init__})
+
+
+def of_async_trl(x: Tensor) -> Tensor:
+    count = torch.tensor([7.0])
+    inputs = {
+        "token_index": torch.arange(x.numel()).unsqueeze(0),
+        "segment_id": torch.arange(x.numel()).unsqueeze(0) // x.shape[1],
+        "old_log_probs": BATCH.old_logp.reshape(1, -1),
+        "advantages": BATCH.advantages.reshape(1, -1),
+        "global_n_tokens": count,
+    }
+    return async_trainer()("dapo").compute_loss(
+        lambda **_: SimpleNamespace(log_probs=x.reshape(1, -1)), inputs
+    )
+
+
 LOSSES: dict[str, Call] = {
     **{f"verl {name}": of_verl(loss) for name, loss in verl.POLICY_LOSSES.items()},
     "verl reinforce": of_verl(verl.compute_policy_loss_reinforce),
@@ -416,6 +489,13 @@ LOSSES: dict[str, Call] = {
     "prime_rl loss": of_prime_rl,
     "torchtitan PolicyLoss": of_torchtitan,
     "slime loss_of": of_slime,
+    "miles loss_of": of_miles,
+    "areal ArealLoss": of_areal,
+    "engines.py rlinf_loss": of_rlinf,
+    "engines.py xtuner_loss": lambda x: xtuner_loss("dapo")(
+        x, BATCH.old_logp, BATCH.advantages, BATCH.mask.double(), {}
+    ),
+    "trl AsyncGRPOTrainer": of_async_trl,
 }
 
 

@@ -11,6 +11,7 @@ import pickle
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +20,20 @@ from walk import walked
 
 import policyloss as pl
 from cases import make_batch
-from policyloss.compat import nemo_rl, prime_rl, skyrl, slime, torchtitan
-from policyloss.compat.engines import fitting_spec
+from policyloss.compat import areal, miles, nemo_rl, prime_rl, skyrl, slime, torchtitan
+from policyloss.compat.engines import (
+    COUNTED,
+    fitting_spec,
+    rlinf_loss,
+    swift_trainer,
+    trinity_loss,
+    twinkle_loss,
+    xtuner_loss,
+)
 from policyloss.errors import InputError, SpecError
 
 BATCH = make_batch(seed=3)
+LOGGED: dict[str, float] = {}  # by AReaL
 HORIZON = 16
 OF_SAMPLER = pl.LossSpec(correction=pl.Truncate(2.0))
 
@@ -69,6 +79,13 @@ def engines(monkeypatch):
     monkeypatch.setitem(sys.modules, slime.LOSS, slime_loss)
     parallel = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
     monkeypatch.setitem(sys.modules, slime.PARALLEL, parallel)
+    group = SimpleNamespace(cp=SimpleNamespace(size=1, group=None))
+    miles_loss = SimpleNamespace(get_log_probs_and_entropy=lambda logits, **_: logits)
+    monkeypatch.setitem(sys.modules, miles.LOSS, miles_loss)
+    miles_state = SimpleNamespace(get_parallel_state=lambda: group)
+    monkeypatch.setitem(sys.modules, miles.PARALLEL, miles_state)
+    tracker = SimpleNamespace(scalar=lambda **numbers: LOGGED.update(numbers))
+    monkeypatch.setitem(sys.modules, areal.TRACKER, tracker)
     registry = SimpleNamespace(PolicyLossRegistry=Registry())
     monkeypatch.setitem(sys.modules, skyrl.PPO_UTILS, registry)
 
@@ -192,7 +209,7 @@ def slime_args(spec, **changes):
     )
 
 
-def slime_step(spec, b, logp):
+def slime_step(spec, b, logp, engine=slime):
     """Samples without their padding; slime averages them, and divides by their number at the end,
     or by that of their tokens.
     """
@@ -218,13 +235,44 @@ def slime_step(spec, b, logp):
         names = ("unconcat_tokens", "total_lengths", "response_lengths")
         batch |= dict.fromkeys(names)
         computed = {"log_probs": samples(logp, rows), "entropy": samples(b.entropy, rows)}
-        return slime.loss_of(spec)(slime_args(spec), batch, computed, average)[0]
+        return engine.loss_of(spec)(slime_args(spec), batch, computed, average)[0]
 
     count = b.mask.sum() if per_token else b.mask.any(1).sum()
     return (share(slice(0, 2)) + share(slice(2, 7))) / count
 
 
+def miles_step(spec, b, logp):
+    return slime_step(spec, b, logp, miles)
+
+
+# --- AReaL ---
+
+
+def areal_data(b, rows=slice(None)):
+    """A pack of these rows."""
+    rows = torch.arange(len(b.mask))[rows]
+    width = b.mask.shape[1]
+    return {
+        "prox_logp": b.old_logp[rows].flatten(),
+        "logprobs": b.rollout_logp[rows].flatten(),
+        "advantages": b.advantages[rows].flatten(),
+        "loss_mask": b.mask[rows].flatten().float(),
+        "cu_seqlens": torch.arange(0, width * len(rows) + 1, width, dtype=torch.int32),
+    }
+
+
+def areal_step(spec, b, logp):
+    """Micro-batches of two and five rows, averaged by their weights."""
+    loss, entropy = areal.ArealLoss(spec), b.entropy
+    packs = [(areal_data(b, rows), rows) for rows in (slice(0, 2), slice(2, 7))]
+    weights = [loss.loss_weight_fn(data).double() for data, _ in packs]
+    losses = [loss.loss_fn(logp[r].flatten(), entropy[r].flatten(), data) for data, r in packs]
+    return sum(x * w for x, w in zip(losses, weights, strict=True)) / sum(weights)
+
+
 STEPS = {
+    "areal": (areal_step, "old_logp"),
+    "miles": (miles_step, "old_logp"),
     "slime": (slime_step, "old_logp"),
     "skyrl": (skyrl_step, "old_logp"),
     "nemo_rl": (nemo_step, "old_logp"),
@@ -237,10 +285,12 @@ def accepted(engine):
     """The presets that the engine can run."""
     make = {
         "skyrl": lambda spec: skyrl.SkyRLLoss("it", spec),
-        "nemo_rl": lambda spec: fitting_spec("it", spec, nemo_rl.KEYS, nemo_rl.AVERAGES),
+        "nemo_rl": lambda spec: fitting_spec("it", spec, nemo_rl.KEYS, COUNTED),
         "prime_rl": prime_rl.loss_of,
         "torchtitan": lambda spec: torchtitan.checked_spec(spec.origin),
         "slime": slime.loss_of,
+        "miles": miles.loss_of,
+        "areal": lambda spec: areal.ArealLoss(spec.for_run(HORIZON)),
     }[engine]
     names = []
     for name in pl.presets():
@@ -279,7 +329,9 @@ def test_an_engine_runs_the_presets_that_it_can_feed_and_divide():
     assert {"grpo", "dro", "reinforce", "luspo"} <= runs["nemo_rl"]
     assert {"dapo", "ipo", "prime_rl", "dro"} <= runs["prime_rl"]
     assert not {"gspo", "tis", "opd_kl", "m2po"} & runs["prime_rl"]
-    assert {"dapo", "gspo", "grpo", "tis", "vespo"} <= runs["slime"]
+    assert {"dapo", "gspo", "grpo", "tis", "vespo"} <= runs["slime"] == runs["miles"]
+    assert {"dapo", "gspo", "dr_grpo", "tis", "luspo"} <= runs["areal"]
+    assert not {"grpo", "m2po", "importance_sampling"} & runs["areal"]
     assert not {"dr_grpo", "reinforce", "m2po", "opd_kl"} & runs["slime"]
     assert {"dapo", "ipo", "cispo", "gpg"} <= runs["torchtitan"]
     assert not {"gspo", "vespo", "grpo", "tis"} & runs["torchtitan"]
@@ -517,3 +569,163 @@ def test_slime_settings_that_contradict_a_spec_raise(loss, changes, words):
 def test_slime_names_missing_log_probabilities():
     with pytest.raises(InputError, match="reads rollout_log_probs, which slime's batch does not"):
         slime_call("tis", slime_args(pl.preset("tis")))
+
+
+def test_areal_by_hand():
+    # Two tokens of the first sequence, ratios 2 (clipped at 1.2) and 1, and one of the second.
+    log_2 = math.log(2)
+    data = {
+        "prox_logp": torch.tensor([-1.0 - log_2, -1.0, 0.0, -1.0]),
+        "logprobs": torch.full((4,), -9.0),
+        "advantages": torch.tensor([1.0, 2.0, 50.0, 4.0]),
+        "loss_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        "cu_seqlens": torch.tensor([0, 3, 4], dtype=torch.int32),
+    }
+    logp = torch.full((4,), -1.0)
+    by_tokens, by_sequences = areal.ArealLoss("ppo"), areal.ArealLoss("gspo_token")
+    loss = by_tokens.loss_fn(logp, logp, data, vocab_min_logits=logp, vocab_max_logits=logp)
+    assert loss.item() == pytest.approx(-(1.2 + 2 + 4) / 3)
+    assert by_tokens.loss_weight_fn(data).item() == 3
+    assert by_sequences.loss_weight_fn(data).item() == 2
+    assert LOGGED["policyloss/clip_fraction"] == pytest.approx(1 / 3)
+
+
+def test_areal_names_missing_and_unread_log_probabilities():
+    data = areal_data(BATCH)
+    logp = BATCH.logp.flatten()
+    with pytest.raises(InputError, match=r"reads prox_logp, .* actor\.prox_logp_method"):
+        areal.ArealLoss("ppo").loss_fn(logp, logp, data | {"prox_logp": None})
+    with pytest.raises(SpecError, match="teacher has no effect"):
+        areal.ArealLoss("ppo").loss_fn(logp, logp, data | {"teacher_logp": logp})
+    with pytest.raises(SpecError, match="reads ref_logp, which AReaL does not pass"):
+        areal.ArealLoss("grpo")
+
+
+def test_an_actor_of_areal_trains_with_our_loss():
+    class Engine:
+        def train_batch(self, input_, loss_fn, loss_weight_fn):
+            return loss_fn(BATCH.logp.flatten(), None, input_) * loss_weight_fn(input_)
+
+    actor = type("Actor", (areal.WithOurLoss, Engine), {"policy_loss": "dapo"})()
+    data = areal_data(BATCH)
+    ours = areal.ArealLoss("dapo").loss_fn(BATCH.logp.flatten(), None, data)
+    own = partial(len, eps_clip=0.2, c_clip=None, importance_sampling_level="token")
+    assert actor.train_batch(data, own, len) == ours * BATCH.mask.sum()
+    with pytest.raises(SpecError, match=r"c_clip=3\.0 belongs to AReaL's own loss"):
+        actor.train_batch(data, partial(len, c_clip=3.0), len)
+
+
+# --- xtuner, RLinf, Trinity, twinkle ---
+
+TENSORS = (BATCH.logp, BATCH.old_logp, BATCH.advantages)
+EXPECTED = pl.policy_loss("dapo", *TENSORS, BATCH.mask).loss
+
+
+def test_xtuner_weighs_tokens_by_its_shares():
+    shares = BATCH.mask.double() / BATCH.mask.sum()
+    loss = xtuner_loss("dapo")(*TENSORS, shares, {})
+    torch.testing.assert_close(loss, EXPECTED, rtol=1e-12, atol=0)
+    chunks = [slice(0, 3), slice(3, 8)]
+    cut = [xtuner_loss("dapo")(*(x[:, c] for x in (*TENSORS, shares)), {}) for c in chunks]
+    torch.testing.assert_close(sum(cut), EXPECTED, rtol=1e-12, atol=0)
+    with pytest.raises(SpecError, match="reads other tokens of a sequence, but xtuner"):
+        xtuner_loss(pl.preset("gspo").replace(aggregate=pl.TokenMean()))
+
+
+LOCAL_DAPO = pl.preset("dapo").replace(aggregate=pl.LocalTokenMean())
+
+
+def test_rlinf_averages_by_its_own_setting():
+    def masked_mean():
+        """RLinf's name of the mean over tokens."""
+
+    names = ("logprobs", "old_logprobs", "advantages", "loss_mask")
+    tensors = dict(zip(names, (*TENSORS, BATCH.mask), strict=True))
+    loss = rlinf_loss(LOCAL_DAPO)
+    value, metrics = loss(**tensors, loss_agg_func=masked_mean, clip_ratio_c=3.0)
+    torch.testing.assert_close(value, EXPECTED, rtol=1e-12, atol=0)
+    assert metrics["policyloss/clip_fraction"].dim() == 0
+    with pytest.raises(SpecError, match=r"RLinf passes loss_agg_func=None; set algorithm\.loss"):
+        loss(**tensors, max_episode_steps=3)
+    with pytest.raises(SpecError, match=r"does not count the denominator of TokenMean\(\)"):
+        rlinf_loss("dapo")
+
+
+def test_trinity_gets_a_class(monkeypatch):
+    base = type("PolicyLossFn", (), {})
+    path = "trinity.algorithm.policy_loss_fn.policy_loss_fn"
+    monkeypatch.setitem(sys.modules, path, SimpleNamespace(PolicyLossFn=base))
+    kind = trinity_loss(LOCAL_DAPO)
+    assert issubclass(kind, base)
+    logp, old, advantages = TENSORS
+    loss, metrics = kind(**kind.default_args())(
+        logprob=logp, old_logprob=old, action_mask=BATCH.mask, advantages=advantages
+    )
+    torch.testing.assert_close(loss, EXPECTED, rtol=1e-12, atol=0)
+    assert isinstance(metrics["policyloss/clip_fraction"], float)
+    with pytest.raises(SpecError, match="Trinity does not count the denominator"):
+        trinity_loss("dapo")
+
+
+def test_twinkle_gets_a_sum_and_a_count(monkeypatch):
+    class GRPOLoss:
+        def __init__(self, entropy_coef):
+            self.ignore_index = -100
+
+        def __call__(self, inputs, outputs, **given):
+            return "a forward alone"
+
+        def _pad_and_align_to_batch(self, data, mask, device, dtype):
+            return data
+
+    module = SimpleNamespace(GRPOLoss=GRPOLoss, LossOutput=dict)
+    monkeypatch.setitem(sys.modules, "twinkle.loss.grpo", module)
+    inputs, outputs = {"labels": torch.where(BATCH.mask, 1, -100)}, {"logps": BATCH.logp}
+    given = {"old_logps": BATCH.old_logp, "advantages": BATCH.advantages}
+    for name, count in (("dapo", BATCH.mask.sum()), ("gspo", BATCH.mask.any(1).sum())):
+        out = twinkle_loss(name)(inputs, outputs, **given)
+        expected = pl.policy_loss(name, *TENSORS, BATCH.mask).loss
+        assert out["num_tokens"] == count
+        torch.testing.assert_close(out["loss"] / count, expected, rtol=1e-12, atol=0)
+    assert twinkle_loss("dapo")(inputs, outputs) == "a forward alone"
+
+
+def test_swift_keeps_its_metrics_and_trains_with_our_loss(monkeypatch):
+    class GRPOTrainer:
+        loss_type, importance_sampling_level = "dapo", "token"
+        beta, kl_in_reward = 0.0, False
+        accelerator = SimpleNamespace(num_processes=2)
+
+        def _get_per_token_logps_and_entropies(self, model):
+            return model, None
+
+        def _compute_loss_and_metrics(self, model, model_inputs, batch):
+            logp, _ = self._get_per_token_logps_and_entropies(model)
+            assert not logp.requires_grad
+            return logp.sum(), {"completion_mask": BATCH.mask}
+
+        def _undo_gradient_accumulation_scaling(self, loss):
+            return 3 * loss
+
+    module = SimpleNamespace(GRPOTrainer=GRPOTrainer)
+    monkeypatch.setitem(sys.modules, "swift.rlhf_trainers.grpo_trainer", module)
+    batch = SimpleNamespace(
+        old_per_token_logps=BATCH.old_logp,
+        rollout_per_token_logps=None,
+        ref_per_token_logps=None,
+        advantages=BATCH.advantages,
+        num_items_in_batch=BATCH.mask.sum(),
+    )
+    trainer, logp = swift_trainer("dapo")(), BATCH.logp.clone().requires_grad_()
+    loss, metrics = trainer._compute_loss_and_metrics(logp, None, batch)
+    assert set(metrics) == {"completion_mask"}
+    torch.testing.assert_close(loss, 3 * 2 * EXPECTED, rtol=1e-12, atol=0)
+    assert torch.autograd.grad(loss, logp)[0].count_nonzero()
+    trainer.beta = 0.1
+    with pytest.raises(SpecError, match=r"beta=0\.1 .*, but the spec has kl=None"):
+        trainer._compute_loss_and_metrics(logp, None, batch)
+    trainer.kl_in_reward = True
+    assert trainer._compute_loss_and_metrics(logp, None, batch)[0] == loss
+    trainer.loss_type = "grpo"
+    with pytest.raises(SpecError, match="loss_type='grpo' belongs to ms-swift's own loss"):
+        trainer._compute_loss_and_metrics(logp, None, batch)

@@ -127,6 +127,23 @@ def test_a_trainer_that_unsloth_replaced_is_refused(monkeypatch: pytest.MonkeyPa
         _ = compat.GRPOTrainer
 
 
+def test_a_parent_may_take_its_arguments_as_they_come() -> None:
+    """As axolotl's trainers do; the loss is still checked before the parent starts anything."""
+
+    started = []
+
+    class OfAxolotl(Parent):
+        def __init__(self, *args: Any, data_collator: Any = None, **kwargs: Any) -> None:
+            started.append(kwargs)
+            super().__init__(*args, **kwargs)
+
+    kind: Any = type("Both", (compat.GRPOTrainer, OfAxolotl), {})
+    with pytest.raises(pl.SpecError, match="reads ref_logp"):
+        kind("model", None, args=grpo_config(), policy_loss="grpo")
+    assert not started
+    assert kind("model", None, args=grpo_config(), policy_loss="dapo").policy_loss.origin == "dapo"
+
+
 def test_the_config_s_loss_with_our_gradient() -> None:
     model = forward()
     loss = made()._compute_loss(model, inputs())

@@ -12,28 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
-from policyloss.compat.engines import PREFIX, fitting_spec
+from policyloss.compat.engines import COUNTED, PREFIX, fitting_spec
 from policyloss.errors import InputError
 from policyloss.loss import policy_loss, ready_spec
 from policyloss.metrics import Metrics
-from policyloss.parts.aggregate import (
-    LengthWeighted,
-    SeqMeanTokenMean,
-    SeqMeanTokenSum,
-    SeqMeanTokenSumNorm,
-    TokenMean,
-    TurnMean,
-)
+from policyloss.parts.aggregate import TokenMean
 from policyloss.records import Record, Stat
 from policyloss.totals import Totals
 
 __all__ = ["NemoLoss"]
 
 INTERFACES = "nemo_rl.algorithms.loss.interfaces"
-AVERAGES = (
-    *(TokenMean, SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm),
-    *(LengthWeighted, TurnMean),
-)
 # The argument of `policy_loss`, and the key of NeMo-RL's data.
 KEYS = {
     "old_logp": "prev_logprobs",
@@ -53,7 +42,7 @@ class NemoLoss:
 
     def __init__(self, loss: AnyLoss) -> None:
         interfaces = import_module(INTERFACES)
-        self.spec = fitting_spec("NeMo-RL", ready_spec(loss), KEYS, AVERAGES)
+        self.spec = fitting_spec("NeMo-RL", ready_spec(loss), KEYS, COUNTED)
         by_tokens = isinstance(self.spec.aggregate, TokenMean)
         kinds, units = interfaces.LossType, interfaces.MetricNormalizer
         self.loss_type = kinds.TOKEN_LEVEL if by_tokens else kinds.SEQUENCE_LEVEL

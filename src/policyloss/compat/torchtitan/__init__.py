@@ -16,7 +16,6 @@ from torch import Tensor
 
 from policyloss.catalogue import as_spec
 from policyloss.compat.engines import PREFIX, fitting_spec
-from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
 from policyloss.mixture import read_loss
 from policyloss.parts.aggregate import TokenMean
@@ -34,15 +33,8 @@ def checked_spec(loss: str) -> LossSpec:
     it.
     """
     passes = ("old_logp", "rollout_logp")
-    spec = fitting_spec(
-        "torchtitan", as_spec(read_loss(loss)), passes, (TokenMean,), sampler_is_old=True
-    )
-    if spec.reach != "token":
-        raise SpecError(
-            "this loss reads other tokens of a sequence, but torchtitan packs sequences and passes "
-            "no bounds of them; use a TokenRatio and a trust region of single tokens."
-        )
-    return spec
+    spec, limits = as_spec(read_loss(loss)), {"sampler_is_old": True, "single_tokens": True}
+    return fitting_spec("torchtitan", spec, passes, (TokenMean,), **limits)
 
 
 @cache

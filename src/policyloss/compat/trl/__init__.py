@@ -8,11 +8,13 @@
     trainer = GRPOTrainer(model, reward, args, policy_loss="gspo")
     # The same without logits, head and loss in one pass:
     trainer = GRPOTrainer(model, reward, args, policy_loss="gspo", head="fused")
+    # TRL's experimental asynchronous trainer with another loss:
+    trainer = AsyncGRPOTrainer(model, reward, args, policy_loss="cispo")
     # TRL's other trainers (RLOO, SFT, DPO, KTO, distillation) with the head of this library:
     install_head()
 
-The numbers are those of TRL 1.14 to 1.16 (trl/trainer/grpo_trainer.py). Only `GRPOTrainer` and
-`install_head` need TRL installed.
+The numbers are those of TRL 1.14 to 1.16 (trl/trainer/grpo_trainer.py). Only the
+trainers and `install_head` need TRL installed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from policyloss.compat.trl.config import spec_from_config, totals_for
 from policyloss.compat.trl.explanation import explain_config
 from policyloss.compat.trl.head import install_head, uninstall_head
 
-# GRPOTrainer is not here, so that `import *` works without TRL.
+# The trainers are not here, so that `import *` works without TRL.
 __all__ = [
     "batch_loss",
     "explain_config",
@@ -41,6 +43,11 @@ def __getattr__(name: str) -> Any:
         from policyloss.compat.trl.trainer import trainer_class
 
         return trainer_class()
+    if name == "AsyncGRPOTrainer":
+        from policyloss.compat.trl.async_trainer import async_trainer_class
+
+        return async_trainer_class()
     raise AttributeError(
-        f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, {', '.join(__all__)}."
+        f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, AsyncGRPOTrainer, "
+        f"{', '.join(__all__)}."
     )

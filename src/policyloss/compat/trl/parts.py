@@ -159,6 +159,11 @@ def replace_term(total: Tensor, old: Tensor, new: Tensor) -> Tensor:
     return total + (new - old.detach())
 
 
+def offsets_of(segment_id: Tensor) -> Tensor:
+    """The offsets of packed sequences, from the number of the sequence of each token, rising."""
+    return torch.nn.functional.pad(segment_id.bincount().cumsum(0), (1, 0))
+
+
 def likelihood_loss(
     logp: Tensor, mask: Tensor, items: Tensor | int | None, aux: Tensor | None, coef: float
 ) -> Tensor:

@@ -5,7 +5,6 @@ trainer provides every tensor that it reads, and every option set in the config 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -86,7 +85,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
     ) -> None:
         if head not in (None, "fused"):
             raise SpecError(unknown_name("head", head, ("fused",)))
-        config = inspect.signature(super().__init__).bind(*args, **kwargs).arguments.get("args")
+        config = config_of(*args, **kwargs)
         if config is not None:  # before TRL loads models and starts engines
             checked_loss(policy_loss, config)
         self._watched: _Watched | None = None
@@ -221,15 +220,29 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
 @cache
 def trainer_class() -> type[Any]:
     """A subclass of the installed TRL's GRPOTrainer."""
+    trl = checked_trl("GRPOTrainer", OLDEST)
+    described = {"__doc__": WithOurLoss.__doc__, "__module__": __name__}
+    return type("GRPOTrainer", (WithOurLoss, trl.GRPOTrainer), described)
+
+
+def config_of(
+    model: Any = None, reward_funcs: Any = None, args: Any = None, *_: Any, **__: Any
+) -> Any:
+    """The config among the arguments of a trainer; its class may take them as `*args`."""
+    return args
+
+
+def checked_trl(name: str, oldest: str) -> Any:
+    """The installed TRL; an error if its trainers cannot be subclassed as `name`."""
     try:
         trl = import_module("trl")
     except ModuleNotFoundError as error:
         raise ImportError(
-            "policyloss.compat.trl.GRPOTrainer is a subclass of TRL's trainer: pip install trl."
+            f"policyloss.compat.trl.{name} is a subclass of TRL's trainer: pip install trl."
         ) from error
-    if not at_least(trl.__version__, OLDEST):
+    if not at_least(trl.__version__, oldest):
         raise ImportError(
-            f"TRL {trl.__version__} is older than {OLDEST}, the oldest supported release."
+            f"TRL {trl.__version__} is older than {oldest}, the oldest supported release."
         )
     if any("Unsloth" in base.__name__ for base in trl.GRPOTrainer.__mro__):
         raise ImportError(
@@ -237,8 +250,7 @@ def trainer_class() -> type[Any]:
             "compute_loss, so the loss of policyloss would never run: train without unsloth, or "
             "with unsloth's trainer and its losses."
         )
-    described = {"__doc__": WithOurLoss.__doc__, "__module__": __name__}
-    return type("GRPOTrainer", (WithOurLoss, trl.GRPOTrainer), described)
+    return trl
 
 
 # The slots that an option acts on. It has no effect if all of them differ in `policy_loss`.
