@@ -39,6 +39,7 @@ class Evaluator:
             **{
                 name: getattr(batch, name)[valid]
                 for name in ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "advantages")
+                + ("ages",)
             },
         }
         for line in formula.lines:

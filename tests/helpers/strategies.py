@@ -144,6 +144,8 @@ TESTS = st.one_of(
     st.builds(pl.Veto, _numbers(0.5, 0.9375), st.none() | _numbers(1.0625, 2)),
     st.builds(pl.OPSM, _numbers(0, 0.25), st.sampled_from(["old", "rollout"])),
     st.builds(pl.SequenceMask, _numbers(0, 0.96875), _numbers(1.03125, 3), weight=st.none()),
+    st.builds(pl.Stale, st.integers(0, 5) | st.just(float("inf")), _numbers(0.25, 1)),
+    st.builds(pl.TruncateRatio, _numbers(1, 4), _numbers(0, 0.9375)),
 )
 KL_OPTIONS: tuple[st.SearchStrategy[Any], ...] = (
     st.sampled_from(["k1", "k2", "k3", "abs"]),
