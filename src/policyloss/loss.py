@@ -85,8 +85,8 @@ def policy_loss(
     - `turn_ids` are token-shaped integers, the turn of each token in its sequence, and −1 at tokens
       that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
       them; without them, a turn is an unbroken run of the mask.
-    - `ages` are token-shaped integers: the version of the current weights minus that of the weights
-      that sampled the token, both counted in updates (as in `Mismatch`). `Stale` and
+    - `ages` are token-shaped integers, as in `Mismatch`: the version of the current weights minus
+      that of the weights that sampled the token; a version counts updates, or steps. `Stale` and
       `old_logp="loglinear"` read them.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local" means
       that this call is the whole batch; with `cp_group`, that the calls of all its ranks together

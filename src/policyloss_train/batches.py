@@ -96,6 +96,13 @@ class Pack:
         """A copy of the pack with more tensors, `[N]` each."""
         return replace(self, tokens={**self.tokens, **tensors})
 
+    def with_ages(self, samples: Sequence[Sample], version: int) -> Pack:
+        """A copy with the age of each token. samples: those of the pack, none for `nothing`.
+        version: of the current weights.
+        """
+        row, _ = _places(torch.tensor(self.lengths))
+        return self.with_tokens(ages=torch.tensor([version - s.version for s in samples] or [0])[row])
+
     def to(self, device: torch.device) -> Pack:
         """The pack on a device."""
         tokens, sequences = (

@@ -264,7 +264,8 @@ class _HeadLoss:
                 "a part of it may look at any token (to limit it, set the attribute `reach` of a "
                 "callable, or `reads_logp = False` of an aggregation)"
             )
-        if self.stand_in is not None and spec.correction:
+        read = [name for part in spec.correction for name in getattr(part, "reads", ("old_logp",))]
+        if self.stand_in is not None and "old_logp" in read:
             return "batch", "its corrections read old_logp, which is not known beforehand"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))

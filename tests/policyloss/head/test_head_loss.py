@@ -131,6 +131,9 @@ def test_the_current_policy_in_one_pass() -> None:
     of_head = (leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids)
     plans = {name: pl.explain_plan(name, *of_head, **arguments).name for name in ("dapo", "tis")}
     assert plans["dapo"] == "one_pass"
+    young = pl.preset("dapo").replace(correction=pl.Stale(2))
+    assert pl.explain_plan(young, *of_head, **arguments).name == "one_pass"
+    check(young, BATCH, old_logp="current")
     assert plans["tis"] in ("recompute", "stash")
     with pytest.raises(pl.InputError, match=r"unknown old_logp 'now'\. Valid: current, loglinear"):
         pl.linear_policy_loss("dapo", *of_head, **{**arguments, "old_logp": "now"})
