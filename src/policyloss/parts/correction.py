@@ -373,6 +373,8 @@ class Stale(Part):
 
     def __call__(self, t: Tokens) -> Corrected:
         weight = None if self.decay == 1 else torch.pow(self.decay, t.ages)
+        if math.isinf(self.max_age):
+            return Corrected(weight)
         return Corrected(weight, correction.within(t.ages, None, self.max_age))
 
     def sentence(self) -> str:
@@ -395,6 +397,7 @@ class TruncateRatio(Part):
 
     reads_logp: ClassVar[bool] = True
     reach: ClassVar[str] = "token"
+    weighs: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("rollout_logp",)
     high: Annotated[float, bounds(above=0), not_below("low")]
     low: LowerBound = 0.0

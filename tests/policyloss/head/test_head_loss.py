@@ -220,6 +220,7 @@ def test_one_row(plan: str) -> None:
         "divergence",
         "weights",
         "mask",
+        "ages",
     )
     one = dataclasses.replace(
         short, tokens=dataclasses.replace(tokens, lengths=torch.tensor([1]), width=1)
