@@ -287,7 +287,7 @@ def _xtuner(folder: Path, case: str, b: Batch) -> Tensor:
 def _flux(folder: Path, case: str, b: Batch) -> Tensor:
     """PPO, weighted by its decay; it works in float32, and holds the weight above 0.1 otherwise."""
     decay = load(folder / "flux/controller/importance.py", "compute_staleness_decay")
-    weight = decay.compute_staleness_decay(b["ages"], decay_rate=0.5, min_weight=0.0)
+    weight: Tensor = decay.compute_staleness_decay(b["ages"], decay_rate=0.5, min_weight=0.0)
     return (_ppo(b) * weight.double() * b["mask"]).sum() / b["mask"].sum()
 
 

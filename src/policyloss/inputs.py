@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
-# The values of `old_logp` that stand for a tensor. "current": the policy is still the old policy, as
-# in the first update after sampling. "loglinear": between rollout_logp and logp (`loglinear_logp`).
+# Words that `old_logp` may be. "current": the policy is still the old policy, as in the first update
+# after sampling. "loglinear": `loglinear_logp`, between rollout and current policy.
 StandIn = Literal["current", "loglinear"]
 CURRENT = "current"
 

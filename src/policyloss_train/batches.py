@@ -101,7 +101,8 @@ class Pack:
         version: of the current weights.
         """
         row, _ = _places(torch.tensor(self.lengths))
-        return self.with_tokens(ages=torch.tensor([version - s.version for s in samples] or [0])[row])
+        ages = torch.tensor([version - sample.version for sample in samples] or [0])
+        return self.with_tokens(ages=ages[row])
 
     def to(self, device: torch.device) -> Pack:
         """The pack on a device."""

@@ -408,8 +408,7 @@ class TruncateRatio(Part):
 
     def sentence(self) -> str:
         within = interval_in_words(self.low, self.high)
-        bounded = f"the policy term is scaled as if exp(logp - rollout_logp) were {within}"
-        return bounded
+        return f"the policy term is scaled as if exp(logp - rollout_logp) were {within}"
 
 
 @dataclass(frozen=True)

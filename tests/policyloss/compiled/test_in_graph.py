@@ -134,8 +134,8 @@ def test_a_loss_against_the_policy_itself() -> None:
 
 def test_a_loss_against_a_policy_between_rollout_and_current_policy() -> None:
     def loss(logp: Tensor) -> Tensor:
-        tensors = {"rollout_logp": BATCH.rollout_logp, "ages": BATCH.ages}
-        return pl.policy_loss("ppo", logp, "loglinear", BATCH.advantages, BATCH.mask, **tensors).loss
+        tensors = {"rollout_logp": BATCH.rollout_logp, "ages": BATCH.ages, "mask": BATCH.mask}
+        return pl.policy_loss("ppo", logp, "loglinear", BATCH.advantages, **tensors).loss
 
     gradients = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend="eager")):

@@ -104,9 +104,7 @@ def test_row_order_does_not_matter(name: str) -> None:
 
 def widened(batch: Batch, extra: int) -> Batch:
     def pad(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(
-            x, (0, extra), value=NAN if x.is_floating_point() else 0
-        )
+        return torch.nn.functional.pad(x, (0, extra), value=NAN if x.is_floating_point() else 0)
 
     return dataclasses.replace(batch.map(pad, *batch.token_shaped), width=batch.width + extra)
 
