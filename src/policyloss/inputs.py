@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Words that `old_logp` may be. "current": the policy is still the old policy, as in the first update
-# after sampling. "loglinear": `loglinear_logp`, between rollout and current policy.
+# The words that `old_logp` may be. "current": the policy is still the old policy, as in the first
+# update after sampling. "loglinear": `loglinear_logp`, between rollout and current policy.
 StandIn = Literal["current", "loglinear"]
 CURRENT = "current"
 

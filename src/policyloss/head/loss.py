@@ -305,8 +305,8 @@ class _HeadLoss:
         inputs = self.inputs.replace(**known)
         if self.stand_in is None:
             return inputs
-        given = (inputs.logp, inputs.rollout_logp, inputs.ages)
-        return inputs.replace(old_logp=stand_in_logp(self.stand_in, *given))
+        policies = (inputs.logp, inputs.rollout_logp)
+        return inputs.replace(old_logp=stand_in_logp(self.stand_in, *policies, inputs.ages))
 
     def run_windows(
         self, batch: AnyBatch, work: Work, plan: Plan, metrics: MetricsLevel

@@ -143,8 +143,8 @@ class TokenBatch:
             leaf = x.detach().view(shape)
             raw[name] = leaf.requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
         if self.stand_in is not None and raw["logp"] is not None:
-            given = (raw["logp"], raw["rollout_logp"], raw["ages"])
-            raw["old_logp"] = stand_in_logp(self.stand_in, *given)
+            policies = (raw["logp"], raw["rollout_logp"])
+            raw["old_logp"] = stand_in_logp(self.stand_in, *policies, raw["ages"])
         mask, t = self.rows[at].view(shape), self.tokens
         sequences: Sequences = _SingleTokens(tuple(mask.shape))
         if window.cu_seqlens is not None:

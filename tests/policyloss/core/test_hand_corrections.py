@@ -352,6 +352,8 @@ def test_stale():
     assert both.metrics["rejected_fraction/Stale"] == pytest.approx(1 / 3)
     assert both.metrics["age_mean"] == pytest.approx(4 / 3)
     assert both.metrics["age_max"] == 3
+    kept = weights(pl.Stale(1), "renormalise")
+    assert kept.metrics["age_mean"] == pytest.approx(4 / 3)  # of all tokens, rejected ones too
 
 
 def test_truncate_ratio():
