@@ -17,6 +17,7 @@ import json
 import math
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ import policyloss as pl
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded" / "public_losses.json"
 SEEDS = 2
-INPUTS = ("logp", "old_logp", "rollout_logp", "ref_logp", "advantages", "mask")
+INPUTS = ("logp", "old_logp", "rollout_logp", "ref_logp", "advantages", "mask", "ages")
 Batch = dict[str, Tensor]
 
 _UNCLAMPED = pl.TokenRatio(log_clamp=None)
@@ -63,6 +64,13 @@ SPECS: dict[str, pl.LossSpec | pl.Mixture] = {
     "areal 1.0.4 m2po": pl.LossSpec(
         _UNCLAMPED, correction=pl.MomentBudget(0.02), rejected="renormalise"
     ),
+    "areal 1.0.4 loglinear": pl.LossSpec(_UNCLAMPED),
+    "xtuner 2026-08-21 max_token_staleness": pl.LossSpec(
+        _UNCLAMPED, correction=pl.Stale(1), rejected="renormalise"
+    ),
+    "flux 2026-01-27 staleness_decay": pl.LossSpec(
+        _UNCLAMPED, correction=pl.Stale(math.inf, decay=0.5)
+    ),
     "areal-main 2026-08-22 binary_kl": pl.LossSpec(
         _UNCLAMPED, correction=pl.DivergenceMask("kl", 0.01, floor=1e-8, direction="both")
     ),
@@ -78,6 +86,7 @@ SPECS: dict[str, pl.LossSpec | pl.Mixture] = {
         pl.MixedRatio("geometric"), pl.Clip(0.2, 0.2)
     ),
     "trl 1.16.0 a2po": pl.preset("a2po"),
+    "trl 1.16.0 async_grpo": pl.LossSpec(pl.TokenRatio(anchor="rollout", log_clamp=None)),
     "verl-recipe 2026-08-05 sppo": pl.preset("sppo"),
     "trinity-main 2026-01-28 sft_is": pl.Mixture(
         {"dft": pl.Stream(pl.LossSpec(trust=pl.Unbounded("probability")), advantage=1.0)}
@@ -92,6 +101,8 @@ SPECS: dict[str, pl.LossSpec | pl.Mixture] = {
     ),
 }
 KLS = "roll 2026-08-19 skewed KLs"
+# The trainer computes the old log-probabilities from the ages.
+LOGLINEAR = ("areal 1.0.4 loglinear",)
 # Their value differs by `A·old_logp`, a constant.
 GRADIENT_ALONE = ("trinity-rft 0.6.0 sppo",)
 
@@ -111,7 +122,9 @@ def draw(seed: int) -> Batch:
     rollout = (old + noise(0.2)).clamp(max=-0.01)
     advantages = torch.randn(5, 1, generator=g, dtype=torch.float64).expand(5, 7).contiguous()
     ref = (old + noise(0.3)).clamp(max=-0.01)
-    return dict(zip(INPUTS, (logp, old, rollout, ref, advantages, mask), strict=True))
+    # Ages whose weights and interpolations are exact in float32, which AReaL and Flux use for them.
+    ages = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (5, 7), generator=g)]
+    return dict(zip(INPUTS, (logp, old, rollout, ref, advantages, mask, ages), strict=True))
 
 
 def stream_masks(mask: Tensor) -> dict[str, Tensor]:
@@ -219,16 +232,23 @@ def _areal(folder: Path, case: str, b: Batch) -> Tensor:
         sapo: Tensor = losses.sapo_loss_fn(logp, old, b["advantages"], 1.0, 1.05, mask)[0]
         return sapo
     options: dict[str, Any] = {"eps_clip": 0.2}
-    if case == "m2po":
-        actor = folder / "areal/trainer/ppo/actor.py"
+    actor = folder / "areal/trainer/ppo/actor.py"
+    if case == "loglinear":
+        names = ("LOGLINEAR", "LINEAR", "ROLLOUT")
+        words = {f"PROX_APPROX_METHOD_{name}": name.lower() for name in names}
+        name = "compute_prox_logp_approximations"
+        function, now = getattr(load(actor, name, **words), name), 9
+        given = (b["rollout_logp"], logp.detach(), now - b["ages"], now, "loglinear")
+        old = function(*given)["loglinear"]
+    elif case == "m2po":
         masks = load(actor, "_apply_m2po_masking", "_get_m2po_loss_mask")
         mask = masks._apply_m2po_masking(b["rollout_logp"], old, mask, 0.02)
     elif case == "c_clip":
         options["c_clip"] = 1.5
     else:
         options = {"eps_clip": 0.1, "importance_sampling_level": case}
-    given = {"advantages": b["advantages"], "loss_mask": mask, **options}
-    loss: Tensor = losses.ppo_actor_loss_fn(logp, old, b["rollout_logp"], **given)[0]
+    options |= {"advantages": b["advantages"], "loss_mask": mask}
+    loss: Tensor = losses.ppo_actor_loss_fn(logp, old, b["rollout_logp"], **options)[0]
     return loss
 
 
@@ -244,6 +264,31 @@ def _areal_main(folder: Path, case: str, b: Batch) -> Tensor:
     old, rollout = b["old_logp"], b["rollout_logp"]
     keep: Tensor = torch.maximum(divergence(old, rollout), divergence(rollout, old)) <= 0.01
     return (_ppo(b) * (old - rollout).exp() * (keep & b["mask"])).sum() / b["mask"].sum()
+
+
+def _xtuner(folder: Path, case: str, b: Batch) -> Tensor:
+    """PPO on its mask, which replaces the mask of the step."""
+    proto = folder / "xtuner/v1"
+    name = "calculate_stale_threshold"
+    path = proto / "rl/agent_loop_manager/produce_utils.py"
+    limit, now = getattr(load(path, name), name)(1, sync_weights_interval=1), 9
+    name = "calculate_seq_staleness"
+    known = {name: getattr(load(proto / "data_proto/utils.py", name), name)}
+    name, rows = "_calculate_effective_response_mask", []
+    function = getattr(load(proto / "data_proto/rl_data.py", name, **known), name)
+    for mask, ages in zip(b["mask"].long().tolist(), b["ages"], strict=True):
+        steps = (now - 1 - ages).tolist()  # weights of the step before have the age 0
+        state = SimpleNamespace(response_ids=steps, response_model_steps=steps, response_mask=mask)
+        rows.append(function(state, current_train_step=now, token_stale_threshold=limit))
+    kept = torch.tensor(rows)
+    return (_ppo(b) * kept).sum() / kept.sum()
+
+
+def _flux(folder: Path, case: str, b: Batch) -> Tensor:
+    """PPO, weighted by its decay; it works in float32, and holds the weight above 0.1 otherwise."""
+    decay = load(folder / "flux/controller/importance.py", "compute_staleness_decay")
+    weight: Tensor = decay.compute_staleness_decay(b["ages"], decay_rate=0.5, min_weight=0.0)
+    return (_ppo(b) * weight.double() * b["mask"]).sum() / b["mask"].sum()
 
 
 def _roll(folder: Path, case: str, b: Batch) -> Tensor:
@@ -293,6 +338,38 @@ def _art(folder: Path, case: str, b: Batch) -> Tensor:
 
 
 def _trl(folder: Path, case: str, b: Batch) -> Tensor:
+    return (_trl_async if case == "async_grpo" else _trl_a2po)(folder, b)
+
+
+def _trl_async(folder: Path, b: Batch) -> Tensor:
+    """All valid tokens in one row, as its collator packs them."""
+    path = folder / "trl/experimental/async_grpo/async_grpo_trainer.py"
+    known = {"time": time, "nanmin": torch.min, "nanmax": torch.max}
+    method, n = load(path, "compute_loss", **known).compute_loss, int(b["mask"].sum())
+    alone = SimpleNamespace(num_processes=1, reduce=lambda x, **_: x, gather=lambda x: x)
+    options = {"epsilon_low": 0.2, "epsilon_high": 0.2, "current_gradient_accumulation_steps": 1}
+    trainer = SimpleNamespace(accelerator=alone, aux_loss_enabled=False, **options)
+    trainer._metrics = {"train": defaultdict(list)}
+    for name in ("forward_tokens", "trained_tokens", "seq_len_weighted", "samples", "forward_s"):
+        setattr(trainer, f"_step_{name}", 0.0)
+    names = ("input_ids", "position_ids", "shift_labels", "attention_mask", "segment_id")
+    inputs = dict.fromkeys(names, torch.ones(1, n, dtype=torch.int64))
+    inputs |= {"token_index": torch.arange(n)[None], "segment_id": torch.zeros(1, n).long()}
+    inputs |= {"old_log_probs": b["rollout_logp"], "advantages": b["advantages"]}
+    for name in ("old_log_probs", "advantages"):
+        inputs[name] = inputs[name][b["mask"]][None]
+    for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"):
+        inputs[name] = torch.zeros(1)
+    inputs["tree_max_seqlens"] = torch.zeros(1, 2)
+    for name in ("global_n_tokens", "global_n_forward_tokens", "mean_seq_len"):
+        inputs[name] = torch.tensor([n])
+    logp = b["logp"][b["mask"]][None]
+    outputs = SimpleNamespace(log_probs=logp, entropy=torch.zeros_like(logp))
+    loss: Tensor = method(trainer, lambda **_: outputs, inputs)
+    return loss
+
+
+def _trl_a2po(folder: Path, b: Batch) -> Tensor:
     method = load(folder / "trl/experimental/a2po/a2po_trainer.py", "compute_loss").compute_loss
     mask = b["mask"]
     trainer = SimpleNamespace(
@@ -339,6 +416,8 @@ TRAINERS: Mapping[str, Callable[[Path, str, Batch], Tensor]] = {
     "trinity-rft": _trinity,
     "areal": _areal,
     "areal-main": _areal_main,
+    "xtuner": _xtuner,
+    "flux": _flux,
     "roll": _roll,
     "ms-swift": _swift,
     "openpipe-art": _art,
@@ -389,6 +468,9 @@ def evaluate(key: str, case: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     given = case["inputs"].items()
     inputs: dict[str, Any] = {n: torch.tensor(x, dtype=torch.float64) for n, x in given}
     logp, inputs["mask"] = inputs.pop("logp").requires_grad_(), mask
+    inputs["ages"] = torch.tensor(case["inputs"]["ages"])
+    if key in LOGLINEAR:
+        inputs["old_logp"] = "loglinear"
     if isinstance(SPECS[key], pl.Mixture):
         inputs["extras"] = stream_masks(mask)
     loss = pl.policy_loss(SPECS[key], logp, **inputs).loss

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance import public_controls
-from conformance.public_losses import KLS, SPECS
+from conformance.public_losses import KLS, LOGLINEAR, SPECS
 
 import policyloss as pl
 from docs.catalogue_rows import COMPARED, READ, REASONS, RUN
@@ -28,6 +28,8 @@ TRAINERS = {
     "trinity-main": "Trinity-RFT",
     "areal": "AReaL",
     "areal-main": "AReaL",
+    "xtuner": "xtuner",
+    "flux": "Flux",
     "roll": "ROLL",
     "ms-swift": "ms-swift",
     "openpipe-art": "ART",
@@ -131,7 +133,8 @@ def _of_engines(results: list[dict[str, Any]]) -> list[list[str]]:
 def _here(key: str, loss: str) -> str:
     """Our name of a recorded loss or function."""
     if key in SPECS:
-        return _named(SPECS[key])
+        old = ', `old_logp="loglinear"`' if key in LOGLINEAR else ""
+        return _named(SPECS[key]) + old
     if key == KLS:
         return '`Divergence("skew_forward")`, `Divergence("skew_reverse")`'
     if key in public_controls.FUNCTIONS:

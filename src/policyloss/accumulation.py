@@ -36,7 +36,7 @@ from policyloss.totals import GroupTokens, Totals, data_parallel_group, group_to
 # The step was counted with the first tensors, so no call may replace them. A call may replace the
 # others, which are per token or passed through.
 _COUNTED = ("mask", "cu_seqlens", "group_ids", "weights")
-_PER_TOKEN = (*TOKEN_SHAPED, "turn_ids", "positions")
+_PER_TOKEN = (*TOKEN_SHAPED, "turn_ids", "ages", "positions")
 _REPLACEABLE = (*_PER_TOKEN, "advantages", "extras")
 _PER_SEQUENCE = ("advantages", "weights")  # per token or per sequence
 
@@ -262,6 +262,7 @@ def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> T
     micro_batches = step._micro_batches
     pack = StepPack.of(micro_batches)
     flat: dict[str, list[Tensor]] = {}
+    old_logp: str | None = None  # the word that stands for it
     for i, (micro, sequences) in enumerate(zip(micro_batches, pack.layouts, strict=True)):
         used = micro.is_used
         with torch.no_grad():
@@ -271,6 +272,8 @@ def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> T
             if isinstance(x := tensors.get(name), Tensor):
                 tensors[name] = expand_advantages(x, sequences, name)
         tensors |= {f"extras.{name}": x for name, x in (tensors.get("extras") or {}).items()}
+        if isinstance(tensors.get("old_logp"), str):
+            old_logp = tensors.pop("old_logp")
         for name, x in tensors.items():
             per_token = name in (*_PER_SEQUENCE, *_PER_TOKEN) or name.startswith("extras.")
             if name == "logp" or (per_token and x is not None):
@@ -283,7 +286,7 @@ def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> T
         if name in named:
             named[name] = named[name].unsqueeze(0)
     layout = {"cu_seqlens": pack.cu_seqlens, "group_ids": pack.group_ids, "cp_group": step.cp_group}
-    named.setdefault("old_logp", None)
+    named.setdefault("old_logp", old_logp)
     return measure(
         step.spec, mask=pack.mask, **named, **layout, group=step.group, dp_size=step.counts.dp_size
     )

@@ -11,16 +11,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 
 from policyloss.arguments import check_like, check_tensor, description, refuse_transforms
 from policyloss.errors import InputError, InputTypeError, unknown_name
 from policyloss.functional.masking import compute_dtype, fill, shared_zero
+from policyloss.functional.ratio import loglinear_logp
 from policyloss.tokens import (
     LOGP_ARGUMENTS,
     Tokens,
+    check_ages,
     expand_advantages,
     layout_fields,
     token_weights,
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 F = TypeVar("F", bound=Callable[..., Any])
-# A value of `old_logp`: the policy is still the old policy, as in the first update after sampling.
+# The words that `old_logp` may be. "current": the policy is still the old policy, as in the first
+# update after sampling. "loglinear": `loglinear_logp`, between rollout and current policy.
+StandIn = Literal["current", "loglinear"]
 CURRENT = "current"
 
 
@@ -44,6 +48,7 @@ class SharedTensors(TypedDict, total=False):
     group_ids: Tensor | None
     weights: Tensor | None
     turn_ids: Tensor | None
+    ages: Tensor | None
     cp_group: Any
     positions: Tensor | None
     extras: Mapping[str, Tensor] | None
@@ -76,6 +81,7 @@ class Inputs:
     group_ids: Tensor | None = None
     weights: Tensor | None = None
     turn_ids: Tensor | None = None
+    ages: Tensor | None = None
     cp_group: Any = None
     positions: Tensor | None = None
     extras: Mapping[str, Tensor] | None = None
@@ -90,10 +96,19 @@ class Inputs:
             if name not in OPTIONAL:
                 raise InputTypeError(unknown_name("argument", name, OPTIONAL))
         if isinstance(old_logp, str):
-            if old_logp != CURRENT:
-                raise InputError(unknown_name("old_logp", old_logp, (CURRENT,)))
+            if old_logp not in get_args(StandIn):
+                raise InputError(unknown_name("old_logp", old_logp, get_args(StandIn)))
             check_tensor("logp", logp, "float")
-            old_logp = logp.detach()
+            rollout_logp, ages = tensors.get("rollout_logp"), tensors.get("ages")
+            if old_logp != CURRENT:
+                if rollout_logp is None or ages is None:
+                    raise InputError(
+                        f"old_logp={old_logp!r} is computed from rollout_logp and ages; pass both, "
+                        "or a tensor as old_logp."
+                    )
+                check_like("rollout_logp", rollout_logp, ("logp", logp), "float")
+                check_like("ages", ages, ("logp", logp), "integer")
+            old_logp = stand_in_logp(old_logp, logp, rollout_logp, ages)
         extras = tensors.get("extras")
         if extras is not None and not isinstance(extras, Mapping):
             raise InputError(
@@ -129,7 +144,7 @@ class Inputs:
         )
         like = ("logp", logp)
         raw: dict[str, Tensor | None] = {"logp": None}
-        for name in TOKEN_SHAPED:
+        for name in (*TOKEN_SHAPED, "ages"):
             raw[name] = getattr(self, name)
         for name, extra in (self.extras or {}).items():
             raw[f"extras.{name}"] = extra
@@ -137,6 +152,8 @@ class Inputs:
             if x is not None:
                 check_like(name, x, like)
                 raw[name] = x if name in DIFFERENTIATED else x.detach()
+        if self.ages is not None:
+            check_ages(self.ages, layout, like)
         dtype = compute_dtype(self.logp, *map(raw.get, LOGP_ARGUMENTS.values()))
         # Upcast once, here: several parts may read logp, and their gradients must add up before
         # they are rounded to half precision.
@@ -146,6 +163,17 @@ class Inputs:
         advantages = fill(advantages, layout["mask"], dtype, zero)
         layout["weights"] = token_weights(self.weights, layout, dtype, zero, like)
         return Tokens(**layout, dtype=dtype, zero=zero, advantages=advantages, raw=raw)
+
+
+def stand_in_logp(
+    name: str, logp: Tensor, rollout_logp: Tensor | None, ages: Tensor | None
+) -> Tensor:
+    """The old log-probabilities that a word `old_logp` stands for, detached."""
+    if name == CURRENT:
+        return logp.detach()
+    assert rollout_logp is not None  # `Inputs.of` has checked both
+    assert ages is not None
+    return loglinear_logp(logp, rollout_logp, ages)
 
 
 # The tensors that carry a gradient, as logp does.

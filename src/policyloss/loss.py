@@ -17,7 +17,7 @@ from policyloss.functional.correction import any_in_sequence
 from policyloss.functional.exact import arithmetic, must_stay_eager
 from policyloss.functional.masking import fill
 from policyloss.functional.ratio import bounded_exp
-from policyloss.inputs import CallTensors, Inputs, takes_tensors
+from policyloss.inputs import CallTensors, Inputs, StandIn, takes_tensors
 from policyloss.metrics import Metrics
 from policyloss.mixture import Mixture
 from policyloss.parts.aggregate import known_horizon, weight_factors
@@ -46,7 +46,7 @@ class LossOutput:
 def policy_loss(
     spec: AnyLoss | Mixture,
     logp: Tensor,
-    old_logp: Tensor | Literal["current"] | None,
+    old_logp: Tensor | StandIn | None,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -67,7 +67,8 @@ def policy_loss(
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
       the current policy's, for a `Divergence`) carry the gradient. `old_logp` comes from the
       trainer's policy before its first update on this batch; "current" means that the policy has
-      not been updated since then, so `logp`, detached, is used.
+      not been updated since then, so `logp`, detached, is used; "loglinear" computes it from
+      `logp`, `rollout_logp` and `ages` (`functional.ratio.loglinear_logp`), without a forward.
       `rollout_logp` comes from the inference engine, `ref_logp` from the reference model,
       `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss reads; any other
       may be None; if given, only metrics read it.
@@ -84,6 +85,9 @@ def policy_loss(
     - `turn_ids` are token-shaped integers, the turn of each token in its sequence, and −1 at tokens
       that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
       them; without them, a turn is an unbroken run of the mask.
+    - `ages` are token-shaped integers, as in `Mismatch`: the version of the current weights minus
+      that of the weights that sampled the token; a version counts updates, or steps. `Stale` and
+      `old_logp="loglinear"` read them.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local": this
       call is the whole batch (None is an error if there are other ranks). With `cp_group`, the
       calls of all its ranks together are, and the engine must sum their losses and gradients (for

@@ -33,6 +33,10 @@ REFUSED = {
         "turn_ids held {n} negative numbers where mask is True; −1 marks tokens that the "
         "environment wrote, which the policy is not trained on. Mask them, too."
     ),
+    "negative_ages": (
+        "ages held {n} negative numbers where mask is True. An age is the version of the current "
+        "weights minus that of the weights that sampled the token."
+    ),
     "negative_weights": (
         "weights held {n} negative numbers, and each of them turned the loss of its token around, "
         "KL and entropy included. Give weights of 0 or more."

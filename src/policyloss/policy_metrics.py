@@ -77,6 +77,10 @@ FORMULAS = {
         "valid tokens with a negative turn id, only where that could not be checked at once; "
         "`compute` raises unless it is 0"
     ),
+    "negative_ages": (
+        "valid tokens with a negative age, only where that could not be checked at once; `compute` "
+        "raises unless it is 0"
+    ),
     "negative_weights": (
         "negative weights of valid tokens, only where that could not be checked at once; `compute` "
         "raises unless it is 0"
@@ -86,6 +90,8 @@ FORMULAS = {
     "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: KL(rollout‖old), engine against trainer",
     "kl_rollout_k3": "Σ (e^d − 1 − d) / n with d = old_logp − rollout_logp",
     "rollout_logp_difference_max": "max |old_logp − rollout_logp|",
+    "age_mean": "Σ ages / n, rejected tokens too; `Mismatch.by_age` has the mismatch of each age",
+    "age_max": "the largest age of a valid token",
     "correction_weight_mean": "Σ w / n over the valid tokens, rejected ones with w = 0",
     "correction_weight_max": "max w over the kept tokens",
     "effective_sample_size": "(Σ w)² / (n·Σ w²), rejected tokens with w = 0",
@@ -158,6 +164,10 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
             records["kl_rollout_k1"] = (Stat, lambda: -mismatch, valid)
             records["kl_rollout_k3"] = (Stat, total(k3(d)), valid)
             records["rollout_logp_difference_max"] = (Max, extremes(d.abs(), before.mask)[0])
+        if t.has("ages"):
+            ages, mask = call.before.ages, call.before.mask
+            records["age_mean"] = (Stat, total(ages), call.before.count)
+            records["age_max"] = (Max, extremes(ages, mask)[0])
         if spec.correction:
             _corrections(records, call)
         if call.kl is not None:

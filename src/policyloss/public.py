@@ -45,7 +45,9 @@ from policyloss.parts.correction import (
     Reject,
     SelfNormalise,
     SequenceMask,
+    Stale,
     Truncate,
+    TruncateRatio,
     Veto,
 )
 from policyloss.parts.kl import KL, Divergence
@@ -135,6 +137,7 @@ __all__ = [
     "SequenceRatio",
     "SoftGate",
     "SpecError",
+    "Stale",
     "Stat",
     "Stream",
     "Surrogate",
@@ -148,6 +151,7 @@ __all__ = [
     "TopK",
     "Totals",
     "Truncate",
+    "TruncateRatio",
     "TurnMean",
     "TwoSidedClip",
     "Unbounded",

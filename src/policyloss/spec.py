@@ -174,10 +174,7 @@ class LossSpec(Part):
         if self.reads_ratio_value:
             names.update(getattr(self.ratio, "reads", ()))
         for part in self.correction:
-            if isinstance(part, correction.OPSM):
-                names.add(f"{part.source}_logp")
-            elif not isinstance(part, correction.SelfNormalise):
-                names.update(("old_logp", "rollout_logp"))
+            names.update(getattr(part, "reads", ("old_logp", "rollout_logp")))
         for part in self.kl_parts:
             of = f"{getattr(part, 'anchor', 'ref')}_logp"
             names.add("divergence" if isinstance(part, Divergence) else of)
@@ -187,7 +184,7 @@ class LossSpec(Part):
             names.add("group_ids")
         if isinstance(self.aggregate, aggregate.WeightMean):
             names.add("weights")
-        order = (*LOGP_ARGUMENTS.values(), "entropy", "divergence", "group_ids", "weights")
+        order = (*LOGP_ARGUMENTS.values(), "ages", "entropy", "divergence", "group_ids", "weights")
         return tuple(name for name in order if name in names)
 
     @property

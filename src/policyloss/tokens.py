@@ -133,6 +133,16 @@ def token_weights(
     return expanded
 
 
+def check_ages(ages: Any, layout: dict[str, Any], like: tuple[str, Tensor]) -> None:
+    """Raise unless `ages` are token-shaped integers, none of them negative at a valid token."""
+    check_like("ages", ages, like, "integer", "give one age per token")
+    message = (
+        "ages must not be negative where mask is True: an age is the version of the current "
+        "weights minus that of the weights that sampled the token."
+    )
+    _refuse(layout["invalid"], "negative_ages", count(layout["mask"] & (ages < 0)), message)
+
+
 def _refuse(invalid: dict[str, Tensor], name: str, number: Tensor, message: str) -> None:
     """Raise unless `number` is 0; if reading it would wait for the device, keep it in `invalid`."""
     if not can_be_read(number):
@@ -398,6 +408,11 @@ class Tokens(Layout):
     def entropy(self) -> Tensor:
         """The current policy's entropy at each token; may carry a gradient."""
         return self.fill(self.read("entropy"))
+
+    @property
+    def ages(self) -> Tensor:
+        """The number of updates since the policy that sampled each token."""
+        return self.fill(self.read("ages"))
 
     @property
     def divergence(self) -> Tensor:

@@ -44,7 +44,7 @@ BRANCHES = {
     "rejected": (
         "rejected",
         "The rollout correction rejected this token: the policies that sampled and trained it "
-        "disagree too much.",
+        "disagree too much, or the token is too old.",
     ),
     "masked": ("masked", "This token is not trained on."),
 }

@@ -96,6 +96,14 @@ class Pack:
         """A copy of the pack with more tensors, `[N]` each."""
         return replace(self, tokens={**self.tokens, **tensors})
 
+    def with_ages(self, samples: Sequence[Sample], version: int) -> Pack:
+        """A copy with the age of each token. samples: those of the pack, none for `nothing`.
+        version: of the current weights.
+        """
+        row, _ = _places(torch.tensor(self.lengths))
+        ages = torch.tensor([version - sample.version for sample in samples] or [0])
+        return self.with_tokens(ages=ages[row])
+
     def to(self, device: torch.device) -> Pack:
         """The pack on a device."""
         tokens, sequences = (

@@ -248,6 +248,8 @@ class Training:
         index = {key: i for i, key in enumerate(keys)}
         places = [index[key] for key in completions.keys]
         pack = Pack.of(completions.samples, train_on_cut=config.overlong != "mask")
+        if config.staleness or "ages" in learner.spec.reads:
+            pack = pack.with_ages(completions.samples, self.step)
         if completions.greedy is not None:
             # `Pack.nothing` has one sequence.
             greedy = completions.greedy if places else torch.zeros(1)

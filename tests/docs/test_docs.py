@@ -383,6 +383,7 @@ def test_the_conformance_page_before_the_first_run(tmp_path: Path) -> None:
 INVALID = (
     "invalid_mask_values",
     "invalid_cu_seqlens",
+    "negative_ages",
     "negative_weights",
     "tokens_without_turn",
 )

@@ -82,6 +82,10 @@ CORRECTIONS = (
     (pl.MomentBudget(0.02), pl.Truncate(1.1), pl.SelfNormalise()),
     (pl.OPSM(0.01),),
     (pl.OPSM(0.01, source="rollout"),),
+    (pl.Stale(2),),
+    (pl.Stale(math.inf, 0.75),),
+    (pl.TruncateRatio(1.2, 0.9),),
+    (pl.Stale(3, 0.875), pl.Truncate(1.1), pl.SelfNormalise()),
     (pl.Truncate(1.1), pl.SelfNormalise()),
     (pl.Band(0.8, 1.25), pl.Veto(0.7), pl.SelfNormalise("sequences")),
 )
@@ -276,7 +280,8 @@ def make_batch(
     weights = 2 * torch.rand(rows, width, generator=g, dtype=torch.float64)
     tokens = (logp, old, rollout, ref, teacher, entropy, divergence, advantages, weights)
     tensors = [x.to(dtype) for x in tokens]
-    return Batch(*tensors, mask, groups, lengths, width)
+    ages = torch.randint(0, 5, (rows, width), generator=g)
+    return Batch(*tensors, mask, groups, lengths, width, ages=ages)
 
 
 def unweighted(batch: Batch) -> Batch:

@@ -566,6 +566,8 @@ PARTS: dict[str, Case] = {
             pl.Veto(),
             pl.MomentBudget(),
             pl.OPSM(0.1),
+            pl.Stale(2.0),
+            pl.TruncateRatio(2.0),
             pl.SelfNormalise(),
             pl.DivergenceMask("kl", 0.1),
             pl.KL("k3", 0.1),

@@ -117,6 +117,7 @@ TRUSTS = st.one_of(
 WEIGHTS = st.one_of(
     st.builds(pl.Truncate, _numbers(1, 4) | st.just(float("inf")), _numbers(0, 0.75), LEVEL),
     st.builds(pl.Band, _numbers(0, 0.9375), _numbers(1.0625, 5), LEVEL),
+    st.builds(pl.TruncateRatio, _numbers(1, 4), _numbers(0, 0.9375)),
     st.builds(
         pl.SequenceMask,
         _numbers(0, 0.96875),
@@ -144,6 +145,7 @@ TESTS = st.one_of(
     st.builds(pl.Veto, _numbers(0.5, 0.9375), st.none() | _numbers(1.0625, 2)),
     st.builds(pl.OPSM, _numbers(0, 0.25), st.sampled_from(["old", "rollout"])),
     st.builds(pl.SequenceMask, _numbers(0, 0.96875), _numbers(1.03125, 3), weight=st.none()),
+    st.builds(pl.Stale, st.integers(0, 5) | st.just(float("inf")), _numbers(0.25, 1)),
 )
 KL_OPTIONS: tuple[st.SearchStrategy[Any], ...] = (
     st.sampled_from(["k1", "k2", "k3", "abs"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,6 +46,13 @@ def test_each_position_predicts_the_next_token() -> None:
     )
     assert pack.cu_seqlens.tolist() == [0, 4, 7, 9, 12]
     assert pack.completion_lengths.tolist() == [2, 3, 1, 2]
+
+
+def test_the_age_of_a_token_is_that_of_its_sample() -> None:
+    samples = [replace(sample, version=v) for sample, v in zip(SAMPLES, (3, 5, 0, 4), strict=True)]
+    ages = Pack.of(samples).with_ages(samples, 5).tokens["ages"]
+    assert ages.tolist() == [2] * 4 + [0] * 3 + [5] * 2 + [1] * 3
+    assert Pack.nothing().with_ages([], 5).tokens["ages"].tolist() == [0]
 
 
 def test_cut_completions_may_be_left_out() -> None:

@@ -205,6 +205,18 @@ def test_more_steps_than_the_run_had(tmp_path: Path, model: str) -> None:
     assert_same_run(tmp_path / "short", tmp_path / "long")
 
 
+def test_the_ages_of_completions_that_waited(whole: Path, tmp_path: Path, model: str) -> None:
+    """The first weights sample the completions of three steps."""
+    rows = lines(whole)[1:]
+    for name in ("policy/age_max", "policy/age_mean"):
+        assert [row[name] for row in rows] == [0, 1, 2, 2, 2]
+    spec = tmp_path / "young.json"
+    spec.write_text(pl.LossSpec(correction=pl.Stale(0)).as_json)
+    assert train(tmp_path / "run", model=model, loss=str(spec), staleness=1, steps=2) == 0
+    rejected = [row["policy/rejected_fraction/Stale"] for row in lines(tmp_path / "run")[1:]]
+    assert rejected == [0, 1]
+
+
 def test_a_run_is_never_overwritten(
     whole: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

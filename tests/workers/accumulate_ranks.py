@@ -26,7 +26,6 @@ from cases import (
     MIXTURES,
     NAMED,
     PRESETS,
-    TOKEN_TENSORS,
     make_batch,
     with_streams,
 )
@@ -73,7 +72,7 @@ def micro_batch(rows: list[int], layout: str, columns: Any = slice(None)) -> dic
     """Rows of `BATCH` as a trainer would hold them, and of each only `columns`. `where`: the
     tokens' places in `BATCH`.
     """
-    part = BATCH.rows(rows).map(lambda x: x[:, columns], *TOKEN_TENSORS, "mask")
+    part = BATCH.rows(rows).map(lambda x: x[:, columns], *BATCH.token_shaped)
     inside, where = BATCH.inside[rows][:, columns], WHERE[rows][:, columns]
     tensors = {**part.kwargs, "where": where, "positions": where % BATCH.width}
     if layout == "packed":

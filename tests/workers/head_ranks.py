@@ -33,7 +33,7 @@ from torch import Tensor
 from two_ranks import SHARDINGS, held
 
 import policyloss as pl
-from cases import PRESETS, TOKEN_TENSORS, layout_of
+from cases import PRESETS, layout_of
 from policyloss.head import plans
 
 VOCAB, SIZE = 33, 8
@@ -377,7 +377,7 @@ def shard(sharding: str, rank: int, packed: bool, batch: HeadBatch = BATCH) -> H
         return room
 
     hidden, ids = gather(batch.hidden), gather(batch.ids)
-    part = HeadBatch(hidden, batch.weight, ids, tokens.map(gather, *TOKEN_TENSORS, "mask"))
+    part = HeadBatch(hidden, batch.weight, ids, tokens.map(gather, *tokens.token_shaped))
     return part.packed() if packed else part
 
 

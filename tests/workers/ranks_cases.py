@@ -95,6 +95,7 @@ def _whole() -> dict[str, Tensor]:
         "inside": made.inside,
         "group_ids": made.group_ids,
         "turn_ids": with_turns(made).turn_ids,
+        "ages": made.ages,
         "rewards": torch.tensor([1, 0, 0.5, 1, 0.25, 1, 0, 0], dtype=torch.float64),
         "lengths": made.mask.sum(1).double(),
     }
@@ -281,6 +282,7 @@ POLICY_INPUTS = (
     "group_ids",
     "weights",
     "turn_ids",
+    "ages",
 )
 VALUE_INPUTS = ("returns", "old_values", "mask", "cu_seqlens", "group_ids", "weights", "turn_ids")
 

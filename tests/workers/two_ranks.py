@@ -25,7 +25,6 @@ from cases import (
     MIXTURES,
     NAMED,
     PRESETS,
-    TOKEN_TENSORS,
     Batch,
     make_batch,
     run,
@@ -108,12 +107,11 @@ def shard(sharding: str, rank: int, packed: bool) -> Batch:
     part = dataclasses.replace(BATCH, lengths=lengths, width=width)
 
     def gather(x: Tensor) -> Tensor:
-        empty = torch.full(
-            (len(lengths), width), 0 if x.dtype == torch.bool else torch.nan, dtype=x.dtype
-        )
+        nothing = torch.nan if x.is_floating_point() else 0
+        empty = torch.full((len(lengths), width), nothing, dtype=x.dtype)
         return empty.masked_scatter(part.inside, x[mine])
 
-    part = part.map(gather, *TOKEN_TENSORS, "mask")
+    part = part.map(gather, *part.token_shaped)
     return part.packed() if packed else part
 
 

@@ -37,6 +37,7 @@ class Batch:
     width: int
     cu_seqlens: Tensor | None = None
     turn_ids: Tensor | None = None
+    ages: Tensor | None = None
 
     @classmethod
     def random(cls, rows: int = 6, width: int = 9, seed: int = 0) -> Batch:
@@ -59,8 +60,9 @@ class Batch:
         divergence, half = torch.rand(2, rows, width, generator=g, dtype=torch.float64)
         rest = (*policies, entropy, divergence, advantages, 0.5 + half, mask)
         lengths = torch.where(mask.any(1), width - mask.flip(1).int().argmax(1), 0)
-        groups = torch.arange(rows) // 2
-        return cls(logp, old, *rest, group_ids=groups, lengths=lengths, width=width)
+        ages = torch.randint(0, 4, (rows, width), generator=g)
+        layout = {"group_ids": torch.arange(rows) // 2, "lengths": lengths, "ages": ages}
+        return cls(logp, old, *rest, **layout, width=width)
 
     def map(self, change: Callable[[Tensor], Tensor], *names: str) -> Batch:
         """The batch with `change` applied to the named tensors (default: `TOKEN_TENSORS`)."""
@@ -71,7 +73,8 @@ class Batch:
     @property
     def token_shaped(self) -> tuple[str, ...]:
         """The names of the token-shaped tensors of this batch."""
-        return (*TOKEN_TENSORS, "mask", *(() if self.turn_ids is None else ("turn_ids",)))
+        integers = [name for name in ("turn_ids", "ages") if getattr(self, name) is not None]
+        return (*TOKEN_TENSORS, "mask", *integers)
 
     def rows(self, index: Sequence[int] | Tensor) -> Batch:
         """The sequences at `index`, in that order. Padded only."""

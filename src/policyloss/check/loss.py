@@ -25,6 +25,7 @@ from policyloss.functional.collectives import several_ranks
 from policyloss.inputs import Inputs
 from policyloss.loss import corrected_tokens, measure, policy_loss, token_losses, with_ratio
 from policyloss.parts.aggregate import weight_factors
+from policyloss.parts.correction import TruncateRatio
 from policyloss.spec import LossSpec
 from policyloss.tokens import Tokens
 from policyloss.totals import Totals
@@ -294,7 +295,8 @@ def _tokens(advantages: Tensor, log_ratio: Numbers, log_weight: Numbers = 0) -> 
     logp = (old + log_ratio).requires_grad_()
     policies, numbers = (logp, old, anchor, old, old), (ones, ones, advantages.unsqueeze(1), ones)
     where = (ones.bool(), rows // 2, torch.ones_like(rows))
-    return Inputs(**Batch(*policies, *numbers, *where, width=1).kwargs).tokens()
+    batch = Batch(*policies, *numbers, *where, width=1, ages=ones.long())
+    return Inputs(**batch.kwargs).tokens()
 
 
 def _losses(spec: LossSpec, advantages: Tensor, log_ratio: Numbers) -> tuple[Tensor, Tensor]:
@@ -370,7 +372,12 @@ def _detach(spec: LossSpec, batch: Batch) -> str:
 def _importance(spec: LossSpec, batch: Batch) -> str:
     """A weight must not fall where a token is more likely under the policy than its sampler."""
     log_weight = torch.tensor([-0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25]).double().unsqueeze(1)
-    t, corrected = corrected_tokens(spec, _tokens(torch.ones(7).double(), 0.0, log_weight), None)
+    # The weight of TruncateRatio falls where the ratio, which it multiplies, rises beyond a bound.
+    others = tuple(part for part in spec.correction if not isinstance(part, TruncateRatio))
+    rejected = spec.rejected if others else "keep"
+    weighted = spec.replace(correction=others, rejected=rejected)
+    tokens = _tokens(torch.ones(7).double(), 0.0, log_weight)
+    t, corrected = corrected_tokens(weighted, tokens, None)
     falls = False
     if corrected.weight is not None:
         kept = t.mask if corrected.keep is None else t.mask & corrected.keep

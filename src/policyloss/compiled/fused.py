@@ -32,7 +32,7 @@ from policyloss.errors import PolicyLossError
 from policyloss.functional.collectives import outside_level
 from policyloss.functional.exact import is_exact
 from policyloss.functional.triton_modules import kernels
-from policyloss.inputs import CallTensors, Inputs, takes_tensors
+from policyloss.inputs import CallTensors, Inputs, StandIn, takes_tensors
 from policyloss.loss import LossOutput, check_gradients, ready_spec
 from policyloss.metrics import Metrics, RecordPlaces
 from policyloss.parts.aggregate import PromptMean
@@ -78,7 +78,7 @@ def unfused() -> Iterator[None]:
 def explain_path(
     spec: AnyLoss,
     logp: Tensor,
-    old_logp: Tensor | Literal["current"] | None,
+    old_logp: Tensor | StandIn | None,
     advantages: Tensor,
     mask: Tensor,
     *,

@@ -18,7 +18,7 @@ from policyloss.catalogue import AnyLoss
 from policyloss.compiled.fused import fused_gradients
 from policyloss.functional.exact import is_exact
 from policyloss.functional.masking import accumulator_dtype
-from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, takes_tensors
+from policyloss.inputs import DIFFERENTIATED, CallTensors, Inputs, StandIn, takes_tensors
 from policyloss.loss import LossOutput, policy_loss, ready_spec
 from policyloss.policy_metrics import MetricsLevel, check_level
 from policyloss.totals import Totals, resolve
@@ -80,7 +80,7 @@ class CompiledLoss:
     def __call__(
         self,
         logp: Tensor,
-        old_logp: Tensor | Literal["current"] | None,
+        old_logp: Tensor | StandIn | None,
         advantages: Tensor,
         mask: Tensor,
         *,
@@ -99,7 +99,7 @@ class CompiledLoss:
     def value_and_gradient(
         self,
         logp: Tensor,
-        old_logp: Tensor | Literal["current"] | None,
+        old_logp: Tensor | StandIn | None,
         advantages: Tensor,
         mask: Tensor,
         *,

@@ -152,6 +152,8 @@ class Writer:
         if name == "pow" and args[1] in (1, 2):
             x = self.value(args[0], kind)
             return x if args[1] == 1 else f"{x} * {x}"
+        if name == "pow" and isinstance(args[0], (int, float)):
+            return f"tl.exp({math.log(args[0])!r} * {self.value(args[1], kind)})"
         if name not in _ELEMENTWISE or node.kwargs.get("alpha", 1) != 1 or len(args) > 2:
             raise UnfitGraphError(f"it computes {name}")
         x = self.value(args[0], kind)

@@ -58,6 +58,7 @@ N_group: tokens of the token's prompt group in the whole step
 L_turn: tokens of the token's turn
 K: turns of the token's sequence
 weights: the weight of the token in the call
+ages: the number of updates since the policy that sampled the token
 W: the sum of the weights of the whole step
 horizon: the generation budget of the run in tokens, not set yet (spec.with_horizon)
 n: tokens of this call alone (1 if there are none)

@@ -214,6 +214,9 @@ correction: off-policy sequence masking | OPSM
     cosmos-rl: off_policy_masking_delta
 correction: M2PO | MomentBudget
     AReaL: m2_threshold, over each micro-batch
+correction: old tokens masked or faded | Stale
+    xtuner: max_token_staleness
+    Flux: staleness_decay
 correction: weights divided by their mean | SelfNormalise
     verl: rollout_is_batch_normalize
     slime: batch normalisation in mis.py

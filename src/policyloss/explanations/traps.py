@@ -141,6 +141,12 @@ correction: OPSM
     delta differs by orders of magnitude: slime 1e-4, Trinity 0.1, TRL's documentation 0.5; and so
     does what the drift is measured from: old_logp in slime and Trinity, the rollout policy in TRL,
     ms-swift and cosmos-rl.
+correction: Stale
+    xtuner's max_token_staleness counts the weight syncs that a token missed: with n steps between
+    two syncs and max_token_staleness = k, it is max_age = (k + 1)·n - 1.
+correction: TruncateRatio -anchor_rollout
+    The weight divides by exp(logp - rollout_logp), which this ratio does not hold: use
+    ratio=TokenRatio(anchor='rollout'), or Truncate with this one.
 correction: SelfNormalise
     slime normalises by the mean of one rank, verl and this library by that of the whole step.
 correction: correction KL

@@ -24,6 +24,12 @@ def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
     return bound(log_weight, log_clamp).exp()
 
 
+def truncation_share(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """`clamp(ρ, low, high) / ρ` with ρ = exp(log_ratio), whose logarithm is held within ±20."""
+    ratio = importance_weight(log_ratio, 20.0)
+    return ratio.clamp(min=low, max=high) / ratio
+
+
 def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
     """A flag where low ≤ x ≤ high; None is no bound. NaN counts as within, so the loss shows it."""
     keep = torch.ones_like(x, dtype=torch.bool)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policyloss.functional.masking import LogClamp, bound, where_equal
+from policyloss.functional.masking import LogClamp, bound, compute_dtype, where_equal
 from policyloss.functional.precomputed import first_derivative_only
 
 
@@ -64,3 +64,15 @@ def mean_log_ratio(first: Tensor, second: Tensor, mean: str) -> Tensor:
     # Exactly 0 where both are 0, and finite wherever they are.
     lower = torch.expm1(-(first - second).abs())
     return torch.maximum(first, second) + torch.log1p(lower / 2)
+
+
+def loglinear_logp(logp: Tensor, rollout_logp: Tensor, ages: Tensor) -> Tensor:
+    """The proximal policy, one update before the current one, without a forward of its own:
+    `rollout_logp + α·(logp − rollout_logp)` with `α = (age − 1) / age`, detached.
+
+    A token of age 0 or 1 has α = 0: the policy that sampled it is not older than the proximal one.
+    Source: AReaL, prox_logp_method="loglinear".
+    """
+    dtype = compute_dtype(logp, rollout_logp)
+    now, then = logp.detach().to(dtype), rollout_logp.detach().to(dtype)
+    return then + (1 - 1 / ages.clamp(min=1).to(dtype)) * (now - then)

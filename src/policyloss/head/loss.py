@@ -40,7 +40,14 @@ from policyloss.head.windows import (
     sequence_windows,
     token_windows,
 )
-from policyloss.inputs import DIFFERENTIATED, Inputs, SharedTensors, takes_tensors
+from policyloss.inputs import (
+    DIFFERENTIATED,
+    Inputs,
+    SharedTensors,
+    StandIn,
+    stand_in_logp,
+    takes_tensors,
+)
 from policyloss.loss import LossOutput, loss_of, ready_loss
 from policyloss.metrics import Metrics, refuse_invalid
 from policyloss.mixture import REACHES, Mixture, StreamCall, stream_calls
@@ -75,7 +82,7 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    old_logp: Tensor | Literal["current"] | None,
+    old_logp: Tensor | StandIn | None,
     advantages: Tensor,
     mask: Tensor,
     *,
@@ -127,7 +134,7 @@ def linear_policy_loss(
         _inputs(head, ids, old_logp, advantages, mask, tensors),
         resolve(totals),
         comparison_of_spec(spec, teacher, head, tuple(ids.shape)),
-        isinstance(old_logp, str),
+        old_logp if isinstance(old_logp, str) else None,
         skip_zero_advantage,
     )
     batch, work, chosen = call.decide(plan)
@@ -141,7 +148,7 @@ def explain_plan(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    old_logp: Tensor | Literal["current"] | None = None,
+    old_logp: Tensor | StandIn | None = None,
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
     *,
@@ -173,8 +180,8 @@ def explain_plan(
     spec = ready_loss(spec)
     inputs = _inputs(head, ids, old_logp, advantages, mask, arguments)
     step, comparison = resolve(totals), comparison_of_spec(spec, teacher, head, tokens)
-    on_policy = isinstance(old_logp, str)
-    options = (step, comparison, on_policy, skip_zero_advantage)
+    stand_in = old_logp if isinstance(old_logp, str) else None
+    options = (step, comparison, stand_in, skip_zero_advantage)
     return _HeadLoss(spec, sources, head, rows, inputs, *options).decide(plan)[2]
 
 
@@ -197,8 +204,8 @@ class _HeadLoss:
 
     sources: hidden, weight and bias with their gradients. rows: the mask of the head's rows.
     inputs: of `policy_loss`, with zeros for logp. step: the totals, None if this call is the whole
-    step. on_policy: whether old_logp is the logp of this call. skip: whether to compute only the
-    tokens that may have a gradient.
+    step. stand_in: the word that old_logp was given as, None for a tensor. skip: whether to compute
+    only the tokens that may have a gradient.
     """
 
     spec: LossSpec | Mixture
@@ -208,7 +215,7 @@ class _HeadLoss:
     inputs: Inputs
     step: Totals | None
     comparison: Comparison | None
-    on_policy: bool
+    stand_in: str | None
     skip: bool
 
     def decide(self, plan: str | Plan) -> tuple[AnyBatch | None, Work, Plan]:
@@ -229,10 +236,10 @@ class _HeadLoss:
         reach, why = max(map(self._reach, calls), key=lambda reason: REACHES.index(reason[0]))
         batch: AnyBatch | None = None
         if reach != "batch" and isinstance(self.spec, LossSpec):
-            batch = batch_of(self.spec, t, self.step, self.on_policy)
+            batch = batch_of(self.spec, t, self.step, self.stand_in)
         elif reach != "batch":
             streams = (
-                (c.weight, batch_of(c.spec, self._tokens(c.inputs), c.step, self.on_policy))
+                (c.weight, batch_of(c.spec, self._tokens(c.inputs), c.step, self.stand_in))
                 for c in calls
             )
             batch = MixedBatch(t, tuple(streams))
@@ -247,7 +254,7 @@ class _HeadLoss:
     def _tokens(self, inputs: Inputs) -> Tokens:
         t = inputs.tokens()
         # A part that reads a number before it is computed is an error.
-        uncomputed = ("logp", "old_logp") if self.on_policy else ("logp",)
+        uncomputed = ("logp",) if self.stand_in is None else ("logp", "old_logp")
         return replace(t, raw={**t.raw, **dict.fromkeys(uncomputed)})
 
     def _reach(self, call: StreamCall) -> tuple[str, str]:
@@ -258,7 +265,8 @@ class _HeadLoss:
                 "a part of it may look at any token (to limit it, set the attribute `reach` of a "
                 "callable, or `reads_logp = False` of an aggregation)"
             )
-        if self.on_policy and spec.correction:
+        read = [name for part in spec.correction for name in getattr(part, "reads", ("old_logp",))]
+        if self.stand_in is not None and "old_logp" in read:
             return "batch", "its corrections read old_logp, which is not known beforehand"
         # If no correction reads logp, all they need of the batch is known before the first window.
         windowed = (spec.trust, *(spec.correction if spec.corrections_by_logp else ()))
@@ -295,8 +303,11 @@ class _HeadLoss:
 
     def _inputs_with(self, known: dict[str, Tensor]) -> Inputs:
         """The inputs of `policy_loss`, with the numbers that the head has computed."""
-        old = {"old_logp": known["logp"].detach()} if self.on_policy else {}
-        return self.inputs.replace(**known, **old)
+        inputs = self.inputs.replace(**known)
+        if self.stand_in is None:
+            return inputs
+        policies = (inputs.logp, inputs.rollout_logp)
+        return inputs.replace(old_logp=stand_in_logp(self.stand_in, *policies, inputs.ages))
 
     def run_windows(
         self, batch: AnyBatch, work: Work, plan: Plan, metrics: MetricsLevel

@@ -24,6 +24,7 @@ from policyloss.head.head import Head, Index, windows
 from policyloss.head.plans import Work
 from policyloss.head.teacher.comparison import Comparison, compute_rows, start_checks
 from policyloss.head.terms import Terms
+from policyloss.inputs import stand_in_logp
 from policyloss.loss import corrected_tokens, token_losses, with_ratio
 from policyloss.parts.correction import Corrected, SelfNormalise, correction_name
 from policyloss.spec import LossSpec
@@ -63,7 +64,7 @@ class TokenBatch:
     step: the caller's totals, None if this call is the whole step. weight: None without a
     correction, or if a correction reads logp. corrections: of the spec, in its order; if one reads
     logp, the others hold their result for the batch. live: the tokens that may have a gradient,
-    flat bool. on_policy: whether old_logp is the logp of this call.
+    flat bool. stand_in: the word that old_logp was given as, None for a tensor.
     """
 
     spec: LossSpec
@@ -72,7 +73,7 @@ class TokenBatch:
     weight: Tensor | None
     corrections: tuple[Any, ...]
     live: Tensor
-    on_policy: bool = False
+    stand_in: str | None = None
 
     @cached_property
     def average(self) -> Tensor:
@@ -141,8 +142,9 @@ class TokenBatch:
         for name, x in known.items():
             leaf = x.detach().view(shape)
             raw[name] = leaf.requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
-        if self.on_policy and raw["logp"] is not None:
-            raw["old_logp"] = raw["logp"].detach()
+        if self.stand_in is not None and raw["logp"] is not None:
+            policies = (raw["logp"], raw["rollout_logp"])
+            raw["old_logp"] = stand_in_logp(self.stand_in, *policies, raw["ages"])
         mask, t = self.rows[at].view(shape), self.tokens
         sequences: Sequences = _SingleTokens(tuple(mask.shape))
         if window.cu_seqlens is not None:
@@ -243,7 +245,9 @@ class _SingleTokens(Sequences):
     sum_here = max = expand = runs = _refuse  # type: ignore[assignment]
 
 
-def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = False) -> TokenBatch:
+def batch_of(
+    spec: LossSpec, t: Tokens, step: Totals | None, stand_in: str | None = None
+) -> TokenBatch:
     """Fill in all of `t` that does not depend on logp."""
     weight, corrections = None, spec.correction
     t = replace(t, measured=None if step is None else step.statistics)
@@ -260,7 +264,7 @@ def batch_of(spec: LossSpec, t: Tokens, step: Totals | None, on_policy: bool = F
         if spec.reach == "sequence":
             silent = t.sequences.expand(t.sequences.sum(t.mask & ~silent) == 0)
         live = live & ~silent.reshape(-1)
-    return TokenBatch(spec, t, step, weight, corrections, live, on_policy)
+    return TokenBatch(spec, t, step, weight, corrections, live, stand_in)
 
 
 AnyBatch: TypeAlias = TokenBatch | MixedBatch

@@ -21,7 +21,7 @@ from policyloss.head.loss import HeadOutput, linear_policy_loss
 from policyloss.head.plans import Plan
 from policyloss.hf.one_call import HEADS, ModelCall
 from policyloss.hf.output_head import UnknownHeadError
-from policyloss.inputs import SharedTensors, takes_tensors
+from policyloss.inputs import SharedTensors, StandIn, takes_tensors
 from policyloss.loss import policy_loss as policy_loss_of_logp
 from policyloss.mixture import Mixture
 from policyloss.policy_metrics import MetricsLevel
@@ -40,7 +40,7 @@ def policy_loss(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    old_logp: Tensor | Literal["current"] | None,
+    old_logp: Tensor | StandIn | None,
     advantages: Tensor,
     mask: Tensor,
     logits_to_keep: int | None = None,

@@ -105,7 +105,7 @@ class ModelCall:
         if self.index is not None:  # the head checks the shapes of terms
             return dict(tensors)
         for name, x in tensors.items():
-            if name in ("mask", "turn_ids") or name.endswith("_logp"):
+            if name in ("mask", "turn_ids", "ages") or name.endswith("_logp"):
                 self._check_token_shaped(name, x)
         extras = tensors.get("extras") or {}
         for name, x in extras.items():

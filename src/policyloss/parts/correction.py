@@ -6,7 +6,8 @@ A tuple may hold several corrections: their weights are multiplied, and a token 
 them keep it. A weight is `exp(old_logp - rollout_logp)` at a level: "token"; "geomean", the
 geometric mean over the sequence; "turn", that over the token's turn (an unbroken run of the mask,
 see `SegmentRatio`); "product", the likelihood ratio of the whole sequence. Weights carry no
-gradient. `combine` applies all corrections of a spec.
+gradient. `reads` of a part names the tensors that it reads, old_logp and rollout_logp by default.
+`combine` applies all corrections of a spec.
 """
 
 from __future__ import annotations
@@ -344,6 +345,11 @@ class OPSM(Part):
     delta: NotNegative
     source: Literal["old", "rollout"] = "old"
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The policy from which the drift is measured."""
+        return (f"{self.source}_logp",)
+
     def __call__(self, t: Tokens) -> Corrected:
         drift = t.sequences.expand(t.sequence_mean(-t.log_ratio_to(self.source).detach()))
         keep = ~((t.advantages < 0) & (drift > self.delta))
@@ -352,6 +358,60 @@ class OPSM(Part):
     def sentence(self) -> str:
         drifted = f"in sequences where mean({self.source}_logp - logp) exceeds {spoken(self.delta)}"
         return f"tokens with negative advantage are rejected {drifted}"
+
+
+@dataclass(frozen=True)
+class Stale(Part):
+    """Reject tokens that are older than `max_age`, and weight the others by `decay^age`.
+
+    The age of a token is the number of updates since the policy that sampled it (`ages` of the
+    call). max_age: math.inf rejects none (xtuner: max_token_staleness). decay: 1 is no weight
+    (Flux: staleness_decay, 0.99).
+    """
+
+    reads_logp: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("ages",)
+    max_age: Annotated[float, bounds(least=0, hint="math.inf rejects no token.")]
+    decay: Annotated[float, bounds(above=0, most=1)] = 1.0
+
+    def __call__(self, t: Tokens) -> Corrected:
+        weight = None if self.decay == 1 else torch.pow(self.decay, t.ages)
+        if math.isinf(self.max_age):
+            return Corrected(weight)
+        return Corrected(weight, correction.within(t.ages, None, self.max_age))
+
+    def sentence(self) -> str:
+        faded = f"the policy term is weighted by {spoken(self.decay)} to the power of its age"
+        old = f"tokens sampled more than {spoken(self.max_age)} updates ago are rejected"
+        kinds = [] if math.isinf(self.max_age) else [old]
+        kinds += [] if self.decay == 1 else [faded]
+        return "; ".join(kinds) or "tokens of every age count fully"
+
+
+@dataclass(frozen=True)
+class TruncateRatio(Part):
+    """Hold a ratio to the rollout policy within [low, high]: the weight is `clamp(ρ, low, high)/ρ`.
+
+    ρ = exp(logp − rollout_logp), detached, its logarithm held within ±20. Use it with the ratio
+    `TokenRatio(anchor="rollout")`, where old_logp cannot be computed because its weights are gone
+    (asynchronous training): the surrogate then counts by `clamp(ρ)` as if it were a truncated
+    weight. `Truncate` bounds old against rollout policy instead.
+    """
+
+    reads_logp: ClassVar[bool] = True
+    reach: ClassVar[str] = "token"
+    weighs: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("rollout_logp",)
+    high: Annotated[float, bounds(above=0), not_below("low")]
+    low: LowerBound = 0.0
+
+    def __call__(self, t: Tokens) -> Corrected:
+        log_ratio = t.log_ratio_to("rollout").detach()
+        return Corrected(correction.truncation_share(log_ratio, self.low, self.high))
+
+    def sentence(self) -> str:
+        within = interval_in_words(self.low, self.high)
+        return f"the policy term is scaled as if exp(logp - rollout_logp) were {within}"
 
 
 @dataclass(frozen=True)
@@ -365,6 +425,7 @@ class SelfNormalise(Part):
     """
 
     reads_logp: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ()
     statistics_names: ClassVar[tuple[str, ...]] = ("weight_mean",)
     over: Literal["tokens", "sequences"] = "tokens"
 
@@ -388,8 +449,8 @@ class SelfNormalise(Part):
 
 
 VARIANTS = (
-    *(Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, MomentBudget, OPSM),
-    SelfNormalise,
+    *(Truncate, Band, SequenceMask, DivergenceMask, Reject, Veto, MomentBudget, OPSM, Stale),
+    *(TruncateRatio, SelfNormalise),
 )
 
 

@@ -14,7 +14,7 @@ ANCHORS = {**LOGP_ARGUMENTS, "current": "sg(logp)"}
 # Names that mean the same in every formula. Any other name in a condition is a line of one part.
 COMMON_NAMES = frozenset(
     {"advantages", "ratio", "log_ratio", "logp", "old_logp", "rollout_logp", "ref_logp"}
-    | {"teacher_logp"}
+    | {"teacher_logp", "ages"}
     | {"keep", "mask", "abs", "inf"}
 )
 

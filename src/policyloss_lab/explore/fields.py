@@ -15,11 +15,14 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from policyloss.catalogue import PRESETS
 from policyloss.errors import PolicyLossError
 from policyloss.functional.masking import LogClamp
-from policyloss.parts.correction import DivergenceMask, Reject
+from policyloss.parts.correction import DivergenceMask, Reject, Stale, TruncateRatio
 from policyloss.parts.data import VARIANTS, has_fields
 
 # The initial parts of classes that no preset has and that have no defaults.
-_STARTS = (DivergenceMask("kl", high=0.1), Reject("k1", "token", high=0.1))
+_STARTS = (
+    *(DivergenceMask("kl", high=0.1), Reject("k1", "token", high=0.1)),
+    *(Stale(2, decay=0.9), TruncateRatio(2.0)),
+)
 # Initial numbers that neither a preset nor a default has; 2 where none is stated.
 _OPEN_NUMBERS = {"low": 0.05}
 

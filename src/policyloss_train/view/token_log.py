@@ -185,7 +185,7 @@ def _short(x: Tensor) -> list[float]:
 
 def _arguments(pack: Pack) -> dict[str, Tensor]:
     """The arguments of a loss that the pack holds."""
-    names = ("logp", "old_logp", "advantages", "mask", *_OF_POLICIES)
+    names = ("logp", "old_logp", "advantages", "mask", "ages", *_OF_POLICIES)
     tokens = {name: pack.tokens[name] for name in names if name in pack.tokens}
     return {**tokens, "cu_seqlens": pack.cu_seqlens, "group_ids": pack.sequences["group_ids"]}
 

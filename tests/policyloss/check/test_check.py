@@ -1,10 +1,11 @@
 """`check_loss` passes right losses and names the faults of wrong ones."""
 
 import itertools
+import math
 
 import pytest
 import torch
-from walk import in_shares
+from walk import in_shares, walked
 
 import policyloss as pl
 from policyloss.check.loss import FrozenStopGradients, _anchor
@@ -23,6 +24,16 @@ FIRST = {(pl.preset(name).ratio, pl.preset(name).trust): name for name in revers
 def test_every_preset_passes_the_battery(name):
     report = pl.check_loss(pl.preset(name))
     assert report, str(report)
+
+
+@walked(
+    "part", [pl.Stale(1), pl.Stale(math.inf, 0.5), pl.TruncateRatio(1.1), pl.Truncate(1.1)], ids=str
+)
+def test_a_correction_of_async_training_passes_the_battery(part):
+    spec = pl.LossSpec(ratio=pl.TokenRatio(anchor="rollout"), correction=part)
+    for rejected in ("keep", "renormalise"):
+        report = pl.check_loss(spec.replace(rejected=rejected))
+        assert report, str(report)
 
 
 def test_a_users_function_passes():

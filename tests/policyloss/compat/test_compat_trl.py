@@ -527,6 +527,7 @@ SILENT: list[tuple[dict[str, Any], pl.LossSpec, str]] = [
     ({}, pl.preset("dapo").replace(entropy_coef=0.01), "entropy_coef=0.01"),
     (VLLM, pl.preset("dapo"), "vllm_importance_sampling_correction=True"),
     ({}, pl.preset("dapo").replace(aggregate=pl.PromptMean()), "group_ids"),
+    ({}, pl.preset("dapo").replace(correction=pl.Stale(1)), "ages"),
     (
         {"gradient_accumulation_steps": 2},
         pl.LossSpec(trust=pl.CovClip()),

@@ -19,7 +19,6 @@ from walk import walked
 import policyloss as pl
 from cases import (
     PRESETS,
-    TOKEN_TENSORS,
     Batch,
     Result,
     assert_same,
@@ -237,7 +236,7 @@ def test_strides_and_offsets_are_no_matter() -> None:
     """Of slices that begin anywhere in their storage, and of a transposed matrix."""
     wide, loss = make_batch(seed=4, rows=6, width=20), compiled_loss(PRESETS["ppo"], dynamic=True)
     for start in (0, 2, 5):
-        check_bare(loss, wide.map(lambda x, i=start: x[:, i : i + 6], *TOKEN_TENSORS, "mask"))
+        check_bare(loss, wide.map(lambda x, i=start: x[:, i : i + 6], *wide.token_shaped))
     check_bare(loss, wide.map(lambda x: x.t().contiguous().t(), "logp", "mask"))
 
 

@@ -130,6 +130,14 @@ def test_kernels_name_nothing_else(name: str) -> None:
     assert hidden == []
 
 
+@pytest.mark.parametrize(
+    "part", [pl.Stale(2), pl.Stale(math.inf, 0.75), pl.TruncateRatio(1.2, 0.9)], ids=str
+)
+def test_the_kernels_read_ages_and_bound_ratios(part: Any) -> None:
+    spec = pl.LossSpec(ratio=pl.TokenRatio(anchor="rollout"), correction=part)
+    assert_equal(spec, arguments_of(spec))
+
+
 @pytest.mark.parametrize("name", sorted(UNSERVED))
 def test_a_loss_that_does_not_fit_has_a_reason(name: str) -> None:
     spec = PRESETS[name]

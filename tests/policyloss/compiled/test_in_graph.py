@@ -132,6 +132,18 @@ def test_a_loss_against_the_policy_itself() -> None:
     assert graphs.operations == [1]
 
 
+def test_a_loss_against_a_policy_between_rollout_and_current_policy() -> None:
+    def loss(logp: Tensor) -> Tensor:
+        tensors = {"rollout_logp": BATCH.rollout_logp, "ages": BATCH.ages, "mask": BATCH.mask}
+        return pl.policy_loss("ppo", logp, "loglinear", BATCH.advantages, **tensors).loss
+
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="eager")):
+        leaf = BATCH.logp.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(function(leaf), leaf)[0])
+    assert_same(gradients[1], gradients[0], what="gradient")
+
+
 def test_a_gradient_that_nobody_wants_is_not_computed() -> None:
     """Of logp alone where the other inputs have none; of nothing without autograd."""
     graphs = Graphs()

@@ -79,6 +79,25 @@ def test_a_measurement_before_the_steps_covers_the_batch(name: str) -> None:
     )
 
 
+@walked("name", ["ppo", "gspo", "m2po"])
+def test_a_word_for_the_old_policy_in_any_cut(name: str) -> None:
+    """Of m2po the step is measured, with the old policy of the measured log-probabilities."""
+    logp = BATCH.logp.clone().requires_grad_()
+    tensors = {n: BATCH.kwargs[n] for n in ("advantages", "mask", "rollout_logp", "ages")}
+    whole = pl.policy_loss(name, logp, "loglinear", **tensors)
+    (expected,) = torch.autograd.grad(whole.loss, logp)
+    chosen = [[4, 0], [1, 2, 3, 6, 5]]
+    micros = [
+        {**{n: x[rows] for n, x in tensors.items()}, "rows": rows, "old_logp": "loglinear"}
+        for rows in chosen
+    ]
+    step = pl.accumulate(name, micros, logp=lambda micro: BATCH.logp[micro["rows"]])
+    loss = sum(micro.loss(logp[micro["rows"]]) for micro in step)
+    assert_same(loss.detach(), whole.loss.detach(), what="loss")
+    assert_same(torch.autograd.grad(loss, logp)[0], expected, what="gradient")
+    assert_same(step.metrics.compute(), whole.metrics.compute(), what="metric")
+
+
 def hand_made() -> list[dict[str, Any]]:
     """One sequence of one token with advantage 5, and two of one and two tokens
     with advantage −1; ratios are 1.
@@ -181,6 +200,7 @@ def test_the_head_in_one_pass() -> None:
     whole = pl.linear_policy_loss(
         *(spec, hidden, head, ids, BATCH.old_logp, BATCH.advantages, BATCH.mask),
         weights=BATCH.weights,
+        ages=BATCH.ages,
     )
     expected = gradient(whole.loss, head)
     step = pl.accumulate(spec, micro_batches([([4, 0], "padded"), ([1, 2, 3, 6, 5], "padded")]))

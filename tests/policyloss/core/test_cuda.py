@@ -17,7 +17,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import PRESETS
-from policyloss.check.batch import TOKEN_TENSORS, Batch
+from policyloss.check.batch import Batch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -134,7 +134,7 @@ def test_a_compiled_loss_is_the_eager_loss(name, packed):
     moved, extra = on_gpu(batch, torch.float32), {}
     if packed:
         shape = batch.mask.shape
-        moved = moved.map(lambda x: x.reshape(-1), *TOKEN_TENSORS, "mask")
+        moved = moved.map(lambda x: x.reshape(-1), *moved.token_shaped)
         extra = {"cu_seqlens": torch.arange(0, shape[0] + 1, device="cuda") * shape[1]}
     totals, tensors = pl.Totals(tokens=100, sequences=7), (moved.old_logp, moved.advantages)
     compiled, results = pl.compiled_loss(PRESETS[name]), []

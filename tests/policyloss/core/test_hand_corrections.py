@@ -14,6 +14,7 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.functional.correction import nan_where_undecided, reduced
+from policyloss.functional.ratio import loglinear_logp
 from policyloss.functional.segments import Sequences
 
 LOG2 = log(2)
@@ -332,6 +333,77 @@ def test_opsm():
         rollout_logp=logp,
     )
     assert_loss(rollout, (-2.8 + 3 - 1.6) / 4)
+
+
+def test_stale():
+    # Ages 0, 1, 3 of three tokens with the loss 1 each.
+    ages = torch.tensor([[0, 1, 3]])
+
+    def weights(part, rejected="keep"):
+        return evaluate(corrected(part, rejected=rejected), [-1] * 3, [-1] * 3, [-1], ages=ages)
+
+    assert_loss(weights(pl.Stale(1)), 2 / 3, [1 / 3, 1 / 3, 0])
+    assert_loss(weights(pl.Stale(1), "renormalise"), 1, [1 / 2, 1 / 2, 0])
+    assert_loss(weights(pl.Stale(0)), 1 / 3, [1 / 3, 0, 0])
+    # ½^age: 1, ½, ⅛.
+    assert_loss(weights(pl.Stale(inf, decay=0.5)), 1.625 / 3, [1 / 3, 0.5 / 3, 0.125 / 3])
+    both = weights(pl.Stale(1, decay=0.5))
+    assert_loss(both, 1.5 / 3, [1 / 3, 0.5 / 3, 0])
+    assert both.metrics["rejected_fraction/Stale"] == pytest.approx(1 / 3)
+    assert both.metrics["age_mean"] == pytest.approx(4 / 3)
+    assert both.metrics["age_max"] == 3
+    kept = weights(pl.Stale(1), "renormalise")
+    assert kept.metrics["age_mean"] == pytest.approx(4 / 3)  # of all tokens, rejected ones too
+
+
+def test_truncate_ratio():
+    # Ratios to the rollout policy 4, ½, 1, bounded to [¾, 2]: weights ½, 3/2, 1. A = −1, so that
+    # the loss is weight · ratio, which is the bounded ratio, and so is its gradient: the weight
+    # carries none.
+    logp = [log(4) - 3, log(0.5) - 3, -3]
+    spec = corrected(pl.TruncateRatio(2.0, 0.75)).replace(ratio=pl.TokenRatio(anchor="rollout"))
+    result = evaluate(spec, logp, None, [-1], rollout_logp=[-3] * 3)
+    assert_loss(result, 3.75 / 3, [2 / 3, 0.75 / 3, 1 / 3])
+    # A log-ratio of 30 is held at 20 in the ratio and in the weight.
+    assert_loss(evaluate(spec, [-1.0], None, [-1], rollout_logp=[-31.0]), 2.0)
+    # PPO's clip above 1.2 stops the gradient of A > 0, and its value is weighted: −½·1.2, −3/2·½.
+    clipped = evaluate(spec.replace(trust=pl.Clip(0.2)), logp, None, [1], rollout_logp=[-3] * 3)
+    assert_loss(clipped, (-0.6 - 0.75 - 1) / 3, [0, -0.75 / 3, -1 / 3])
+
+
+def test_loglinear_old_policy():
+    # Half-way from rollout to logp at age 2, two thirds at age 3, the rollout policy at ages 0, 1.
+    rollout, logp = torch.full((1, 4), -3.0), torch.tensor([[-1.5, -1.5, -1.5, -1.5]])
+    ages = torch.tensor([[0, 1, 2, 3]])
+    old = loglinear_logp(logp.requires_grad_(), rollout, ages)
+    assert old.tolist() == [[-3.0, -3.0, -2.25, -2.0]]
+    assert not old.requires_grad
+    # The log-ratios are 1.5, 1.5, 0.75 and 0.5, the log-weights old - rollout 0, 0, 0.75 and 1.
+    spec = corrected(pl.Truncate(inf), aggregate=pl.TokenSum())
+    tensors = {"rollout_logp": rollout, "ages": ages}
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    out = pl.policy_loss(spec, logp, "loglinear", -torch.ones(1, 4), mask, **tensors)
+    assert out.loss.item() == pytest.approx(4 * exp(1.5))
+    (gradient,) = torch.autograd.grad(out.loss, logp)
+    assert gradient.tolist() == [pytest.approx([exp(1.5)] * 4)]
+    half = loglinear_logp(logp.detach().bfloat16(), rollout.bfloat16(), ages)
+    assert half.dtype == torch.float32
+    for missing in tensors:
+        rest = {name: x for name, x in tensors.items() if name != missing}
+        with pytest.raises(pl.InputError, match="computed from rollout_logp and ages; pass both"):
+            pl.policy_loss(spec, logp, "loglinear", -torch.ones(1, 4), mask, **rest)
+
+
+def test_a_negative_age_is_an_error():
+    tensors = [torch.zeros(1, 2)] * 2
+    mask, ages = torch.tensor([[True, False]]), torch.tensor([[0, -1]])
+    pl.policy_loss("ppo", *tensors, torch.ones(1), mask, ages=ages)
+    with pytest.raises(pl.InputError, match="ages must not be negative where mask is True"):
+        pl.policy_loss("ppo", *tensors, torch.ones(1), ~mask, ages=ages)
+    with pytest.raises(pl.InputError, match="ages"):
+        pl.policy_loss("ppo", *tensors, torch.ones(1), mask, ages=ages.float())
+    with pytest.raises(pl.InputError, match=r"reads ages, which is missing; pass ages="):
+        pl.policy_loss(pl.LossSpec(correction=pl.Stale(1)), *tensors, torch.ones(1), mask)
 
 
 def test_composition():

@@ -12,7 +12,6 @@ from walk import walked
 import policyloss as pl
 from cases import (
     PRESETS,
-    TOKEN_TENSORS,
     TRUSTS,
     Batch,
     assert_same,
@@ -40,7 +39,7 @@ def matched(batch: Batch) -> Batch:
 
 def one_token(batch: Batch) -> Batch:
     """The first column of a batch as sequences of one token, all to be trained on."""
-    short = batch.map(lambda x: x[:, :1], *TOKEN_TENSORS)
+    short = batch.map(lambda x: x[:, :1], *batch.token_shaped)
     rows = len(batch.lengths)
     return replace(
         short,
@@ -418,7 +417,7 @@ def test_cov_clip_draw_depends_on_seed_and_token_only():
     assert torch.equal(first, dropped_by(0, BATCH))
     assert torch.equal(first, dropped_by(0, BATCH.packed()))
     assert torch.equal(first, dropped_by(0, BATCH.rows([6, 1, 3, 0, 5, 2, 4])))
-    padded = BATCH.map(lambda x: torch.nn.functional.pad(x, (0, 5)), *TOKEN_TENSORS, "mask")
+    padded = BATCH.map(lambda x: torch.nn.functional.pad(x, (0, 5)), *BATCH.token_shaped)
     padded = replace(padded, width=BATCH.width + 5)
     assert torch.equal(first, dropped_by(0, padded))
     others = [dropped_by(seed, BATCH) for seed in range(1, 8)]

@@ -52,7 +52,7 @@ def poisoned(batch: Batch, garbage: tuple[float, ...]) -> Batch:
         places = (torch.arange(batch.mask.numel()) + i).reshape(batch.mask.shape) % len(garbage)
         values = torch.tensor(garbage, dtype=torch.float64)[places]
         batch = batch.map(partial(torch.where, batch.mask, other=values), name)
-    return batch
+    return batch.map(lambda ages: torch.where(batch.mask, ages, -7), "ages")
 
 
 @cache
@@ -104,11 +104,9 @@ def test_row_order_does_not_matter(name: str) -> None:
 
 def widened(batch: Batch, extra: int) -> Batch:
     def pad(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(
-            x, (0, extra), value=0 if x.dtype == torch.bool else float("nan")
-        )
+        return torch.nn.functional.pad(x, (0, extra), value=NAN if x.is_floating_point() else 0)
 
-    return dataclasses.replace(batch.map(pad, *TOKEN_TENSORS, "mask"), width=batch.width + extra)
+    return dataclasses.replace(batch.map(pad, *batch.token_shaped), width=batch.width + extra)
 
 
 @every_spec
@@ -200,9 +198,9 @@ def test_the_same_inputs_give_the_same_bits(name: str) -> None:
 @every_spec
 def test_the_inputs_are_not_written_to(name: str) -> None:
     for batch in (make_batch(seed=1), make_batch(seed=1).packed()):
-        before = batch.map(torch.clone, *TOKEN_TENSORS, "mask", "group_ids")
+        before = batch.map(torch.clone, *batch.token_shaped, "group_ids")
         run(LOSSES[name], batch)
-        for tensor in (*TOKEN_TENSORS, "mask", "group_ids"):
+        for tensor in (*batch.token_shaped, "group_ids"):
             assert torch.equal(getattr(batch, tensor), getattr(before, tensor)), tensor
 
 

@@ -34,7 +34,7 @@ FULL = pl.LossSpec(
 
 def tokens_of(batch: Batch) -> list[dict[str, Any]]:
     """The valid tokens as plain Python numbers, each with the row it came from."""
-    names = [name for name in TOKEN_TENSORS if name != "teacher_logp"]
+    names = [*(name for name in TOKEN_TENSORS if name != "teacher_logp"), "ages"]
     found = []
     for i, row in enumerate(batch.mask.tolist()):
         found += [
@@ -97,6 +97,8 @@ def naive(batch: Batch) -> dict[str, float]:
         "kl_rollout_k1": mean([-d for d in mismatch]),
         "kl_rollout_k3": mean([exp(d) - 1 - d for d in mismatch]),
         "rollout_logp_difference_max": max(abs(d) for d in mismatch),
+        "age_mean": mean([t["ages"] for t in tokens]),
+        "age_max": max(t["ages"] for t in tokens),
         "correction_weight_mean": weight_sum / len(tokens),
         "correction_weight_max": max(t["w"] for t in tokens if t["kept"]),
         "effective_sample_size": weight_sum**2 / (len(tokens) * sum(w * w for w in weights)),
@@ -132,10 +134,10 @@ def test_every_formula_is_a_metric():
     }
     reported |= set(run(pl.LossSpec(trust=pl.CovClip()), make_batch()).metrics)
     on_a_device = (
-        make_batch().packed().map(lambda x: x.to("meta"), *TOKEN_TENSORS, "mask", "cu_seqlens")
+        make_batch().packed().map(lambda x: x.to("meta"), *make_batch().token_shaped, "cu_seqlens")
     )
     layout = {"cu_seqlens": on_a_device.cu_seqlens, "weights": on_a_device.weights}
-    layout["turn_ids"] = on_a_device.mask.long()
+    layout |= {"turn_ids": on_a_device.mask.long(), "ages": on_a_device.ages}
     tensors = (
         on_a_device.logp,
         on_a_device.old_logp,

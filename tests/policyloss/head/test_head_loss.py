@@ -37,6 +37,7 @@ from walk import walked
 
 import policyloss as pl
 from cases import CORRECTIONS, KLS, NAMED, PRESETS, TRUSTS, label, step_totals
+from policyloss.functional.ratio import loglinear_logp
 
 BATCH = make_head_batch(seed=2)
 LAYOUTS = {"padded": BATCH, "packed": BATCH.packed()}
@@ -130,9 +131,26 @@ def test_the_current_policy_in_one_pass() -> None:
     of_head = (leaf(BATCH.hidden), leaf(BATCH.weight), BATCH.ids)
     plans = {name: pl.explain_plan(name, *of_head, **arguments).name for name in ("dapo", "tis")}
     assert plans["dapo"] == "one_pass"
+    young = pl.preset("dapo").replace(correction=pl.Stale(2))
+    assert pl.explain_plan(young, *of_head, **arguments).name == "one_pass"
+    check(young, BATCH, old_logp="current")
     assert plans["tis"] in ("recompute", "stash")
-    with pytest.raises(pl.InputError, match=r"unknown old_logp 'now'\. Valid: current"):
+    with pytest.raises(pl.InputError, match=r"unknown old_logp 'now'\. Valid: current, loglinear"):
         pl.linear_policy_loss("dapo", *of_head, **{**arguments, "old_logp": "now"})
+
+
+@walked("layout", LAYOUTS)
+@walked("name", ["ppo", "gspo", "tis", "tokens"])
+def test_an_old_policy_between_rollout_and_current_policy(name: str, layout: str) -> None:
+    """`old_logp="loglinear"` of the head's own log-probabilities."""
+    batch, spec = LAYOUTS[layout], NAMED[name]
+    logp = contract(batch.hidden, batch.weight, batch.ids, mask=batch.kwargs["mask"])[0]
+    old = loglinear_logp(logp, batch.kwargs["rollout_logp"], batch.kwargs["ages"])
+    expected = run_oracle(spec, batch, old_logp=old)
+    plans = admitted(lambda plan: run_loss(spec, batch, plan=plan, old_logp="loglinear"))
+    for plan in ("auto", *plans):
+        actual = run_loss(spec, batch, plan=plan, old_logp="loglinear")
+        assert_same_loss(actual, expected, loss_tolerance(batch))
 
 
 @walked("layout", LAYOUTS)
@@ -202,6 +220,7 @@ def test_one_row(plan: str) -> None:
         "divergence",
         "weights",
         "mask",
+        "ages",
     )
     one = dataclasses.replace(
         short, tokens=dataclasses.replace(tokens, lengths=torch.tensor([1]), width=1)

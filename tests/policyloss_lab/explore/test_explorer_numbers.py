@@ -33,7 +33,7 @@ def as_step(batch: Batch) -> dict[str, Any]:
     row, column = batch.mask.nonzero(as_tuple=True)
     tensors = {
         name: getattr(batch, name)[batch.mask].tolist()
-        for name in (*LOGP, "entropy", "divergence", "advantages")
+        for name in (*LOGP, "entropy", "divergence", "advantages", "ages")
     }
     group = batch.group_ids[row]
     return {**tensors, "row": row.tolist(), "column": column.tolist(), "group": group.tolist()}

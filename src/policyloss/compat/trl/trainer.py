@@ -335,6 +335,9 @@ def _problems(spec: LossSpec, config_spec: LossSpec, config: Any) -> dict[str, A
         "vllm_importance_sampling_correction=False.": corrects and not reads_rollout,
         f"aggregate={spec.aggregate!r} reads group_ids, which TRL's batches do not hold; use "
         "another average.": "group_ids" in spec.reads,
+        "correction reads ages, which TRL's batches do not hold; leave Stale out.": (
+            "ages" in spec.reads
+        ),
         "policy_loss needs statistics of the complete step (rejected= other than 'keep', "
         "SelfNormalise, MomentBudget, CovClip, CovKL), but the trainer computes one micro-batch at "
         f"a time: gradient_accumulation_steps={calls!r} on {processes} process(es); use 1 and 1, "

@@ -44,7 +44,7 @@ _KNOWN = {
 @torch.enable_grad()
 def symbolic_tokens(anchor: str) -> Tokens:
     """`Tokens` made of symbols. The mask is True: a formula is about valid tokens only."""
-    arguments = ("logp", *DIFFERENTIATED, *LOGP_ARGUMENTS.values())
+    arguments = ("logp", *DIFFERENTIATED, *LOGP_ARGUMENTS.values(), "ages")
     tokens: Any = {
         "mask": Symbol(TRUE),
         "sequences": SymbolicSequences(),

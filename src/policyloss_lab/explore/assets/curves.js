@@ -27,6 +27,7 @@ function stepOf(ratios, { advantages, row, column, weights }) {
     row,
     column,
     entropy: many(1),
+    ages: many(1),
     divergence: many(0.1),
     group: many(0),
     horizon: view.horizon,

@@ -148,9 +148,10 @@ function checkFit(spec) {
     (result) =>
     ({ lines }) =>
       lines.some(([name]) => name === result);
+  // The weight of Stale is no importance weight.
   const weighing = variants(
     "correction",
-    correction.filter((part) => !isNormalising(part)),
+    correction.filter((part) => !isNormalising(part) && part.type !== "Stale"),
   ).filter(has("weight"));
   if (weighing.length > 1)
     fail("two corrections would both multiply by the importance weight; keep one.");
@@ -299,6 +300,7 @@ function readsOf(lines) {
     "rollout_logp",
     "ref_logp",
     "teacher_logp",
+    "ages",
     "entropy",
     "divergence",
   ];
