@@ -41,7 +41,8 @@ from policyloss.records import Record, Stat
 MOST = 128
 # Numbers of a hidden state that identify its token.
 IDENTITY = 256
-NAMES = ("columns", "values")
+# A bag with more entries would keep one program of the kernel busy while the others are done.
+LONG = 512
 
 
 class Sampled(NamedTuple):
@@ -59,7 +60,8 @@ class Sampled(NamedTuple):
 
 class Bags(NamedTuple):
     """Entries in bags: each bag is a stretch of `members` and `weights` `[E]`, with its place in
-    the result, its first entry and its number of entries.
+    the result, its first entry and its number of entries. long: how many bags have more than
+    `LONG` entries.
     """
 
     members: Tensor
@@ -67,12 +69,14 @@ class Bags(NamedTuple):
     at: Tensor
     starts: Tensor
     counts: Tensor
+    long: int
 
     @classmethod
     def of(cls, keys: Tensor, members: Tensor, weights: Tensor) -> Bags:
         """One bag for each key; equal keys are neighbours, and the place of a bag is its key."""
         at, counts = torch.unique_consecutive(keys, return_counts=True)
-        return cls(members, weights, at, counts.cumsum(0) - counts, counts)
+        long = int((counts > LONG).sum())
+        return cls(members, weights, at, counts.cumsum(0) - counts, counts, long)
 
 
 def draw_offsets(hidden: Tensor, ids: Tensor, seed: int) -> Tensor:
@@ -203,36 +207,51 @@ class SparseSums(GradientSums):
         everywhere = torch.arange(self.head.ids.shape[0], device=z.device)[at]
         self.sampled.append((everywhere, sampled))
         order = sampled.dense.to(torch.uint8).argsort(descending=True, stable=True)
+        # Gathered before the host waits for the count, because the device waits for the host then.
+        rows, s, everywhere = rows.of_rows(order), s.of_rows(order), everywhere[order]
+        is_dense = sampled.dense[order]
+        moved = [None if d is None else torch.where(is_dense, d[order], 0) for d in derivatives]
         count = sampled.read_count()
         if count:
             self.dense_rows += count
             # Products of a multiple of 8 rows are faster: sparse rows with derivative 0 fill up.
-            full = order[: -(-count // 8) * 8]
-            is_dense = sampled.dense[full]
-            part = [None if d is None else torch.where(is_dense, d[full], 0) for d in derivatives]
-            super().add(everywhere[full], rows.of_rows(full), z[full], room, s.of_rows(full), part)
+            full = slice(-(-count // 8) * 8)
+            part = [None if d is None else d[full] for d in moved]
+            of_rows = (rows.of_rows(full), z, room, s.of_rows(full), part, order[full])
+            super().add(everywhere[full], *of_rows)
 
     def gradients(self) -> HeadGradients:
         """The gradients of all windows together."""
         if not self.sampled:  # no row has a gradient
             return super().gradients()
+        # The host waits for the numbers of entries here, and does the rest while the device
+        # multiplies the dense rows.
+        by_row, bags = self._sort_entries()
         self.all_gathered = self.weight is None
         self._flush()
-        everywhere, sampled = zip(*self.sampled, strict=True)
-        columns, values = (torch.cat([getattr(x, name) for x in sampled]) for name in NAMES)
-        row, place = values.nonzero(as_tuple=True)
-        rows, columns, values = torch.cat(everywhere)[row], columns[row, place], values[row, place]
         if self.hidden is not None:
-            add_weighted_sums(self.hidden, self.head.weight, Bags.of(rows, columns, values))
+            add_weighted_sums(self.hidden, self.head.weight, by_row)
         complete = super().gradients()
-        order = columns.argsort(stable=True)
-        bags = Bags.of(columns[order], rows[order], values[order])
         if complete.weight is not None:
             add_weighted_sums(complete.weight, self.head.hidden, bags)
         if complete.bias is not None:
-            ones = values.new_ones(self.head.ids.shape[0], 1)
+            ones = bags.weights.new_ones(self.head.ids.shape[0], 1)
             add_weighted_sums(complete.bias[:, None], ones, bags)
         return complete
+
+    def _sort_entries(self) -> tuple[Bags, Bags]:
+        """The kept entries of all windows by row, each row with a bag, and by column."""
+        everywhere = torch.cat([at for at, _ in self.sampled])
+        columns, values = (
+            torch.cat([getattr(x, name) for _, x in self.sampled]) for name in ("columns", "values")
+        )
+        is_kept = values != 0
+        row, place = is_kept.nonzero(as_tuple=True)
+        rows, columns, values = everywhere[row], columns[row, place], values[row, place]
+        counts = is_kept.sum(1)
+        by_row = Bags(columns, values, everywhere, counts.cumsum(0) - counts, counts, 0)
+        order = columns.argsort(stable=True)
+        return by_row, Bags.of(columns[order], rows[order], values[order])
 
     def records(self) -> dict[str, Record]:
         """Kept entries per row, the share of dense rows, and the variance that the draw adds as a
