@@ -11,6 +11,7 @@ Legend: R rows, V vocabulary entries, K = `MOST`, D hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ from policyloss.records import Record, Stat
 MOST = 128
 # Numbers of a hidden state that identify its token.
 IDENTITY = 256
+# Entries of a row that are looked at together, in plain PyTorch.
+TILE = 128
 # A bag with more entries would keep one program of the kernel busy while the others are done.
 LONG = 512
 
@@ -113,16 +116,38 @@ def choose_columns(
     columns = z.new_full((z.shape[0], MOST + 1), -1, dtype=torch.int64)
     counts = z.new_zeros(z.shape[0], dtype=torch.int64)
     for b in blocks(z):
-        p = (rescale(z[b], scaling.of_rows(b)) - s.lse[b, None]).exp_()
-        column = torch.arange(z.shape[1], device=z.device)
-        large = (p >= eps) | (column == ids[b, None])
-        steps = (p / eps).masked_fill_(large, 0).cumsum(1).add_(offsets[b, None]).floor_()
-        kept = large | (steps.diff(dim=1, prepend=torch.zeros_like(steps[:, :1])) != 0)
-        counts[b] = kept.sum(1)
-        row, column = kept.nonzero(as_tuple=True)
-        place = (kept.cumsum(1)[row, column] - 1).clamp_(max=MOST)
-        columns[b][row, place] = column
+        row, column = _choose_of_block(
+            rescale(z[b], scaling.of_rows(b)), ids[b], s.lse[b] + math.log(eps), offsets[b]
+        )
+        counts[b] = torch.bincount(row, minlength=counts[b].shape[0])
+        place = torch.arange(row.shape[0], device=z.device) - (counts[b].cumsum(0) - counts[b])[row]
+        columns[b][row, place.clamp_(max=MOST)] = column
     return columns[:, :MOST], counts
+
+
+def _choose_of_block(
+    scaled: Tensor, ids: Tensor, unit: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Row and column of each kept entry, in order. unit: the scaled logit with p = eps, `[R]`.
+
+    Only the sums of tiles are made of all entries; tiles without a kept entry are not looked at.
+    """
+    rows, width = scaled.shape
+    q = scaled.new_zeros(rows, -(-width // TILE) * TILE)  # p/eps, 0 after the last column
+    torch.sub(scaled, unit[:, None], out=q[:, :width]).exp_()
+    large = q >= 1
+    here = ((ids >= 0) & (ids < width)).nonzero().squeeze(-1)
+    large[here, ids[here]] = True
+    tiles, large = q.masked_fill_(large, 0).view(rows, -1, TILE), large.view(rows, -1, TILE)
+    ends = tiles.sum(2, dtype=torch.float64).cumsum(1).add_(offsets[:, None])
+    starts = torch.cat([offsets[:, None].double(), ends[:, :-1]], 1)
+    row, tile = (large.any(2) | (ends.floor() != starts.floor())).nonzero(as_tuple=True)
+    start = starts[row, tile, None]
+    after = tiles[row, tile].cumsum(1) + start
+    after[:, -1] = ends[row, tile]  # as it is rounded there
+    kept = large[row, tile] | (after.floor_().diff(dim=1, prepend=start.floor()) != 0)
+    entry, column = kept.nonzero(as_tuple=True)
+    return row[entry], tile[entry] * TILE + column
 
 
 def sample_entries(
@@ -165,7 +190,7 @@ def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
     scale = half_scale(table.dtype, bags.weights)
     weights = (bags.weights * scale).to(table.dtype)
     sums = embedding_bag(bags.members, table, bags.starts, mode="sum", per_sample_weights=weights)
-    out[bags.at] += (sums.to(compute_dtype(sums)) / scale).to(out.dtype)
+    out.index_add_(0, bags.at, (sums.to(compute_dtype(sums)) / scale).to(out.dtype))
 
 
 def start_reading(count: Tensor) -> Callable[[], int]:
