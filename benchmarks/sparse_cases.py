@@ -6,7 +6,9 @@ Zipf's law.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,14 +129,15 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     del full, exact, out, gradients
     calls: dict[str, Any] = {name: partial(run_plan, case, plan) for name, plan in PLANS.items()}
     calls[FLOOR] = head_providers.three_matmuls(case, Path())
-    times = time_interleaved(calls, rounds, device)
+    timed = time_interleaved(calls, rounds, device) if device == "cuda" else {}
+    times = {name: timed[name]["median_ms"] for name in timed} or processor_ms(calls, rounds)
     floor = calls.pop(FLOOR)
     of_floor = kernel_ms(floor, device)
     del floor
     for row in found:
         name = row["plan"]
-        row["ms"] = times[name]["median_ms"]
-        row["of_three_matmuls"] = row["ms"] / times[FLOOR]["median_ms"]
+        row["ms"] = times[name]
+        row["of_three_matmuls"] = row["ms"] / times[FLOOR]
         kernels = kernel_ms(calls[name], device)
         row["kernels_of_three_matmuls"] = kernels and of_floor and kernels / of_floor
         extra = peak_extra_bytes(calls[name], device)
@@ -145,6 +148,20 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         "entropy": {"median": float(entropy.median()), "mean": float(entropy.mean())},
         "rows": found,
     }
+
+
+def processor_ms(calls: Mapping[str, Any], rounds: int) -> dict[str, float]:
+    """Milliseconds of processor time of each call, the median of rounds after a first one.
+
+    A machine that does other work at the same time slows a call down, but hardly changes this.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            samples[name].append(1e3 * (time.process_time() - start))
+    return {name: statistics.median(x[1:]) for name, x in samples.items()}
 
 
 def window_and_gradient_bytes(case: Case, plan: Any) -> int:
