@@ -107,7 +107,7 @@ def learning_section(run: Run) -> str:
         "## Training with the plan `sparse`",
         f"`policyloss train` on its built-in task with `--head fused` and `--head sparse`, "
         f"{run['rows'][0]['seeds']} seeds of {run['steps']} steps each (`python -m "
-        "benchmarks.sparse_learning`). The vocabulary has 100 tokens, so that eps must be far above "
+        "benchmarks.sparse_learning`). The vocabulary has 100 tokens, so eps must be far above "
         "the default of 1e-3 for the draw to matter; the added variance is a share of the squared "
         "norm of the rows of dlogits. Differences are from the run of the same seed with `--head "
         "fused`, with a bootstrap interval of 95 % over seeds. Accuracy is of held-out prompts "

@@ -12,6 +12,8 @@ from benchmarks import sparse, sparse_cases, sparse_learning, sparse_trained
 from benchmarks.head_data import Shape
 from walk import walked
 
+from docs import performance_sparse
+
 
 def timed(plan: str, ms: float, ratio: float = 0.5, beyond: float = 1.0) -> dict[str, Any]:
     return {"plan": plan, "ms": ms, "of_three_matmuls": ratio, "beyond_gib": beyond}
@@ -93,3 +95,55 @@ def test_the_summary_of_a_run() -> None:
     assert found["late_reward"] == pytest.approx(0.775)  # 11/20 to 20/20
     assert found["sparse_noise"] == pytest.approx(0.1)
     assert "sparse_entries" not in found
+
+
+# The page -----------------------------------------------------------------------------------------
+
+
+def page_run() -> dict[str, Any]:
+    drawn = {"sparse_entries": 20.0, "sparse_dense_rows": 0.25, "errors": [0.01, 0.02]}
+    rows = [
+        {**timed("one_pass", 90.0, 1.1), "kernels_of_three_matmuls": 1.08, "extra_gib": 6.0},
+        {**timed("sparse, eps 1e-3", 45.0, 0.7), "kernels_of_three_matmuls": 0.6, "extra_gib": 4.0},
+    ]
+    rows[0]["errors"] = [0.0, 0.0]
+    rows[1] |= drawn
+    entropy = {"median": 0.5, "mean": 1.5}
+    return {"shape": [8, 2048, 2**17, 4096], "entropy": entropy, "rows": rows, "name": "a text"}
+
+
+def test_the_page_explains_the_misses_by_hand() -> None:
+    case = page_run()
+    heads = [{"head": "one_pass", "added": 0.05}, {"head": "sparse, eps 1e-3", "added": 0.034}]
+    run = {"drawn": [case, case], "trained": {"cases": [case]}, "step": {"rows": heads}}
+    explain = performance_sparse.explain_gpu
+    # (1 + 2 · 0.25) / 3 = 0.5; 0.7 − 0.6 are the host's.
+    for what in ("median entropy 0.5, mean 1.56: time", "trained model, a text: time"):
+        text = str(explain({"what": what}, {"sparse_cuda": run}))
+        assert "matmuls of 0.50 of three remain" in text
+        assert "take 0.60" in text
+        assert "other 0.10 is time" in text
+    text = str(explain({"what": "median entropy 0.23, mean 0.76: memory"}, {"sparse_cuda": run}))
+    assert "takes 2.0 GiB instead of 1.0" in text  # 2^17 · 2^12 numbers
+    assert "5.0% with `one_pass` and 3.4%" in str(
+        explain({"what": "whole step: added, %"}, {"sparse_cuda": run})
+    )
+    text = str(performance_sparse.explain_cpu({}, {"sparse_cpu": {"drawn": [case]}}))
+    assert "0.50 with 25% dense rows (0.50 of the matmuls remain)" in text
+
+
+def test_the_page_has_every_mode() -> None:
+    training = {"weights": 107e6, "seconds": 35.0, "text_tokens": 100, "steps": 9, "tokens": 250}
+    training |= {"first_loss": 11.0, "last_loss": 1.5}
+    body = {"head": "body alone", "median_ms": 2000.0, "added": 0.0, "peak_bytes": 2**30}
+    step = {"model": "1.7B", "tokens": 65536, "entropy": page_run()["entropy"], "rows": [body]}
+    run = {
+        "environment": {"gpu": "a GPU"},
+        "drawn": [page_run()],
+        "trained": {"training": training, "cases": [page_run()]},
+        "step": {**step, "gradient_error": 0.01},
+    }
+    page = performance_sparse.sparse_section(run, "on a GPU", "A machine")
+    assert page.count("| `sparse, eps 1e-3` | 0.70 | 0.60 | 25% | 20 | 4.00 GiB |") == 2
+    assert "2.5 times through the text; the loss went from 11.0 to 1.50" in page
+    assert "| body alone | 2000 ms | +0.0% | 1.0 GiB |" in page
