@@ -246,9 +246,21 @@ class GradientSums:
         room: Room,
         s: Statistics,
         derivatives: Derivatives,
-        source: Tensor | None = None,
     ) -> None:
-        """Add one window with the logits z, or those of its rows that `source` names.
+        """Add one window with the logits z."""
+        self._add_rows(at, rows, z, room, s, derivatives, None)
+
+    def _add_rows(
+        self,
+        at: Index,
+        rows: HeadRows,
+        z: Tensor,
+        room: Room,
+        s: Statistics,
+        derivatives: Derivatives,
+        source: Tensor | None,
+    ) -> None:
+        """Add rows with the logits `z[source]`; None for all of z.
 
         Their gradient is multiplied at once, or later together with the gradients of other windows.
         """

@@ -243,7 +243,7 @@ class SparseSums(GradientSums):
             full = slice(-(-count // 8) * 8)
             part = [None if d is None else d[full] for d in moved]
             of_rows = (rows.of_rows(full), z, room, s.of_rows(full), part, order[full])
-            super().add(everywhere[full], *of_rows)
+            self._add_rows(everywhere[full], *of_rows)
 
     def gradients(self) -> HeadGradients:
         """The gradients of all windows together."""
