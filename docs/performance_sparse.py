@@ -175,7 +175,7 @@ def explain_cpu(_: Run, runs: dict[str, Run]) -> str | None:
         )
     return (
         f"The ratios are {' and '.join(texts)}. A profile by processor time shows the rest: "
-        "products of few dense rows run at half the rate, because each reads the whole weight or "
+        "products of few dense rows run at 0.6 of the rate, because each reads the whole weight or "
         "writes its whole gradient; the choice of entries takes a tenth of the time of `one_pass`, "
         "and the sums of rows 3 %."
     )
