@@ -30,7 +30,7 @@ from policyloss_train.loop import train
 from policyloss_train.tasks.base import Example
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 HEADS = ("fused", "logits")
 PAD, END = "<pad>", "<end>"
@@ -80,10 +80,8 @@ def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(size: Size, folder: Path) -> int:
-    """Save a model with random weights, and its tokenizer, to `folder`.
-    → how many weights it has.
-    """
+def make_model(size: Size) -> PreTrainedModel:
+    """A Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -99,7 +97,14 @@ def make_model(size: Size, folder: Path) -> int:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(getattr(torch, size.dtype))
+    return LlamaForCausalLM(config).to(getattr(torch, size.dtype))
+
+
+def save_model(size: Size, folder: Path) -> int:
+    """Save a model with random weights, and its tokenizer, to `folder`.
+    → how many weights it has.
+    """
+    model = make_model(size)
     model.save_pretrained(folder)
     make_tokenizer(size).save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
@@ -194,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = QUICK if args.quick else FULL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        weights = make_model(size, folder / "model")
+        weights = save_model(size, folder / "model")
         make_task(size, folder / "task.jsonl")
         runs = {head: measure(size, head, args.device, folder) for head in HEADS}
     gaps = agreement(runs)

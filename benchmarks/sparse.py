@@ -1,189 +1,118 @@
 """The plan "sparse" against "one_pass" and three bare matmuls, on peaked distributions.
 
-    python -m benchmarks.sparse --device cuda [--out benchmarks/results/sparse.json]
+    python -m benchmarks.sparse --device cuda --mode drawn|trained|step
+        [--out benchmarks/results/sparse_cuda.json]
 
-Every row of logits has one likely token, more or less sure, above a tail of Zipf's law. Loss and
-log-probabilities must equal those of "one_pass" before anything is timed; the table shows the
-distance of the gradients (of hidden states, of the weight) from those of "one_pass".
+Modes: drawn, made-up policies with stated entropies; trained, the distributions of a model that is
+trained here for `--seconds`; step, a whole training step. A file that exists keeps the results of
+the other modes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from benchmarks.harness import environment, table, write_json
+from benchmarks.head import targets_table
+from benchmarks.head_data import Shape
+from benchmarks.head_targets import target
+from benchmarks.sparse_cases import make_case, measure
 
-import policyloss as pl
-from benchmarks import head_providers
-from benchmarks.harness import (
-    environment,
-    kernel_ms,
-    peak_extra_bytes,
-    table,
-    time_interleaved,
-    write_json,
-)
-from benchmarks.head_data import Case, Shape, Statistics
-
-# Median and mean of the entropies of the rows.
-POLICIES = ((0.50, 1.56), (0.23, 0.76))
-SPREADS = (0.02, 0.06, 0.08, 0.1, 0.12, 0.13, 0.14, 0.16, 0.2, 0.3, 0.4)
+# Median and mean of the entropies of the rows, and the target of each.
+POLICIES = {(0.50, 1.56): 0.60, (0.23, 0.76): 0.50}
 SHAPES = {"cuda": Shape(8, 2048, 151936, 4096), "cpu": Shape(4, 128, 16384, 1024)}
-PLANS: dict[str, Any] = {
-    "one_pass": "one_pass",
-    "sparse, eps 1e-3": pl.Plan("sparse", eps=1e-3),
-    "sparse, eps 1e-4": pl.Plan("sparse", eps=1e-4),
-}
-FLOOR = "three bare matmuls"
-SAMPLE = 512  # rows that the entropies are fitted on
+QUICK = Shape(2, 32, 2000, 32)
+ONE_PASS, SPARSE = "one_pass", "sparse, eps 1e-3"
 
 
-def fit_sureness(towards: Tensor, across: Tensor, draws: Tensor, goal: Sequence[float]) -> Tensor:
-    """The strength of each row's likely token, `strength · exp(spread · draws)`, that gives about
-    the wanted median and mean of the entropies.
-
-    towards, across: the logits of some rows, of the likely token's direction and of the rest.
-    """
-    found = []
-    for spread in SPREADS:
-        sure = (spread * draws).exp()
-        low, high = 0.0, 60.0
-        for _ in range(10):
-            middle = (low + high) / 2
-            log_p = (across + middle * sure[: len(across)] * towards).log_softmax(-1)
-            entropy = -(log_p.exp() * log_p).sum(-1)
-            low, high = (middle, high) if entropy.median() > goal[0] else (low, middle)
-        found.append((abs(float(entropy.mean()) - goal[1]), spread, high * sure))
-    return min(found, key=lambda x: x[:2])[2]
-
-
-def make_case(shape: Shape, device: str, goal: Sequence[float]) -> Case:
-    """A batch of such a policy. One hidden number carries the logits of the tail."""
-    g = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, device=device, generator=g)
-    n, v, d = shape.tokens, shape.vocabulary, shape.hidden
-    weight = draw(v, d).div_(d**0.5)
-    weight[:, -1] = -torch.randperm(v, device=device, generator=g).add(1).log()
-    centre = weight[torch.randint(v, (n,), device=device, generator=g)]
-    rest = draw(n, d)
-    centre[:, -1], rest[:, -1] = 0.0, 1.0
-    towards, across = (x[:SAMPLE] @ weight.T for x in (centre, rest))
-    hidden = fit_sureness(towards, across, draw(n, 1), goal) * centre + rest
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    ids, logp, entropy = draw_tokens(hidden, weight, g)
-    grid = (shape.sequences, shape.length)
-    return Case(
-        "dense",
-        hidden.view(*grid, d).requires_grad_(),
-        weight.requires_grad_(),
-        ids.view(grid),
-        (logp - 0.1 * draw(n)).view(grid),
-        draw(shape.sequences),
-        torch.ones(grid, dtype=torch.bool, device=device),
-        Statistics(logp, entropy, entropy),
-    )
+def cases_table(found: dict[str, Any]) -> str:
+    """The rows of one batch."""
+    lines = [["plan", "ms", "/ matmuls", "kernels", "GiB", "beyond", "entries", "dense", "errors"]]
+    for r in found["rows"]:
+        kernels = r["kernels_of_three_matmuls"]
+        lines.append(
+            [
+                r["plan"],
+                f"{r['ms']:.2f}",
+                f"{r['of_three_matmuls']:.3f}",
+                f"{kernels:.3f}" if kernels else "-",
+                f"{r['extra_gib']:.2f}",
+                f"{r['beyond_gib']:.2f}",
+                f"{r.get('sparse_entries', 0):.1f}",
+                f"{r.get('sparse_dense_rows', 1):.1%}",
+                " ".join(f"{e:.1e}" for e in r["errors"]),
+            ]
+        )
+    entropies = "entropies: median {median:.2f}, mean {mean:.2f}".format(**found["entropy"])
+    return f"{found.get('name', '')} {entropies}\n{table(lines)}"
 
 
-def draw_tokens(hidden: Tensor, weight: Tensor, g: torch.Generator) -> tuple[Tensor, ...]:
-    """Tokens drawn from the policy, with the logp and the entropy of each row."""
-    parts = []
-    for start in range(0, hidden.shape[0], 1024):
-        rows = hidden[start : start + 1024]
-        log_p = (rows.float() @ weight.float().T).log_softmax(-1)
-        p = log_p.exp()
-        ids = torch.multinomial(p, 1, generator=g)
-        parts.append((ids[:, 0], log_p.gather(1, ids)[:, 0], -(p * log_p).sum(-1)))
-    return tuple(torch.cat(x) for x in zip(*parts, strict=True))
-
-
-def run_plan(case: Case, plan: Any) -> tuple[Any, Tensor, Tensor]:
-    """The output of the loss, and the gradients of hidden states and weight."""
-    tensors = (case.hidden, case.weight, case.ids, case.old_logp, case.advantages, case.mask)
-    out = pl.linear_policy_loss(pl.preset("ppo_dual_clip"), *tensors, plan=plan)
-    d_hidden, d_weight = torch.autograd.grad(out.loss, (case.hidden, case.weight))
-    return out, d_hidden, d_weight
-
-
-def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
-    """One row for each plan."""
-    full, *exact = run_plan(case, "one_pass")
-    found: list[dict[str, Any]] = []
-    for name, plan in PLANS.items():
-        out, *gradients = run_plan(case, plan)
-        if not torch.equal(out.loss, full.loss) or not torch.equal(out.logp, full.logp):
-            raise SystemExit(f"{name}: loss or logp differ from one_pass; not timed.")
-        errors = [
-            float((a - b).float().norm() / b.float().norm())
-            for a, b in zip(gradients, exact, strict=True)
-        ]
-        metrics = {k: v for k, v in out.metrics.compute().items() if k.startswith("sparse_")}
-        found.append({"plan": name, "errors": errors, **metrics})
-    del full, exact, out, gradients
-    calls: dict[str, Any] = {name: partial(run_plan, case, plan) for name, plan in PLANS.items()}
-    calls[FLOOR] = head_providers.three_matmuls(case, Path())
-    times = time_interleaved(calls, rounds, device)
-    floor = calls.pop(FLOOR)
-    of_floor = kernel_ms(floor, device)
-    del floor
-    for row in found:
-        name = row["plan"]
-        row["ms"] = times[name]["median_ms"]
-        row["of_three_matmuls"] = row["ms"] / times[FLOOR]["median_ms"]
-        kernels = kernel_ms(calls[name], device)
-        row["kernels_of_three_matmuls"] = kernels and of_floor and kernels / of_floor
-        row["extra_gib"] = peak_extra_bytes(calls[name], device) / 2**30
-    return found
+def targets(found: dict[str, Any], device: str) -> list[dict[str, Any]]:
+    """T17 of a GPU, and C5 of a CPU."""
+    drawn = [{r["plan"]: r for r in case["rows"]} for case in found.get("drawn", ())]
+    if device == "cpu":
+        ratios = [rows[SPARSE]["ms"] / rows[ONE_PASS]["ms"] for rows in drawn]
+        return [target("C5", "time / one_pass", "<=", 0.6, max(ratios, default=None))]
+    lines = []
+    for ((median, mean), reach), rows in zip(POLICIES.items(), drawn, strict=False):
+        about = f"median entropy {median}, mean {mean}: "
+        ratio = rows[SPARSE]["of_three_matmuls"]
+        lines.append(target("T17", f"{about}time / three bare matmuls", "<=", reach, ratio))
+        beyond = rows[SPARSE]["beyond_gib"]
+        what = f"{about}memory beyond window and d weight, GiB"
+        lines.append(target("T17", what, "<=", 1.5, beyond))
+    for case in found.get("trained", {}).get("cases", ()):
+        rows = {r["plan"]: r for r in case["rows"]}
+        ratio = rows[SPARSE]["ms"] / rows[ONE_PASS]["ms"]
+        what = f"trained model, {case['name']}: time / one_pass"
+        lines.append(target("T17", what, "<=", 0.8, ratio))
+    if "step" in found:
+        added = {r["head"]: 100 * r["added"] for r in found["step"]["rows"]}
+        what = f"whole step of {found['step']['model']}, {found['step']['tokens']} tokens: added, %"
+        lines.append(target("T17", what, "<=", 3, added[SPARSE]))
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure both policies and print a table of each."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse", description=__doc__)
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sparse",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--mode", choices=("drawn", "trained", "step"), default="drawn")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=60, help="of training")
     parser.add_argument("--out", type=Path, help="where the JSON is written")
     options = parser.parse_args(argv)
-    results = []
-    for goal in POLICIES:
-        case = make_case(SHAPES[options.device], options.device, goal)
-        entropy = case.statistics.entropy
-        of_policy = {"median": float(entropy.median()), "mean": float(entropy.mean())}
-        rows = measure(case, options.device, options.rounds)
-        results.append({"entropy": of_policy, "rows": rows})
-        print("entropies: median {median:.2f}, mean {mean:.2f}".format(**of_policy))
-        heads = [
-            "plan",
-            "ms",
-            "/ three matmuls",
-            "kernels",
-            "GiB",
-            "entries",
-            "dense rows",
-            "error",
-        ]
-        lines = [heads]
-        for r in rows:
-            kernels = r["kernels_of_three_matmuls"]
-            lines.append(
-                [
-                    r["plan"],
-                    f"{r['ms']:.2f}",
-                    f"{r['of_three_matmuls']:.3f}",
-                    f"{kernels:.3f}" if kernels else "-",
-                    f"{r['extra_gib']:.2f}",
-                    f"{r.get('sparse_entries', 0):.1f}",
-                    f"{r.get('sparse_dense_rows', 1):.1%}",
-                    " ".join(f"{e:.1e}" for e in r["errors"]),
-                ]
-            )
-        print(table(lines), flush=True)
+    device, quick, rounds = options.device, options.quick, options.rounds
+    found: dict[str, Any] = {}
+    if options.out is not None and options.out.is_file():
+        found = json.loads(options.out.read_text(encoding="utf-8"))
+    found["environment"] = environment()
+    if options.mode == "drawn":
+        shape = QUICK if quick else SHAPES[device]
+        found["drawn"] = [measure(make_case(shape, device, goal), rounds) for goal in POLICIES]
+        print(*map(cases_table, found["drawn"]), sep="\n")
+    elif options.mode == "trained":
+        from benchmarks.sparse_trained import measure_trained
+
+        found["trained"] = measure_trained(device, quick, options.seconds, rounds)
+        print(*map(cases_table, found["trained"]["cases"]), sep="\n")
+    else:
+        from benchmarks.sparse_step import measure_step
+
+        found["step"] = measure_step(device, quick, min(rounds, 3))
+    found["targets"] = targets(found, device)
+    print(targets_table(found["targets"]))
     if options.out is not None:
-        write_json(options.out, {"environment": environment(), "results": results})
+        write_json(options.out, found)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def learning(
     """The learning phase by the chosen attention and by a dense mask, on the same completions."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        weights = evidence_large.make_model(size, folder / "model")
+        weights = evidence_large.save_model(size, folder / "model")
         evidence_large.make_task(size, folder / "task.jsonl")
         config = evidence_large.options(size, "fused", device, folder)
         # Without a rate the weights stay, so that every round has the same numbers.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from docs.markdown import join
+from docs.performance_sparse import explain_cpu, explain_gpu
 
 Run = dict[str, Any]
 Runs = dict[str, Run]
@@ -17,7 +18,7 @@ Runs = dict[str, Run]
 # that is missing in the run raises a KeyError.
 Explain = Callable[[Run, Runs], str | None]
 
-PARTS = ("head", "divergence", "loss", "gae", "bits")
+PARTS = ("head", "sparse", "divergence", "loss", "gae", "bits")
 LOGITS, FORWARD = "from logits", "forward only"
 IN_TURNS = "forward only, in turns with its floor"
 COPY, OF_LOGITS, TRL = "copy of the logits", "policyloss, forward", "TRL pair, its Triton kernel"
@@ -264,6 +265,8 @@ EXPLANATIONS: dict[tuple[str, str], Explain] = {
     ("loss_cuda", "T8"): _fused_loss,
     ("loss_cuda", "T14"): _loss_within_torch_compile,
     ("loss_cpu", "C2"): _eager_loss,
+    ("sparse_cuda", "T17"): explain_gpu,
+    ("sparse_cpu", "C5"): explain_cpu,
     ("bits_cuda", "T15"): _same_bits("cuda"),
     ("bits_cpu", "T15"): _same_bits("cpu"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 from docs.markdown import GENERATED, fenced, join, table
 from docs.performance_figure import head_figure
 from docs.performance_misses import misses_section, targets_of, title_of
+from docs.performance_sparse import learning_section, sparse_section
 
 Run = dict[str, Any]
 FIGURE = "docs/figures/head.svg"
@@ -40,6 +41,12 @@ def performance_page(runs: dict[str, Run]) -> str:
         "benchmarks.head --device cuda` (also `.divergence`, `.loss`, `.gae`) on a GPU."
     )
     sections = [head_section(runs[f"head_{d}"], d) for d in WHERE if f"head_{d}" in runs]
+    sections += [
+        sparse_section(runs[f"sparse_{d}"], WHERE[d], machine(runs[f"sparse_{d}"]))
+        for d in WHERE
+        if f"sparse_{d}" in runs
+    ]
+    sections += [learning_section(runs["sparse_learning"])] if "sparse_learning" in runs else []
     sections += [step_section(runs[f"step_{d}"], d) for d in WHERE if f"step_{d}" in runs]
     sections += [trl_step_section(runs["trl_step_cpu"])] if "trl_step_cpu" in runs else []
     divergences = [d for d in WHERE if f"divergence_{d}" in runs]

@@ -211,9 +211,11 @@ class TrainConfig:
     lora_target: tuple[str, ...] = ()
     """Names of the layers that get adapters, such as q_proj v_proj. The default is every linear
     layer except the head."""
-    head: Literal["fused", "logits"] = "fused"
+    head: Literal["fused", "sparse", "logits"] = "fused"
     """How the loss computes log-probabilities from hidden states: fused works in windows and stores
-    no logits, logits stores all of them."""
+    no logits, sparse does too and estimates the gradient without bias from a few entries of each
+    token, which is faster on a GPU for a policy that is sure of most tokens, logits stores all of
+    them."""
 
     # The critic of the advantage gae
     critic_lr: Rate = FOLLOWS

@@ -16,6 +16,8 @@ from policyloss_train.distributed import Ranks
 from policyloss_train.models import merged_weights, observe_head
 
 Head = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
+# The plan of each head that works in windows.
+PLANS: dict[str, str | pl.Plan] = {"fused": "auto", "sparse": "sparse"}
 
 
 class Policy(nn.Module):
@@ -96,9 +98,9 @@ def loss_and_numbers(
         reads = teacher is not None and divergence is not None
         taught = _at(teacher, micro, config.temperature) if reads else None
         logits_of: dict[str, Any] = {"temperature": config.temperature, "softcap": softcap}
-        if config.head == "fused":
+        if config.head in PLANS:
             options = {**micro.arguments(), **more, **logits_of, "teacher": taught}
-            options |= {"support": support}
+            options |= {"support": support, "plan": PLANS[config.head]}
             out = pl.linear_policy_loss(step.spec, hidden, weight, targets, bias=bias, **options)
             step.add(out.metrics)
             return out.loss, out.logp, out.entropy.detach()

@@ -38,6 +38,20 @@ HEAD = (
         f"{_SPARSE}test_nothing_is_lost_where_every_entry_is_kept",
     ),
     (
+        "gradient_kernel_reads_the_wrong_row",
+        "policyloss/head/kernels.py",
+        "z_row = z_ptr + of_z * z_stride",
+        "z_row = z_ptr + row.to(tl.int64) * z_stride",
+        f"{_SPARSE}test_the_kernel_of_the_gradient_of_some_rows",
+    ),
+    (
+        "sparse_gathers_the_wrong_rows",
+        "policyloss/head/softmax_rows.py",
+        "    z = z if source is None else z[source]",
+        "    z = z if source is None else z[: len(source)]",
+        f"{_SPARSE}test_dense_rows_that_are_gathered",
+    ),
+    (
         "head_multiplies_rows_without_gradient",
         "policyloss/head/windows.py",
         "if window.moved < window.size:",

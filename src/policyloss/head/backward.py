@@ -247,11 +247,25 @@ class GradientSums:
         s: Statistics,
         derivatives: Derivatives,
     ) -> None:
-        """Add one window with the logits z.
+        """Add one window with the logits z."""
+        self._add_rows(at, rows, z, room, s, derivatives, None)
+
+    def _add_rows(
+        self,
+        at: Index,
+        rows: HeadRows,
+        z: Tensor,
+        room: Room,
+        s: Statistics,
+        derivatives: Derivatives,
+        source: Tensor | None,
+    ) -> None:
+        """Add rows with the logits `z[source]`; None for all of z.
 
         Their gradient is multiplied at once, or later together with the gradients of other windows.
         """
         if self.kept is None:
+            z = z if source is None else z[source]
             scale = half_scale(rows.hidden.dtype, *derivatives)
             if scale != 1:
                 derivatives = _times(derivatives, scale)
@@ -260,11 +274,11 @@ class GradientSums:
                 dz = room.gradient(self.head.tiles.full(z.shape[0]), z.shape[1], dz.dtype)
             self._multiply(at, rows.hidden, dz, scale)
             return
-        n, capacity = z.shape[0], self.kept.memory.shape[0]
+        n, capacity = rows.ids.shape[0], self.kept.memory.shape[0]
         if self.filled + n > capacity:
             self._flush()
         out = self.kept.logits(capacity, z.shape[1])[self.filled : self.filled + n]
-        rows.write_gradient(z, out, s, derivatives)
+        rows.write_gradient(z, out, s, derivatives, source)
         self.places.append(at)
         self.filled += n
 

@@ -171,15 +171,23 @@ class HeadRows(NamedTuple):
         return out
 
     def write_gradient(
-        self, z: Tensor, out: Tensor, s: Statistics, derivatives: Derivatives
+        self,
+        z: Tensor,
+        out: Tensor,
+        s: Statistics,
+        derivatives: Derivatives,
+        source: Tensor | None = None,
     ) -> None:
-        """Write the gradient of the logits z to `out`, which may share the memory of z."""
+        """Write the gradient of the logits z to `out`, which may share the memory of z.
+
+        source: the row of z of each of the rows; None if they are the same.
+        """
         dlogp, dentropy, *ddivergence = derivatives
         if self.compared is not None and ddivergence[0] is not None:
             self.compared.write_gradient(z, out, self, s, derivatives)
             return
         assert dlogp is not None
-        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling)
+        row_gradient(z, out, self.ids, s, dlogp, dentropy, self.scaling, source)
 
 
 def windows(n: int, rows: int, tiles: Tiles | None = None) -> list[slice]:

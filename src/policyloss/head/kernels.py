@@ -267,17 +267,18 @@ def _write_tile(
 
 @triton.jit
 def _gradient_kernel(
-    z_ptr, out_ptr, ids_ptr, lse_ptr, logp_ptr, dlogp_ptr, entropy_ptr, dentropy_ptr,
+    z_ptr, out_ptr, ids_ptr, lse_ptr, logp_ptr, dlogp_ptr, entropy_ptr, dentropy_ptr, source_ptr,
     z_stride, out_stride, V, rates, bias_ptr, softcap, PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr, NARROWING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient dz of one row.
+    """The gradient dz of one row, or of the row of z that `source` names for it.
 
     `dz = ds · (1 − (u/softcap)²) / temperature`, with
     `ds = dlogp·(onehot(id) − p) − dentropy·p·(log p + entropy)`.
     """
     row = tl.program_id(0)
-    z_row = z_ptr + row.to(tl.int64) * z_stride
+    of_z = row.to(tl.int64) if source_ptr is None else tl.load(source_ptr + row)
+    z_row = z_ptr + of_z * z_stride
     out_row = out_ptr + row.to(tl.int64) * out_stride
     g = tl.load(dlogp_ptr + row).to(tl.float32)
     h = tl.load(dentropy_ptr + row).to(tl.float32) if ENTROPY else 0.0
@@ -328,6 +329,7 @@ def row_gradient(
     dlogp: Tensor,
     spread: Spread | None,
     scaling: Scaling,
+    source: Tensor | None = None,
 ) -> None:
     """`softmax_rows.row_gradient` in one read of z and one write of `out`.
 
@@ -335,12 +337,12 @@ def row_gradient(
     if it has none. `out` may be `z` itself, or a narrower type over the same memory, each row
     starting at the byte where its row of z starts.
     """
-    rows, vocabulary = z.shape
+    rows, vocabulary = out.shape
     if rows:
         of_rows = (ids, s.lse, s.logp, dlogp, *(spread or ()))
         with on_device_of(z):
             _gradient_kernel[(rows,)](
                 z, out, *(x.contiguous() for x in of_rows), *(() if spread else (None, None)),
-                z.stride(0), out.stride(0), vocabulary,
+                source, z.stride(0), out.stride(0), vocabulary,
                 *scaling_arguments(scaling), **backward_options(z, out, spread),
             )  # fmt: skip

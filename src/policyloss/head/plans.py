@@ -40,8 +40,9 @@ GPU_ROWS, GPU_FORWARD_ROWS, GPU_LEAST_ROWS = 4096, 2048, 768
 # the weight's gradient is then one product, and needs no float32 sum. Windows of logits may be
 # smaller, but still take the device longer than the host.
 GATHER_BYTES, GATHER_ROWS = 5 << 30, 3072
-# Of the gradients of the rows that "sparse" multiplies completely, in half precision.
-SPARSE_BYTES = 11 << 27
+# Of the gradients of the rows that "sparse" multiplies completely, in half precision. While they
+# wait, the gradient of a large weight, which takes 1 GiB, is not there yet.
+SPARSE_BYTES = 18 << 27
 GPU_COLUMN_BYTES = 224 << 20  # of logits in the backward of recompute, all rows by some columns
 LEAST_ROWS = 128
 # The share of free memory that a plan may count on; the rest is the caller's and the allocator's.

@@ -135,18 +135,21 @@ def row_gradient(
     dlogp: Tensor,
     dentropy: Tensor | None,
     scaling: Scaling,
+    source: Tensor | None = None,
 ) -> None:
     """Write dz into `out` `[R, V]`.
 
     dlogp, dentropy: the derivatives of the loss by each row's logp and entropy, `[R]`.
+    source: the row of z that each row of `out` belongs to, `[R]`; None if they are the same.
     `out` may be `z` itself, or share its memory in a narrower type, each row starting at the byte
     where its row of z starts.
     """
     spread = s.spread(dentropy)
     fused = kernels_for(z, scaling)
     if fused is not None:
-        fused.row_gradient(z, out, ids, s, dlogp, spread, scaling)
+        fused.row_gradient(z, out, ids, s, dlogp, spread, scaling, source)
         return
+    z = z if source is None else z[source]
     target = target_gradient(s.logp, dlogp, spread)
     for b in blocks(z):
         here = None if spread is None else (spread[0][b], spread[1][b])

@@ -11,6 +11,7 @@ Legend: R rows, V vocabulary entries, K = `MOST`, D hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,7 +42,10 @@ from policyloss.records import Record, Stat
 MOST = 128
 # Numbers of a hidden state that identify its token.
 IDENTITY = 256
-NAMES = ("columns", "values")
+# Entries of a row that are looked at together, in plain PyTorch.
+TILE = 128
+# A bag with more entries would keep one program of the kernel busy while the others are done.
+LONG = 512
 
 
 class Sampled(NamedTuple):
@@ -59,7 +63,8 @@ class Sampled(NamedTuple):
 
 class Bags(NamedTuple):
     """Entries in bags: each bag is a stretch of `members` and `weights` `[E]`, with its place in
-    the result, its first entry and its number of entries.
+    the result, its first entry and its number of entries. long: how many bags have more than
+    `LONG` entries.
     """
 
     members: Tensor
@@ -67,12 +72,14 @@ class Bags(NamedTuple):
     at: Tensor
     starts: Tensor
     counts: Tensor
+    long: int
 
     @classmethod
     def of(cls, keys: Tensor, members: Tensor, weights: Tensor) -> Bags:
         """One bag for each key; equal keys are neighbours, and the place of a bag is its key."""
         at, counts = torch.unique_consecutive(keys, return_counts=True)
-        return cls(members, weights, at, counts.cumsum(0) - counts, counts)
+        long = int((counts > LONG).sum())
+        return cls(members, weights, at, counts.cumsum(0) - counts, counts, long)
 
 
 def draw_offsets(hidden: Tensor, ids: Tensor, seed: int) -> Tensor:
@@ -109,16 +116,38 @@ def choose_columns(
     columns = z.new_full((z.shape[0], MOST + 1), -1, dtype=torch.int64)
     counts = z.new_zeros(z.shape[0], dtype=torch.int64)
     for b in blocks(z):
-        p = (rescale(z[b], scaling.of_rows(b)) - s.lse[b, None]).exp_()
-        column = torch.arange(z.shape[1], device=z.device)
-        large = (p >= eps) | (column == ids[b, None])
-        steps = (p / eps).masked_fill_(large, 0).cumsum(1).add_(offsets[b, None]).floor_()
-        kept = large | (steps.diff(dim=1, prepend=torch.zeros_like(steps[:, :1])) != 0)
-        counts[b] = kept.sum(1)
-        row, column = kept.nonzero(as_tuple=True)
-        place = (kept.cumsum(1)[row, column] - 1).clamp_(max=MOST)
-        columns[b][row, place] = column
+        row, column = _choose_of_block(
+            rescale(z[b], scaling.of_rows(b)), ids[b], s.lse[b] + math.log(eps), offsets[b]
+        )
+        counts[b] = torch.bincount(row, minlength=counts[b].shape[0])
+        place = torch.arange(row.shape[0], device=z.device) - (counts[b].cumsum(0) - counts[b])[row]
+        columns[b][row, place.clamp_(max=MOST)] = column
     return columns[:, :MOST], counts
+
+
+def _choose_of_block(
+    scaled: Tensor, ids: Tensor, unit: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Row and column of each kept entry, in order. unit: the scaled logit with p = eps, `[R]`.
+
+    Only the sums of tiles are made of all entries; tiles without a kept entry are not looked at.
+    """
+    rows, width = scaled.shape
+    q = scaled.new_zeros(rows, -(-width // TILE) * TILE)  # p/eps, 0 after the last column
+    torch.sub(scaled, unit[:, None], out=q[:, :width]).exp_()
+    large = q >= 1
+    here = ((ids >= 0) & (ids < width)).nonzero().squeeze(-1)
+    large[here, ids[here]] = True
+    tiles, large = q.masked_fill_(large, 0).view(rows, -1, TILE), large.view(rows, -1, TILE)
+    ends = tiles.sum(2, dtype=torch.float64).cumsum(1).add_(offsets[:, None])
+    starts = torch.cat([offsets[:, None].double(), ends[:, :-1]], 1)
+    row, tile = (large.any(2) | (ends.floor() != starts.floor())).nonzero(as_tuple=True)
+    start = starts[row, tile, None]
+    after = tiles[row, tile].cumsum(1) + start
+    after[:, -1] = ends[row, tile]  # as it is rounded there
+    kept = large[row, tile] | (after.floor_().diff(dim=1, prepend=start.floor()) != 0)
+    entry, column = kept.nonzero(as_tuple=True)
+    return row[entry], tile[entry] * TILE + column
 
 
 def sample_entries(
@@ -161,7 +190,7 @@ def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
     scale = half_scale(table.dtype, bags.weights)
     weights = (bags.weights * scale).to(table.dtype)
     sums = embedding_bag(bags.members, table, bags.starts, mode="sum", per_sample_weights=weights)
-    out[bags.at] += (sums.to(compute_dtype(sums)) / scale).to(out.dtype)
+    out.index_add_(0, bags.at, (sums.to(compute_dtype(sums)) / scale).to(out.dtype))
 
 
 def start_reading(count: Tensor) -> Callable[[], int]:
@@ -203,36 +232,51 @@ class SparseSums(GradientSums):
         everywhere = torch.arange(self.head.ids.shape[0], device=z.device)[at]
         self.sampled.append((everywhere, sampled))
         order = sampled.dense.to(torch.uint8).argsort(descending=True, stable=True)
+        # Gathered before the host waits for the count, because the device waits for the host then.
+        rows, s, everywhere = rows.of_rows(order), s.of_rows(order), everywhere[order]
+        is_dense = sampled.dense[order]
+        moved = [None if d is None else torch.where(is_dense, d[order], 0) for d in derivatives]
         count = sampled.read_count()
         if count:
             self.dense_rows += count
             # Products of a multiple of 8 rows are faster: sparse rows with derivative 0 fill up.
-            full = order[: -(-count // 8) * 8]
-            is_dense = sampled.dense[full]
-            part = [None if d is None else torch.where(is_dense, d[full], 0) for d in derivatives]
-            super().add(everywhere[full], rows.of_rows(full), z[full], room, s.of_rows(full), part)
+            full = slice(-(-count // 8) * 8)
+            part = [None if d is None else d[full] for d in moved]
+            of_rows = (rows.of_rows(full), z, room, s.of_rows(full), part, order[full])
+            self._add_rows(everywhere[full], *of_rows)
 
     def gradients(self) -> HeadGradients:
         """The gradients of all windows together."""
         if not self.sampled:  # no row has a gradient
             return super().gradients()
+        # The host waits for the numbers of entries here, and does the rest while the device
+        # multiplies the dense rows.
+        by_row, bags = self._sort_entries()
         self.all_gathered = self.weight is None
         self._flush()
-        everywhere, sampled = zip(*self.sampled, strict=True)
-        columns, values = (torch.cat([getattr(x, name) for x in sampled]) for name in NAMES)
-        row, place = values.nonzero(as_tuple=True)
-        rows, columns, values = torch.cat(everywhere)[row], columns[row, place], values[row, place]
         if self.hidden is not None:
-            add_weighted_sums(self.hidden, self.head.weight, Bags.of(rows, columns, values))
+            add_weighted_sums(self.hidden, self.head.weight, by_row)
         complete = super().gradients()
-        order = columns.argsort(stable=True)
-        bags = Bags.of(columns[order], rows[order], values[order])
         if complete.weight is not None:
             add_weighted_sums(complete.weight, self.head.hidden, bags)
         if complete.bias is not None:
-            ones = values.new_ones(self.head.ids.shape[0], 1)
+            ones = bags.weights.new_ones(self.head.ids.shape[0], 1)
             add_weighted_sums(complete.bias[:, None], ones, bags)
         return complete
+
+    def _sort_entries(self) -> tuple[Bags, Bags]:
+        """The kept entries of all windows by row, each row with a bag, and by column."""
+        everywhere = torch.cat([at for at, _ in self.sampled])
+        columns, values = (
+            torch.cat([getattr(x, name) for _, x in self.sampled]) for name in ("columns", "values")
+        )
+        is_kept = values != 0
+        row, place = is_kept.nonzero(as_tuple=True)
+        rows, columns, values = everywhere[row], columns[row, place], values[row, place]
+        counts = is_kept.sum(1)
+        by_row = Bags(columns, values, everywhere, counts.cumsum(0) - counts, counts, 0)
+        order = columns.argsort(stable=True)
+        return by_row, Bags.of(columns[order], rows[order], values[order])
 
     def records(self) -> dict[str, Record]:
         """Kept entries per row, the share of dense rows, and the variance that the draw adds as a

@@ -15,12 +15,10 @@ from policyloss.functional.triton_modules import on_device_of
 from policyloss.head.kernels import LOG2_E, load_logits, rate_of, scaling_arguments
 from policyloss.head.matmul import product
 from policyloss.head.softmax_rows import Scaling, Statistics
-from policyloss.head.sparse import MOST, Bags
+from policyloss.head.sparse import LONG, MOST, Bags
 
 TILE, TILE_WARPS = 2048, 4
 WIDTH, WIDTH_WARPS = 1024, 4
-# A bag with more entries would keep one program busy while the others are done.
-LONG = 512
 
 
 @triton.jit
@@ -108,16 +106,19 @@ def choose_columns(
 @triton.jit
 def _bags_kernel(
     table_ptr, index_ptr, weights_ptr, starts_ptr, counts_ptr, at_ptr, out_ptr,
-    table_stride, out_stride, D, WIDTH: tl.constexpr,
+    table_stride, out_stride, D, LONG: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`out[at] += Σ weight·table[index]` over the entries of one bag, for some of the columns."""
+    """`out[at] += Σ weight·table[index]` over the entries of one bag, for some of the columns;
+    nothing for a bag without an entry, and for a long one.
+    """
     bag = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < D
+    count = tl.load(counts_ptr + bag)
+    inside = (column < D) & (count > 0) & (count <= LONG)
     out = out_ptr + tl.load(at_ptr + bag) * out_stride + column
     total = tl.load(out, mask=inside, other=0.0).to(tl.float32)
     first = tl.load(starts_ptr + bag)
-    for entry in range(first, first + tl.load(counts_ptr + bag)):
+    for entry in range(first, first + tl.where(count <= LONG, count, 0)):
         of_row = table_ptr + tl.load(index_ptr + entry) * table_stride + column
         value = tl.load(of_row, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + entry) * value
@@ -125,22 +126,22 @@ def _bags_kernel(
 
 
 def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
-    """`sparse.add_weighted_sums`; long bags are one matrix product."""
-    long = bags.counts > LONG
-    some = bool(long.any())
-    short = (~long).nonzero().squeeze(-1) if some else slice(None)
-    at, starts, counts = bags.at[short], bags.starts[short], bags.counts[short]
-    if at.shape[0]:
-        with on_device_of(out):
-            _bags_kernel[(at.shape[0], triton.cdiv(out.shape[1], WIDTH))](
-                table, bags.members, bags.weights, starts, counts, at, out,
-                table.stride(0), out.stride(0), out.shape[1], WIDTH=WIDTH, num_warps=WIDTH_WARPS,
-            )  # fmt: skip
-    if some:
-        bag = torch.repeat_interleave(long, bags.counts).nonzero().squeeze(-1)
-        row = torch.repeat_interleave(long.cumsum(0) - 1, bags.counts)[bag]
-        matrix = table.new_zeros(int(long.sum()), table.shape[0])
-        matrix[row, bags.members[bag]] = bags.weights[bag].to(table.dtype)
-        sums = torch.empty(matrix.shape[0], out.shape[1], dtype=torch.float32, device=out.device)
-        product(matrix, table, sums)
-        out[bags.at[long]] += sums.to(out.dtype)
+    """`sparse.add_weighted_sums`; long bags are one matrix product. The host waits for nothing."""
+    with on_device_of(out):
+        _bags_kernel[(bags.at.shape[0], triton.cdiv(out.shape[1], WIDTH))](
+            table, bags.members, bags.weights, bags.starts, bags.counts, bags.at, out,
+            table.stride(0), out.stride(0), out.shape[1], LONG=LONG, WIDTH=WIDTH,
+            num_warps=WIDTH_WARPS,
+        )  # fmt: skip
+    if bags.long:
+        # The last row takes the entries of the other bags.
+        matrix = table.new_zeros(bags.long + 1, table.shape[0])
+        long = bags.counts > LONG
+        row = torch.where(long, long.cumsum(0) - 1, bags.long)
+        entries = bags.members.shape[0]
+        row = torch.repeat_interleave(row, bags.counts, output_size=entries)
+        matrix[row, bags.members] = bags.weights.to(table.dtype)
+        sums = torch.empty(bags.long, out.shape[1], dtype=torch.float32, device=out.device)
+        product(matrix[:-1], table, sums)
+        at = bags.at[long.to(torch.uint8).argsort(descending=True, stable=True)[: bags.long]]
+        out[at] += sums.to(out.dtype)

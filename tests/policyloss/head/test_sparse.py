@@ -6,6 +6,7 @@ step by step.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from walk import walked
 
 import policyloss as pl
-from policyloss.head import sparse, sparse_kernels
+from policyloss.head import kernels, plans, sparse, sparse_kernels
 from policyloss.head.head import HeadRows
 from policyloss.head.softmax_rows import (
     Scaling,
@@ -198,6 +199,23 @@ def test_nothing_is_lost_where_every_entry_is_kept(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
+def test_dense_rows_that_are_gathered(monkeypatch: Any) -> None:
+    """As on a GPU in half precision: with room for all of them, and for a window of 16."""
+    data = batch()
+    plan = pl.Plan("sparse", rows=16, eps=7e-4)
+    out, expected = gradients(SPECS["ppo"], data, plan)
+    assert 0.1 < out.metrics.compute()["sparse_dense_rows"] < 0.9
+    for gathered in (54, 16):
+        made = partial(start_gathering, gathered)
+        monkeypatch.setattr(plans, "SparseSums", made)
+        found = gradients(SPECS["ppo"], data, plan)[1]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+
+
+def start_gathering(gathered: int, head: Any, wanted: Any, _: int, draw: Any) -> Any:
+    return sparse.SparseSums(head, wanted, gathered, draw)
+
+
 @walked("name", SPECS)
 def test_every_cut_draws_the_same(name: str) -> None:
     spec, data, plan = SPECS[name], batch(), pl.Plan("sparse", eps=2e-2)
@@ -312,8 +330,20 @@ def test_the_kernels_choose_the_same_columns(name: str, monkeypatch: Any) -> Non
             assert columns[row].cpu().tolist() == exact[0][row].tolist()
 
 
+def test_the_kernel_of_the_gradient_of_some_rows() -> None:
+    g = torch.Generator().manual_seed(4)
+    z, ids = torch.randn(9, 70, generator=g).to(DEVICE), torch.arange(9, device=DEVICE)
+    s, source = statistics(z, ids, Scaling()), torch.tensor([5, 0, 7], device=DEVICE)
+    here, one = s.of_rows(source), torch.ones(3, device=DEVICE)
+    found, expected = torch.empty(2, 3, 70, device=DEVICE)
+    kernels.row_gradient(z, found, ids[source], here, one, None, Scaling(), source)
+    row_gradient(z[source], expected, ids[source], here, one, None, Scaling())
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_kernel_of_weighted_sums(monkeypatch: Any) -> None:
     """Short bags and long ones; rows of the result that no bag has stay."""
+    monkeypatch.setattr(sparse, "LONG", 5)
     monkeypatch.setattr(sparse_kernels, "LONG", 5)
     monkeypatch.setattr(sparse_kernels, "WIDTH", 32)
     g = torch.Generator().manual_seed(0)
@@ -325,6 +355,6 @@ def test_the_kernel_of_weighted_sums(monkeypatch: Any) -> None:
     expected, found = torch.ones(20, 70), torch.ones(20, 70, device=DEVICE)
     sparse.add_weighted_sums(expected, table, bags)
     assert torch.equal(expected[0], torch.ones(70))
-    bags = sparse.Bags(*(x.to(DEVICE) for x in bags))
+    bags = sparse.Bags(*(x.to(DEVICE) for x in bags[:-1]), bags.long)
     sparse_kernels.add_weighted_sums(found, table.to(DEVICE), bags)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
