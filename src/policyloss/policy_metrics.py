@@ -142,6 +142,8 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
     read, or at once if the call is compiled or recorded.
     """
     t, total, everything = call.t, arithmetic().total, level == "all"
+    # Whether the ratio slot's log-ratio is `logp − old_logp` of each token.
+    drift = isinstance(spec.ratio, TokenRatio) and spec.ratio.anchor == "old"
     records: _Records = {}
     if level != "none":
         n = t.count
@@ -149,13 +151,13 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
         records["tokens"] = (Sum, n)
         if everything:
             records["advantage_mean"] = (Stat, total(t.advantages), n)
-            _logprobs(records, spec, call)
+            _logprobs(records, call, drift)
             records["beyond_totals"] = (Sum, _beyond_totals(spec, t))
     for name, number in t.invalid.items():
         records[name] = (Invalid, number)
     if level != "none":
         _clipping(records, spec, call, everything)
-        _ratios(records, spec, t, everything)
+        _ratios(records, spec, t, drift, everything)
     if everything:
         if t.has("old_logp") and t.has("rollout_logp"):
             before = call.before
@@ -186,13 +188,13 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
     return Metrics.of_call(all_records, t.mask)
 
 
-def _logprobs(records: _Records, spec: LossSpec, call: MeasuredCall) -> None:
+def _logprobs(records: _Records, call: MeasuredCall, drift: bool) -> None:
     """Count tokens with NaN, infinite or impossible inputs, even if a clamp hides them."""
     t = call.t
     logprobs = [x for name in _LOGPROBS if (x := t.raw.get(name)) is not None]
     # A sum is finite if and only if its terms are, for numbers of this size.
     finite, rest = call.token_loss, logprobs
-    if t.raw_log_ratio is not None and _is_drift(spec) and t.mask is call.before.mask:
+    if t.raw_log_ratio is not None and drift and t.mask is call.before.mask:
         finite = finite + t.raw_log_ratio
         rest = logprobs[2:]  # it holds logp and old_logp
     if rest:
@@ -203,11 +205,6 @@ def _logprobs(records: _Records, spec: LossSpec, call: MeasuredCall) -> None:
     records["positive_logp_tokens"] = (Sum, count(largest > POSITIVE))
     not_zero = count(largest)
     records["zero_logp_tokens"] = (Sum, lambda: t.count - not_zero)
-
-
-def _is_drift(spec: LossSpec) -> bool:
-    """Whether the ratio slot's log-ratio is `logp − old_logp` of each token."""
-    return isinstance(spec.ratio, TokenRatio) and spec.ratio.anchor == "old"
 
 
 def _beyond_totals(spec: LossSpec, t: Tokens) -> Callable[[], Tensor]:
@@ -246,7 +243,9 @@ def _clipping(records: _Records, spec: LossSpec, call: MeasuredCall, everything:
         records["clip_fraction"] = (Stat, count(reduce(torch.bitwise_or, taken)), n)
 
 
-def _ratios(records: _Records, spec: LossSpec, t: Tokens, everything: bool) -> None:
+def _ratios(
+    records: _Records, spec: LossSpec, t: Tokens, drift: bool, everything: bool
+) -> None:
     """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
     total, n, raw, growth = arithmetic().total, t.count, t.raw_log_ratio, None
     if raw is not None and everything:
@@ -260,10 +259,10 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, everything: bool) -> N
         if t.log_clamp is not None:
             records["clamped_tokens"] = (Sum, count(outside_clamp(raw, t.log_clamp)))
     if t.has("old_logp"):
-        if raw is None or not _is_drift(spec):
+        if raw is None or not drift:
             raw, growth = t.log_ratio_to("old"), None
-        drift = total(raw)
-        records["kl_old_k1"] = (Stat, lambda: -drift, n)
+        log_ratios = total(raw)
+        records["kl_old_k1"] = (Stat, lambda: -log_ratios, n)
         if everything:
             growth = torch.expm1(raw) if growth is None else growth
             records["kl_old_k3"] = (Stat, total(growth - raw), n)
