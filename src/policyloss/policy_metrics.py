@@ -243,9 +243,7 @@ def _clipping(records: _Records, spec: LossSpec, call: MeasuredCall, everything:
         records["clip_fraction"] = (Stat, count(reduce(torch.bitwise_or, taken)), n)
 
 
-def _ratios(
-    records: _Records, spec: LossSpec, t: Tokens, drift: bool, everything: bool
-) -> None:
+def _ratios(records: _Records, spec: LossSpec, t: Tokens, drift: bool, everything: bool) -> None:
     """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
     total, n, raw, growth = arithmetic().total, t.count, t.raw_log_ratio, None
     if raw is not None and everything:
