@@ -122,15 +122,6 @@ def loss_and_numbers(
     return loss, logp, entropy
 
 
-FORMULAS = {
-    "router_busiest": (
-        "of a model with experts: the load of a layer's busiest expert over an even load, mean "
-        "over its layers, of all tokens that went through the model to learn; 1 is even, and "
-        "experts over chosen ones is all on the same"
-    )
-}
-
-
 class Routing:
     """Counts how often each layer's router chooses each expert, in forwards that record gradients.
     A model without experts has nothing to count.
@@ -158,7 +149,9 @@ class Routing:
         self._counts[router] = self._counts.get(router, 0) + counts
 
     def busiest(self, ranks: Ranks) -> dict[str, float]:
-        """The metrics of `FORMULAS`, over all ranks. Resets the counts to 0."""
+        """The metric `router_busiest` over all ranks: the load of a layer's busiest expert over an
+        even load, mean over layers. Resets the counts to 0.
+        """
         if not self._counts:
             return {}
         counts = ranks.sum(torch.stack(list(self._counts.values())).double())
