@@ -265,18 +265,21 @@ class _LinearLogprobs(torch.autograd.Function):
         dlogp, dentropy, ddivergence = grads
         if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
+        derivatives = (dlogp, dentropy, ddivergence)
         plan, stash = ctx.plan, ctx.stash
         if plan.kind is STASH:
             # The gradient overwrites the stash: a second backward recomputes the logits.
             ctx.plan, ctx.stash = replace(plan, name=RECOMPUTE.name), (None, None)
         else:
-            index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
+            # The rows without a gradient need no matmul; their number is read back to the host.
+            live = reduce(torch.bitwise_or, [d != 0 for d in derivatives if d is not None])
+            index = live_rows(live) if index is None else index[live[index]]
         inputs = BackwardInputs(
             head,
             wanted,
             index,
             Statistics(logp, None if dentropy is None else spread, lse),
-            (dlogp, dentropy, ddivergence),
+            derivatives,
             plan.rows,
             plan.columns,
             stash,
@@ -300,15 +303,6 @@ def write_at(numbers: Any, at: Index, known: Any, n: int) -> Any:
     for everywhere, x in zip(known, numbers, strict=True):
         everywhere[at] = x
     return known
-
-
-def _rows_with_gradient(index: Tensor | None, *derivatives: Tensor | None) -> Tensor | None:
-    """The computed rows that have a gradient, None for all; the others need no matmul.
-
-    Reads their number back to the host.
-    """
-    has_gradient = reduce(torch.bitwise_or, [d != 0 for d in derivatives if d is not None])
-    return live_rows(has_gradient) if index is None else index[has_gradient[index]]
 
 
 def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:
