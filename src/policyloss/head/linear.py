@@ -123,36 +123,19 @@ def head_and_sources(
     support: SupportArgument | None = None,
     index: Tensor | None = None,
 ) -> tuple[Head, Sources, Tensor | None]:
-    """The head of a call, its sources, and the mask of its rows: with an index, of the distinct
-    rows that its terms read.
+    """The head of a call, checked except for the values of the ids (`value_summary`), its sources,
+    and the mask of its rows: with an index, of the distinct rows that its terms read.
     """
-    of_call = (bias, temperature, softcap, vocab_group, support)
-    if index is None:
-        return head_of(hidden, weight, ids, *of_call), (hidden, weight, bias), mask
-    if support is not None:
-        raise InputError(
-            "index and support were passed together, but the terms of a row may have several "
-            "supports; leave out one of them."
-        )
     check_matrices(hidden, weight, bias)
-    rows = distinct_rows(index, hidden, ids, temperature, mask)
-    options = (bias, rows.temperature, softcap, vocab_group)
-    head = replace(head_of(rows.hidden, weight, rows.ids, *options), terms=rows.terms)
-    return head, (rows.hidden, weight, bias), rows.mask
-
-
-def head_of(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> Head:
-    """The head of these arguments, checked except for the values of the ids (`value_summary`)."""
-    check_matrices(hidden, weight, bias)
+    terms = None
+    if index is not None:
+        if support is not None:
+            raise InputError(
+                "index and support were passed together, but the terms of a row may have several "
+                "supports; leave out one of them."
+            )
+        rows = distinct_rows(index, hidden, ids, temperature, mask)
+        hidden, ids, temperature, mask, terms = rows
     check_group("vocab_group", vocab_group)
     if vocab_group is None:  # with a group, all ranks raise together
         check_vocabulary("weight", weight, weight.shape[0])
@@ -169,7 +152,8 @@ def head_of(
             # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
             w = w.clone(memory_format=torch.contiguous_format)
         tiles = Tiles.of(x, w, vocabulary)
-    return Head(x, w, flat, b, rate, softcap, vocabulary, kept, tiles)
+    head = Head(x, w, flat, b, rate, softcap, vocabulary, kept, tiles, terms)
+    return head, (hidden, weight, bias), mask
 
 
 def live_rows(valid: Tensor | None) -> Tensor | None:
