@@ -277,8 +277,8 @@ TRAIN = (
     (
         "the_fused_loss_forgets_what_was_kept",
         "policyloss_train/policy.py",
-        'options |= {"support": support}',
-        "pass",
+        '{"support": support, "plan"',
+        '{"plan"',
         _SUPPORT + "test_an_update_is_the_gradient_over_the_kept_tokens",
     ),
     (
