@@ -51,8 +51,8 @@ PLACES = (
     ),
     NewLine(
         "a metric",
-        ("src/policyloss/policy_metrics.py",),
-        "Its formula in `FORMULAS`, and a record that adds up over micro-batches and ranks.",
+        ("src/policyloss/policy_metrics.py", "docs/metric_formulas.py"),
+        "A record that adds up over micro-batches and ranks, and its formula in `FORMULAS`.",
         "tests/docs/test_docs.py",
     ),
     NewLine(

@@ -101,7 +101,7 @@ def head_walk() -> Walk:
     from policyloss.functional.precomputed import _KnownGradients, with_known_gradients
     from policyloss.head.backward import GradientSums
     from policyloss.head.head import Head
-    from policyloss.head.linear import head_of
+    from policyloss.head.linear import head_and_sources
     from policyloss.head.loss import linear_policy_loss
     from policyloss.head.matmul import rounded_product
     from policyloss.head.plans import loss_plan
@@ -119,7 +119,7 @@ def head_walk() -> Walk:
 
     stops = (
         linear_policy_loss,
-        head_of,
+        head_and_sources,
         batch_of,
         loss_plan,
         token_windows,

@@ -23,6 +23,7 @@ from docs.engines_page import engines_page
 from docs.evidence_page import evidence_pages
 from docs.losses_table import losses_table
 from docs.markdown import GENERATED, fenced, join, linked, table
+from docs.metric_formulas import FORMULAS, ROUTER_FORMULAS, VALUE_FORMULAS
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
 from docs.what_if_page import what_if_pages
@@ -31,8 +32,6 @@ from policyloss.catalogue.nearest import distance
 from policyloss.explanations import Explanation, shorten_sources
 from policyloss.explanations.difference import Difference, entry
 from policyloss.output import write_output
-from policyloss.policy_metrics import FORMULAS
-from policyloss_train.policy import FORMULAS as ROUTER_FORMULAS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "conformance/results/conformance.json"
@@ -40,23 +39,6 @@ PUBLIC_RESULTS = "conformance/results/public.json"
 ENGINE_RESULTS = "conformance/results/engines.json"
 ENGINE_STEPS = "conformance/results/engine_steps.json"
 BENCHMARKS = "benchmarks/results"
-VALUE_FORMULAS = {
-    "loss": (
-        "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over "
-        "micro-batches and ranks"
-    ),
-    "tokens": "valid tokens",
-    "value_mean": "Σ values / n",
-    "return_mean": "Σ returns / n",
-    "value_error": "Σ |values − returns| / n",
-    "clip_fraction": (
-        "share of valid tokens whose clipped error is the larger of the two; only with clip"
-    ),
-    "explained_variance": "1 − Var(returns − values) / Var(returns) over the valid tokens",
-    "nonfinite_tokens": "valid tokens whose loss is NaN or infinite",
-    "invalid_mask_values": FORMULAS["invalid_mask_values"],
-    "invalid_cu_seqlens": FORMULAS["invalid_cu_seqlens"],
-}
 
 
 def pages() -> dict[str, str]:

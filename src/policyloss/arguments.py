@@ -209,7 +209,13 @@ def by_annotation(
     """
 
     def decorate(function: F) -> F:
-        rules = _rules(function)
+        hints = {name: _types(hint) for name, hint in get_type_hints(function).items()}
+        # A word, and an argument that may also have another type, are left to the function.
+        rules = {
+            name: types
+            for name, types in hints.items()
+            if name != "return" and types <= _WORDS.keys()
+        }
         names = tuple(inspect.signature(function).parameters)
 
         @functools.wraps(function)
@@ -247,19 +253,6 @@ def _check_call(
             check_like(name, value, first_alike)
 
 
-def _rules(function: Callable[..., Any]) -> dict[str, frozenset[type]]:
-    """The types that each annotated argument may have.
-
-    An argument that may also have another type is left out. So is a word, which the function
-    checks itself.
-    """
-    plain = {Tensor, float, int, bool, type(None)}
-    hints = {
-        name: _types(hint) for name, hint in get_type_hints(function).items() if name != "return"
-    }
-    return {name: types for name, types in hints.items() if types <= plain}
-
-
 def _types(hint: Any) -> frozenset[type]:
     """The types that a hint allows: the members of a union, the types of a `Literal`'s values."""
     if get_origin(hint) is Literal:
@@ -281,7 +274,7 @@ def _check_allowed(
         return
     if (float in allowed or int in allowed) and _is_scalar(value):
         return
-    words = [_WORDS[t] for t in (Tensor, float, int, bool, type(None)) if t in allowed]
+    words = [word for kind, word in _WORDS.items() if kind in allowed]
     raise InputError(f"{name} must be {' or '.join(words)}, got {description(value)}.")
 
 

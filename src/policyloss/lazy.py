@@ -17,7 +17,8 @@ def read_public(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable
             return import_module(f"{name_of_package}.{name}")  # `public` may be loading it
         if not name.startswith("__") or name == "__all__":
             public = import_module(f"{name_of_package}.public")
-            package.update({key: getattr(public, key) for key in ("__all__", *public.__all__)})
+            values = {key: value for key, value in vars(public).items() if key[0] != "_"}
+            package.update(values, __all__=list(values))
             if name in package:
                 return package[name]
         raise AttributeError(f"module {name_of_package!r} has no attribute {name!r}")

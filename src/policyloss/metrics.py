@@ -122,17 +122,15 @@ class Metrics(Mapping[str, Record]):
         return metrics
 
     @classmethod
-    def when_read(cls, make: Callable[[], dict[str, Record]]) -> Metrics:
-        """The metrics that `make` returns; `make` is called when a metric is first read."""
+    def of_call(cls, make: Callable[[], dict[str, Record]], tokens: Tensor) -> Metrics:
+        """The metrics that `make` returns. It is called when a metric is first read, or at once if
+        the call is compiled or recorded. tokens: of the call.
+        """
+        if is_compiling() or (tokens.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return cls(make())
         metrics = cls()
         metrics._unpacked, metrics._make = None, make
         return metrics
-
-    @classmethod
-    def of_call(cls, make: Callable[[], dict[str, Record]], tokens: Tensor) -> Metrics:
-        """`when_read`, or at once if the call is compiled or recorded. tokens: of the call."""
-        recorded = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
-        return cls(make()) if is_compiling() or recorded else cls.when_read(make)
 
     @property
     def _records(self) -> dict[str, Record]:

@@ -68,7 +68,11 @@ class Mismatch:
         whose tokens outside are counted. positions: token-shaped integers; by default the number
         of valid tokens before each in its sequence, which a rank of a `cp_group` cannot count.
         """
-        pairs = _checked(bands)
+        pairs = tuple(bands) if isinstance(bands, (tuple, list)) else (bands,)
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise InputError(f"bands must hold pairs (low, high), got {description(pair)}.")
+            check_number("bands", pair[1], least=check_number("bands", pair[0], least=0))
         check_tensor("old_logp", old_logp, "float")
         check_like("rollout_logp", rollout_logp, ("old_logp", old_logp), "float")
         valid = as_mask(mask, old_logp, like_called="old_logp")
@@ -92,7 +96,8 @@ class Mismatch:
         if cp_group is not None and dist.get_rank(cp_group):
             counts = 0 * counts  # the first rank counts the sequences
         squares = importance_weight(total, LOG_CLAMP).square() * counts
-        return cls(sums, torch.stack([counts.sum(), squares.sum()]), pairs)
+        stored = tuple((low, high) for low, high in pairs)
+        return cls(sums, torch.stack([counts.sum(), squares.sum()]), stored)
 
     def __add__(self, other: Mismatch) -> Mismatch:
         if not isinstance(other, Mismatch):
@@ -148,15 +153,6 @@ class Mismatch:
         for (low, high), number in zip(self.bands, outside, strict=True):
             numbers[f"outside_{low:g}_{high:g}"] = number / n if n else chi2
         return numbers
-
-
-def _checked(bands: Any) -> tuple[tuple[float, float], ...]:
-    pairs = list(bands) if isinstance(bands, (tuple, list)) else [bands]
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InputError(f"bands must hold pairs (low, high), got {description(pair)}.")
-        check_number("bands", pair[1], least=check_number("bands", pair[0], least=0))
-    return tuple((low, high) for low, high in pairs)
 
 
 def _places(valid: Tensor, sequences: Sequences) -> Tensor:

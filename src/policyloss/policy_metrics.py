@@ -1,11 +1,10 @@
-"""The metrics of `policy_loss`, each with its formula. Every one is a record that adds up over
-micro-batches and ranks.
+"""The metrics of `policy_loss`: each is a record that adds up over micro-batches and ranks.
 
 The weights of a call (`weights=`) enter the metric `loss` alone.
 
 Legend: Σ over the valid tokens, n their number, lr = logp − old_logp (before any clamp), r = the
-ratio slot's ratio before its clamp, w = the corrections' weight. `docs/metrics.md` is generated
-from `FORMULAS`.
+ratio slot's ratio before its clamp, w = the corrections' weight. `docs/metrics.md` has the formula
+of each metric.
 """
 
 from __future__ import annotations
@@ -32,77 +31,6 @@ from policyloss.tokens import LOGP_ARGUMENTS, Tokens
 
 # No log-probability lies above this. Half precision rounds those near 0 by less.
 POSITIVE = 0.1
-
-FORMULAS = {
-    "loss": (
-        "the loss of the whole step: Σ weight·loss, without the dp_size factor; adds over "
-        "micro-batches and ranks"
-    ),
-    "tokens": "valid tokens",
-    "advantage_mean": "Σ advantages / n",
-    "clip_fraction": "share of valid tokens where the trust region binds: any of the next four",
-    "clip_fraction_upper": "share held from above: for Clip, A > 0 and r > 1 + eps_high",
-    "clip_fraction_lower": "share held from below: for Clip, A < 0 and r < 1 − eps_low",
-    "clip_fraction_dual": (
-        "share held at the largest weight: A < 0 and r > dual; for ProbabilityBand, inside the "
-        "band and r > cap"
-    ),
-    "clip_fraction_dropped": "share that Clip-Cov's draw leaves out",
-    "ratio_mean": "Σ r / n, before clamping",
-    "ratio_max": "max r, before clamping",
-    "ratio_min": "min r, before clamping",
-    "clamped_tokens": "valid tokens whose log-ratio lay beyond log_clamp; see `lab.doctor`",
-    "nonfinite_tokens": ("valid tokens whose loss or any given log-probability is NaN or infinite"),
-    "positive_logp_tokens": (
-        "valid tokens with a given log-probability above 0.1, which no token "
-        "can have: `compute` warns if they are more than half"
-    ),
-    "zero_logp_tokens": (
-        "valid tokens whose largest given log-probability is exactly 0, as in a tensor that was "
-        "never filled: `compute` warns if all are"
-    ),
-    "beyond_totals": (
-        "tokens (sequences, if the average divides by them) that a call has beyond "
-        "the given totals of the whole step; `compute` warns"
-    ),
-    "invalid_mask_values": (
-        "entries of mask that are neither 0 nor 1, only where that could not be checked at once (a "
-        "mask that is not bool, on a GPU or under torch.compile); `compute` raises unless it is 0"
-    ),
-    "invalid_cu_seqlens": (
-        "calls whose cu_seqlens do not rise from 0 to N, only where that could "
-        "not be checked at once; `compute` raises unless it is 0"
-    ),
-    "tokens_without_turn": (
-        "valid tokens with a negative turn id, only where that could not be checked at once; "
-        "`compute` raises unless it is 0"
-    ),
-    "negative_ages": (
-        "valid tokens with a negative age, only where that could not be checked at once; `compute` "
-        "raises unless it is 0"
-    ),
-    "negative_weights": (
-        "negative weights of valid tokens, only where that could not be checked at once; `compute` "
-        "raises unless it is 0"
-    ),
-    "kl_old_k1": "Σ −lr / n: estimate of KL(old‖current)",
-    "kl_old_k3": "Σ (e^lr − 1 − lr) / n: estimate of KL(old‖current)",
-    "kl_rollout_k1": "Σ (rollout_logp − old_logp) / n: KL(rollout‖old), engine against trainer",
-    "kl_rollout_k3": "Σ (e^d − 1 − d) / n with d = old_logp − rollout_logp",
-    "rollout_logp_difference_max": "max |old_logp − rollout_logp|",
-    "age_mean": "Σ ages / n, rejected tokens too; `Mismatch.by_age` has the mismatch of each age",
-    "age_max": "the largest age of a valid token",
-    "correction_weight_mean": "Σ w / n over the valid tokens, rejected ones with w = 0",
-    "correction_weight_max": "max w over the kept tokens",
-    "effective_sample_size": "(Σ w)² / (n·Σ w²), rejected tokens with w = 0",
-    "rejected_fraction": "share of valid tokens that some correction rejects",
-    "rejected_fraction/<part>": "share of valid tokens that this correction rejects",
-    "kl_ref": "Σ kl / n, to the KL part's anchor: the estimate before coef (weight included)",
-    "entropy": "Σ entropy / n",
-    "divergence": "Σ divergence / n: of the teacher's distribution and the current policy's, "
-    "before clamp, weight and coef",
-}
-
 
 MetricsLevel = Literal["all", "basic", "none"]
 LEVELS = get_args(MetricsLevel)
@@ -142,6 +70,8 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
     read, or at once if the call is compiled or recorded.
     """
     t, total, everything = call.t, arithmetic().total, level == "all"
+    # Whether the ratio slot's log-ratio is `logp − old_logp` of each token.
+    drift = isinstance(spec.ratio, TokenRatio) and spec.ratio.anchor == "old"
     records: _Records = {}
     if level != "none":
         n = t.count
@@ -149,13 +79,13 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
         records["tokens"] = (Sum, n)
         if everything:
             records["advantage_mean"] = (Stat, total(t.advantages), n)
-            _logprobs(records, spec, call)
+            _logprobs(records, call, drift)
             records["beyond_totals"] = (Sum, _beyond_totals(spec, t))
     for name, number in t.invalid.items():
         records[name] = (Invalid, number)
     if level != "none":
         _clipping(records, spec, call, everything)
-        _ratios(records, spec, t, everything)
+        _ratios(records, spec, t, drift, everything)
     if everything:
         if t.has("old_logp") and t.has("rollout_logp"):
             before = call.before
@@ -186,13 +116,13 @@ def policy_metrics(spec: LossSpec, call: MeasuredCall, level: MetricsLevel = "al
     return Metrics.of_call(all_records, t.mask)
 
 
-def _logprobs(records: _Records, spec: LossSpec, call: MeasuredCall) -> None:
+def _logprobs(records: _Records, call: MeasuredCall, drift: bool) -> None:
     """Count tokens with NaN, infinite or impossible inputs, even if a clamp hides them."""
     t = call.t
     logprobs = [x for name in _LOGPROBS if (x := t.raw.get(name)) is not None]
     # A sum is finite if and only if its terms are, for numbers of this size.
     finite, rest = call.token_loss, logprobs
-    if t.raw_log_ratio is not None and _is_drift(spec) and t.mask is call.before.mask:
+    if t.raw_log_ratio is not None and drift and t.mask is call.before.mask:
         finite = finite + t.raw_log_ratio
         rest = logprobs[2:]  # it holds logp and old_logp
     if rest:
@@ -203,11 +133,6 @@ def _logprobs(records: _Records, spec: LossSpec, call: MeasuredCall) -> None:
     records["positive_logp_tokens"] = (Sum, count(largest > POSITIVE))
     not_zero = count(largest)
     records["zero_logp_tokens"] = (Sum, lambda: t.count - not_zero)
-
-
-def _is_drift(spec: LossSpec) -> bool:
-    """Whether the ratio slot's log-ratio is `logp − old_logp` of each token."""
-    return isinstance(spec.ratio, TokenRatio) and spec.ratio.anchor == "old"
 
 
 def _beyond_totals(spec: LossSpec, t: Tokens) -> Callable[[], Tensor]:
@@ -246,7 +171,7 @@ def _clipping(records: _Records, spec: LossSpec, call: MeasuredCall, everything:
         records["clip_fraction"] = (Stat, count(reduce(torch.bitwise_or, taken)), n)
 
 
-def _ratios(records: _Records, spec: LossSpec, t: Tokens, everything: bool) -> None:
+def _ratios(records: _Records, spec: LossSpec, t: Tokens, drift: bool, everything: bool) -> None:
     """The ratio before its clamp, and the drift from the old policy, often the same numbers."""
     total, n, raw, growth = arithmetic().total, t.count, t.raw_log_ratio, None
     if raw is not None and everything:
@@ -260,10 +185,10 @@ def _ratios(records: _Records, spec: LossSpec, t: Tokens, everything: bool) -> N
         if t.log_clamp is not None:
             records["clamped_tokens"] = (Sum, count(outside_clamp(raw, t.log_clamp)))
     if t.has("old_logp"):
-        if raw is None or not _is_drift(spec):
+        if raw is None or not drift:
             raw, growth = t.log_ratio_to("old"), None
-        drift = total(raw)
-        records["kl_old_k1"] = (Stat, lambda: -drift, n)
+        log_ratios = total(raw)
+        records["kl_old_k1"] = (Stat, lambda: -log_ratios, n)
         if everything:
             growth = torch.expm1(raw) if growth is None else growth
             records["kl_old_k3"] = (Stat, total(growth - raw), n)

@@ -1,191 +1,105 @@
 """Every public name of the library. `import policyloss` reads them from here when one is used."""
 
-from policyloss import advantage, compat, functional, hf, preference
-from policyloss.accumulation import Accumulation, MicroBatch, accumulate
-from policyloss.advantage import gae, group_advantages, whiten
-from policyloss.catalogue import preset, presets
-from policyloss.check.bits import BitsReport, bits_check
-from policyloss.check.loss import check_loss
-from policyloss.check.partition import PartitionReport, partition_check
-from policyloss.compiled import CompiledLoss, compiled_loss, explain_path, unfused
-from policyloss.controllers import AdaptiveEntropy, AdaptiveKL
-from policyloss.errors import InputError, PolicyLossError, SpecError
-from policyloss.explanations import diff, explain
-from policyloss.functional.exact import exact
-from policyloss.head.head import LogProbs
-from policyloss.head.linear import linear_logprobs
-from policyloss.head.logits import logprobs
-from policyloss.head.loss import HeadOutput, explain_plan, linear_policy_loss
-from policyloss.head.plans import Plan
-from policyloss.head.teacher.divergence import divergence, linear_divergence
-from policyloss.loss import LossOutput, aggregate_tokens, measure, policy_loss
-from policyloss.metrics import Metrics
-from policyloss.mismatch import Mismatch
-from policyloss.mixture import Mixture, Stream
-from policyloss.parts.aggregate import (
-    LengthWeighted,
-    LocalSeqMeanTokenMean,
-    LocalTokenMean,
-    PromptMean,
-    SeqMeanTokenMean,
-    SeqMeanTokenSum,
-    SeqMeanTokenSumNorm,
-    TokenMean,
-    TokenSum,
-    TokenSumNorm,
-    TurnMean,
-    WeightMean,
-)
-from policyloss.parts.correction import (
-    OPSM,
-    Band,
-    Corrected,
-    DivergenceMask,
-    MomentBudget,
-    Reject,
-    SelfNormalise,
-    SequenceMask,
-    Stale,
-    Truncate,
-    TruncateRatio,
-    Veto,
-)
-from policyloss.parts.kl import KL, Divergence
-from policyloss.parts.ratio import (
-    MixedRatio,
-    SegmentRatio,
-    SequenceProduct,
-    SequenceRatio,
-    TokenRatio,
-)
-from policyloss.parts.trust import (
-    BySign,
-    Clip,
-    CovClip,
-    CovKL,
-    DetachedClip,
-    FutureKL,
-    GammaWeight,
-    GeometricClip,
-    ProbabilityBand,
-    Quadratic,
-    Regression,
-    SoftGate,
-    Surrogate,
-    TaperedNegative,
-    TwoSidedClip,
-    Unbounded,
-)
-from policyloss.preference.loss import preference_loss
-from policyloss.records import Stat
-from policyloss.spec import LossSpec
-from policyloss.teacher import Teacher, TopK
-from policyloss.tokens import Tokens
-from policyloss.totals import GroupTokens, Totals
-from policyloss.value import value_loss
-
-__all__ = [
-    "KL",
-    "OPSM",
-    "Accumulation",
-    "AdaptiveEntropy",
-    "AdaptiveKL",
-    "Band",
-    "BitsReport",
-    "BySign",
-    "Clip",
-    "CompiledLoss",
-    "Corrected",
-    "CovClip",
-    "CovKL",
-    "DetachedClip",
-    "Divergence",
-    "DivergenceMask",
-    "FutureKL",
-    "GammaWeight",
-    "GeometricClip",
-    "GroupTokens",
-    "HeadOutput",
-    "InputError",
-    "LengthWeighted",
-    "LocalSeqMeanTokenMean",
-    "LocalTokenMean",
-    "LogProbs",
-    "LossOutput",
-    "LossSpec",
-    "Metrics",
-    "MicroBatch",
-    "Mismatch",
-    "MixedRatio",
-    "Mixture",
-    "MomentBudget",
-    "PartitionReport",
-    "Plan",
-    "PolicyLossError",
-    "ProbabilityBand",
-    "PromptMean",
-    "Quadratic",
-    "Regression",
-    "Reject",
-    "SegmentRatio",
-    "SelfNormalise",
-    "SeqMeanTokenMean",
-    "SeqMeanTokenSum",
-    "SeqMeanTokenSumNorm",
-    "SequenceMask",
-    "SequenceProduct",
-    "SequenceRatio",
-    "SoftGate",
-    "SpecError",
-    "Stale",
-    "Stat",
-    "Stream",
-    "Surrogate",
-    "TaperedNegative",
-    "Teacher",
-    "TokenMean",
-    "TokenRatio",
-    "TokenSum",
-    "TokenSumNorm",
-    "Tokens",
-    "TopK",
-    "Totals",
-    "Truncate",
-    "TruncateRatio",
-    "TurnMean",
-    "TwoSidedClip",
-    "Unbounded",
-    "Veto",
-    "WeightMean",
-    "accumulate",
-    "advantage",
-    "aggregate_tokens",
-    "bits_check",
-    "check_loss",
-    "compat",
-    "compiled_loss",
-    "diff",
-    "divergence",
-    "exact",
-    "explain",
-    "explain_path",
-    "explain_plan",
-    "functional",
-    "gae",
-    "group_advantages",
-    "hf",
-    "linear_divergence",
-    "linear_logprobs",
-    "linear_policy_loss",
-    "logprobs",
-    "measure",
-    "partition_check",
-    "policy_loss",
-    "preference",
-    "preference_loss",
-    "preset",
-    "presets",
-    "unfused",
-    "value_loss",
-    "whiten",
-]
+from policyloss import advantage as advantage
+from policyloss import compat as compat
+from policyloss import functional as functional
+from policyloss import hf as hf
+from policyloss import preference as preference
+from policyloss.accumulation import Accumulation as Accumulation
+from policyloss.accumulation import MicroBatch as MicroBatch
+from policyloss.accumulation import accumulate as accumulate
+from policyloss.advantage import gae as gae
+from policyloss.advantage import group_advantages as group_advantages
+from policyloss.advantage import whiten as whiten
+from policyloss.catalogue import preset as preset
+from policyloss.catalogue import presets as presets
+from policyloss.check.bits import BitsReport as BitsReport
+from policyloss.check.bits import bits_check as bits_check
+from policyloss.check.loss import check_loss as check_loss
+from policyloss.check.partition import PartitionReport as PartitionReport
+from policyloss.check.partition import partition_check as partition_check
+from policyloss.compiled import CompiledLoss as CompiledLoss
+from policyloss.compiled import compiled_loss as compiled_loss
+from policyloss.compiled import explain_path as explain_path
+from policyloss.compiled import unfused as unfused
+from policyloss.controllers import AdaptiveEntropy as AdaptiveEntropy
+from policyloss.controllers import AdaptiveKL as AdaptiveKL
+from policyloss.errors import InputError as InputError
+from policyloss.errors import PolicyLossError as PolicyLossError
+from policyloss.errors import SpecError as SpecError
+from policyloss.explanations import diff as diff
+from policyloss.explanations import explain as explain
+from policyloss.functional.exact import exact as exact
+from policyloss.head.head import LogProbs as LogProbs
+from policyloss.head.linear import linear_logprobs as linear_logprobs
+from policyloss.head.logits import logprobs as logprobs
+from policyloss.head.loss import HeadOutput as HeadOutput
+from policyloss.head.loss import explain_plan as explain_plan
+from policyloss.head.loss import linear_policy_loss as linear_policy_loss
+from policyloss.head.plans import Plan as Plan
+from policyloss.head.teacher.divergence import divergence as divergence
+from policyloss.head.teacher.divergence import linear_divergence as linear_divergence
+from policyloss.loss import LossOutput as LossOutput
+from policyloss.loss import aggregate_tokens as aggregate_tokens
+from policyloss.loss import measure as measure
+from policyloss.loss import policy_loss as policy_loss
+from policyloss.metrics import Metrics as Metrics
+from policyloss.mismatch import Mismatch as Mismatch
+from policyloss.mixture import Mixture as Mixture
+from policyloss.mixture import Stream as Stream
+from policyloss.parts.aggregate import LengthWeighted as LengthWeighted
+from policyloss.parts.aggregate import LocalSeqMeanTokenMean as LocalSeqMeanTokenMean
+from policyloss.parts.aggregate import LocalTokenMean as LocalTokenMean
+from policyloss.parts.aggregate import PromptMean as PromptMean
+from policyloss.parts.aggregate import SeqMeanTokenMean as SeqMeanTokenMean
+from policyloss.parts.aggregate import SeqMeanTokenSum as SeqMeanTokenSum
+from policyloss.parts.aggregate import SeqMeanTokenSumNorm as SeqMeanTokenSumNorm
+from policyloss.parts.aggregate import TokenMean as TokenMean
+from policyloss.parts.aggregate import TokenSum as TokenSum
+from policyloss.parts.aggregate import TokenSumNorm as TokenSumNorm
+from policyloss.parts.aggregate import TurnMean as TurnMean
+from policyloss.parts.aggregate import WeightMean as WeightMean
+from policyloss.parts.correction import OPSM as OPSM
+from policyloss.parts.correction import Band as Band
+from policyloss.parts.correction import Corrected as Corrected
+from policyloss.parts.correction import DivergenceMask as DivergenceMask
+from policyloss.parts.correction import MomentBudget as MomentBudget
+from policyloss.parts.correction import Reject as Reject
+from policyloss.parts.correction import SelfNormalise as SelfNormalise
+from policyloss.parts.correction import SequenceMask as SequenceMask
+from policyloss.parts.correction import Stale as Stale
+from policyloss.parts.correction import Truncate as Truncate
+from policyloss.parts.correction import TruncateRatio as TruncateRatio
+from policyloss.parts.correction import Veto as Veto
+from policyloss.parts.kl import KL as KL
+from policyloss.parts.kl import Divergence as Divergence
+from policyloss.parts.ratio import MixedRatio as MixedRatio
+from policyloss.parts.ratio import SegmentRatio as SegmentRatio
+from policyloss.parts.ratio import SequenceProduct as SequenceProduct
+from policyloss.parts.ratio import SequenceRatio as SequenceRatio
+from policyloss.parts.ratio import TokenRatio as TokenRatio
+from policyloss.parts.trust import BySign as BySign
+from policyloss.parts.trust import Clip as Clip
+from policyloss.parts.trust import CovClip as CovClip
+from policyloss.parts.trust import CovKL as CovKL
+from policyloss.parts.trust import DetachedClip as DetachedClip
+from policyloss.parts.trust import FutureKL as FutureKL
+from policyloss.parts.trust import GammaWeight as GammaWeight
+from policyloss.parts.trust import GeometricClip as GeometricClip
+from policyloss.parts.trust import ProbabilityBand as ProbabilityBand
+from policyloss.parts.trust import Quadratic as Quadratic
+from policyloss.parts.trust import Regression as Regression
+from policyloss.parts.trust import SoftGate as SoftGate
+from policyloss.parts.trust import Surrogate as Surrogate
+from policyloss.parts.trust import TaperedNegative as TaperedNegative
+from policyloss.parts.trust import TwoSidedClip as TwoSidedClip
+from policyloss.parts.trust import Unbounded as Unbounded
+from policyloss.preference.loss import preference_loss as preference_loss
+from policyloss.records import Stat as Stat
+from policyloss.spec import LossSpec as LossSpec
+from policyloss.teacher import Teacher as Teacher
+from policyloss.teacher import TopK as TopK
+from policyloss.tokens import Tokens as Tokens
+from policyloss.totals import GroupTokens as GroupTokens
+from policyloss.totals import Totals as Totals
+from policyloss.value import value_loss as value_loss

@@ -103,7 +103,7 @@ def expand_advantages(
         return clear.reshape(shape)
     per_sequence = (sequences.count,)
     if tuple(clear.shape) in (per_sequence, (*per_sequence, 1)):
-        return sequences.expand(clear.reshape(per_sequence))
+        return sequences.spread(clear.reshape(per_sequence))
     layout = "packed [N]" if sequences.offsets is not None else "padded [B, T]"
     raise InputError(
         f"{called} has shape {tuple(clear.shape)}; with {layout} tokens of shape {shape} give "

@@ -1,33 +1,16 @@
 """Every public name of the lab. `policyloss_lab` imports this module when one of them is used."""
 
-from policyloss_lab import report
-from policyloss_lab.attachment import Attachment, RunHaltedError
-from policyloss_lab.diagnosis import (
-    Diagnosis,
-    DistributionGap,
-    RunDiagnosis,
-    compare_distributions,
-    doctor,
-    doctor_batch,
-    doctor_run,
-)
-from policyloss_lab.runs.recorder import Recorder
-from policyloss_lab.trainers import attach
-from policyloss_lab.whatif import WhatIf, what_if
-
-__all__ = [
-    "Attachment",
-    "Diagnosis",
-    "DistributionGap",
-    "Recorder",
-    "RunDiagnosis",
-    "RunHaltedError",
-    "WhatIf",
-    "attach",
-    "compare_distributions",
-    "doctor",
-    "doctor_batch",
-    "doctor_run",
-    "report",
-    "what_if",
-]
+from policyloss_lab import report as report
+from policyloss_lab.attachment import Attachment as Attachment
+from policyloss_lab.attachment import RunHaltedError as RunHaltedError
+from policyloss_lab.diagnosis import Diagnosis as Diagnosis
+from policyloss_lab.diagnosis import DistributionGap as DistributionGap
+from policyloss_lab.diagnosis import RunDiagnosis as RunDiagnosis
+from policyloss_lab.diagnosis import compare_distributions as compare_distributions
+from policyloss_lab.diagnosis import doctor as doctor
+from policyloss_lab.diagnosis import doctor_batch as doctor_batch
+from policyloss_lab.diagnosis import doctor_run as doctor_run
+from policyloss_lab.runs.recorder import Recorder as Recorder
+from policyloss_lab.trainers import attach as attach
+from policyloss_lab.whatif import WhatIf as WhatIf
+from policyloss_lab.whatif import what_if as what_if

@@ -101,19 +101,14 @@ class Lines:
             length = len(line)
             if length > self.longest and not line.endswith(b"\n"):
                 self.long += 1
-                length += self._skipped(end - offset - length)
+                # To the end of the line, or about to `end`.
+                while offset + length < end and (piece := self._file.readline(MIB)):
+                    length += len(piece)
+                    if piece.endswith(b"\n"):
+                        break
             else:
                 yield offset, line
             offset += length
-
-    def _skipped(self, limit: int) -> int:
-        """Read to the end of a line, or about `limit` bytes; returns how many bytes were read."""
-        skipped = 0
-        while skipped < limit and (piece := self._file.readline(MIB)):
-            skipped += len(piece)
-            if piece.endswith(b"\n"):
-                break
-        return skipped
 
 
 def sampled_note(name: str, size: int, budget: int) -> str:

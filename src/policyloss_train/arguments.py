@@ -49,16 +49,24 @@ class Start(NamedTuple):
 def read_arguments(arguments: Sequence[str]) -> Start:
     """Read the command line after `policyloss train`."""
     named, changes = named_options(arguments)
-    if named.get("resume"):
-        return _resume(named, changes)
     stored: dict[str, Any] = {}
-    stored_spec, like = None, named.get("like")
-    if like is not None:
-        stored, stored_spec = _starting_point(like)
+    stored_spec, run = None, named.get("like")
+    if named.get("resume"):
+        if run is not None:
+            raise InputError(f"--like {run} starts a new run; --resume goes on with an old.")
+        run = named.get("out", TrainConfig.out)
+        config, stored_spec = stored_options(run)
+        stored = vars(config)
+    elif run is not None:
+        stored, stored_spec = _starting_point(run)
     config = TrainConfig(**{**stored, **named})
-    if like is not None:
-        refuse_unnamed_code(replace(config, out=like), frozenset(named), MAY_BE_CODE)
-    spec = _spec(config, named, changes, stored_spec)
+    if run is not None:
+        refuse_unnamed_code(replace(config, out=run), frozenset(named), MAY_BE_CODE)
+    if stored_spec is None or "loss" in named:
+        spec = read_spec(config.loss, changes)
+    else:
+        spec = change_spec(stored_spec, changes)
+    spec = spec.for_run(config.max_new_tokens)
     return Start(config.with_loss(spec), spec, frozenset(named))
 
 
@@ -72,28 +80,6 @@ def named_options(arguments: Sequence[str]) -> tuple[dict[str, Any], Changes]:
         return named, changes
     in_file, earlier = _in_file(named["config"])
     return {**in_file, **named}, [*earlier, *changes]
-
-
-def _resume(named: dict[str, Any], changes: Changes) -> Start:
-    """The options of a resumed run; the named options must agree with them."""
-    if "like" in named:
-        raise InputError(f"--like {named['like']} starts a new run; --resume goes on with an old.")
-    stored, stored_spec = stored_options(named.get("out", TrainConfig.out))
-    config = replace(stored, **named)
-    refuse_unnamed_code(config, frozenset(named), MAY_BE_CODE)
-    spec = _spec(config, named, changes, stored_spec)
-    return Start(config, spec, frozenset(named))
-
-
-def _spec(
-    config: TrainConfig, named: dict[str, Any], changes: Changes, stored: LossSpec | None
-) -> LossSpec:
-    """The loss that the user named, or the stored one, with the changes."""
-    if stored is None or "loss" in named:
-        spec = read_spec(config.loss, changes)
-    else:
-        spec = change_spec(stored, changes)
-    return spec.for_run(config.max_new_tokens)
 
 
 def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:

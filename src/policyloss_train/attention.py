@@ -37,7 +37,6 @@ except ImportError:
 
 PADDING = 0.25  # the largest share of a padded micro-batch that may be padding
 SLACK = 1 / 16  # the share by which a packed micro-batch may exceed its budget
-_UNPACKED = ("rows", "alone")  # ways that need no kernel
 _VARLEN = "policyloss_varlen"  # our name in the registry of transformers
 _FLASH = "flash_attention_2"  # the name that transformers uses
 # Arguments that change the result of attention and that `varlen_attn` does not support.
@@ -148,7 +147,9 @@ def choose(model: Any, wanted: str = "auto") -> tuple[Attention, str]:
     alone = Alone().hidden(model.base_model, micro).float()
     reasons: list[str] = []
     for attention in _candidates(wanted, model.device):
-        reason = _unavailable(attention.name, model) or _set(model, attention.name)
+        reason = ""
+        if isinstance(attention, Packed):
+            reason = _unavailable(attention.name, model) or _set(model, attention.name)
         reason = reason or _difference(model, attention, micro, alone)
         if not reason:
             why = f" ({'; '.join(reasons)})" if reasons else ""
@@ -170,9 +171,7 @@ def _candidates(wanted: str, device: torch.device) -> list[Attention]:
 
 
 def _unavailable(name: str, model: Any) -> str:
-    """Why a way cannot be tried here; "" if it can."""
-    if name in _UNPACKED:
-        return ""
+    """Why a way with a kernel cannot be tried here; "" if it can."""
     if model.device.type != "cuda":
         return "needs CUDA"
     if model.dtype not in (torch.bfloat16, torch.float16):
@@ -186,8 +185,6 @@ def _unavailable(name: str, model: Any) -> str:
 
 def _set(model: Any, name: str) -> str:
     """Set the model's attention function for a way; returns the reason if that fails, else ""."""
-    if name in _UNPACKED:
-        return ""
     if name == "varlen":
         register()
     implementation = _VARLEN if name == "varlen" else _FLASH

@@ -92,9 +92,7 @@ def _check_device(kind: str) -> None:
 def wrap_for_ranks(
     module: nn.Module, ranks: Ranks, parallel: str, layers: list[nn.Module]
 ) -> nn.Module:
-    """`module` for training on these ranks. layers: modules that "fsdp" gathers one at a time."""
-    if ranks.world == 1:
-        return module
+    """`module` for training on several ranks. layers: modules that "fsdp" gathers one at a time."""
     if parallel == "ddp":
         return DistributedDataParallel(module, process_group=ranks.group)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))

@@ -58,7 +58,10 @@ def load_model(
         loaded = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
     else:
         loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn, empty)
-    _complete(tokenizer, model)
+    if tokenizer.eos_token is None:
+        raise InputError(f"the tokenizer of {model!r} has no end token (eos_token); set one.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # any token will do, as padding is masked
     if not empty:
         loaded.to(device)
     loaded.eval()
@@ -206,14 +209,6 @@ def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str],
 def list_names(names: Sequence[str]) -> str:
     """The first four names, and the number of others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _complete(tokenizer: Any, model: str) -> None:
-    """Require an end token; pad with it if there is no padding token, as padding is masked."""
-    if tokenizer.eos_token is None:
-        raise InputError(f"the tokenizer of {model!r} has no end token (eos_token); set one.")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
 
 
 def checkpoint_gradients(model: PreTrainedModel) -> None:

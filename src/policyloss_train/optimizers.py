@@ -137,7 +137,17 @@ def load_optimizer_state(
             continue
         name, _, key = place.rpartition("/")
         parameter, scale = parameters[name], tensors.get(f"{place}_scale")
-        _refuse_other_form(place, value, parameter, scale)
+        if scale is None:
+            fits = value.is_floating_point() and value.shape in ((), parameter.shape)
+        else:
+            form = (value.dtype, value.shape, scale.dtype, scale.numel())
+            blocks = parameter.numel() // BLOCK
+            fits = form == (torch.uint8, parameter.shape, torch.float32, blocks)
+        if not fits:
+            raise InputError(
+                f"{place} in the checkpoint is {value.dtype} {tuple(value.shape)}, but the "
+                f"parameter is {parameter.dtype} {tuple(parameter.shape)}."
+            )
         device = "cpu" if key == "step" and parameter not in fused else parameter.device
         copied = value.detach().to(device, copy=True)
         if scale is not None:
@@ -156,18 +166,3 @@ def _moment(key: str, codes: Tensor, scale: Tensor) -> Tensor:
     numbers = kind.zeros((BLOCK,), signed, BLOCK, codes.device).qmap
     moment: Tensor = kind(codes, scale, numbers, signed, torch.float32)
     return moment
-
-
-def _refuse_other_form(place: str, value: Tensor, parameter: Tensor, scale: Tensor | None) -> None:
-    """Raise for a tensor at `place` that is no state of the parameter. scale: of 8-bit codes."""
-    if scale is None:
-        fits = value.is_floating_point() and value.shape in ((), parameter.shape)
-    else:
-        form = (value.dtype, value.shape, scale.dtype, scale.numel())
-        blocks = parameter.numel() // BLOCK
-        fits = form == (torch.uint8, parameter.shape, torch.float32, blocks)
-    if not fits:
-        raise InputError(
-            f"{place} in the checkpoint is {value.dtype} {tuple(value.shape)}, but the parameter "
-            f"is {parameter.dtype} {tuple(parameter.shape)}."
-        )

@@ -92,12 +92,15 @@ def loss_and_numbers(
     divergence, targets, mask = step.spec.divergence, micro["targets"], micro["mask"]
     support = micro["support"]  # the tokens that the sampler kept
     more: dict[str, Any] = {} if "old_logp" in micro else {"old_logp": "current"}
+    warmth = config.temperature
 
     def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
         # One micro-batch at a time, so that only its teacher states are in memory.
-        reads = teacher is not None and divergence is not None
-        taught = _at(teacher, micro, config.temperature) if reads else None
-        logits_of: dict[str, Any] = {"temperature": config.temperature, "softcap": softcap}
+        taught: pl.Teacher | None = None
+        if teacher is not None and divergence is not None:
+            with torch.no_grad():
+                taught = teacher(micro, lambda h, w, b, cap: pl.Teacher(h, w, b, warmth, cap))
+        logits_of: dict[str, Any] = {"temperature": warmth, "softcap": softcap}
         if config.head in PLANS:
             options = {**micro.arguments(), **more, **logits_of, "teacher": taught}
             options |= {"support": support, "plan": PLANS[config.head]}
@@ -117,26 +120,6 @@ def loss_and_numbers(
 
     loss, logp, entropy = policy(micro, head)
     return loss, logp, entropy
-
-
-@torch.no_grad()
-def _at(teacher: Any, micro: Any, temperature: float) -> pl.Teacher:
-    """The teacher's hidden states at a micro-batch, and its head."""
-
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Any:
-        return pl.Teacher(hidden, weight, bias, temperature, softcap)
-
-    result: pl.Teacher = teacher(micro, head)
-    return result
-
-
-FORMULAS = {
-    "router_busiest": (
-        "of a model with experts: the load of a layer's busiest expert over an even load, mean "
-        "over its layers, of all tokens that went through the model to learn; 1 is even, and "
-        "experts over chosen ones is all on the same"
-    )
-}
 
 
 class Routing:
@@ -166,7 +149,9 @@ class Routing:
         self._counts[router] = self._counts.get(router, 0) + counts
 
     def busiest(self, ranks: Ranks) -> dict[str, float]:
-        """The metrics of `FORMULAS`, over all ranks. Resets the counts to 0."""
+        """The metric `router_busiest` over all ranks: the load of a layer's busiest expert over an
+        even load, mean over layers. Resets the counts to 0.
+        """
         if not self._counts:
             return {}
         counts = ranks.sum(torch.stack(list(self._counts.values())).double())

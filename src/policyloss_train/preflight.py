@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from policyloss_train.models import TINY, refuse_missing_folder
 from policyloss_train.optimizers import torchao
 from policyloss_train.sampler import encode, unusable_prompts
 from policyloss_train.tasks import GYM, IN_TURNS, make_task
-from policyloss_train.tasks.base import Example, Task
+from policyloss_train.tasks.base import Task
 from policyloss_train.tasks.rewards import RewardError, score_completion
 from policyloss_train.tinker.service import sdk, server_problems
 from policyloss_train.user_code import is_reference, load_code
@@ -195,7 +195,13 @@ def preflight(training: Training) -> None:
         bad = unusable_prompts(training.model, ids, config.max_new_tokens)
         if not bad:
             continue
-        text = _unusable_text(split, examples, bad)
+        rows = [
+            f"{examples[i].prompt[:40]!r} (example {examples[i].id}) {why}"
+            for i, why in list(bad.items())[:SHOWN]
+        ]
+        more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        count = f"{len(bad)} of {len(examples)} prompts of the split {split!r}"
+        text = f"{count} cannot be used: {'; '.join(rows)}{more}"
         if len(bad) == len(examples):
             problems.append(f"{text}; none is left.")
         elif config.unusable == "refuse":
@@ -215,18 +221,6 @@ def preflight(training: Training) -> None:
     distinct = list(dict.fromkeys(problem for share in ranks.gather(problems) for problem in share))
     if distinct:
         raise InputError(" ".join(distinct))
-
-
-def _unusable_text(split: str, examples: Sequence[Example], bad: dict[int, str]) -> str:
-    rows = [
-        f"{examples[i].prompt[:40]!r} (example {examples[i].id}) {why}"
-        for i, why in list(bad.items())[:SHOWN]
-    ]
-    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    return (
-        f"{len(bad)} of {len(examples)} prompts of the split {split!r} cannot be used: "
-        f"{'; '.join(rows)}{more}"
-    )
 
 
 def _reward_problem(task: Task, seconds: float) -> list[str]:

@@ -49,25 +49,20 @@ def load_loss(reference: str) -> LossSpec:
     `Tokens`, which fills the slot `trust` of the default loss.
     """
     value = load_code(reference, "the loss")
-    needed = _needed(value) if callable(value) else None
-    if needed == 0:
-        value = value()
-    elif needed == 1:
-        return LossSpec(trust=value)
+    if callable(value):
+        required = [
+            x
+            for x in inspect.signature(value).parameters.values()
+            if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        ]
+        if len(required) == 1:
+            return LossSpec(trust=value)
+        value = value if required else value()
     if isinstance(value, LossSpec):
         return value
     raise InputError(
         f"the loss {reference!r} is {safe_repr(value)}; give a LossSpec, a function without "
         "arguments that returns one, or a function of Tokens that returns a loss per token."
-    )
-
-
-def _needed(function: Any) -> int:
-    """The number of required arguments of a function."""
-    return sum(
-        parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        for parameter in inspect.signature(function).parameters.values()
     )
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from conformance import snippets
 from conformance.environments import PEERS as FRAMEWORKS
+from docs.metric_formulas import FORMULAS, VALUE_FORMULAS
 from walk import walked
 
 import policyloss as pl
 from cases import PRESETS, make_batch, run, unweighted
 from docs import conformance_page, generate
-from policyloss.policy_metrics import FORMULAS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -406,7 +406,7 @@ def test_every_metric_of_the_value_loss_is_on_the_page() -> None:
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").split("## value_loss")[1]
     batch = make_batch(seed=3)
     out = pl.value_loss(batch.logp, batch.advantages, batch.old_logp, batch.mask)
-    assert set(out.metrics.compute()) == set(generate.VALUE_FORMULAS) - set(INVALID)
+    assert set(out.metrics.compute()) == set(VALUE_FORMULAS) - set(INVALID)
     # Inputs that could not be checked at once: a mask that is not bool, and offsets, where there
     # are no values to look at.
     tokens, offsets = (
@@ -414,8 +414,8 @@ def test_every_metric_of_the_value_loss_is_on_the_page() -> None:
         torch.zeros(3, device="meta", dtype=torch.int64),
     )
     unchecked = pl.value_loss(tokens, tokens, tokens, tokens.long(), cu_seqlens=offsets).metrics
-    assert set(unchecked) == set(generate.VALUE_FORMULAS)
-    for name in generate.VALUE_FORMULAS:
+    assert set(unchecked) == set(VALUE_FORMULAS)
+    for name in VALUE_FORMULAS:
         assert f"| `{name}` |" in page
 
 

@@ -384,8 +384,8 @@ HEAD = (
     (
         "head_sequences_judged_by_a_window",
         "policyloss/head/windows.py",
-        'if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):',
-        "if part is not None:",
+        'if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise)',
+        "if part is not None",
         _COMPOSED + "test_a_sequence_mask_with_a_token_weight",
     ),
     (
@@ -468,8 +468,8 @@ HEAD = (
     (
         "terms_index_beyond_the_states",
         "policyloss/head/terms.py",
-        "outside = (index < 0) | (index >= states)",
-        "outside = index < 0",
+        "outside = (state < 0) | (state >= states.shape[0])",
+        "outside = state < 0",
         _TERMS + "test_wrong_arguments",
     ),
     (

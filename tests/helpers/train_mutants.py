@@ -221,8 +221,8 @@ TRAIN = (
     (
         "a_function_of_two_arguments_is_a_loss",
         "policyloss_train/user_code.py",
-        "elif needed == 1",
-        "elif needed",
+        "if len(required) == 1",
+        "if required",
         "test_train_own_code.py::test_invalid_losses_are_refused",
     ),
     (
@@ -277,8 +277,8 @@ TRAIN = (
     (
         "the_fused_loss_forgets_what_was_kept",
         "policyloss_train/policy.py",
-        'options |= {"support": support}',
-        "pass",
+        '{"support": support, "plan"',
+        '{"plan"',
         _SUPPORT + "test_an_update_is_the_gradient_over_the_kept_tokens",
     ),
     (
@@ -515,7 +515,7 @@ TRAIN = (
     (
         "a_run_like_another_runs_the_code_it_names",
         "policyloss_train/arguments.py",
-        "refuse_unnamed_code(replace(config, out=like), frozenset(named), MAY_BE_CODE)",
+        "refuse_unnamed_code(replace(config, out=run), frozenset(named), MAY_BE_CODE)",
         "pass",
         _DOORS + "test_the_options_of_a_run_are_the_starting_point_of_another",
     ),

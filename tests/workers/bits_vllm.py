@@ -15,14 +15,13 @@ from greedy_vllm import small_engine
 from torch import Tensor
 
 import policyloss as pl
-from policyloss.head.linear import head_of
+from policyloss.head.linear import head_and_sources
 from policyloss.head.softmax_rows import Scaling, row_partials
 from policyloss.head.tiles import Tiles, _tree_of
 from policyloss.head.vocab_parallel import Vocabulary
 
 VOCAB = 1024
 LENGTHS = (5, 60, 2, 33, 17, 100, 8, 44)
-OPTIONS = (None, 1.0, None, None)  # no bias, temperature 1, no softcap, one rank
 
 
 def model_of(folder: Path, size: int) -> Any:
@@ -53,7 +52,8 @@ def model_of(folder: Path, size: int) -> Any:
 
 def our_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """The logits of the exact head."""
-    head = head_of(hidden, weight, hidden.new_zeros(len(hidden), dtype=torch.long), *OPTIONS)
+    ids = hidden.new_zeros(len(hidden), dtype=torch.long)
+    head = head_and_sources(hidden, weight, ids, None)[0]
     return head.logits(head.rows(slice(None)), head.room(len(hidden))).clone()
 
 

@@ -182,8 +182,14 @@ def group_advantages(
     if rewards.numel() == 0:
         return rewards.new_zeros(0, dtype=dtype)
     g = RankedGroups.of(rewards, group_ids)
-    if center is not None and single == "zero":
-        _warn_of_single_groups(g)
+    silent = center is not None and single == "zero" and g.size.numel() > 1
+    if silent and can_be_read(g.size) and holds(g.size.max() == 1):
+        warnings.warn(
+            f"group_ids: all {g.size.numel()} ids are different, so every group is of one sequence "
+            "and every advantage is 0. Give the samples of one prompt the same id, or pass "
+            'single="raw" for the rewards themselves.',
+            stacklevel=outside_level(),
+        )
     weight = weight_column[0][g.order] if weight_column else None
     alone_raw = (g.size == 1) & (single == "raw")
     advantage = torch.where(alone_raw, g.rewards, _center_rewards(g, center, weight))
@@ -193,17 +199,6 @@ def group_advantages(
             spread = torch.where(alone_raw, 0 if scale == "mean" else 1, spread)
         advantage = divide_by(advantage, spread, eps)
     return g.back(advantage, dtype)[this_rank]
-
-
-def _warn_of_single_groups(g: RankedGroups) -> None:
-    """Warn if no sequence has another one to be compared with, so that every advantage is 0."""
-    if g.size.numel() > 1 and can_be_read(g.size) and holds(g.size.max() == 1):
-        warnings.warn(
-            f"group_ids: all {g.size.numel()} ids are different, so every group is of one sequence "
-            "and every advantage is 0. Give the samples of one prompt the same id, or pass "
-            'single="raw" for the rewards themselves.',
-            stacklevel=outside_level(),
-        )
 
 
 def of_all_ranks(group: Any, rewards: Tensor, group_ids: Tensor, *more: Tensor) -> Gathered:

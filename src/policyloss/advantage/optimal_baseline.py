@@ -121,7 +121,10 @@ def _less_baseline(
     else:
         width = valid.shape[1]
         place = torch.arange(width, device=valid.device).expand_as(valid)
-    weighted, weight = (_at_places(x, place, valid, width) for x in (path * returns, path))
+    # The valid tokens of each row at the columns `place`, 0 elsewhere. `[B, T]` → `[B, width]`
+    room, column = path.new_zeros(path.shape[0], width + 1), torch.where(valid, place, width)
+    pair = (path * returns, path)
+    weighted, weight = (room.scatter(1, column, x)[:, :width] for x in pair)
     baseline = torch.zeros_like(weighted)
     for rows in rows_by_size(group_ids)[2]:
         mean = weighted[rows].sum(1, keepdim=True) / (weight[rows].sum(1, keepdim=True) + eps)
@@ -130,12 +133,6 @@ def _less_baseline(
     if zero_tail:
         token_baseline = torch.where(place < _tail(lengths, group_ids), token_baseline, 0)
     return fill(returns - token_baseline, valid)
-
-
-def _at_places(x: Tensor, place: Tensor, valid: Tensor, width: int) -> Tensor:
-    """The valid tokens of each row at the columns `place`, 0 elsewhere. `[B, T]` → `[B, width]`."""
-    room, column = x.new_zeros(x.shape[0], width + 1), torch.where(valid, place, width)
-    return room.scatter(1, column, x)[:, :width]
 
 
 def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:

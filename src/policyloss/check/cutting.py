@@ -218,19 +218,16 @@ class Steps:
         if not self.full_gradient.any():
             why = "are the advantages 0, or the mask False everywhere?"
             raise InputError(f"step_fn's gradient of the whole batch is 0: {why}")
-        self._check_repeatable(self.run([everything]))
-
-    def _check_repeatable(self, again: Tensor) -> None:
-        if self.distance(again, self.full_gradient) <= self.tolerance:
-            return
-        if self.distance(again, 2 * self.full_gradient) <= self.tolerance:
-            raise InputError("step_fn gave twice the gradient in a rerun: zero the gradients.")
-        raise InputError(
-            "step_fn gave another gradient when it ran twice on the same batch (relative "
-            f"difference {self.distance(again, self.full_gradient):.1e}), so no cut can be "
-            "judged: switch dropout off (model.eval()), seed its sampling, and leave the "
-            "optimizer's step out."
-        )
+        again = self.run([everything])
+        apart = self.distance(again, self.full_gradient)
+        if apart > self.tolerance:
+            if self.distance(again, 2 * self.full_gradient) <= self.tolerance:
+                raise InputError("step_fn gave twice the gradient in a rerun: zero the gradients.")
+            raise InputError(
+                "step_fn gave another gradient when it ran twice on the same batch (relative "
+                f"difference {apart:.1e}), so no cut can be judged: switch dropout off "
+                "(model.eval()), seed its sampling, and leave the optimizer's step out."
+            )
 
     def run(self, cut: Sequence[Sequence[int]]) -> Tensor:
         """The gradient `[P]` of one step over these micro-batches, each a list of sequences."""

@@ -155,14 +155,12 @@ def part_text(value: Any) -> str:
     if not has_fields(value):
         return part_name(value)
     fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    arguments = [f"{f.name}={_value_text(x)}" for f, x in fields if x != f.default]
-    return f"{part_name(value)}({', '.join(arguments)})"
-
-
-def _value_text(value: Any) -> str:
-    if has_fields(value):
-        return part_text(value)
-    return str(entry(value)) if isinstance(value, (int, float)) else repr(value)
+    texts = {
+        f.name: part_text(x) if has_fields(x) or isinstance(x, (int, float)) else repr(x)
+        for f, x in fields
+        if x != f.default
+    }
+    return f"{part_name(value)}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def _meaning(slot: str, a: LossSpec, b: LossSpec) -> tuple[str, ...]:

@@ -99,6 +99,11 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        names = [
+            line
+            for one in self.elsewhere
+            for line in (f"{one.part}:", *(f"  {who}: {x}" for who, x in one.names.items()))
+        ]
         sections = [
             ("", _heading(self)),
             ("Formula", _formula(self)),
@@ -107,7 +112,7 @@ class Explanation:
             ("Advantages", [self.advantages]),
             ("Numbers", _numbers(self)),
             ("No gradient", _zero_lines(self)),
-            ("Elsewhere", _elsewhere(self)),
+            ("Elsewhere", names),
             ("Traps", [f"- {t.text}" for t in self.traps]),
         ]
         return "\n\n".join(section(title, lines) for title, lines in sections if lines)
@@ -285,11 +290,3 @@ def _zero_lines(e: Explanation) -> list[str]:
 def _conditions(conditions: tuple[Condition, ...]) -> list[str]:
     width = max(len(c.expression) for c in conditions)
     return [f"  {c.expression:<{width}}  {c.meaning}" for c in conditions]
-
-
-def _elsewhere(e: Explanation) -> list[str]:
-    lines = []
-    for one in e.elsewhere:
-        lines.append(f"{one.part}:")
-        lines += [f"  {framework}: {name}" for framework, name in one.names.items()]
-    return lines

@@ -180,10 +180,6 @@ def _live(lines: list[FormulaLine]) -> tuple[FormulaLine, ...]:
     return tuple(reversed(kept))
 
 
-def _is_reserved(label: str) -> bool:
-    return label in _RESERVED or label in VOCABULARY or keyword.iskeyword(label)
-
-
 def _derive(slot: str, part: Any, anchor: str = "old") -> DerivedFormula | None:
     """The formula of a part by its results; None if symbols cannot follow it."""
     # A part of the library is a value, so its lines never change; a user's function may read
@@ -192,7 +188,8 @@ def _derive(slot: str, part: Any, anchor: str = "old") -> DerivedFormula | None:
 
 
 def _derive_uncached(part: Any, anchor: str) -> DerivedFormula | None:
-    return derive_formula(part, symbolic_tokens(anchor), _is_reserved)
+    reserved = {*_RESERVED, *VOCABULARY, *keyword.kwlist}
+    return derive_formula(part, symbolic_tokens(anchor), reserved.__contains__)
 
 
 _derive_cached = lru_cache(maxsize=1024)(_derive_uncached)

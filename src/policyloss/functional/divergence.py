@@ -207,10 +207,6 @@ def _log_rest(x: Tensor) -> Tensor:
     return (1 - x.exp().sum(-1, keepdim=True)).clamp(min=_least(x)).log()
 
 
-def _forward_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return _times(teacher.exp(), _gap(student, teacher))
-
-
 def _reverse_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return -_times(student.exp(), _gap(student, teacher))
 
@@ -220,18 +216,6 @@ def _jsd_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return -beta * _times(teacher.exp(), to_teacher) - (1 - beta) * _times(
         student.exp(), to_student
     )
-
-
-def _jsd_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return -(1 - beta) * _times(student.exp(), _to_mixture(_gap(student, teacher), beta)[0])
-
-
-def _generalised_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return _reverse_terms(student, teacher, beta) - student.exp() + teacher.exp()
-
-
-def _skew_forward_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return -_times(teacher.exp(), _to_mixture(_gap(student, teacher), beta)[1])
 
 
 def _skew_forward_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -248,10 +232,6 @@ def _skew_reverse_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tenso
     return -_times(student.exp(), to_student + (1 - beta) * torch.expm1(-to_student))
 
 
-def _tv_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return (student.exp() - teacher.exp()).abs() / 2
-
-
 def _tv_slopes(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     p = student.exp()
     return p * (p - teacher.exp()).sign() / 2
@@ -263,7 +243,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             "forward",
             "KL(teacher, student)",
-            terms=_forward_terms,
+            terms=lambda student, teacher, beta: _times(teacher.exp(), _gap(student, teacher)),
             slopes=lambda student, teacher, beta: -teacher.exp(),
             total=lambda divergence, summed: torch.full_like(divergence, -1),
             code=0,
@@ -282,7 +262,7 @@ KINDS: dict[str, Kind] = {
             "jsd",
             "the JSD of student and teacher at beta {beta:.10g}",
             terms=_jsd_terms,
-            slopes=_jsd_slopes,
+            slopes=lambda *of_row: (1 - of_row[2]) * _skew_reverse_terms(*of_row),
             total=lambda divergence, summed: summed,
             code=2,
             reads_beta=True,
@@ -291,7 +271,9 @@ KINDS: dict[str, Kind] = {
         Kind(
             "generalised",
             "the generalised KL(student, teacher)",
-            terms=_generalised_terms,
+            terms=lambda student, teacher, beta: (
+                _reverse_terms(student, teacher, beta) - student.exp() + teacher.exp()
+            ),
             slopes=_reverse_terms,
             total=lambda divergence, summed: divergence,
             takes_tail=False,
@@ -300,7 +282,9 @@ KINDS: dict[str, Kind] = {
         Kind(
             "skew_forward",
             "KL(teacher, mixture with {beta:.10g} of the teacher)",
-            terms=_skew_forward_terms,
+            terms=lambda student, teacher, beta: (
+                -_times(teacher.exp(), _to_mixture(_gap(student, teacher), beta)[1])
+            ),
             slopes=_skew_forward_slopes,
             total=lambda divergence, summed: summed,
             reads_beta=True,
@@ -320,7 +304,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             "tv",
             "the total variation of student and teacher",
-            terms=_tv_terms,
+            terms=lambda student, teacher, beta: (student.exp() - teacher.exp()).abs() / 2,
             slopes=_tv_slopes,
             total=lambda divergence, summed: summed,
         ),

@@ -123,36 +123,19 @@ def head_and_sources(
     support: SupportArgument | None = None,
     index: Tensor | None = None,
 ) -> tuple[Head, Sources, Tensor | None]:
-    """The head of a call, its sources, and the mask of its rows: with an index, of the distinct
-    rows that its terms read.
+    """The head of a call, checked except for the values of the ids (`value_summary`), its sources,
+    and the mask of its rows: with an index, of the distinct rows that its terms read.
     """
-    of_call = (bias, temperature, softcap, vocab_group, support)
-    if index is None:
-        return head_of(hidden, weight, ids, *of_call), (hidden, weight, bias), mask
-    if support is not None:
-        raise InputError(
-            "index and support were passed together, but the terms of a row may have several "
-            "supports; leave out one of them."
-        )
     check_matrices(hidden, weight, bias)
-    rows = distinct_rows(index, hidden, ids, temperature, mask)
-    options = (bias, rows.temperature, softcap, vocab_group)
-    head = replace(head_of(rows.hidden, weight, rows.ids, *options), terms=rows.terms)
-    return head, (rows.hidden, weight, bias), rows.mask
-
-
-def head_of(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    vocab_group: Any = None,
-    support: SupportArgument | None = None,
-) -> Head:
-    """The head of these arguments, checked except for the values of the ids (`value_summary`)."""
-    check_matrices(hidden, weight, bias)
+    terms = None
+    if index is not None:
+        if support is not None:
+            raise InputError(
+                "index and support were passed together, but the terms of a row may have several "
+                "supports; leave out one of them."
+            )
+        rows = distinct_rows(index, hidden, ids, temperature, mask)
+        hidden, ids, temperature, mask, terms = rows
     check_group("vocab_group", vocab_group)
     if vocab_group is None:  # with a group, all ranks raise together
         check_vocabulary("weight", weight, weight.shape[0])
@@ -169,7 +152,8 @@ def head_of(
             # The trial of a shape (`Tiles`) multiplies a weight that begins at such an address.
             w = w.clone(memory_format=torch.contiguous_format)
         tiles = Tiles.of(x, w, vocabulary)
-    return Head(x, w, flat, b, rate, softcap, vocabulary, kept, tiles)
+    head = Head(x, w, flat, b, rate, softcap, vocabulary, kept, tiles, terms)
+    return head, (hidden, weight, bias), mask
 
 
 def live_rows(valid: Tensor | None) -> Tensor | None:
@@ -265,18 +249,21 @@ class _LinearLogprobs(torch.autograd.Function):
         dlogp, dentropy, ddivergence = grads
         if dlogp is None and (ddivergence is None or ctx.known is None):
             dlogp = torch.zeros_like(logp)
+        derivatives = (dlogp, dentropy, ddivergence)
         plan, stash = ctx.plan, ctx.stash
         if plan.kind is STASH:
             # The gradient overwrites the stash: a second backward recomputes the logits.
             ctx.plan, ctx.stash = replace(plan, name=RECOMPUTE.name), (None, None)
         else:
-            index = _rows_with_gradient(index, dlogp, dentropy, ddivergence)
+            # The rows without a gradient need no matmul; their number is read back to the host.
+            live = reduce(torch.bitwise_or, [d != 0 for d in derivatives if d is not None])
+            index = live_rows(live) if index is None else index[live[index]]
         inputs = BackwardInputs(
             head,
             wanted,
             index,
             Statistics(logp, None if dentropy is None else spread, lse),
-            (dlogp, dentropy, ddivergence),
+            derivatives,
             plan.rows,
             plan.columns,
             stash,
@@ -300,15 +287,6 @@ def write_at(numbers: Any, at: Index, known: Any, n: int) -> Any:
     for everywhere, x in zip(known, numbers, strict=True):
         everywhere[at] = x
     return known
-
-
-def _rows_with_gradient(index: Tensor | None, *derivatives: Tensor | None) -> Tensor | None:
-    """The computed rows that have a gradient, None for all; the others need no matmul.
-
-    Reads their number back to the host.
-    """
-    has_gradient = reduce(torch.bitwise_or, [d != 0 for d in derivatives if d is not None])
-    return live_rows(has_gradient) if index is None else index[has_gradient[index]]
 
 
 def at_rows(x: Tensor, index: Tensor | None, n: int) -> Tensor:

@@ -178,7 +178,7 @@ class Work(NamedTuple):
             hidden_gradient=wanted.hidden is not None,
             weight_gradient=wanted.weight is not None or wanted.bias is not None,
             longest=longest,
-            compares_logits=comparison is not None and comparison.makes_logits,
+            compares_logits=comparison is not None and comparison.known is None,
             teacher_matmul=0.0 if comparison is None else comparison.matmul,
             stashes=logp + (comparison is not None),
         )

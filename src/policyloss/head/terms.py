@@ -88,7 +88,14 @@ def distinct_rows(
     valid, flat = check_mask(mask, ids), ids.reshape(-1).to(torch.int64)
     state = index.reshape(-1).to(torch.int64)
     state = state if valid is None else torch.where(valid, state, 0)
-    _check_range(state, states.shape[0])
+    outside = (state < 0) | (state >= states.shape[0])
+    if bool(outside.any()):
+        place = int(outside.to(torch.uint8).argmax())
+        raise InputError(
+            f"index holds {int(state[place])} at position {place} (counted over all terms), but "
+            f"hidden has {states.shape[0]} hidden states, 0 to {states.shape[0] - 1}. Terms that "
+            "are padding must be False in mask."
+        )
     key, per_term = _numbered(state, flat), None
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         per_term = temperature.reshape(-1)
@@ -112,14 +119,3 @@ def _numbered(a: Tensor, b: Tensor) -> Tensor:
     """A number for each pair, equal for equal pairs. `[M]`, `[M]` → `[M]`."""
     ranks: list[Tensor] = [torch.unique(x, return_inverse=True)[1] for x in (a, b)]
     return ranks[0] * a.shape[0] + ranks[1]
-
-
-def _check_range(index: Tensor, states: int) -> None:
-    outside = (index < 0) | (index >= states)
-    if bool(outside.any()):
-        place = int(outside.to(torch.uint8).argmax())
-        raise InputError(
-            f"index holds {int(index[place])} at position {place} (counted over all terms), but "
-            f"hidden has {states} hidden states, 0 to {states - 1}. Terms that are padding must be "
-            "False in mask."
-        )

@@ -218,13 +218,6 @@ class _BatchCorrection:
         return _BatchCorrection(Corrected(*cut), self.name, shape)
 
 
-def _correct_batch(part: Any, t: Tokens) -> Any:
-    """`part` with its result for the batch `t`, unless it reads logp or comes after all others."""
-    if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise):
-        return part
-    return _BatchCorrection(part(t), correction_name(part), t.mask.shape)
-
-
 def entropy_has_slope(spec: LossSpec) -> bool:
     """Whether the loss may change with the entropy: by its bonus, or by a user's callable."""
     return bool(spec.entropy_coef) or not spec.is_data
@@ -252,7 +245,12 @@ def batch_of(
     weight, corrections = None, spec.correction
     t = replace(t, measured=None if step is None else step.statistics)
     if spec.corrections_by_logp:
-        corrections = tuple(_correct_batch(part, t) for part in spec.correction)
+        corrections = tuple(
+            part  # it reads logp, or comes after all others
+            if getattr(part, "reads_logp", True) or isinstance(part, SelfNormalise)
+            else _BatchCorrection(part(t), correction_name(part), t.mask.shape)
+            for part in spec.correction
+        )
     else:
         t, corrected = corrected_tokens(spec, t, step)
         weight = None if corrected.weight is None else corrected.weight.broadcast_to(t.mask.shape)

@@ -62,13 +62,11 @@ def run_forward(
 
     def use(hidden: Tensor, parts: Matrices) -> Tensor:
         results.append(scores(hidden, parts, known))
-        empty = hidden.new_zeros(1, 1, parts.weight.shape[0])
-        return _hung_on(empty, _differentiable(results[0]))
+        fields = results[0] if isinstance(results[0], tuple) else vars(results[0]).values()
+        moving = [x for x in fields if isinstance(x, Tensor) and x.requires_grad]
+        return _hung_on(hidden.new_zeros(1, 1, parts.weight.shape[0]), moving)
 
-    def in_its_place(hidden: Tensor) -> Tensor:
-        return with_matrices(head, hidden, use)
-
-    output = _forward(model, head, forward, in_its_place)
+    output = _forward(model, head, forward, lambda hidden: with_matrices(head, hidden, use))
     return Scored(_attach(results[0], logits_of(output)), output)
 
 
@@ -166,11 +164,6 @@ def _hung_on(value: Tensor, others: list[Tensor]) -> Tensor:
     return hung
 
 
-def _differentiable(result: Any) -> list[Tensor]:
-    fields = result if isinstance(result, tuple) else vars(result).values()
-    return [x for x in fields if isinstance(x, Tensor) and x.requires_grad]
-
-
 def _attach(result: Any, logits: Any) -> Any:
     """The result, with its tensors that carry a gradient attached to the model's output."""
     if not (isinstance(logits, Tensor) and logits.requires_grad):
@@ -195,7 +188,6 @@ ADVICE = {
     "pack": "pass sequences as padded rows",
 }
 _tried: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
-Positions = Callable[[Tensor], Tensor | None]
 
 
 def left_padded_positions(attention_mask: Tensor) -> Tensor | None:
@@ -248,7 +240,8 @@ def _tries(
             pack = torch.cat([ids, flipped])[None]
             both = _hidden(model, pack, position_ids=positions, **plain)[0]
             return {"pack": _same(both[:n], alone) and _same(both[n:], other)}
-        padding = ids.new_full((2,), _padding_id(model))
+        pad = getattr(getattr(language_model(model), "config", None), "pad_token_id", None)
+        padding = ids.new_full((2,), pad if isinstance(pad, int) else 0)
         live = torch.ones_like(ids)
         left, right = torch.cat([padding, ids])[None], torch.cat([ids, padding])[None]
         mask = torch.cat([torch.zeros_like(padding), live])[None]
@@ -269,8 +262,3 @@ def _hidden(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
         model, {"input_ids": input_ids, **inputs}, lambda hidden, *others: (hidden,)
     ).result[0]
     return caught
-
-
-def _padding_id(model: Any) -> int:
-    pad = getattr(getattr(language_model(model), "config", None), "pad_token_id", None)
-    return pad if isinstance(pad, int) else 0

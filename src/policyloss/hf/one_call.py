@@ -59,7 +59,10 @@ class ModelCall:
         elif ids is not None:
             raise InputError("ids needs index, the input token that predicts each of them.")
         tokens, count = _check_input_ids(input_ids, logits_to_keep, cu_seqlens)
-        _check_like("attention_mask", attention_mask, tokens)
+        live: Any = attention_mask
+        if live is not None and (not isinstance(live, Tensor) or live.shape != tokens.shape):
+            shapes = f"{tuple(tokens.shape)}, got {description(live)}"
+            raise InputError(f"attention_mask must have the shape of input_ids, {shapes}.")
         packed = cu_seqlens is not None
         taken = inspect.signature(language_model(model).forward).parameters
         inputs = {"input_ids": tokens, "attention_mask": attention_mask, **(model_inputs or {})}
@@ -232,19 +235,16 @@ class ModelCall:
         check_choice("head", head, HEADS)
         if self.index is not None and head != "fused":
             raise InputError(f"index needs head='fused', got head={head!r}.")
-        refuse = self._refusal(mask)
-        out = self._result(head, scores, from_logits)
-        refuse()
-        return out
-
-    def _result(self, head: str, scores: Scores, from_logits: Any) -> Any:
+        refuse, out = self._refusal(mask), None
         if head != "logits":
             try:
-                return self.run_without_head(scores)
+                out = self.run_without_head(scores)
             except UnknownHeadError:
                 if head == "fused":
                     raise
-        return from_logits(logits_of(self.model(**self.inputs)))
+        out = from_logits(logits_of(self.model(**self.inputs))) if out is None else out
+        refuse()
+        return out
 
 
 def _check_input_ids(
@@ -272,12 +272,6 @@ def _check_input_ids(
             f"row (its first is not predicted), got {description(logits_to_keep)}."
         )
     return input_ids, logits_to_keep
-
-
-def _check_like(name: str, x: Any, tokens: Tensor) -> None:
-    if x is not None and (not isinstance(x, Tensor) or x.shape != tokens.shape):
-        shapes = f"{tuple(tokens.shape)}, got {description(x)}"
-        raise InputError(f"{name} must have the shape of input_ids, {shapes}.")
 
 
 def _positions_in(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:

@@ -71,8 +71,19 @@ class TokenMean:
         return f"sum({x}) / N"
 
 
+class _Factored:
+    """The weights of a token and of all tokens are computed apart, and multiplied here."""
+
+    def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def __call__(self, t: Layout) -> Tensor:
+        per_token, shared = self.factors(t)
+        return per_token * shared
+
+
 @dataclass(frozen=True)
-class SeqMeanTokenMean:
+class SeqMeanTokenMean(_Factored):
     """The mean over sequences of the mean over each one's tokens: `1 / (B·L_i)` (GRPO)."""
 
     divides_by: ClassVar[str] = "sequences"
@@ -81,10 +92,6 @@ class SeqMeanTokenMean:
         """`1 / L_i` of each token, and `1 / B`, which all tokens share."""
         shared = reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)
         return per_sequence_mean(t.lengths, t.sequences), shared
-
-    def __call__(self, t: Layout) -> Tensor:
-        per_token, shared = self.factors(t)
-        return per_token * shared
 
     def sentence(self) -> str:
         return "every sequence counts the same, each as the mean of its tokens"
@@ -213,7 +220,7 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 
 
 @dataclass(frozen=True)
-class TurnMean:
+class TurnMean(_Factored):
     """The mean over sequences of the mean over their turns of the mean over each turn's tokens:
     `1 / (B·K_i·L_k)`, for turn k of the K_i turns of sequence i.
 
@@ -232,10 +239,6 @@ class TurnMean:
         number = t.sequences.sum(per_token).round()
         shared = reciprocal(t.totals.sequences, number, times=t.totals.dp_size)
         return per_token * per_sequence_mean(number, t.sequences), shared
-
-    def __call__(self, t: Layout) -> Tensor:
-        per_token, shared = self.factors(t)
-        return per_token * shared
 
     def sentence(self) -> str:
         return "every sequence counts the same, its turns alike, each as the mean of its tokens"
@@ -311,7 +314,7 @@ class LocalTokenMean:
 
 
 @dataclass(frozen=True)
-class LocalSeqMeanTokenMean:
+class LocalSeqMeanTokenMean(_Factored):
     """Legacy: mean over the sequences *of this call* of their token means (TRL `grpo`).
 
     It depends on how a step is split into calls.
@@ -321,10 +324,6 @@ class LocalSeqMeanTokenMean:
         """`1 / L_i` of each token, and `1 / b` for the b sequences of this call."""
         shared = reciprocal((t.counts > 0).sum(), t.lengths)
         return per_sequence_mean(t.lengths, t.sequences), shared
-
-    def __call__(self, t: Layout) -> Tensor:
-        per_token, shared = self.factors(t)
-        return per_token * shared
 
     def sentence(self) -> str:
         return "every sequence of this call counts the same, each as the mean of its tokens"
@@ -354,7 +353,8 @@ def weight_factors(part: Any, t: Layout) -> tuple[Tensor, Tensor | None]:
 
     The factor may depend on a count of this call; the sum over tokens need not wait for it.
     """
-    if type(part) in VARIANTS and hasattr(part, "factors"):
-        per_token, shared = part.factors(t)
-        return per_token, shared
-    return part(t), None
+    return (
+        part.factors(t)
+        if type(part) in VARIANTS and isinstance(part, _Factored)
+        else (part(t), None)
+    )

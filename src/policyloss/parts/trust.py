@@ -25,7 +25,6 @@ from policyloss.functional import trust
 from policyloss.functional.collectives import kth_largest, least_of_largest, reaches_threshold
 from policyloss.functional.recurrence import future_sum
 from policyloss.functional.trust import step_covariance, step_means
-from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust_clips import (
     Clip,
     DetachedClip,
@@ -167,6 +166,7 @@ class FutureKL(TrustPart):
     """
 
     reach: ClassVar[str] = "sequence"
+    token_ratio: ClassVar[str] = "sums the log-ratios of tokens"
     eps_low: LowerDistance = 0.2
     eps_high: UpperDistance = 0.2
     half_life: Positive = 32.0
@@ -185,14 +185,6 @@ class FutureKL(TrustPart):
         bounds = (self.weight_min, self.weight_max, self.safe_ratio)
         weight = trust.influence(future, t.ratio, t.advantages, *bounds)
         return surrogate._replace(loss=surrogate.loss * weight)
-
-    def check_ratio(self, ratio: Any) -> None:
-        """Raise unless this part can be used with `ratio`."""
-        if not isinstance(ratio, TokenRatio):
-            raise SpecError(
-                "FutureKL sums the log-ratios of tokens, so ratio must be TokenRatio, got "
-                f"{type(ratio).__name__}."
-            )
 
     def formula(self, anchor: str) -> list[tuple[str, Any]]:
         """The lines that lead to the surrogate, each a text or a part."""
@@ -533,8 +525,7 @@ class BySign:
     def check_ratio(self, ratio: Any) -> None:
         """Raise unless `ratio` is one that both sides fit."""
         for part in self._sides:
-            if hasattr(part, "check_ratio"):
-                part.check_ratio(ratio)
+            part.check_ratio(ratio)
 
     def __call__(self, t: Tokens) -> Surrogate:
         positive, negative = self.positive(t), self.negative(t)

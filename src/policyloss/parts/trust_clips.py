@@ -50,6 +50,15 @@ class TrustPart(Part):
 
     reach: ClassVar[str] = "token"
     follows_advantage: ClassVar[bool] = True
+    token_ratio: ClassVar[str] = ""  # why the ratio must be a `TokenRatio`; "" if it need not be
+
+    def check_ratio(self, ratio: Any) -> None:
+        """Raise unless this part can be used with `ratio`."""
+        if self.token_ratio and not isinstance(ratio, TokenRatio):
+            raise SpecError(
+                f"{type(self).__name__} {self.token_ratio}, so ratio must be TokenRatio, got "
+                f"{type(ratio).__name__}."
+            )
 
 
 _RATIO = "ratio_min/ratio_max are ratios (0.8, 1.28), not distances from 1."
@@ -340,6 +349,7 @@ class GeometricClip(TrustPart):
     """
 
     reach: ClassVar[str] = "sequence"
+    token_ratio: ClassVar[str] = "averages token log-ratios itself"
     eps_low: NotNegative
     eps_high: NotNegative
 
@@ -353,14 +363,6 @@ class GeometricClip(TrustPart):
         with torch.no_grad():
             return Surrogate(
                 loss, upper=(a > 0) & (d > self.eps_high), lower=(a < 0) & (d < -self.eps_low)
-            )
-
-    def check_ratio(self, ratio: Any) -> None:
-        """Raise unless this part can be used with `ratio`."""
-        if not isinstance(ratio, TokenRatio):
-            raise SpecError(
-                "GeometricClip averages token log-ratios itself, so ratio must be TokenRatio, got "
-                f"{type(ratio).__name__}."
             )
 
     def sentence(self) -> str:

@@ -86,14 +86,16 @@ def preference_loss(
     if cp_group is not None and any(term.score.tail != 1 for term in spec.terms):
         raise InputError("Score.tail reads the order of tokens: use tail=1 with cp_group.")
     ref = torch.zeros_like(t.mask, dtype=t.dtype)
-    if spec.reads_reference:
+    if any(term.score.reference == "ref" for term in spec.terms):
         ref = _argument("ref_logp", ref_logp, logp, t)
     call = _Call(t, t.fill(logp), ref, chosen, baseline)
     per_sequence = call.losses(spec.terms)
     if spec.weighting == "wpo":
         squares = _argument("log_sum_sq_probs", log_sum_sq_probs, logp, t)
         weight = t.sequence_mean(call.logp.detach() - squares).exp()
-        per_sequence = per_sequence * call.product_of_pair(weight)
+        if spec.over == "pairs":
+            weight = (weight[0::2] * weight[1::2]).repeat_interleave(2)
+        per_sequence = per_sequence * weight
     x = t.fill(t.sequences.expand(per_sequence)) * SeqMeanTokenMean()(t)
     if spec.nll:
         x = x - fill(call.logp, call.chosen_tokens) * (spec.nll * _per_chosen_token(call, step))
@@ -154,10 +156,6 @@ class _Call:
         """Whether both sequences of a pair have a valid token, `[P]`."""
         counts = self.t.counts
         return (counts[0::2] > 0) & (counts[1::2] > 0)
-
-    def product_of_pair(self, s: Tensor) -> Tensor:
-        """The product of the numbers of each pair, `[S]` → `[S]`; `s` itself without pairs."""
-        return s if self.labels is not None else (s[0::2] * s[1::2]).repeat_interleave(2)
 
     def scores(self, score: Score) -> Tensor:
         """The score of each sequence `[S]`."""

@@ -52,11 +52,6 @@ class PreferenceSpec(Part):
         """Whether a margin depends on the rank of a pair among all pairs (AOT)."""
         return any(term.margin in RANKED for term in self.terms)
 
-    @property
-    def reads_reference(self) -> bool:
-        """Whether the loss reads `ref_logp`."""
-        return any(term.score.reference == "ref" for term in self.terms)
-
     def with_fields(self, **values: Any) -> PreferenceSpec:
         """The same loss with other numbers or words, in every part that has them: `beta=0.2`."""
         data: Any = self.to_dict()

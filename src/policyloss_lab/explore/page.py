@@ -55,15 +55,12 @@ def explore_command(arguments: Sequence[str]) -> int:
     losses = map(read_loss, options.losses)
     page = explorer_page([loss if isinstance(loss, str) else as_spec(loss) for loss in losses])
     write_output(options.out, page.encode(), "--out")
-    opened = options.open and _has_browser() and webbrowser.open(options.out.resolve().as_uri())
+    # Without a screen, `webbrowser` would start a text browser.
+    screen = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    shows = options.open and (screen or sys.platform in ("darwin", "win32"))
+    opened = shows and webbrowser.open(options.out.resolve().as_uri())
     print(f"{options.out}: {'opened' if opened else 'open it'} in a browser.", flush=True)
     return 0
-
-
-def _has_browser() -> bool:
-    """Whether there is a screen; without one, `webbrowser` would start a text browser."""
-    screens = ("DISPLAY", "WAYLAND_DISPLAY")
-    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, screens))
 
 
 def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:

@@ -179,15 +179,15 @@ def _clean(row: dict[str, Any], step: int, shortened: Counter[str]) -> dict[str,
         "finish_reason": cut(reason, limits.TOKEN_LENGTH) if isinstance(reason, str) else None,
         "tokens": [cut(token, limits.TOKEN_LENGTH) for token in tokens],
         **{name: [integer(v) for v in columns[name]] for name in INTEGERS},
-        **{name: [finite(v) for v in _where(written, columns[name])] for name in NUMBERS},
+        **{
+            name: [
+                finite(v) if kept else None for kept, v in zip(written, columns[name], strict=True)
+            ]
+            for name in NUMBERS
+        },
         **{name: [None if v is None else bool(v) for v in columns[name]] for name in FLAGS},
         "branch": [v if isinstance(v, str) and v in BRANCHES else None for v in columns["branch"]],
     }
-
-
-def _where(flags: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    """The values where a flag is set, and None elsewhere."""
-    return [value if flag else None for flag, value in zip(flags, values, strict=True)]
 
 
 def _list(value: Any) -> list[Any]:
@@ -225,7 +225,10 @@ def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> li
         return list(rows)
     chosen = [rows[i] for i in open_rows]
     lengths = torch.tensor([0, *(len(row["tokens"]) for row in chosen)])
-    tensors = {name: _joined(chosen, name) for name in {"old_logp", *names}}
+    tensors = {
+        name: torch.tensor([x or 0.0 for row in chosen for x in row[name]], dtype=torch.float64)
+        for name in {"old_logp", *names}
+    }
     mask = torch.tensor([used is not False for row in chosen for used in row["mask"]])
     tensors["advantages"] = tensors.pop("token_advantage")
     try:
@@ -247,9 +250,3 @@ def _lacks_branches(row: Mapping[str, Any], names: set[str]) -> bool:
         for name in names
         for value, used in zip(row[name], row["mask"], strict=True)
     )
-
-
-def _joined(rows: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
-    """The numbers of all rows, concatenated; missing numbers of masked tokens are 0."""
-    values = [0.0 if value is None else value for row in rows for value in row[name]]
-    return torch.tensor(values, dtype=torch.float64)

@@ -283,24 +283,18 @@ def what_if(
     by_model = None
     if not isinstance(weights, EachToken):
         by_model = weights.products(gradients, tokens)
-        notes += _other_weights(Parameters(model, temperature).logp(tokens), tokens)
+        apart = Parameters(model, temperature).logp(tokens) - tokens.inputs.logp
+        if (gap := float(apart[tokens.inputs.mask].abs().median())) > SAME_WEIGHTS:
+            notes.append(
+                f"The model's log-probabilities of these tokens are {gap:.2g} nats from the stored "
+                "ones (median): it does not have the weights that the tokens were stored with."
+            )
     cures: tuple[Remedy, ...] = ()
     if yours and outcomes[0].name == YOURS:
         cures = remedies(outcomes[0], tokens, limits or Limits())
     return WhatIf(
         tokens, tuple(outcomes), refused, by_token, by_model, weights.name, cures, tuple(notes)
     )
-
-
-def _other_weights(logp: Tensor, tokens: StoredTokens) -> list[str]:
-    """A sentence if the model's log-probabilities differ from the stored ones."""
-    gap = float((logp - tokens.inputs.logp)[tokens.inputs.mask].abs().median())
-    if gap <= SAME_WEIGHTS:
-        return []
-    return [
-        f"The model's log-probabilities of these tokens are {gap:.2g} nats from the stored ones "
-        "(median): it does not have the weights that the tokens were stored with."
-    ]
 
 
 def _yours(tokens: StoredTokens, spec: AnyLoss | None, notes: list[str]) -> dict[str, LossSpec]:

@@ -208,9 +208,9 @@ class BuiltIn(Engine):
 
 def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None]) -> Rollout:
     """The engine that `--rollout` names, for a run."""
-    weights = Weights(setup.model, setup.tokenizer, setup.learner.ranks)
-    engine = _engine(config, setup, weights, warn)
     model = (setup.model, setup.tokenizer)
+    weights = Weights(*model, setup.learner.ranks)
+    engine = _engine(config, setup, weights, warn)
     return Rollout(config.rollout, engine, weights, *model, config.stop, warn, tool=setup.task.tool)
 
 

@@ -296,10 +296,15 @@ def published_path(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make an empty temporary folder for a checkpoint, and remove leftovers of interrupted ones."""
+    """Make an empty temporary folder for a checkpoint. After a crash, bring back checkpoints that
+    were set aside, and delete temporary folders.
+    """
     temporary = _hidden(folder, step, "tmp")
     files.make_folder(folder)
-    _tidy(folder)
+    for path in newest_first(folder):
+        if path.name.endswith(".old"):
+            os.replace(path, published_path(folder, step_of(path)))
+    _remove_hidden(folder, "tmp", "old", "gone")
     temporary.mkdir()
     return temporary
 
@@ -309,7 +314,7 @@ def undo(folder: Path, step: int) -> None:
     shutil.rmtree(_hidden(folder, step, "tmp"), ignore_errors=True)
 
 
-def publish(temporary: Path) -> Path:
+def publish(temporary: Path) -> None:
     """Rename a complete checkpoint to its final name; on failure, restore the step's older one."""
     folder, step = temporary.parent, step_of(temporary)
     path, old = published_path(folder, step), _hidden(folder, step, "old")
@@ -324,7 +329,6 @@ def publish(temporary: Path) -> Path:
         raise
     files.sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-    return path
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -361,14 +365,6 @@ def prune(folder: Path, step: int, keep: int | None) -> None:
         except OSError as error:  # the new checkpoint is complete, so the run goes on
             warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=3)
     _remove_hidden(folder, "gone", "discarded")
-
-
-def _tidy(folder: Path) -> None:
-    """Clean up after a crash: bring back checkpoints set aside, delete temporary folders."""
-    for path in newest_first(folder):
-        if path.name.endswith(".old"):
-            os.replace(path, published_path(folder, step_of(path)))
-    _remove_hidden(folder, "tmp", "old", "gone")
 
 
 def _remove_hidden(folder: Path, *kinds: str) -> None:

@@ -141,16 +141,10 @@ def keep_preset(spec: LossSpec, changed: LossSpec) -> LossSpec:
 
 
 def continue_options(config: TrainConfig, spec: LossSpec) -> TrainConfig:
-    """`config` with the final number of steps; raises if its options differ from the run's."""
-    stored, stored_spec = stored_options(config.out)
-    refuse_changes(stored, config, stored_spec, spec)
-    return replace(config, steps=max(stored.steps, config.extend or 0))
-
-
-def refuse_changes(
-    stored: TrainConfig, now: TrainConfig, stored_spec: LossSpec | None, spec: LossSpec
-) -> None:
-    """Raise if options or numbers of the loss differ from the run's, and list them."""
+    """`config` with the final number of steps; raises if options or numbers of the loss differ
+    from the run's, and lists them.
+    """
+    (stored, stored_spec), now = stored_options(config.out), config
     old, new = stored.chat_template, now.chat_template
     if old is not None and new is not None and filecmp.cmp(old, new, shallow=False):
         now = replace(now, chat_template=old)
@@ -172,6 +166,7 @@ def refuse_changes(
             f"--resume goes on with the options that {now.out} was started with, but these differ: "
             f"{listed}.{longer} Leave them out, or start another run with another --out."
         )
+    return replace(config, steps=max(stored.steps, config.extend or 0))
 
 
 def loss_data(spec: LossSpec | None, name: str) -> dict[str, Any]:

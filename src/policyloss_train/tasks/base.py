@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
 from random import Random
 from typing import Any, NamedTuple
 
@@ -57,6 +59,16 @@ class Task:
 def number_examples(examples: Iterable[Example]) -> tuple[Example, ...]:
     """The examples, each with its index as id."""
     return tuple(replace(example, id=i) for i, example in enumerate(examples))
+
+
+@cache  # a run makes its task twice
+def draw_splits(
+    draw: Callable[[Random], Iterator[Example]], seed: int, train: int, held_out: int
+) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+    """`train` training examples that follow from `seed`, and `held_out` others that do not."""
+    others = list(islice(drop_duplicates(draw(Random("held out"))), held_out))
+    rows = islice(drop_duplicates(draw(Random(f"train {seed}")), others), train)
+    return number_examples(rows), number_examples(others)
 
 
 def drop_duplicates(

@@ -14,18 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from random import Random
 from string import ascii_lowercase, digits
 
-from policyloss_train.tasks.base import (
-    Example,
-    Reward,
-    Task,
-    Tool,
-    drop_duplicates,
-    number_examples,
-)
+from policyloss_train.tasks.base import Example, Reward, Task, Tool, draw_splits
 
 CALL, UNKNOWN = "?", "-"
 QUESTION = re.compile(r"find ([a-z]) in [0-9]{4}:")
@@ -38,11 +31,8 @@ def lookup_task(seed: int, reward: Reward | None) -> Task:
     """`find c in 4821:` → `c?` [k] `k?` [7] `7`; the tool writes the tokens in brackets. Training
     prompts follow from `seed`; the held-out prompts do not depend on it.
     """
-    held_out = list(islice(drop_duplicates(_draw(Random("held out"))), HELD_OUT))
-    train = islice(drop_duplicates(_draw(Random(f"train {seed}")), held_out), TRAIN)
-    rows = number_examples(train), number_examples(held_out)
-    tool = Tool(CALL, _look_up)
-    return Task("lookup", *rows, reward or _score, demonstration=_demonstration, tool=tool)
+    splits, tool = draw_splits(_draw, seed, TRAIN, HELD_OUT), Tool(CALL, _look_up)
+    return Task("lookup", *splits, reward or _score, demonstration=_demonstration, tool=tool)
 
 
 @cache

@@ -10,11 +10,9 @@ can teach the model the right position of the last digit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from itertools import islice
 from random import Random
 
-from policyloss_train.tasks.base import Example, Reward, Task, drop_duplicates, number_examples
+from policyloss_train.tasks.base import Example, Reward, Task, draw_splits
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 4, 6  # 186 480 different prompts
@@ -26,16 +24,8 @@ def sort_task(seed: int, score: Reward) -> Task:
     """`sort 52731=` → `12357`: four to six different digits. Training prompts follow from `seed`;
     the held-out prompts do not depend on it.
     """
-    train, held_out = _examples(seed)
-    return Task("sort", train, held_out, score, demonstration=_demonstration)
-
-
-@cache
-def _examples(seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """The training and held-out examples; cached, because a run makes its task twice."""
-    held_out = list(islice(drop_duplicates(_draw(Random("held out"))), HELD_OUT))
-    train = islice(drop_duplicates(_draw(Random(f"train {seed}")), held_out), TRAIN)
-    return number_examples(train), number_examples(held_out)
+    splits = draw_splits(_draw, seed, TRAIN, HELD_OUT)
+    return Task("sort", *splits, score, demonstration=_demonstration)
 
 
 def _demonstration(example: Example, rng: Random) -> str:

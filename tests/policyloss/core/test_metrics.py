@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from docs.metric_formulas import FORMULAS
 from walk import walked
 
 import policyloss as pl
 from cases import TOKEN_TENSORS, Batch, assert_same, make_batch, run, step_totals
 from policyloss.functional import collectives
 from policyloss.metrics import RecordPlaces
-from policyloss.policy_metrics import FORMULAS
 from policyloss.records import KINDS, EffectiveSampleSize, ExplainedVariance, Max, Min, Sum
 
 CLIP = pl.Clip(0.05, 0.08, dual=1.2)

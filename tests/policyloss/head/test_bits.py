@@ -33,7 +33,7 @@ import policyloss as pl
 from cases import PRESETS
 from policyloss.head import softmax_rows
 from policyloss.head import tiles as tiles_of
-from policyloss.head.linear import head_of
+from policyloss.head.linear import head_and_sources
 from policyloss.head.matmul import Room
 
 SHAPES = {"1000x64": (1000, 64), "1024x300": (1024, 300), "5003x33": (5003, 33)}
@@ -195,7 +195,7 @@ def test_the_same_bits_from_logits_that_exist():
     case = bits_case("5003x33", torch.float32)
     with pl.exact():
         expected = pl.linear_logprobs(case.hidden, case.weight, case.ids, entropy=True)
-        head = head_of(case.hidden, case.weight, case.ids, None, 1.0, None, None)
+        head = head_and_sources(case.hidden, case.weight, case.ids, None)[0]
         logits = head.logits(head.rows(slice(None)), head.room(N)).clone()
         assert_same_bits(pl.logprobs(logits, case.ids, entropy=True), expected)
         alone = [pl.logprobs(logits[i : i + 1], case.ids[i : i + 1]).logp for i in range(N)]
@@ -249,10 +249,9 @@ def test_a_shard_of_the_vocabulary_has_the_products_of_all_of_it():
     """The logits of whole parts, and the tree of the gradient's parts: what ranks rest on."""
     case = peaked_case(N, 1024, 64, torch.bfloat16, seed=2)
     with pl.exact():
-        head = head_of(case.hidden, case.weight, case.ids, None, 1.0, None, None)
+        head = head_and_sources(case.hidden, case.weight, case.ids, None)[0]
         shares = [
-            head_of(case.hidden, w, case.ids % 256, None, 1.0, None, None)
-            for w in case.weight.chunk(4)
+            head_and_sources(case.hidden, w, case.ids % 256, None)[0] for w in case.weight.chunk(4)
         ]
     tiles, everything = head.tiles, slice(None)
     assert tiles is not None

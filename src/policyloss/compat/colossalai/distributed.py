@@ -83,8 +83,15 @@ class PolicyLoss(nn.Module):
             kl=self._kl(per_token_kl),
             aggregate=sample_mean(action_mask) if by_sample else TokenMean(),
         )
-        rows, total = log_probs.shape[0], total_effective_tokens_in_batch
-        totals = Totals(rows, rows) if by_sample else _tokens_of_step(total)
+        count: Tensor | float = log_probs.shape[0]
+        if not by_sample:
+            if total_effective_tokens_in_batch is None:
+                raise InputError(
+                    'total_effective_tokens_in_batch was not given; loss_variation="token_level" '
+                    "divides by it."
+                )
+            count = total_effective_tokens_in_batch + COATI_EPSILON
+        totals = Totals(count, count)
         loss = policy_loss(spec, log_probs, old_log_probs, advantages, learned, totals=totals).loss
         if self.returns == "loss":
             return loss
@@ -99,13 +106,3 @@ class PolicyLoss(nn.Module):
                 f"got {per_token_kl!r}."
             )
         return GivenKL(per_token_kl, self.beta)
-
-
-def _tokens_of_step(total: Tensor | float | None) -> Totals:
-    if total is None:
-        raise InputError(
-            'total_effective_tokens_in_batch was not given; loss_variation="token_level" divides '
-            "by it."
-        )
-    tokens = total + COATI_EPSILON
-    return Totals(tokens, tokens)

@@ -134,7 +134,16 @@ class PolicyLoss(nn.Module):
             self.enable_vllm_is_correction = bool(older[0])
             self.vllm_is_truncated_threshold = older[1]
             self.vllm_is_correction_type = "tis" if older[2] is None else older[2]
-        self._check_choices()
+        check_choice("policy_loss_type", self.policy_loss_type, ("ppo", "gspo"), SpecError)
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise SpecError(
+                f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}."
+            )
+        if self.returns_filter_ratio:
+            self._gate().check()
+        else:
+            kind = self.vllm_is_correction_type
+            check_choice("vllm_is_correction_type", kind, VLLM_TYPES, SpecError)
         self._make_spec()  # checks the numbers
 
     @property
@@ -216,18 +225,6 @@ class PolicyLoss(nn.Module):
             return Gate("off")
         level, mode = VLLM_TYPES[self.vllm_is_correction_type]
         return Gate(level, mode, threshold=self.vllm_is_truncated_threshold)
-
-    def _check_choices(self) -> None:
-        check_choice("policy_loss_type", self.policy_loss_type, ("ppo", "gspo"), SpecError)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise SpecError(
-                f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}."
-            )
-        if self.returns_filter_ratio:
-            self._gate().check()
-        else:
-            kind = self.vllm_is_correction_type
-            check_choice("vllm_is_correction_type", kind, VLLM_TYPES, SpecError)
 
 
 class ValueLoss(nn.Module):

@@ -4,7 +4,7 @@ and its treatment of missing numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -94,7 +94,11 @@ def _arguments(
     old = on_policy if old is None else old
     parts = [_on_engine_logp(part, sampling) for part in spec.correction]
     if keep is not None:
-        parts.append(_keep_only(keep))
+
+        def low_entropy(t: Tokens) -> Corrected:  # this name appears in the metrics
+            return Corrected(keep=keep)
+
+        parts.append(low_entropy)
     scored = None
     if isinstance(sampling, Tensor) and isinstance(old, Tensor):
         scored = where_scored(sampling, old)
@@ -132,10 +136,3 @@ def _on_engine_logp(part: Any, sampling: Tensor | None) -> Any:
         return part(replace(t, raw={**t.raw, "rollout_logp": scored}))
 
     return off_policy
-
-
-def _keep_only(keep: Tensor) -> Callable[[Tokens], Corrected]:
-    def low_entropy(t: Tokens) -> Corrected:  # this name appears in the metrics
-        return Corrected(keep=keep)
-
-    return low_entropy

@@ -158,8 +158,7 @@ def installed_head() -> Iterator[None]:
 @contextmanager
 def in_one_pass(model: Any, score: Callable[..., HeadOutput], count: int) -> Iterator[OnePass]:
     """In this context, fused forwards of `model` compute a loss of the last `count` tokens."""
-    inside = language_model(model)
-    base = inside.get_base_model() if hasattr(inside, "get_base_model") else inside
+    base = language_model(model)
     _one_pass[base] = OnePass(score, count)
     try:
         yield _one_pass[base]

@@ -131,7 +131,9 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
             out = LossOutput(one_pass.loss, out.metrics)
         self._record(out.metrics)
         if self.policy_loss is not None:
-            self._drop_metrics_of_the_config()
+            logged = self._metrics["train" if self.model.training else "eval"]
+            for name in [n for n in logged if n.startswith(CONFIG_METRICS)]:
+                del logged[name]
         if not (self._entropy_bonus_enabled or self.aux_loss_enabled):
             return out.loss
         return replace_term(
@@ -201,11 +203,6 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
     def _log_as(self, mode: str, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._metrics[mode][f"{PREFIX}{name}"].append(value)
-
-    def _drop_metrics_of_the_config(self) -> None:
-        mode = "train" if self.model.training else "eval"
-        for name in [n for n in self._metrics[mode] if n.startswith(CONFIG_METRICS)]:
-            del self._metrics[mode][name]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's log, with the metrics of all batches of an evaluation merged."""

@@ -83,11 +83,6 @@ class Comparison:
     known: TopK | None = None
 
     @property
-    def makes_logits(self) -> bool:
-        """Whether the teacher's logits are computed or copied window by window."""
-        return self.known is None
-
-    @property
     def matmul(self) -> float:
         """The cost of the teacher's logits, in matmuls of the student's size."""
         if self.head is None:

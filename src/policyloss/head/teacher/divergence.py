@@ -14,7 +14,7 @@ from policyloss.arguments import check_tensor
 from policyloss.errors import InputError
 from policyloss.functional.divergence import KindName, Rest, Top
 from policyloss.head.head import Head, HeadRows
-from policyloss.head.linear import Outputs, head_of, rows_with_gradient
+from policyloss.head.linear import Outputs, head_and_sources, rows_with_gradient
 from policyloss.head.plans import Plan
 from policyloss.head.softmax_rows import Statistics
 from policyloss.head.teacher.comparison import Comparison, comparison_of
@@ -62,11 +62,12 @@ def linear_divergence(
     tokens = tuple(hidden.shape[:-1])
     # No token is looked up, so any id does.
     ids = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
-    head = head_of(hidden, weight, ids, bias, temperature, softcap, vocab_group)
+    options = (mask, bias, temperature, softcap, vocab_group)
+    head, sources, _ = head_and_sources(hidden, weight, ids, *options)
     part = Divergence(kind, 1.0, beta=beta, rest=rest, top=top, k=k)
     comparison = comparison_of(teacher, part.measure, head, tokens)
     outputs = Outputs(logp=False, comparison=comparison)
-    flat = rows_with_gradient((hidden, weight, bias), head, mask, plan, outputs)[2]
+    flat = rows_with_gradient(sources, head, mask, plan, outputs)[2]
     numbers: Tensor = flat.view(tokens)
     return numbers
 
