@@ -267,7 +267,7 @@ def test_verl_is_quiet_where_a_setting_agrees_with_the_preset(
 def test_every_number_of_verl_s_losses_is_looked_at() -> None:
     """A new field of these configs must be classified: what does a preset do to it?"""
     known = {
-        *(option.rpartition(".")[2] for option in settings._TRUST_OPTIONS),
+        *(option.rpartition(".")[2] for option in settings.TRUST_OPTIONS),
         "loss_agg_mode",
         "loss_scale_factor",
         "policy_loss",
