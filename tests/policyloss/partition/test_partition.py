@@ -97,23 +97,23 @@ def test_the_whole_batch_as_one_micro_batch(name: str) -> None:
     )
 
 
-@in_shares(2)
+@in_shares(3)
 @walked("name", PRESETS)
 def test_every_preset_with_every_aggregation(name: str, share: int) -> None:
     first = list(PRESETS).index(name)
-    for turn, aggregate in [*enumerate(GLOBAL, start=first)][(first + share) % 2 :: 2]:
+    for turn, aggregate in [*enumerate(GLOBAL, start=first)][(first + share) % 3 :: 3]:
         spec = PRESETS[name].replace(aggregate=aggregate)
         check_split(spec, FEW[turn % len(FEW)], packed=turn % 2 == 0)
 
 
-@in_shares(2)
+@in_shares(3)
 @walked("rejected", REJECTED)
 @walked("correction", CORRECTIONS, ids=label)
 def test_every_correction_under_every_rejection_and_aggregation(
     correction: Any, rejected: Any, share: int
 ) -> None:
-    first = (CORRECTIONS.index(correction) + REJECTED.index(rejected) + share) % 2
-    for i, aggregate in [*enumerate(GLOBAL)][first::2]:
+    first = (CORRECTIONS.index(correction) + REJECTED.index(rejected) + share) % 3
+    for i, aggregate in [*enumerate(GLOBAL)][first::3]:
         spec = BASE.replace(correction=correction, rejected=rejected, aggregate=aggregate)
         check_split(spec, FEW[i % len(FEW)], packed=i % 2 == 0)
 
