@@ -37,11 +37,11 @@ def attach(
 
     trainer: TRL's `GRPOTrainer`; verl's actor worker, or its `RayPPOTrainer`; OpenRLHF's
     `ActorPPOTrainer` or the actor that holds it; Tinker's `TrainingClient`; None for a loop of your
-    own, which calls `step` of the result. out: a folder without a run; by default, a new one in
-    runs. every: the steps 1, 1 + every, 1 + 2·every, … are examined: the doctor reads their tokens
-    and all metrics so far, and a few completions are stored. halt_on: names of verdicts
-    (docs/doctor.md). TRL then stops after the step; the others raise `RunHaltedError`. decode:
-    turns a list of ids into text; by default, that of the trainer's tokenizer.
+    own, which calls `step` of the result. out: a folder that holds no run yet; by default, a new
+    one in `runs/`. every: the steps 1, 1 + every, 1 + 2·every, … are examined: the doctor reads
+    their tokens and all metrics so far, and a few completions are stored. halt_on: names of
+    verdicts (docs/doctor.md). TRL then stops after the step; the others raise `RunHaltedError`.
+    decode: turns a list of ids into text; by default, that of the trainer's tokenizer.
 
     No number of the run changes. An error inside is logged once, and the run goes on without the
     attachment. Of several ranks, the first records.

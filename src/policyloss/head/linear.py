@@ -55,25 +55,26 @@ def linear_logprobs(
     """Log-probability of each token under `softmax(hidden @ weight.T)`, and the entropy.
 
     `log_softmax((hidden @ weight.T + bias).float() / temperature, -1).gather(-1, ids)`, computed
-    window by window with float32 logits. The gradient reaches hidden, weight and bias, through the
-    log-probabilities and through the entropy.
+    for some tokens at a time, with float32 logits. The gradient reaches hidden, weight and bias,
+    through the log-probabilities and through the entropy.
 
     hidden: `[..., D]`. weight: `[V, D]`. bias: `[V]`. ids, mask: `[...]`. temperature: a number, or
     one per token `[...]`.
-    mask: the tokens to compute. The hidden states of masked tokens are not read; the logp, entropy
-    and gradient of masked tokens are 0. softcap: logits are `softcap·tanh(logits/softcap)` before
-    the temperature. plan: "recompute" (4 matmuls, least memory), "stash" (3 matmuls, keeps
-    probabilities in the type of the weight), "auto", which chooses, or a `Plan`. vocab_group: the
-    process group over which the vocabulary is split; weight and bias are then this rank's entries,
-    ids index the whole vocabulary, hidden is the same on every rank, and every rank gets the
-    complete gradient of hidden. support: `(ids, offsets)`, the vocabulary entries that the sampler
-    of each token kept: `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens, row by
-    row); softmax, entropy and gradient are then over the kept entries alone. index: `[M]` or any
-    shape: for each id, the flat index of the hidden state that predicts it. Use it if several loss
-    terms share a hidden state (a tree of trajectories with common prefixes). ids, mask, temperature
-    and the results then have the shape of index, and the logits of terms with the same hidden
-    state, id and temperature are computed once. Returns `LogProbs(logp, entropy)`, `[...]` each,
-    float32 (float64 for float64); entropy is None without `entropy=True`.
+    mask: where it is False, the hidden state is not read, and logp, entropy and gradient are 0.
+    softcap: logits are `softcap·tanh(logits/softcap)` before the temperature. plan: "recompute" (4
+    matmuls, least memory), "stash" (3 matmuls, keeps probabilities in the type of the weight),
+    "auto", which chooses, or a `Plan`. vocab_group: the process group over which the vocabulary is
+    split; weight and bias are then this rank's entries, ids index the whole vocabulary, hidden is
+    the same on every rank, and every rank gets the complete gradient of hidden. support: `(ids,
+    offsets)`, the vocabulary entries that the sampler of each token kept:
+    `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens, row by row); softmax,
+    entropy and gradient are then over the kept entries alone.
+    index: `[M]` or any shape: for each id, the flat index of the hidden state that predicts it. Use
+    it if several loss terms share a hidden state (a tree of trajectories with common prefixes).
+    ids, mask, temperature and the results then have the shape of index, and the logits of terms
+    with the same hidden state, id and temperature are computed once.
+    Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
+    without `entropy=True`.
     """
     options = (bias, temperature, softcap, vocab_group, support, index)
     head, sources, rows = head_and_sources(hidden, weight, ids, mask, *options)

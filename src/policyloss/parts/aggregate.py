@@ -251,7 +251,7 @@ class TurnMean(_Factored):
 class WeightMean:
     """Every unit of weight counts the same: `1 / W`, with W the sum of `weights` over the step.
 
-    A token of weight w has the share `w / W`. It reads weights.
+    A token of weight w has the share `w / W`. It needs the argument `weights`.
     """
 
     def __call__(self, t: Layout) -> Tensor:

@@ -365,7 +365,7 @@ class Stale(Part):
     """Reject tokens that are older than `max_age`, and weight the others by `decay^age`.
 
     The age of a token is the number of updates since the policy that sampled it (`ages` of the
-    call). max_age: math.inf rejects none (xtuner: max_token_staleness). decay: 1 is no weight
+    call). max_age: math.inf rejects none (xtuner: max_token_staleness). decay: 1 weights none
     (Flux: staleness_decay, 0.99).
     """
 
@@ -390,12 +390,12 @@ class Stale(Part):
 
 @dataclass(frozen=True)
 class TruncateRatio(Part):
-    """Hold a ratio to the rollout policy within [low, high]: the weight is `clamp(ρ, low, high)/ρ`.
+    """Bound the ratio of current to rollout policy: the weight is `clamp(ρ, low, high)/ρ`.
 
     ρ = exp(logp − rollout_logp), detached, its logarithm held within ±20. Use it with the ratio
-    `TokenRatio(anchor="rollout")`, where old_logp cannot be computed because its weights are gone
-    (asynchronous training): the surrogate then counts by `clamp(ρ)` as if it were a truncated
-    weight. `Truncate` bounds old against rollout policy instead.
+    `TokenRatio(anchor="rollout")` if the parameters of the old policy are gone, so that old_logp
+    cannot be computed (asynchronous training): the gradient of a token is then weighted by
+    `clamp(ρ)`. `Truncate` bounds old against rollout policy instead.
     """
 
     reads_logp: ClassVar[bool] = True

@@ -245,7 +245,7 @@ def what_if(
 
         tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
         result = lab.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
-        print(result)  # a row for each: effective sample size, gradient cut off, cosines, gain
+        print(result)  # a row for each loss (docs/what_if.md)
         result["gspo"].gradient  # of the loss with respect to each log-probability
 
     source: a run directory, a .jsonl or .safetensors file of tokens (docs/what_if.md lists the
@@ -256,7 +256,7 @@ def what_if(
     or "all"; by default, the last step with a nonzero advantage.
 
     model: a Hugging Face model, to compare the gradients of its weights. temperature: of the
-    sampler. through: the variables of the gradients: "parameters" (all parameters of the model),
+    sampler. through: the variables to differentiate by: "parameters" (all parameters of the model),
     "head" (the weight of its head) or "tokens" (the log-probabilities, without the model). The
     default is "parameters" if their gradients fit into memory, else "head". limits: the limits of a
     healthy loss, a `policyloss_lab.whatif.Limits`.

@@ -85,7 +85,7 @@ def divergence(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`linear_divergence` of computed logits `[..., V]`; the gradient reaches the logits.
+    """The divergence between `logits` `[..., V]` and the teacher, per token; differentiable.
 
     teacher: logits of the same shape, or a `TopK`. The other arguments are as in
     `linear_divergence`. → `[...]` in float32 (float64 for float64 logits), 0 where mask is False.
