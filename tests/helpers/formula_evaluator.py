@@ -36,7 +36,7 @@ class Evaluator:
             "divergence": batch.divergence[valid] + 4 * (entropy - entropy.detach()),
             "mask": torch.ones(len(self.row), dtype=torch.bool),
             "weights": batch.weights[valid],
-            "ages": batch.ages[valid],
+            "ages": batch.ages[valid].double(),
             **{
                 name: getattr(batch, name)[valid]
                 for name in ("old_logp", "rollout_logp", "ref_logp", "teacher_logp", "advantages")

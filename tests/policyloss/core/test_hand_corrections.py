@@ -347,6 +347,8 @@ def test_stale():
     assert_loss(weights(pl.Stale(0)), 1 / 3, [1 / 3, 0, 0])
     # ½^age: 1, ½, ⅛.
     assert_loss(weights(pl.Stale(inf, decay=0.5)), 1.625 / 3, [1 / 3, 0.5 / 3, 0.125 / 3])
+    # A power in float32 would be off by 1e-8.
+    assert float(weights(pl.Stale(inf, decay=0.7)).loss) == pytest.approx(2.043 / 3, abs=1e-12)
     both = weights(pl.Stale(1, decay=0.5))
     assert_loss(both, 1.5 / 3, [1 / 3, 0.5 / 3, 0])
     assert both.metrics["rejected_fraction/Stale"] == pytest.approx(1 / 3)

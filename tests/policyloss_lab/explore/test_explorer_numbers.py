@@ -4,6 +4,7 @@ every preset and of random compositions of parts.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from formula_evaluator import Evaluator
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from strategies import specs
 from walk import walked
@@ -87,6 +88,8 @@ def any_loss() -> st.SearchStrategy[pl.LossSpec]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spec=any_loss(), seed=st.integers(0, 999))
+@example(pl.LossSpec(correction=pl.Stale(2, decay=0.7)), 0)
+@example(pl.LossSpec(pl.TokenRatio("current"), pl.Clip(0, math.inf)), 0)
 def test_any_composition_is_computed_and_written_down(
     page: Any, spec: pl.LossSpec, seed: int
 ) -> None:

@@ -201,6 +201,11 @@ function evaluate(lines, step, of = "loss") {
     if (!Array.isArray(x)) return leaf(x);
     const [operator, ...rest] = x,
       nodes = rest.map(valueOf);
+    // A bound on one side is a clip, whose slope is 1 at the bound.
+    if (["max", "min"].includes(operator) && !nodes[1].carries) {
+      const sides = { max: [nodes[1], leaf(Infinity)], min: [leaf(-Infinity), nodes[1]] };
+      return pointwise(SMOOTH.clip, [nodes[0], ...sides[operator]]);
+    }
     if (Object.hasOwn(SMOOTH, operator)) return pointwise(SMOOTH[operator], nodes);
     if (Object.hasOwn(TESTS, operator)) {
       return leaf(
