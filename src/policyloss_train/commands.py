@@ -75,6 +75,25 @@ class ExportOptions(FromRun):
     into the weights."""
 
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """Arguments of `policyloss bench`."""
+
+    loss: Annotated[str, Positional("LOSS")]
+    """Your loss: the path of a JSON file with a LossSpec, a preset's name, or your own code, as in
+    `policyloss train --loss`."""
+    against: tuple[str, ...] = ("grpo", "dapo", "gspo", "cispo")
+    """Losses to compare with."""
+    conditions: tuple[str, ...] = ("on_policy", "stale_4", "fp8", "noisy", "lr_4")
+    """Difficulties, each of which is tried alone."""
+    seeds: Count = 2
+    """Runs of each loss under each condition."""
+    jobs: Count = 2
+    """Runs at a time, one processor core each."""
+    out: Path = Path("runs/bench")
+    """The folder of the results. Runs that it holds already are not repeated."""
+
+
 COMMANDS = {
     name: Command(about, options, "policyloss_train.command")
     for name, about, options in (
@@ -84,3 +103,8 @@ COMMANDS = {
         ("export", "Write a run's policy for Hugging Face: weights, tokenizer.", ExportOptions),
     )
 }
+COMMANDS["bench"] = Command(
+    "Train with your loss and others under several difficulties, and compare.",
+    BenchOptions,
+    "policyloss_train.bench.command",
+)
