@@ -212,33 +212,13 @@ def run_all(
         flush=True,
     )
     done: list[Record] = []
-    for record in in_processes(left, workers, work) if workers > 1 else map(work, left):
+    for record in run_in_processes(left, workers, work) if workers > 1 else map(work, left):
         if not record:
             raise KeyboardInterrupt
         results.add(record)
         done.append(record)
         print(f"[{len(done)}/{len(left)}] {line_of(record)}", flush=True)
     return done
-
-
-def in_processes(left: Sequence[Job], workers: int, work: Work) -> Iterator[Record]:
-    """Results in order of completion. No job waits in a process, so that none starts after Ctrl-C.
-
-    Processes are forked, so they share the imports of this one, which has no threads yet.
-    """
-    waiting = iter(left)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        # Python 3.12 warns of threads that a fork would lose; those of a library compute nothing.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
-            running: set[Future[Record]] = {
-                pool.submit(work, job) for job in islice(waiting, workers)
-            }
-        while running:
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                running |= {pool.submit(work, job) for job in islice(waiting, 1)}
-                yield future.result()
 
 
 def line_of(record: Record) -> str:

@@ -9,13 +9,21 @@ from pathlib import Path
 
 from policyloss.commands import read_options
 from policyloss.errors import InputError, unknown_name
-from policyloss_lab.runs.files import make_folder
+from policyloss_lab.runs.files import (
+    damage_named,
+    from_json,
+    make_folder,
+    read_plain,
+    replace_file,
+    to_json,
+)
 from policyloss_train.arguments import read_spec
 from policyloss_train.bench.conditions import CONDITIONS, GOAL, STEPS
 from policyloss_train.bench.runs import Cell, Outcome, make_start, run_cell, run_in_processes
 from policyloss_train.commands import BenchOptions
+from policyloss_train.loop import INTERRUPTED
 
-RESULTS = "results.jsonl"
+RESULTS = "results.json"
 
 
 def bench_command(arguments: Sequence[str]) -> int:
@@ -34,11 +42,15 @@ def bench_command(arguments: Sequence[str]) -> int:
         for loss in losses
     ]
     make_folder(options.out)
-    outcomes = {one.cell: one for one in run_missing(cells, options.out, options.jobs)}
+    try:
+        outcomes = run_missing(cells, options.out, options.jobs)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here")
+        return INTERRUPTED
     for name in options.conditions:
         print(f"{name}: {CONDITIONS[name].meaning}")
     print(f"\nfinal accuracy after {STEPS} steps, and the step that reached {GOAL:g}:\n")
-    for line in table_lines(outcomes.values(), losses, options.conditions):
+    for line in table_lines(outcomes, losses, options.conditions):
         print(line)
     return 0
 
@@ -46,23 +58,24 @@ def bench_command(arguments: Sequence[str]) -> int:
 def run_missing(cells: Sequence[Cell], folder: Path, workers: int) -> list[Outcome]:
     """The outcomes of all cells, of which the stored ones are not run again."""
     path = folder / RESULTS
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    stored = {(one.cell, one.digest): one for one in map(Outcome.from_json, text.splitlines())}
+    stored: list[Outcome] = []
+    if path.exists():
+        with damage_named(f"{path} is no file of policyloss bench", raises=InputError):
+            stored = [Outcome.from_dict(data) for data in from_json(read_plain(path))]
     digests = {cell: cell.digest() for cell in cells}
-    done = [stored[key] for key in digests.items() if key[1] and key in stored]
-    left = [cell for cell in cells if not digests[cell] or (cell, digests[cell]) not in stored]
+    done = [one for one in stored if one.digest and digests.get(one.cell) == one.digest]
+    left = [cell for cell in cells if cell not in {one.cell for one in done}]
+    kept = [one for one in stored if one.cell not in left]
     print(f"{len(left)} runs to do, {len(done)} are there already; {workers} at a time", flush=True)
     for seed in sorted({cell.seed for cell in left}):
         make_start(folder, seed)
-    with path.open("a", encoding="utf-8") as file:
-        work = partial(run_cell, folder=folder)
-        for number, one in enumerate(run_in_processes(left, workers, work), 1):
-            file.write(one.to_json() + "\n")
-            file.flush()
-            done.append(one)
-            name = f"{one.cell.loss}, {one.cell.condition}, seed {one.cell.seed}"
-            print(f"[{number}/{len(left)}] {name}: {one.error or f'{one.final:.3f}'}", flush=True)
-    return done
+    new: list[Outcome] = []
+    for one in run_in_processes(left, workers, partial(run_cell, folder=folder)):
+        new.append(one)
+        replace_file(path, to_json([x.to_dict() for x in (*kept, *new)], "the results"))
+        name = f"{one.cell.loss}, {one.cell.condition}, seed {one.cell.seed}"
+        print(f"[{len(new)}/{len(left)}] {name}: {one.error or f'{one.final:.3f}'}", flush=True)
+    return [*done, *new]
 
 
 def table_lines(

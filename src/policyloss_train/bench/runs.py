@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import tempfile
@@ -81,16 +82,15 @@ class Outcome(NamedTuple):
         """Whether the run failed, or ended below half of its best accuracy."""
         return bool(self.error) or self.final < max(self.accuracy) / 2
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps({**self._asdict(), "cell": self.cell._asdict()})
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**self._asdict(), "cell": self.cell._asdict()}
 
     @classmethod
-    def from_json(cls, line: str) -> Outcome:
-        """The outcome in a line."""
-        data = json.loads(line)
-        cell, accuracy = Cell(**data.pop("cell")), tuple(data.pop("accuracy"))
-        return cls(cell=cell, accuracy=accuracy, **data)
+    def from_dict(cls, data: dict[str, Any]) -> Outcome:
+        """The outcome that `to_dict` wrote."""
+        cell, accuracy = Cell(**data["cell"]), tuple(map(float, data["accuracy"]))
+        return cls(**{**data, "cell": cell, "accuracy": accuracy})
 
 
 def make_start(folder: Path, seed: int) -> Path:
@@ -112,14 +112,15 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
         out = Path(temporary, "run")
         try:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                train(cell.config(out, make_start(folder, cell.seed)), read_spec(cell.loss))
+                if train(cell.config(out, make_start(folder, cell.seed)), read_spec(cell.loss)):
+                    raise KeyboardInterrupt
         # A loss that cannot be trained must not end the other runs.
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         lines = out / "metrics.jsonl"
         rows = [json.loads(x) for x in lines.read_text().splitlines()] if lines.exists() else []
     accuracy = tuple(row["eval/accuracy"] for row in rows if "eval/accuracy" in row)
-    norms = [row["grad_norm"] for row in rows if row.get("grad_norm") is not None]
+    norms = [norm for row in rows if math.isfinite(norm := row.get("grad_norm") or 0.0)]
     return Outcome(cell, cell.digest(), accuracy, max(norms, default=0.0), error)
 
 
