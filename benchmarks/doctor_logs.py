@@ -32,6 +32,7 @@ from benchmarks.evidence_plan import Job
 from benchmarks.harness import write_json
 from policyloss.errors import InputError, PolicyLossError, unknown_name
 from policyloss.output import write_output
+from policyloss_train.bench.processes import run_in_processes
 
 OUT = Path("out/doctor_logs")
 LEARNED = 0.3  # a healthy run gains at least this much held-out accuracy

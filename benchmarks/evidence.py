@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +37,7 @@ from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
 from policyloss_lab.runs.files import environment as made_with
 from policyloss_train.arguments import read_spec
+from policyloss_train.bench.processes import run_in_processes
 from policyloss_train.config import TrainConfig
 
 Record = dict[str, Any]
@@ -212,7 +209,7 @@ def run_all(
         flush=True,
     )
     done: list[Record] = []
-    for record in run_in_processes(left, workers, work) if workers > 1 else map(work, left):
+    for record in run_in_processes(left, workers, work):
         if not record:
             raise KeyboardInterrupt
         results.add(record)

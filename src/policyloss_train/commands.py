@@ -94,17 +94,21 @@ class BenchOptions:
     """The folder of the results. Runs that it holds already are not repeated."""
 
 
+_COMMAND = "policyloss_train.command"
 COMMANDS = {
-    name: Command(about, options, "policyloss_train.command")
-    for name, about, options in (
-        ("train", "Train a model by reinforcement learning with any policy loss.", TrainConfig),
-        ("eval", "Evaluate the policy of a run on held-out prompts, greedily.", EvalOptions),
-        ("sample", "Sample completions from the policy of a run.", SampleOptions),
-        ("export", "Write a run's policy for Hugging Face: weights, tokenizer.", ExportOptions),
-    )
+    "train": Command(
+        "Train a model by reinforcement learning with any policy loss.", TrainConfig, _COMMAND
+    ),
+    "eval": Command(
+        "Evaluate the policy of a run on held-out prompts, greedily.", EvalOptions, _COMMAND
+    ),
+    "sample": Command("Sample completions from the policy of a run.", SampleOptions, _COMMAND),
+    "export": Command(
+        "Write a run's policy for Hugging Face: weights, tokenizer.", ExportOptions, _COMMAND
+    ),
+    "bench": Command(
+        "Train with your loss and others under several difficulties, and compare.",
+        BenchOptions,
+        "policyloss_train.bench.command",
+    ),
 }
-COMMANDS["bench"] = Command(
-    "Train with your loss and others under several difficulties, and compare.",
-    BenchOptions,
-    "policyloss_train.bench.command",
-)

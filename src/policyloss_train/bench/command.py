@@ -19,7 +19,8 @@ from policyloss_lab.runs.files import (
 )
 from policyloss_train.arguments import read_spec
 from policyloss_train.bench.conditions import CONDITIONS, GOAL, STEPS
-from policyloss_train.bench.runs import Cell, Outcome, make_start, run_cell, run_in_processes
+from policyloss_train.bench.processes import run_in_processes
+from policyloss_train.bench.runs import Cell, Outcome, make_start, run_cell
 from policyloss_train.commands import BenchOptions
 from policyloss_train.loop import INTERRUPTED
 

@@ -1,4 +1,4 @@
-"""The runs of a bench: one process each, stored as they end, and never run twice."""
+"""The runs of a bench, and their outcomes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import contextlib
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +22,6 @@ from policyloss_train.models import load_model
 from policyloss_train.rollout.protocol import Weights
 from policyloss_train.setup import warm_up
 from policyloss_train.tasks import make_task
-
-Job, Done = TypeVar("Job"), TypeVar("Done")
 
 
 class Cell(NamedTuple):
@@ -122,25 +115,3 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     accuracy = tuple(row["eval/accuracy"] for row in rows if "eval/accuracy" in row)
     norms = [norm for row in rows if math.isfinite(norm := row.get("grad_norm") or 0.0)]
     return Outcome(cell, cell.digest(), accuracy, max(norms, default=0.0), error)
-
-
-def run_in_processes(
-    jobs: Iterable[Job], workers: int, work: Callable[[Job], Done]
-) -> Iterator[Done]:
-    """Results in order of completion. No job waits in a process, so that none starts after Ctrl-C.
-
-    Processes are forked, so they share the imports of this one, which has no threads yet.
-    """
-    waiting = iter(jobs)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        # Python 3.12 warns of threads that a fork would lose; those of a library compute nothing.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
-            running: set[Future[Done]] = {
-                pool.submit(work, job) for job in islice(waiting, workers)
-            }
-        while running:
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                running |= {pool.submit(work, job) for job in islice(waiting, 1)}
-                yield future.result()
