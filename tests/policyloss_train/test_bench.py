@@ -19,14 +19,14 @@ from policyloss_train.models import weights as weights_of
 from policyloss_train.rollout.protocol import Prompt, Sampling
 from policyloss_train.tasks import make_task
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "steps": 2,
     "eval_every": 1,
     "prompts": 2,
     "group_size": 2,
     "eval_prompts": 4,
+    "reward": "train_loop_ranks:graded",
 }
-SMALL |= {"reward": "train_loop_ranks:graded"}
 
 
 def test_rounding_by_hand() -> None:
