@@ -28,11 +28,11 @@ import torch
 
 from benchmarks.doctor_log_faults import CLOCK
 from benchmarks.doctor_logs_plan import HEALTHY, JOBS, KINDS, name_of
-from benchmarks.evidence import in_processes
 from benchmarks.evidence_plan import Job
 from benchmarks.harness import write_json
 from policyloss.errors import InputError, PolicyLossError, unknown_name
 from policyloss.output import write_output
+from policyloss_train.bench.processes import run_in_processes
 
 OUT = Path("out/doctor_logs")
 LEARNED = 0.3  # a healthy run gains at least this much held-out accuracy
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(left)} runs to make, {len(wanted) - len(left)} are there already", flush=True)
     bad = 0
     try:
-        for done, record in enumerate(in_processes(left, max(args.workers, 1), train_one), 1):
+        for done, record in enumerate(run_in_processes(left, max(args.workers, 1), train_one), 1):
             if not record:
                 raise KeyboardInterrupt
             keep(record, args.out)

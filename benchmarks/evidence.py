@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +37,7 @@ from benchmarks.harness import environment, write_json
 from policyloss.errors import InputError
 from policyloss_lab.runs.files import environment as made_with
 from policyloss_train.arguments import read_spec
+from policyloss_train.bench.processes import run_in_processes
 from policyloss_train.config import TrainConfig
 
 Record = dict[str, Any]
@@ -212,33 +209,13 @@ def run_all(
         flush=True,
     )
     done: list[Record] = []
-    for record in in_processes(left, workers, work) if workers > 1 else map(work, left):
+    for record in run_in_processes(left, workers, work):
         if not record:
             raise KeyboardInterrupt
         results.add(record)
         done.append(record)
         print(f"[{len(done)}/{len(left)}] {line_of(record)}", flush=True)
     return done
-
-
-def in_processes(left: Sequence[Job], workers: int, work: Work) -> Iterator[Record]:
-    """Results in order of completion. No job waits in a process, so that none starts after Ctrl-C.
-
-    Processes are forked, so they share the imports of this one, which has no threads yet.
-    """
-    waiting = iter(left)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        # Python 3.12 warns of threads that a fork would lose; those of a library compute nothing.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
-            running: set[Future[Record]] = {
-                pool.submit(work, job) for job in islice(waiting, workers)
-            }
-        while running:
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                running |= {pool.submit(work, job) for job in islice(waiting, 1)}
-                yield future.result()
 
 
 def line_of(record: Record) -> str:

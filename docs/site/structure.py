@@ -103,6 +103,7 @@ GUIDES = Section(
                 "docs/train.md",
                 "docs/commands.md",
                 "docs/turns.md",
+                "docs/bench.md",
                 "docs/scale.md",
                 "docs/report.md",
             ),

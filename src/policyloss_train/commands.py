@@ -75,12 +75,40 @@ class ExportOptions(FromRun):
     into the weights."""
 
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """Arguments of `policyloss bench`."""
+
+    loss: Annotated[str, Positional("LOSS")]
+    """Your loss: the path of a JSON file with a LossSpec, a preset's name, or your own code, as in
+    `policyloss train --loss`."""
+    against: tuple[str, ...] = ("grpo", "dapo", "gspo", "cispo")
+    """Losses to compare with."""
+    conditions: tuple[str, ...] = ("on_policy", "stale_4", "fp8", "noisy", "lr_4")
+    """Difficulties, each of which is tried alone."""
+    seeds: Count = 2
+    """Runs of each loss under each condition."""
+    jobs: Count = 2
+    """Runs at a time, one processor core each."""
+    out: Path = Path("runs/bench")
+    """The folder of the results. Runs that it holds already are not repeated."""
+
+
+_COMMAND = "policyloss_train.command"
 COMMANDS = {
-    name: Command(about, options, "policyloss_train.command")
-    for name, about, options in (
-        ("train", "Train a model by reinforcement learning with any policy loss.", TrainConfig),
-        ("eval", "Evaluate the policy of a run on held-out prompts, greedily.", EvalOptions),
-        ("sample", "Sample completions from the policy of a run.", SampleOptions),
-        ("export", "Write a run's policy for Hugging Face: weights, tokenizer.", ExportOptions),
-    )
+    "train": Command(
+        "Train a model by reinforcement learning with any policy loss.", TrainConfig, _COMMAND
+    ),
+    "eval": Command(
+        "Evaluate the policy of a run on held-out prompts, greedily.", EvalOptions, _COMMAND
+    ),
+    "sample": Command("Sample completions from the policy of a run.", SampleOptions, _COMMAND),
+    "export": Command(
+        "Write a run's policy for Hugging Face: weights, tokenizer.", ExportOptions, _COMMAND
+    ),
+    "bench": Command(
+        "Train with your loss and others under several difficulties, and compare.",
+        BenchOptions,
+        "policyloss_train.bench.command",
+    ),
 }

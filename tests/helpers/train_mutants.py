@@ -14,6 +14,7 @@ _DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _TINKER, _TURNS, _VLLM = (
     "test_train_turns.py::",
     "test_train_vllm.py::",
 )
+_BENCH = "test_bench.py::"
 TRAIN = (
     (
         "tool_tokens_trained",
@@ -567,5 +568,26 @@ TRAIN = (
         "self.service.create(saved[-1])",
         "self.service.create()",
         _TINKER + "test_a_run_and_its_resumption",
+    ),
+    (
+        "a_hot_engine_samples_at_the_learner_s_temperature",
+        "policyloss_train/bench/engines.py",
+        "replace(sampling, temperature=self._heat * sampling.temperature)",
+        "sampling",
+        _BENCH + "test_a_hot_engine_reports_the_probabilities_that_it_samples_from",
+    ),
+    (
+        "held_out_prompts_are_scored_with_noise",
+        "policyloss_train/bench/conditions.py",
+        "    if example.prompt in _held_out():",
+        "    if False:",
+        _BENCH + "test_a_fifth_of_the_rewards_of_training_is_inverted",
+    ),
+    (
+        "a_changed_loss_is_not_run_again",
+        "policyloss_train/bench/command.py",
+        "digests.get(one.cell) == one.digest",
+        "one.cell in digests",
+        _BENCH + "test_a_bench_is_repeated_to_the_bit_and_stored",
     ),
 )

@@ -1,0 +1,1 @@
+"""`policyloss bench`: train with a loss under several difficulties, next to other losses."""
