@@ -104,7 +104,7 @@ OWN = {
 }
 # The commands that policyloss-lab and policyloss-train add, and the extra that installs them.
 EXTRAS = dict.fromkeys(("explore", "report", "doctor", "what-if"), "lab")
-EXTRAS |= dict.fromkeys(("train", "eval", "sample", "export"), "train")
+EXTRAS |= dict.fromkeys(("train", "eval", "sample", "export", "bench"), "train")
 
 
 @cache

@@ -115,12 +115,13 @@ def unused(definitions: dict[Path, str], sources: dict[Path, str]) -> list[str]:
 
 
 def test_everything_in_the_trainer_is_used() -> None:
-    """Tests do not count: code that only they call is unused. The commands are called by name
-    (`cli._training_command`), the reader of a server's answers by `http.client`, and the requests
-    of a transfer by vLLM.
+    """Tests do not count: code that only they call is unused. The commands, and the reward and the
+    engines of a bench, are called by name, the reader of a server's answers by `http.client`, and
+    the requests of a transfer by vLLM.
     """
     trainer = {path: source for path, source in SOURCES.items() if TRAIN in path.parents}
     assert unused(trainer, SOURCES) == [
+        *("command.bench_command", "conditions.noisy_reward", "engines.bf16", "engines.hot"),
         *(f"command.{name}_command" for name in ("train", "eval", "sample", "export")),
         "servers.makefile",
         "servers.readable",

@@ -83,11 +83,11 @@ def table_lines(
     outcomes: Iterable[Outcome], losses: Sequence[str], conditions: Sequence[str]
 ) -> Iterator[str]:
     """A row per loss, a column per condition."""
-    found: dict[tuple[str, str], list[Outcome]] = {}
+    by_cell: dict[tuple[str, str], list[Outcome]] = {}
     for one in outcomes:
-        found.setdefault((one.cell.loss, one.cell.condition), []).append(one)
+        by_cell.setdefault((one.cell.loss, one.cell.condition), []).append(one)
     rows = [["", *conditions]]
-    rows += [[loss, *(in_words(found[loss, name]) for name in conditions)] for loss in losses]
+    rows += [[loss, *(in_words(by_cell[loss, name]) for name in conditions)] for loss in losses]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip()
