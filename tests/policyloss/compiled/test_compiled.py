@@ -104,7 +104,7 @@ def check_bare(loss: CompiledLoss, batch: Batch) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-@walked(("turn", "name"), [*enumerate(sorted(KINDS.values()))][::5])
+@walked(("turn", "name"), [*enumerate(sorted(KINDS.values()))][::7])
 def test_a_preset_traced_is_the_eager_loss(turn: int, name: str, graphs: list[Any]) -> None:
     check_traced(name, [LAYOUTS["padded" if turn % 2 else "packed"]], graphs)
 

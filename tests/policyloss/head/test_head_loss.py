@@ -325,10 +325,11 @@ def test_every_preset_that_can_takes_one_pass(name: str) -> None:
     assert plan.name == "one_pass"
 
 
+@in_shares(2)
 @walked("name", NAMED)
-def test_every_preset_with_the_totals_of_the_step(name: str) -> None:
+def test_every_preset_with_the_totals_of_the_step(name: str, share: int) -> None:
     spec = NAMED[name]
-    for batch in LAYOUTS.values():
+    for batch in [x for layout, x in LAYOUTS.items() if in_turn(name, layout, share)]:
         totals = totals_of(spec, batch)
         for plan in LOSS_PLANS:
             check(spec, batch, plan=plan, totals=totals)
