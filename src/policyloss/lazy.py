@@ -18,7 +18,7 @@ def read_public(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable
         if not name.startswith("__") or name == "__all__":
             public = import_module(f"{name_of_package}.public")
             values = {key: value for key, value in vars(public).items() if key[0] != "_"}
-            package.update(values, __all__=list(values))
+            package.update(values, __all__=sorted(values))
             if name in package:
                 return package[name]
         raise AttributeError(f"module {name_of_package!r} has no attribute {name!r}")

@@ -80,8 +80,8 @@ class BenchOptions:
     """Arguments of `policyloss bench`."""
 
     loss: Annotated[str, Positional("LOSS")]
-    """Your loss: the path of a JSON file with a LossSpec, a preset's name, or your own code, as in
-    `policyloss train --loss`."""
+    """Your loss: the path of a JSON file with a LossSpec, a preset's name, or your own code, as
+    module:name or path/to/file.py:name."""
     against: tuple[str, ...] = ("grpo", "dapo", "gspo", "cispo")
     """Losses to compare with."""
     conditions: tuple[str, ...] = ("on_policy", "stale_4", "fp8", "noisy", "lr_4")

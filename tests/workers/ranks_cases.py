@@ -256,18 +256,18 @@ def specs_of(cut: str, dtype: str, every_pair: bool) -> dict[str, pl.LossSpec]:
     """The losses that are cut so: all of them (in float32 every preset with every aggregation),
     or the presets in float64.
 
-    every_pair: a loss that is not a preset is cut in each of the `FULL` ways. Otherwise it is cut
-    in one of them, in float64.
+    every_pair: each loss is cut in each of the `FULL` ways, in both types. Otherwise only a preset
+    in float64 is; a preset in float32 and any other loss in float64 are cut in one of them.
     """
     if not CUTS[cut].everything:
         return PRESETS if dtype == "float64" else {}
     specs = SPECS if dtype == "float64" else PRESETS_AND_AGGREGATES
     if every_pair:
         return specs
+    turns = slice(FULL.index(cut), None, len(FULL))
     if dtype == "float32":
-        return PRESETS
-    variants = [name for name in SPECS if name not in PRESETS]
-    mine = set(variants[FULL.index(cut) :: len(FULL)])
+        return dict([*PRESETS.items()][turns])
+    mine = set([name for name in SPECS if name not in PRESETS][turns])
     return {name: spec for name, spec in SPECS.items() if name in PRESETS or name in mine}
 
 
