@@ -178,7 +178,7 @@ def _weights(real: dict[str, Any], name: str) -> str:
 
 
 def _numbers(result: dict[str, Any]) -> list[str]:
-    """The number of cases, and the worst difference in float64, or in float32 if there is none."""
+    """The number of cases, and the worst difference; in float32 if no case is in float64."""
     worst = {
         dtype: [x for f in result["functions"] for x in f["worst"][dtype].values()]
         for dtype in ("float64", "float32")

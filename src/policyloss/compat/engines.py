@@ -106,7 +106,7 @@ def check_settings(
 ) -> None:
     """Raise if a setting of the engine's own loss differs from the value that has no effect.
 
-    settings: returns the value of a name, or the second argument if there is none.
+    settings: takes a name and a default, and returns the engine's value or this default.
     """
     for name, value in wanted.items():
         if (chosen := settings(name, value)) != value:
