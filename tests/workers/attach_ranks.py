@@ -31,6 +31,7 @@ def run(folder: Path, rank: int, broken: bool) -> str:
         return f"halted at {step} by {halt.cause}"
     finally:
         dist.barrier()
+        dist.destroy_process_group()  # gloo's threads may abort a process that exits before them
 
 
 if __name__ == "__main__":
