@@ -62,17 +62,17 @@ def accumulate(
     micro_batches: this rank's share of the step, a list of mappings. Each mapping holds `mask` and
     the tensors that `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`,
     `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, `weights`, …), padded `[B, T]` or packed
-    `[N]`; other entries are ignored. Every rank of `group` yields the same number of micro-batches,
-    because the forward of a sharded model is a collective: a rank with fewer micro-batches repeats
-    its last one with an all-False mask, which adds nothing.
+    `[N]`; the loss ignores other entries, such as "ids". Every rank of `group` yields the same
+    number of micro-batches, because the forward of a sharded model is a collective: a rank with
+    fewer micro-batches repeats its last one with an all-False mask, which adds nothing.
     With a `Mixture`, the masks of its streams are in `extras`, and each stream is counted.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
     one over `group`, and a second one over `group` if there are `group_ids`; one more over each if
     the loss divides by weights (`WeightMean`).
     logp: a function that takes a micro-batch and returns its current log-probabilities, in the
-    shape of its mask. It is required if `spec.needs_statistics`: the function is then called first,
+    shape of its mask. It is required if `spec.needs_statistics`: `accumulate` then calls it once
     for every micro-batch, without gradient, and `measure` computes the totals from the results.
-    metrics: the metrics of `micro.loss`, as in `policy_loss`.
+    metrics: which metrics `micro.loss` computes, as in `policy_loss`.
     """
     spec = ready_loss(spec)
     check_level(metrics)
@@ -112,16 +112,17 @@ def accumulate(
 
 @dataclass(eq=False, repr=False)
 class Accumulation:
-    """One optimizer step, made by `accumulate`: iterate once, and call each `micro.loss`.
+    """One optimizer step from `accumulate`. Iterate over it once, and call every `micro.loss`.
 
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    totals: `policy_loss`'s `totals`. counts: the counts of the masks, for `value_loss(…,
-    totals=step.counts)`; the same object as `totals` unless the loss needs `measure`. group,
-    cp_group: the data-parallel and context-parallel process groups. level: the argument `metrics`
-    of `policy_loss`. The attribute `metrics` holds this rank's metrics, merged over the losses
-    computed so far.
+    totals: the counts that the loss divides by, which `micro.loss` passes to `policy_loss`. counts:
+    the numbers of valid tokens and sequences in the masks, for `value_loss(…, totals=step.counts)`;
+    the same object as `totals`, unless the loss needs more than the masks give (see `measure`).
+    group, cp_group: the data-parallel and context-parallel process groups. level: the argument
+    `metrics` of `policy_loss`. The attribute `metrics` holds this rank's metrics, merged over the
+    losses computed so far.
     """
 
     spec: LossSpec | Mixture
@@ -177,14 +178,15 @@ class Accumulation:
 
 
 class MicroBatch(Mapping[str, Any]):
-    """The trainer's micro-batch (`micro["ids"]`), with the totals of its step.
+    """A micro-batch of the trainer, with the totals of its step; `micro["ids"]` reads an entry.
 
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    is_last: whether this is this rank's last micro-batch of the step, whose backward averages the
-    gradients of data-parallel ranks. The attribute `is_used`: whether `loss` or `arguments` was
-    called (`arguments` returns the inputs of `policy_loss`).
+    is_last: whether this is the rank's last micro-batch of the step. Its backward runs without
+    `no_sync`, so DDP then averages the gradients of the data-parallel ranks. The attribute
+    `is_used`: whether `loss` or `arguments` was called (`arguments` returns the arguments of
+    `policy_loss`).
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:

@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from policyloss import __version__
 from policyloss.choose import ARGUMENTS, read_losses
@@ -25,48 +25,28 @@ from policyloss.commands import (
     Argument,
     Command,
     Parser,
-    Positional,
     parser_of,
-    read_options,
     read_words,
 )
 from policyloss.errors import InputError, PolicyLossError, unknown_name, visible
 
-
-@dataclass(frozen=True)
-class Explain:
-    """Arguments of `policyloss explain`."""
-
-    loss: Annotated[str, Positional("LOSS")]
-    """The name of a preset, or the path of a JSON file that holds LossSpec.to_dict()."""
-    json: bool = False
-    """Print JSON instead of text."""
-
-
-@dataclass(frozen=True)
-class ExplainTrl:
-    """Arguments of `policyloss explain-trl`."""
-
-    config: Annotated[str, Positional("FILE")]
-    """The path of a JSON file with options. An option that it leaves out has TRL's default."""
-    json: bool = False
-    """Print JSON instead of text."""
-
-
-@dataclass(frozen=True)
-class Diff:
-    """Arguments of `policyloss diff`."""
-
-    a: Annotated[str, Positional("LOSS")]
-    """The name of a preset, or the path of a JSON file that holds LossSpec.to_dict()."""
-    b: Annotated[str, Positional("OTHER")]
-    """The loss to compare it with."""
-    json: bool = False
-    """Print JSON instead of text."""
-
-
+LOSS = Argument(
+    "loss",
+    str,
+    MISSING,
+    "The name of a preset, or the path of a JSON file that holds LossSpec.to_dict().",
+    place="LOSS",
+)
+OTHER = Argument("other", str, MISSING, "The loss to compare it with.", place="OTHER")
+CONFIG = Argument(
+    "config",
+    str,
+    MISSING,
+    "The path of a JSON file with options. An option that it leaves out has TRL's default.",
+    place="FILE",
+)
+EXPLAIN, EXPLAIN_TRL, DIFF = [LOSS, JSON], [CONFIG, JSON], [LOSS, OTHER, JSON]
 _Framework = Literal["trl", "verl", "openrlhf"]
-# The arguments of `policyloss port`; no field of a dataclass can be called "from".
 PORT = [
     Argument(
         "loss",
@@ -88,12 +68,12 @@ OWN = {
         "policyloss.choose",
     ),
     "explain": Command(
-        "Explain a loss: formula, numbers, zero gradients, names, traps.", Explain, "policyloss.cli"
+        "Explain a loss: formula, numbers, zero gradients, names, traps.", EXPLAIN, "policyloss.cli"
     ),
-    "diff": Command("Show how two losses differ.", Diff, "policyloss.cli"),
+    "diff": Command("Show how two losses differ.", DIFF, "policyloss.cli"),
     "explain-trl": Command(
         "Explain the loss of a TRL GRPOConfig: the options that decide, traps, the loss.",
-        ExplainTrl,
+        EXPLAIN_TRL,
         "policyloss.cli",
     ),
     "port": Command(
@@ -133,9 +113,9 @@ def explain_command(words: Sequence[str]) -> int:
     """One loss: formula, numbers, traps."""
     from policyloss.explanations import explain
 
-    options = read_options("explain", Explain, words)
-    explanation = explain(_loss(options.loss))
-    _print_json(explanation.to_dict()) if options.json else print(explanation)
+    options = read_words("explain", EXPLAIN, words)
+    explanation = explain(_loss(options["loss"]))
+    _print_json(explanation.to_dict()) if options.get("json") else print(explanation)
     return 0
 
 
@@ -145,9 +125,9 @@ def explain_trl_command(words: Sequence[str]) -> int:
     from policyloss.compat.trl.config import DEFAULTS, EXTRA_OPTIONS
     from policyloss.porting import read_option_file
 
-    args = read_options("explain-trl", ExplainTrl, words)
-    config = SimpleNamespace(**{**DEFAULTS, **read_option_file(args.config, DEFAULTS)})
-    if args.json:
+    options = read_words("explain-trl", EXPLAIN_TRL, words)
+    config = SimpleNamespace(**{**DEFAULTS, **read_option_file(options["config"], DEFAULTS)})
+    if options.get("json"):
         _print_json(spec_from_config(config, handled=EXTRA_OPTIONS).to_dict())
     else:
         print(explain_config(config))
@@ -158,9 +138,9 @@ def diff_command(words: Sequence[str]) -> int:
     """How two losses differ."""
     from policyloss.explanations import diff
 
-    options = read_options("diff", Diff, words)
-    difference = diff(_loss(options.a), _loss(options.b))
-    _print_json(difference.to_dict()) if options.json else print(difference)
+    options = read_words("diff", DIFF, words)
+    difference = diff(_loss(options["loss"]), _loss(options["other"]))
+    _print_json(difference.to_dict()) if options.get("json") else print(difference)
     return 0
 
 

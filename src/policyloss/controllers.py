@@ -19,9 +19,11 @@ _Positive = Annotated[float, bounds(above=0, finite=True)]
 
 @dataclass(frozen=True)
 class AdaptiveKL(Part):
-    """The coefficient of a KL that holds the KL near `target`.
+    """A KL coefficient that adapts from step to step, to hold the KL near `target`.
 
-    `coef ← coef·(1 + clip(kl / target − 1, ±0.2)·n / horizon)`, with n the sequences of the step.
+    `controller = controller.after(kl, sequences)` returns a new controller, with the coefficient
+    `coef·(1 + clip(kl / target − 1, ±0.2)·sequences / horizon)`. kl: the mean KL of the step, in
+    the unit of `target`, per token or per sequence. sequences: the number of sequences of the step.
     Use `coef` in `KL(…, coef=)` or `kl_in_reward(…, coef=)`.
     Source: Ziegler et al., arXiv 1909.08593; AdaptiveKLController of verl, OpenRLHF and SkyRL.
     """

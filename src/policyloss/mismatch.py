@@ -34,12 +34,14 @@ LOG_CLAMP = 20.0
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The mismatch of some tokens: `a + b` merges micro-batches, `all_reduce(group)` ranks.
+    """How far the trainer's log-probabilities are from the rollout engine's, on some tokens.
 
-    Make one with `Mismatch.of`. The tensors are sums, with d = old_logp − rollout_logp and ρ = e^d.
-    by_bin: `[2, ROWS, BINS + 1 + K]`, by position and by age (the updates since a token was
-    sampled): the histogram of d, Σ ρ², and the number of tokens outside each of the K bands.
-    by_sequence: `[2]`, the number of sequences and Σ e^(2·Σd) over them.
+    Make one with `Mismatch.of`; `a + b` merges micro-batches, and `all_reduce(group)` merges ranks.
+    The tensors are sums, with d = old_logp − rollout_logp and ρ = e^d.
+    by_bin: `[2, ROWS, BINS + 1 + K]`: by position (0) and by age (1, the updates since a token was
+    sampled), in ROWS bins each: the histogram of d with BINS bins, Σ ρ², and the number of tokens
+    with ρ outside each of the K bands. by_sequence: `[2]`, the number of sequences and Σ e^(2·Σd)
+    over them. bands: the K pairs (low, high).
     """
 
     by_bin: Tensor
@@ -62,11 +64,12 @@ class Mismatch:
     ) -> Mismatch:
         """Measure some tokens. Nothing waits for the device.
 
-        old_logp, rollout_logp, mask: token-shaped, `[B, T]`, or packed `[N]` with `cu_seqlens`. For
-        the drift from the old policy pass logp and old_logp. ages: token-shaped integers, the
-        number of updates since the policy that sampled each token. bands: (low, high) of ratios
-        whose tokens outside are counted. positions: token-shaped integers; by default the number
-        of valid tokens before each in its sequence, which a rank of a `cp_group` cannot count.
+        old_logp, rollout_logp, mask: token-shaped, `[B, T]`, or packed `[N]` with `cu_seqlens`. To
+        measure the drift from the old policy, pass logp and old_logp. ages: token-shaped integers,
+        the number of updates since the policy that sampled each token. bands: pairs (low, high) of
+        ratios; the tokens outside each pair are counted. positions: token-shaped integers; by
+        default, the number of valid tokens before each token in its sequence. A `cp_group` requires
+        them, because one rank cannot count tokens on others.
         """
         pairs = tuple(bands) if isinstance(bands, (tuple, list)) else (bands,)
         for pair in pairs:

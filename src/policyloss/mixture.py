@@ -41,7 +41,8 @@ class Stream(Part):
     loss: a `LossSpec`, or the name of a preset. mask: the name of a tensor of `extras`, bool or
     0/1: the stream trains on the tokens where both this tensor and the call's `mask` are True; None
     for all tokens of `mask`. advantage: one number for all tokens of the stream, instead of the
-    call's advantages: 1 makes `Unbounded("logp")` the cross-entropy, 0 leaves only the KL term.
+    call's advantages. With 1, `Unbounded("logp")` is the cross-entropy; with 0, a policy term that
+    is proportional to the advantage vanishes, and the KL and entropy terms remain.
     """
 
     loss: Any

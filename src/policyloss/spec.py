@@ -43,18 +43,19 @@ _TOKEN_MEAN = aggregate.TokenMean()
 
 @dataclass(frozen=True)
 class LossSpec(Part):
-    """A policy loss: a part for each slot of the pipeline.
+    """A policy loss, built from the parts named below; the defaults are PPO.
 
-    A spec is frozen and hashable; `spec.replace(trust=…)` returns one with another part.
+    A spec is frozen and hashable; `spec.replace(trust=Clip(0.3))` returns a copy with another part.
 
-    ratio: the probability ratio. trust: how a change of the policy is limited, by clipping for
-    example. correction: one part or several that correct for the difference between rollout engine
-    and trainer. rejected: the treatment of a token that a correction rejects. "keep": it still
-    counts in the denominator, with policy term 0; "renormalise": as if its mask were False;
-    "drop_sequence": as if the mask of its sequence were False. kl: one penalty or several on the
-    distance from a reference or a teacher, or None. entropy_coef: the weight of the entropy bonus.
-    aggregate: the average over tokens. Every slot but `rejected` and `entropy_coef` also takes a
-    callable of `Tokens` (see docs/custom.md).
+    ratio: the probability ratio. trust: the trust region, which limits the change of the policy,
+    for example by clipping. correction: one part or several that correct for the difference between
+    rollout engine and trainer. rejected: the treatment of a token that a correction rejects.
+    "keep": its policy term is 0, its KL and entropy terms stay, and it counts in the denominator;
+    "renormalise": as if its mask were False; "drop_sequence": as if the mask of its sequence were
+    False. kl: one penalty or several on the distance from a reference or a teacher, or None.
+    entropy_coef: the weight of the entropy bonus. aggregate: how the losses of the tokens are
+    combined into one number. Every field but `rejected` and `entropy_coef` also takes a function of
+    `Tokens` (see docs/custom.md).
     """
 
     ratio: Any = _TOKEN_RATIO

@@ -46,11 +46,12 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """A teacher given by log-probabilities of some entries per token, usually the k largest.
+    """A teacher given by the log-probabilities of some vocabulary entries per token.
 
-    ids: `[..., K]` integers, ascending along K; −1, which comes first, is padding. logp: `[...,
-    K]`, normalised over the whole vocabulary. The ids may also be entries that the student chose;
-    the divergence is then over these entries.
+    Usually these are the k most probable entries; they may also be entries that the student chose.
+    ids: `[..., K]` integers, sorted in ascending order along K; −1 is padding and comes first.
+    logp: `[..., K]`, normalised over the whole vocabulary. The divergence is over these entries;
+    `rest` of `Divergence` decides how all others count (by default, as one more entry).
     """
 
     ids: Tensor

@@ -44,15 +44,15 @@ class GroupTokens:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of the whole optimizer step.
+    """Counts of the whole optimizer step, over all micro-batches and ranks.
 
     tokens: valid tokens. sequences: sequences with at least one valid token. groups: for
-    `PromptMean`, the number of prompt groups (if no group is split between calls) or a
-    `GroupTokens`. weights: for `WeightMean`, the sum of the weights of the valid tokens.
+    `PromptMean`, a `GroupTokens`, or the number of prompt groups if no group is split between
+    calls. weights: for `WeightMean`, the sum of the weights of the valid tokens.
     dp_size: the number of ranks over which the framework *averages* gradients (DDP, FSDP); the loss
     is multiplied by dp_size, so that the average is the gradient of the whole batch. Pass 1 for an
     engine that sums gradients.
-    statistics: batch-wide numbers that some parts need (see `measure`), by name.
+    statistics: numbers of the whole step that some parts need, by name; `measure` computes them.
     streams: for a `Mixture`, the totals of each stream by its name.
     """
 
@@ -106,10 +106,11 @@ class Totals:
         """Count this rank's whole share of the step, then sum the counts over all ranks.
 
         mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank
-        (concatenate the masks, or add the results of several calls: `a + b`). weights: as in
-        `policy_loss`; only `WeightMean` needs their sum. group: the process
-        group of data-parallel ranks, each with other sequences; None is the default group if there
-        is one. cp_group: ranks with other tokens of the *same* sequences. dp_size: by default the
+        (concatenate the masks, or add the results of several calls: `a + b`). group_ids: `[S]`, the
+        prompt group of each sequence; only `PromptMean` needs it. weights: as in `policy_loss`;
+        only `WeightMean` needs their sum. group: the process group of data-parallel ranks, each
+        with its own sequences; None is the default group if there is one. cp_group: the process
+        group of ranks that hold different tokens of the *same* sequences. dp_size: by default the
         number of ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine
         sums gradients.
         """

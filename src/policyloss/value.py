@@ -62,12 +62,13 @@ def value_loss(
     for no clipping (`old_values` may then be None). boundary: the slope of the clamp exactly at a
     bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
     values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: as
-    in `LossSpec`, `TokenMean()` by default. weights: multiply the loss of each token; of the
-    metrics, only `loss` is weighted. totals, cp_group, group_ids, turn_ids: as in `policy_loss`.
+    in `LossSpec`, `TokenMean()` by default. weights: factors of the tokens' losses; only
+    `WeightMean` has them in its denominator, too. Of the metrics, only `loss` is weighted. totals,
+    cp_group, group_ids, turn_ids: as in `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),
     `clip_fraction` (share of tokens where the clipped error is the larger one),
-    `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, `invalid_…`
-    (docs/metrics.md).
+    `explained_variance` (1 − Var(R − v)/Var(R)), `nonfinite_tokens`, and counts of invalid inputs,
+    such as `invalid_mask_values` (docs/metrics.md).
     """
     check_choice("kind", kind, ("mse", "huber"))
     check_choice("boundary", boundary, ("pass", "half"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 _TESTS = "test_preference.py::"
 _HAND = _TESTS + "test_losses_by_hand"
 _FUNCTIONAL = "policyloss/functional/preference.py"
-_PARTS = "policyloss/preference/parts.py"
+_PARTS = "policyloss/preference/spec.py"
 _LOSS = "policyloss/preference/loss.py"
 PREFERENCE = (
     (

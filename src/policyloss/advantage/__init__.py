@@ -11,100 +11,47 @@ batch: `whiten`. From a teacher or a reference: `opd`, `iw_opd`, `rlsd`, `prefix
 `ESTIMATORS` maps names to functions; `estimator(name)` looks one up.
 """
 
-from __future__ import annotations
+import inspect
 
-from collections.abc import Callable
-from typing import Any
+from policyloss.advantage.distillation import centered_kl as centered_kl
+from policyloss.advantage.distillation import iw_opd as iw_opd
+from policyloss.advantage.distillation import kl_in_reward as kl_in_reward
+from policyloss.advantage.distillation import opd as opd
+from policyloss.advantage.distillation import prefix_weights as prefix_weights
+from policyloss.advantage.distillation import rlsd as rlsd
+from policyloss.advantage.estimators import ESTIMATORS as ESTIMATORS
+from policyloss.advantage.estimators import asymre as asymre
+from policyloss.advantage.estimators import dr_grpo as dr_grpo
+from policyloss.advantage.estimators import estimator as estimator
+from policyloss.advantage.estimators import flash_reinforce as flash_reinforce
+from policyloss.advantage.estimators import gdpo as gdpo
+from policyloss.advantage.estimators import gpg as gpg
+from policyloss.advantage.estimators import grpo as grpo
+from policyloss.advantage.estimators import grpo_loo as grpo_loo
+from policyloss.advantage.estimators import hierarchical_grpo as hierarchical_grpo
+from policyloss.advantage.estimators import maxrl as maxrl
+from policyloss.advantage.estimators import opo as opo
+from policyloss.advantage.estimators import prpo as prpo
+from policyloss.advantage.estimators import reinforce_pp as reinforce_pp
+from policyloss.advantage.estimators import reinforce_pp_baseline as reinforce_pp_baseline
+from policyloss.advantage.estimators import remax as remax
+from policyloss.advantage.estimators import rloo as rloo
+from policyloss.advantage.groups import group_advantages as group_advantages
+from policyloss.advantage.groups import whiten as whiten
+from policyloss.advantage.optimal_baseline import optimal_token_baseline as optimal_token_baseline
+from policyloss.advantage.pass_at_k import passk_combinatorial as passk_combinatorial
+from policyloss.advantage.pass_at_k import passk_max_gap as passk_max_gap
+from policyloss.advantage.returns import GAE as GAE
+from policyloss.advantage.returns import discounted_returns as discounted_returns
+from policyloss.advantage.returns import gae as gae
+from policyloss.advantage.truncation import mask_truncated as mask_truncated
+from policyloss.advantage.truncation import soft_overlong as soft_overlong
+from policyloss.advantage.truncation import top_entropy_mask as top_entropy_mask
+from policyloss.advantage.turns import adaptive_lam as adaptive_lam
+from policyloss.advantage.turns import gigpo as gigpo
+from policyloss.advantage.turns import mt_grpo as mt_grpo
+from policyloss.advantage.turns import turn_gae as turn_gae
+from policyloss.advantage.turns import turn_loo as turn_loo
+from policyloss.advantage.turns import turn_returns as turn_returns
 
-from policyloss.advantage.distillation import (
-    centered_kl,
-    iw_opd,
-    kl_in_reward,
-    opd,
-    prefix_weights,
-    rlsd,
-)
-from policyloss.advantage.estimators import (
-    ESTIMATORS,
-    asymre,
-    dr_grpo,
-    flash_reinforce,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_loo,
-    hierarchical_grpo,
-    maxrl,
-    opo,
-    prpo,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    remax,
-    rloo,
-)
-from policyloss.advantage.groups import group_advantages, whiten
-from policyloss.advantage.optimal_baseline import optimal_token_baseline
-from policyloss.advantage.pass_at_k import passk_combinatorial, passk_max_gap
-from policyloss.advantage.returns import GAE, discounted_returns, gae
-from policyloss.advantage.truncation import mask_truncated, soft_overlong, top_entropy_mask
-from policyloss.advantage.turns import (
-    adaptive_lam,
-    gigpo,
-    mt_grpo,
-    turn_gae,
-    turn_loo,
-    turn_returns,
-)
-from policyloss.errors import InputError, match_name, unknown_name
-
-
-def estimator(name: str) -> Callable[..., Any]:
-    """Return the estimator called `name`; an unknown name is an error that lists all names."""
-    known = match_name(name, ESTIMATORS)
-    if known is None:
-        raise InputError(unknown_name("estimator name", name, ESTIMATORS))
-    return ESTIMATORS[known]
-
-
-__all__ = [
-    "ESTIMATORS",
-    "GAE",
-    "adaptive_lam",
-    "asymre",
-    "centered_kl",
-    "discounted_returns",
-    "dr_grpo",
-    "estimator",
-    "flash_reinforce",
-    "gae",
-    "gdpo",
-    "gigpo",
-    "gpg",
-    "group_advantages",
-    "grpo",
-    "grpo_loo",
-    "hierarchical_grpo",
-    "iw_opd",
-    "kl_in_reward",
-    "mask_truncated",
-    "maxrl",
-    "mt_grpo",
-    "opd",
-    "opo",
-    "optimal_token_baseline",
-    "passk_combinatorial",
-    "passk_max_gap",
-    "prefix_weights",
-    "prpo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "rloo",
-    "rlsd",
-    "soft_overlong",
-    "top_entropy_mask",
-    "turn_gae",
-    "turn_loo",
-    "turn_returns",
-    "whiten",
-]
+__all__ = sorted(name for name, x in vars().items() if name[0] != "_" and not inspect.ismodule(x))

@@ -173,10 +173,10 @@ def kl_in_reward(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """`r_t − coef·kl_t`: a penalty on every token; `gae` or `reinforce_pp` then sums the rewards.
+    """The rewards with a KL penalty on every token: `r_t − coef·kl_t`, for `gae` or `reinforce_pp`.
 
-    kl_t: the estimate "k1", "k2", "k3" or "abs" of `d = ref_logp − old_logp`, as in `KL`. Use these
-    rewards with a loss that has `kl=None`, so that the penalty counts once.
+    kl_t: the estimate "k1", "k2", "k3" or "abs" of KL(old‖ref) from `d = ref_logp − old_logp`, as
+    in `KL`. Use these rewards with a loss that has `kl=None`, so that the penalty counts once.
     rewards: token-shaped, or one per sequence `[S]`, which is added at the last valid token. The
     other tensors are token-shaped, and so is the result, which is 0 at masked tokens. cp_group,
     positions: as in `gae`.

@@ -40,7 +40,7 @@ from policyloss.arguments import (
     check_tensor,
     description,
 )
-from policyloss.errors import InputError
+from policyloss.errors import InputError, match_name, unknown_name
 from policyloss.functional.collectives import gather_rows, statistics_group
 from policyloss.functional.masking import compute_dtype
 from policyloss.functional.segments import group_index, group_sum
@@ -401,3 +401,11 @@ _NAMED: tuple[Callable[..., Any], ...] = (
     *(reinforce_pp, reinforce_pp_baseline, remax, rloo),
 )
 ESTIMATORS = {function.__name__: function for function in _NAMED}
+
+
+def estimator(name: str) -> Callable[..., Any]:
+    """Return the estimator called `name`; an unknown name is an error that lists all names."""
+    known = match_name(name, ESTIMATORS)
+    if known is None:
+        raise InputError(unknown_name("estimator name", name, ESTIMATORS))
+    return ESTIMATORS[known]

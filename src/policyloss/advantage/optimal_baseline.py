@@ -16,7 +16,7 @@ from policyloss.arguments import check_flag, check_like, check_tensor, descripti
 from policyloss.errors import InputError
 from policyloss.functional.collectives import gather_rows, statistics_group
 from policyloss.functional.masking import compute_dtype, fill
-from policyloss.functional.segments import Sequences, group_index
+from policyloss.functional.segments import Sequences
 from policyloss.tokens import as_mask
 
 
@@ -63,7 +63,19 @@ def optimal_token_baseline(
     """
     check_flag("zero_tail", zero_tail)
     check_flag("bridge", bridge)
-    valid = _checked_mask(rewards, group_ids, mask, old_logp, sum_pi_squared, weights)
+    check_tensor("mask", mask)
+    if mask.dim() != 2:
+        raise InputError(
+            f"mask must be padded tokens [B, T], got {description(mask)}; the optimal token "
+            "baseline compares rows token by token."
+        )
+    check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
+    check_like("old_logp", old_logp, ("mask", mask))
+    check_like("sum_pi_squared", sum_pi_squared, ("mask", mask))
+    if weights is not None:
+        check_like("weights", weights, ("mask", mask))
+    check_tensor("rewards", rewards, like=("mask", mask))
+    valid = as_mask(mask, mask)
     check_scale(eps, 1)
     dtype = compute_dtype(rewards, old_logp, sum_pi_squared)
     if cp_group is not None:
@@ -116,7 +128,10 @@ def _less_baseline(
         return returns
     lengths = valid.sum(-1)
     if bridge:
-        group_ids, width = _without_empty_rows(group_ids, lengths == 0), max(int(lengths.max()), 1)
+        # Renumbered, so that each empty row is a group by itself.
+        dense = torch.unique(group_ids, return_inverse=True)[1]
+        alone = len(dense) + torch.arange(len(dense), device=dense.device)
+        group_ids, width = torch.where(lengths == 0, alone, dense), max(int(lengths.max()), 1)
         place = (valid.long().cumsum(-1) - 1).clamp(min=0)
     else:
         width = valid.shape[1]
@@ -135,14 +150,6 @@ def _less_baseline(
     return fill(returns - token_baseline, valid)
 
 
-def _without_empty_rows(group_ids: Tensor, empty: Tensor) -> Tensor:
-    """The same groups, renumbered; each empty row becomes a group by itself."""
-    order, groups = group_index(group_ids)
-    assert groups.ids is not None
-    dense = torch.empty_like(groups.ids).scatter(0, order, groups.ids)
-    return torch.where(empty, len(dense) + torch.arange(len(dense), device=dense.device), dense)
-
-
 def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
     """The first index at which only the longest row of a group has a token. `[B, 1]`.
 
@@ -152,27 +159,3 @@ def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
     second = g.at((g.size - 2).clamp(min=0))
     longest = (g.rank == g.size - 1) & (g.highest > second)
     return g.back(torch.where(longest, second, torch.inf), second.dtype).unsqueeze(-1)
-
-
-def _checked_mask(
-    rewards: Tensor,
-    group_ids: Tensor,
-    mask: Tensor,
-    old_logp: Tensor,
-    sum_pi_squared: Tensor,
-    weights: Tensor | None,
-) -> Tensor:
-    """The mask as bool, after checking every shape against it."""
-    check_tensor("mask", mask)
-    if mask.dim() != 2:
-        raise InputError(
-            f"mask must be padded tokens [B, T], got {description(mask)}; the optimal token "
-            "baseline compares rows token by token."
-        )
-    check_rewards(mask[:, 0] if mask.shape[1] else mask.new_zeros(mask.shape[0]), group_ids)
-    check_like("old_logp", old_logp, ("mask", mask))
-    check_like("sum_pi_squared", sum_pi_squared, ("mask", mask))
-    if weights is not None:
-        check_like("weights", weights, ("mask", mask))
-    check_tensor("rewards", rewards, like=("mask", mask))
-    return as_mask(mask, mask)

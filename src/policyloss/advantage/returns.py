@@ -56,13 +56,14 @@ def gae(
     lam: one λ, or one per sequence `[S]` (`advantage.adaptive_lam` makes them from lengths).
     last_values: `[S]`, the value after a sequence's last valid token (a truncated episode); 0 if
     not given.
-    The values at masked positions are ignored. A NaN or inf at a valid token makes its whole
-    sequence NaN, but no other sequence.
+    Rewards, values and positions of masked tokens are ignored. A NaN or inf at a valid token makes
+    its whole sequence NaN, but no other sequence.
     Half precision is computed in float32. The advantages are not whitened; see `whiten`.
     With γ = λ = 1, A is the reward-to-go minus V; with λ = 0, A is δ.
     cp_group: the process group over which each sequence's tokens are spread (context parallel).
-    Then pass positions, token-shaped integers: the index of each valid token in its whole sequence;
-    and every rank must pass the same `[S]` tensors.
+    Then pass positions, token-shaped integers: the index of each token in its whole sequence
+    (masked tokens may count or not, as only the order matters); and every rank must pass the same
+    `[S]` tensors.
     Source: Schulman et al., arXiv 1506.02438; masked tokens between valid ones are skipped, as in
     verl's gae.
     """

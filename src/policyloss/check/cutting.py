@@ -44,11 +44,6 @@ class CuttableBatch:
         self.lengths = self.sequences.sum(valid).to("cpu", torch.float64)
         self.positions = self.sequences.sum(torch.ones_like(valid)).to("cpu", torch.float64)
 
-    @property
-    def packed(self) -> bool:
-        """Whether the tokens are packed, `[N]` with `cu_seqlens`."""
-        return self.cu_seqlens is not None
-
     def take(self, chosen: Sequence[int]) -> dict[str, Any]:
         """The micro-batch of the `chosen` sequences, in that order; one may be chosen twice."""
         index = torch.tensor(list(chosen), dtype=torch.int64)
@@ -182,22 +177,22 @@ class Peers:
         """The first rank's `number`, because ranks that take different branches would deadlock."""
         if self.size == 1:
             return number
-        shares: list[Any] = [None] * self.size
-        dist.all_gather_object(shares, number, group=self.group)
-        return float(shares[0])
+        return float(self._gather(number)[0])
 
     def check_same(self, numbers: list[float], tolerance: float, otherwise: str) -> None:
         """Raise on every rank unless all ranks have the same `numbers`. This is a collective."""
         if self.size == 1:
             return
-        shares: list[Any] = [None] * self.size
-        dist.all_gather_object(shares, numbers, group=self.group)
-        for other in shares[1:]:
-            close = len(other) == len(shares[0]) and math.dist(
-                other, shares[0]
-            ) <= tolerance * math.hypot(*shares[0])
-            if not close:
+        first, *others = self._gather(numbers)
+        most = tolerance * math.hypot(*first)
+        for other in others:
+            if len(other) != len(first) or not math.dist(other, first) <= most:
                 raise InputError(otherwise)
+
+    def _gather(self, x: Any) -> list[Any]:
+        shares: list[Any] = [None] * self.size
+        dist.all_gather_object(shares, x, group=self.group)
+        return shares
 
 
 class Steps:

@@ -278,7 +278,7 @@ class _Check:
             return f"No cause can be named: the gradient of a {names.one} alone is not finite."
         weighing = find_weighing(experiments, self.tolerance)
         if weighing is not None:
-            return words.weighing_words(weighing, names, self.data.packed)
+            return words.weighing_words(weighing, names, self.data.cu_seqlens is not None)
         if all(straight):
             return words.unequal_factors_words(factors, names)
         return self._unexplained(experiments, results, names)

@@ -27,7 +27,7 @@ from policyloss.compiled.call import (
     with_gradients,
 )
 from policyloss.compiled.token_graph import ROWS, WIDTH, UnfitGraphError, trace_graph
-from policyloss.compiled.token_program import TokenKernels, kernel_source
+from policyloss.compiled.token_program import TokenKernels
 from policyloss.errors import PolicyLossError
 from policyloss.functional.collectives import outside_level
 from policyloss.functional.exact import is_exact
@@ -254,7 +254,7 @@ def _new_kernels(spec: LossSpec, level: MetricsLevel, call: Call) -> _Kernels | 
         return [results.loss, results.pack(), *results.known]
 
     try:
-        run = TokenKernels(kernel_source(trace_graph(function, list(tensors.values()))))
+        run = TokenKernels(trace_graph(function, list(tensors.values())))
     except (UnfitGraphError, PolicyLossError) as error:  # the eager path refuses a wrong call
         return str(error)
     except Exception as error:  # torch may raise anything while it traces

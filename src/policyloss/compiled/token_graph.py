@@ -109,10 +109,13 @@ class Writer:
     def write(self, nodes: Iterable[Node], indent: str) -> None:
         """Write the lines of `nodes`, which are in order, unless they are written already."""
         for node in nodes:
-            if node in self.names or node.op == "placeholder":
-                continue
-            self.names[node] = f"v{len(self.names)}"
-            self.lines.append(f"{indent}{self.names[node]} = {self._expression(node)}")
+            if node not in self.names and node.op != "placeholder":
+                self.assign(node, self._expression(node), indent)
+
+    def assign(self, node: Node, text: str, indent: str) -> None:
+        """Write a line that gives `node` a variable with this value."""
+        self.names[node] = f"v{len(self.names)}"
+        self.lines.append(f"{indent}{self.names[node]} = {text}")
 
     def value(self, x: Any, kind: str) -> str:
         """An argument of an operation, in the Triton type `kind`."""

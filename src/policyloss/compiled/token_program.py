@@ -18,7 +18,7 @@ import linecache
 import math
 from collections.abc import Callable, Sequence
 from functools import partial as with_arguments
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,54 +40,12 @@ BLOCK, SPAN, LAST_BLOCK, WARPS = 512, 4096, 256, 4
 _NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
 
 
-class KernelSource(NamedTuple):
-    """The text of both kernels, and the sizes of their arguments.
-
-    inputs: the indices of the graph's arguments that the first and the second kernel read. by_rows:
-    whether a span is a row. gradients: the number of token-shaped outputs. numbers: the number of
-    other outputs, and of packed ones.
+def _first_kernel(
+    graph: TokenGraph, gradients: list[Node], by_rows: bool
+) -> tuple[str, list[Node]]:
+    """The text of the pass over the tokens, and its inputs: sums over rows first, in the order in
+    which they are needed.
     """
-
-    text: str
-    inputs: list[int]
-    late_inputs: list[int]
-    by_rows: bool
-    gradients: int
-    partials: int
-    numbers: int
-    packed: int
-
-
-def kernel_source(module: GraphModule) -> KernelSource:
-    """The source of both kernels of a graph; an `UnfitGraphError` if the graph does not fit."""
-    graph = TokenGraph(module)
-    gradients = [n for n in graph.outputs if graph.kinds[n] == "tokens"]
-    numbers = [n for n in graph.outputs if graph.kinds[n] != "tokens"]
-    if any(graph.kinds[n] != "number" for n in (*numbers, *graph.packed)):
-        raise UnfitGraphError("it returns numbers of rows")
-    by_rows = "rows" in graph.kinds.values()
-    first = _first_kernel(graph, gradients, by_rows)
-    second = _second_kernel(graph, numbers)
-    places = {node: i for i, node in enumerate(graph.inputs)}
-    return KernelSource(
-        f"{HELPERS}\n\n{first.text}\n\n{second.text}\n",
-        [places[n] for n in first.inputs],
-        [places[n] for n in second.inputs],
-        by_rows,
-        len(gradients),
-        len(graph.totals),
-        len(numbers),
-        len(graph.packed),
-    )
-
-
-class _Kernel(NamedTuple):
-    text: str
-    inputs: list[Node]
-
-
-def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _Kernel:
-    """The pass over the tokens: sums over rows first, in the order in which they are needed."""
     writer = Writer(graph)
     summed = [n.args[0] for n in graph.totals]
     everything = graph.dependencies([*gradients, *summed])
@@ -96,8 +54,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
     for i, node in enumerate(inputs):
         if graph.kinds[node] != "tokens":
             at = " + span" if graph.kinds[node] == "rows" else ""
-            writer.names[node] = f"v{len(writer.names)}"
-            lines.append(f"    {writer.names[node]} = {_load_text(graph, node, f'in{i}{at}')}")
+            writer.assign(node, _load_text(graph, node, f"in{i}{at}"), "    ")
 
     def loop(targets: list[Node], finish: Callable[[str], None]) -> None:
         """Write a pass over the span that computes `targets` and all nodes they depend on."""
@@ -110,9 +67,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
         lines.append("        live = at < last")
         for i, node in enumerate(inputs):
             if node in parts and graph.kinds[node] == "tokens":
-                writer.names[node] = f"v{len(writer.names)}"
-                loaded = _load_text(graph, node, f"in{i} + at", True)
-                lines.append(f"        {writer.names[node]} = {loaded}")
+                writer.assign(node, _load_text(graph, node, f"in{i} + at", True), "        ")
         writer.write(parts, "        ")
         finish("        ")
         writer.names.clear()
@@ -158,7 +113,7 @@ def _first_kernel(graph: TokenGraph, gradients: list[Node], by_rows: bool) -> _K
         f"    last = tl.minimum(first + {step}, n)",
         *lines,
     ]
-    return _Kernel("\n".join(text), inputs)
+    return "\n".join(text), inputs
 
 
 def _load_text(graph: TokenGraph, node: Node, where: str, masked: bool = False) -> str:
@@ -187,11 +142,15 @@ def _gather(writer: Writer, node: Node, into: str, indent: str) -> None:
     """Add the tokens of a block to the partial results of a sum."""
     kind = _sum_type(writer.graph, node)
     value = f"tl.where(live, {writer.value(node.args[0], kind)}, {_start(node)})"
+    value = f"{value}.to({kind})" if name_of(node) == "sum" else value
+    writer.lines.append(f"{indent}{into} = {_merge_text(node, into, value)}")
+
+
+def _merge_text(node: Node, a: str, b: str) -> str:
+    """Two partial results of a sum, maximum or minimum as one."""
     if name_of(node) == "sum":
-        text = f"{into} + {value}.to({kind})"
-    else:
-        text = f"tl.{name_of(node)[1:]}imum({into}, {value}{PROPAGATE})"
-    writer.lines.append(f"{indent}{into} = {text}")
+        return f"{a} + {b}"
+    return f"tl.{name_of(node)[1:]}imum({a}, {b}{PROPAGATE})"
 
 
 def _reduction_text(node: Node, block: str) -> str:
@@ -202,15 +161,14 @@ def _reduction_text(node: Node, block: str) -> str:
     return f"tl.where({bad} > 0, float('nan'), tl.{name_of(node)[1:]}({block}))"
 
 
-def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
-    """The pass over the partial results."""
+def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> tuple[str, list[Node]]:
+    """The text of the pass over the partial results, and its inputs."""
     writer = Writer(graph)
     targets = graph.dependencies([*numbers, *graph.packed], graph.totals)
     inputs = [n for n in targets if n.op == "placeholder"]
     lines = writer.lines
     for i, node in enumerate(inputs):
-        writer.names[node] = f"v{len(writer.names)}"
-        lines.append(f"    {writer.names[node]} = {_load_text(graph, node, f'in{i}')}")
+        writer.assign(node, _load_text(graph, node, f"in{i}"), "    ")
     for n, node in enumerate(graph.totals):
         lines.append(f"    s{n} = tl.full([BLOCK], {_start(node)}, tl.float64)")
     lines.append("    for at_first in range(0, spans, BLOCK):")
@@ -218,11 +176,7 @@ def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
     for n, node in enumerate(graph.totals):
         where = f"partial + {n} * spans + at, mask=at < spans, other={_start(node)}"
         value = f"tl.load({where}).to(tl.float64)"
-        if name_of(node) == "sum":
-            text = f"s{n} + {value}"
-        else:
-            text = f"tl.{name_of(node)[1:]}imum(s{n}, {value}{PROPAGATE})"
-        lines.append(f"        s{n} = {text}")
+        lines.append(f"        s{n} = {_merge_text(node, f's{n}', value)}")
     for n, node in enumerate(graph.totals):
         writer.names[node] = f"t{n}"
         lines.append(f"    t{n} = {_reduction_text(node, f's{n}')}.to({graph.type_of(node)})")
@@ -238,21 +192,34 @@ def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> _Kernel:
         "BLOCK: tl.constexpr):",
         *lines,
     ]
-    return _Kernel("\n".join(text_lines), inputs)
+    return "\n".join(text_lines), inputs
 
 
 class TokenKernels:
-    """The kernels of a graph, which Triton compiles when they first run."""
+    """The kernels of a graph, which Triton compiles when they first run; an `UnfitGraphError` if
+    the graph does not fit.
+    """
 
-    def __init__(self, source: KernelSource) -> None:
-        self.source = source
+    def __init__(self, module: GraphModule) -> None:
+        graph = TokenGraph(module)
+        gradients = [n for n in graph.outputs if graph.kinds[n] == "tokens"]
+        numbers = [n for n in graph.outputs if graph.kinds[n] != "tokens"]
+        if any(graph.kinds[n] != "number" for n in (*numbers, *graph.packed)):
+            raise UnfitGraphError("it returns numbers of rows")
+        self.by_rows = "rows" in graph.kinds.values()  # a span is a row
+        first, early = _first_kernel(graph, gradients, self.by_rows)
+        second, late = _second_kernel(graph, numbers)
+        # The indices of the graph's arguments that the first and the second kernel read.
+        self.early, self.late = ([graph.inputs.index(n) for n in nodes] for nodes in (early, late))
+        self.gradients, self.partials = len(gradients), len(graph.totals)
+        self.numbers, self.packed = len(numbers), len(graph.packed)
+        self.text = text = f"{HELPERS}\n\n{first}\n\n{second}\n"
         # Triton reads the source of a kernel by its file name.
-        name = f"<policyloss kernels {abs(hash(source.text)):x}>"
-        lines = source.text.splitlines(True)
-        linecache.cache[name] = (len(source.text), None, lines, name)
+        name = f"<policyloss kernels {abs(hash(text)):x}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
         names = {"triton": kernels("triton"), "tl": kernels("triton.language")}
         space: dict[str, Any] = {**names, "__name__": __name__}
-        exec(compile(source.text, name, "exec"), space)
+        exec(compile(text, name, "exec"), space)
         self._tokens, self._finish = space["tokens"], space["finish"]
         self.has_run = False
 
@@ -261,31 +228,20 @@ class TokenKernels:
 
         tensors: the arguments of the graph. shape: the shape of the tokens.
         """
-        source, like = self.source, tensors[0]
-        n = math.prod(shape)
-        spans = shape[0] if source.by_rows else -(-n // SPAN)
-        device = like.device
-        partial = torch.empty(source.partials * spans, dtype=torch.float32, device=device)
-        numbers = torch.empty(source.numbers, dtype=torch.float32, device=device)
-        packed = torch.empty(source.packed, dtype=torch.float64, device=device)
+        n, device = math.prod(shape), tensors[0].device
+        spans = shape[0] if self.by_rows else -(-n // SPAN)
+        partial = torch.empty(self.partials * spans, dtype=torch.float32, device=device)
+        numbers = torch.empty(self.numbers, dtype=torch.float32, device=device)
+        packed = torch.empty(self.packed, dtype=torch.float64, device=device)
         gradients = [
-            torch.empty(shape, dtype=torch.float32, device=device) for _ in range(source.gradients)
+            torch.empty(shape, dtype=torch.float32, device=device) for _ in range(self.gradients)
         ]
         read = [_readable(x) for x in tensors]
-        first = [read[i] for i in source.inputs]
-        second = [read[i] for i in source.late_inputs]
-        with on_device_of(like):
-            self._tokens[(spans,)](
-                *first,
-                *gradients,
-                partial,
-                n,
-                shape[-1],
-                spans,
-                BLOCK=BLOCK,
-                SPAN=SPAN,
-                num_warps=WARPS,
-            )
+        first = [read[i] for i in self.early]
+        second = [read[i] for i in self.late]
+        with on_device_of(tensors[0]):
+            sizes: Any = {"BLOCK": BLOCK, "SPAN": SPAN, "num_warps": WARPS}
+            self._tokens[(spans,)](*first, *gradients, partial, n, shape[-1], spans, **sizes)
             self._finish[(1,)](
                 *second, partial, numbers, packed, spans, BLOCK=LAST_BLOCK, num_warps=WARPS
             )

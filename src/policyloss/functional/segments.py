@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.arguments import check_group, check_like, check_tensor, description
 from policyloss.errors import InputError
-from policyloss.functional.collectives import all_max
+from policyloss.functional.collectives import all_max, all_sum
 from policyloss.functional.exact import arithmetic
 from policyloss.functional.masking import accumulator_dtype, can_be_read, count, holds
 
@@ -79,9 +78,7 @@ class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        y = x.clone()
-        dist.all_reduce(y, group=group)
-        return y
+        return all_sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from policyloss.head.teacher.comparison import Compared, Comparison
 from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.tiles import tree
 from policyloss.records import Record
+
+if TYPE_CHECKING:
+    from policyloss.head.plans import Plan
 
 
 class GradientTypes(NamedTuple):
@@ -43,13 +46,6 @@ def _times(derivatives: Derivatives, scale: float) -> list[Tensor | None]:
     return [None if d is None else d * scale for d in derivatives]
 
 
-class Draw(NamedTuple):
-    """The draw of the plan "sparse". eps: entries with at least this probability are kept."""
-
-    eps: float
-    seed: int
-
-
 class HeadGradients(NamedTuple):
     """The gradients of some hidden states `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
 
@@ -66,9 +62,8 @@ class BackwardInputs:
     """The inputs of a routine that computes gradients in a backward.
 
     index: the R rows to differentiate, None for all. statistics, derivatives, divergences (with a
-    teacher): of all rows. rows, columns: how many rows of logits, or columns of R rows, fit into
-    memory. stash: the probabilities and the slopes of the divergence, `[R, V]` each, if kept. draw:
-    of the plan "sparse".
+    teacher): of all rows. stash: the probabilities and the slopes of the divergence, `[R, V]` each,
+    if kept.
     """
 
     head: Head
@@ -76,12 +71,10 @@ class BackwardInputs:
     index: Tensor | None
     statistics: Statistics
     derivatives: Derivatives
-    rows: int
-    columns: int
+    plan: Plan
     stash: tuple[Tensor | None, Tensor | None]
     comparison: Comparison | None
     divergences: PairStatistics | Entries | None
-    draw: Draw
 
     def select(self) -> tuple[HeadRows, Statistics, list[Tensor | None]]:
         """The rows at `index`, their statistics and their derivatives."""
@@ -96,7 +89,7 @@ class BackwardInputs:
             return None
         at = slice(None) if self.index is None else self.index
         numbers = type(divergences)(*(x[at] for x in divergences))
-        room = comparison.room(numbers.divergence.shape[0], self.columns)
+        room = comparison.room(numbers.divergence.shape[0], self.plan.columns)
         is_full, first = isinstance(numbers, PairStatistics), self.head.vocabulary.first
 
         def compare(c: slice) -> Compared:
@@ -112,7 +105,7 @@ def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
     This uses the least memory of all plans: the gradient of an entry is one product. Only `dhidden`
     is summed, in float32.
     """
-    head, wanted, columns = inputs.head, inputs.wanted, inputs.columns
+    head, wanted, columns = inputs.head, inputs.wanted, inputs.plan.columns
     teacher = inputs.teacher_columns()
     rows, s, derivatives = inputs.select()
     x, w = rows.hidden, head.weight
@@ -152,7 +145,7 @@ def gradients_in_parts(inputs: BackwardInputs) -> HeadGradients:
     assert tiles is not None
     live = head.ids.shape[0] if index is None else index.shape[0]
     largest = max(c.stop - c.start for c in tiles.parts)
-    all_windows = windows(live, inputs.rows * (w.shape[0] // largest), tiles)
+    all_windows = windows(live, inputs.plan.rows * (w.shape[0] // largest), tiles)
     room = head.room(max((at.stop - at.start for at in all_windows), default=0), largest)
     # Sums over ranks or windows are rounded at the end.
     wide = (head.vocabulary.group is not None, len(all_windows) > 1, True)

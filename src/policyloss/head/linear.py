@@ -54,25 +54,26 @@ def linear_logprobs(
 ) -> LogProbs:
     """Log-probability of each token under `softmax(hidden @ weight.T)`, and the entropy.
 
-    `log_softmax((hidden @ weight.T + bias).float() / temperature, -1).gather(-1, ids)`, computed
-    for some tokens at a time, with float32 logits. The gradient reaches hidden, weight and bias,
-    through the log-probabilities and through the entropy.
+    `log_softmax((hidden @ weight.T + bias).float() / temperature, -1).gather(-1, ids)`, computed in
+    chunks of tokens, with float32 logits. The gradient reaches hidden, weight and bias, through the
+    log-probabilities and through the entropy.
 
-    hidden: `[..., D]`. weight: `[V, D]`. bias: `[V]`. ids, mask: `[...]`. temperature: a number, or
-    one per token `[...]`.
+    hidden: `[..., D]`; each state predicts the id at the same place in ids. weight: `[V, D]`. bias:
+    `[V]`. ids, mask: `[...]`. temperature: a number, or one per token `[...]`.
     mask: where it is False, the hidden state is not read, and logp, entropy and gradient are 0.
     softcap: logits are `softcap·tanh(logits/softcap)` before the temperature. plan: "recompute" (4
-    matmuls, least memory), "stash" (3 matmuls, keeps probabilities in the type of the weight),
-    "auto", which chooses, or a `Plan`. vocab_group: the process group over which the vocabulary is
-    split; weight and bias are then this rank's entries, ids index the whole vocabulary, hidden is
-    the same on every rank, and every rank gets the complete gradient of hidden. support: `(ids,
-    offsets)`, the vocabulary entries that the sampler of each token kept:
+    matmuls in forward and backward together, least memory), "stash" (3 matmuls, keeps probabilities
+    in the type of the weight), "auto", which chooses, or a `Plan`. vocab_group: the process group
+    over which the vocabulary is split; weight and bias are then this rank's entries, ids index the
+    whole vocabulary, hidden is the same on every rank, and every rank gets the complete gradient of
+    hidden. support: `(ids, offsets)`, the vocabulary entries that the sampler kept for each token:
     `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens, row by row); softmax,
     entropy and gradient are then over the kept entries alone.
-    index: `[M]` or any shape: for each id, the flat index of the hidden state that predicts it. Use
-    it if several loss terms share a hidden state (a tree of trajectories with common prefixes).
-    ids, mask, temperature and the results then have the shape of index, and the logits of terms
-    with the same hidden state, id and temperature are computed once.
+    index: for each id, the number of the hidden state that predicts it (counted over all states,
+    row by row), in any shape. Use it if several loss terms share a hidden state (a tree of
+    trajectories with common prefixes). ids, mask, temperature and the results then have the shape
+    of index, and the logits of terms with the same hidden state, id and temperature are computed
+    once.
     Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """
@@ -135,8 +136,8 @@ def head_and_sources(
                 "index and support were passed together, but the terms of a row may have several "
                 "supports; leave out one of them."
             )
-        rows = distinct_rows(index, hidden, ids, temperature, mask)
-        hidden, ids, temperature, mask, terms = rows
+        distinct = distinct_rows(index, hidden, ids, temperature, mask)
+        hidden, ids, temperature, mask, terms = distinct
     check_group("vocab_group", vocab_group)
     if vocab_group is None:  # with a group, all ranks raise together
         check_vocabulary("weight", weight, weight.shape[0])
@@ -170,7 +171,7 @@ def work_of(sources: Sources, head: Head, index: Tensor | None, outputs: Outputs
     n = head.hidden.shape[0]
     computed = n if index is None else index.shape[0]
     wanted = GradientTypes.of(*sources)
-    return Work.of(wanted, n, computed, computed, outputs.comparison, outputs.logp)
+    return Work(wanted, n, computed, computed, outputs.comparison, outputs.logp)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -265,12 +266,10 @@ class _LinearLogprobs(torch.autograd.Function):
             index,
             Statistics(logp, None if dentropy is None else spread, lse),
             derivatives,
-            plan.rows,
-            plan.columns,
+            plan,
             stash,
             ctx.comparison,
             ctx.known,
-            plan.draw,
         )
         routine = plan.kind.backward if head.tiles is None else plan.kind.exact
         assert routine is not None

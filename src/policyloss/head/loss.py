@@ -248,7 +248,7 @@ class _HeadLoss:
         longest = t.counts.max() if t.counts.numel() else rows.sum()
         computed, with_gradient, most = torch.stack([rows.sum(), live.sum(), longest]).tolist()
         counts = (rows.shape[0], with_gradient if self.skip else computed, with_gradient)
-        work = Work.of(GradientTypes.of(*self.sources), *counts, self.comparison, longest=most)
+        work = Work(GradientTypes.of(*self.sources), *counts, self.comparison, longest=most)
         return batch, work, loss_plan(self.head, work, plan, reach, why)
 
     def _tokens(self, inputs: Inputs) -> Tokens:

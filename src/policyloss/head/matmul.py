@@ -75,7 +75,10 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> No
 
     Where the device cannot do so, it is computed some rows at a time.
     """
-    if scale == 1 and (out.dtype == compute_dtype(out) or _rounds_once(a, out)):
+    # A product of bfloat16 on CUDA is rounded once, unless `product` would add two parts.
+    half = a.dtype == out.dtype == torch.bfloat16 and a.device.type == "cuda"
+    rounds_once = half and _cut(a.shape[1]) is None
+    if scale == 1 and (out.dtype == compute_dtype(out) or rounds_once):
         with _sums_in_float32():
             product(a, b, out)
         return
@@ -85,15 +88,6 @@ def rounded_product(a: Tensor, b: Tensor, out: Tensor, scale: float = 1.0) -> No
         wide = torch.empty_like(part, dtype=compute_dtype(out))
         product(a[start : start + step], b, wide)
         part.copy_(wide.mul_(scale) if scale != 1 else wide)
-
-
-def _rounds_once(a: Tensor, out: Tensor) -> bool:
-    """Whether one product of the device rounds `out` once: bfloat16 on CUDA.
-
-    It does not where `product` would add two parts.
-    """
-    half = a.dtype == out.dtype == torch.bfloat16
-    return half and a.device.type == "cuda" and _cut(a.shape[1]) is None
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from policyloss.arguments import check_integer, check_number
 from policyloss.errors import InputError, unknown_name
 from policyloss.head.backward import (
     BackwardInputs,
-    Draw,
     GradientSums,
     GradientTypes,
     HeadGradients,
@@ -115,15 +114,10 @@ class Plan:
         """The routines of plans of this name."""
         return KINDS[self.name]
 
-    @property
-    def draw(self) -> Draw:
-        """The draw of "sparse"."""
-        return Draw(self.eps, self.seed)
-
     def start_sums(self, head: Head, wanted: GradientTypes, all_gathered: bool) -> GradientSums:
         """The sums to which the gradients of windows are added."""
         if self.kind is SPARSE:
-            return SparseSums(head, wanted, self.gathered, self.draw)
+            return SparseSums(head, wanted, self.gathered, self)
         return GradientSums(head, wanted, self.gathered, all_gathered)
 
     def __str__(self) -> str:
@@ -142,51 +136,35 @@ class Plan:
 
 
 class Work(NamedTuple):
-    """The work of a call: how many rows it has, computes and differentiates, and which gradients.
+    """The work of a call: which gradients it needs, how many rows it has, computes and
+    differentiates, and the teacher that it compares them with.
 
-    longest: rows of the longest sequence that a window must hold. compares_logits: whether a window
-    holds a teacher's logits too, which cost `teacher_matmul` times the student's matmul.
-    stashes: how many numbers per logit the plan "stash" keeps.
+    logp: whether it returns the log-probabilities. longest: rows of the longest sequence that a
+    window must hold.
     """
 
+    wanted: GradientTypes
     tokens: int
     computed: int
     with_gradient: int
-    hidden_gradient: bool
-    weight_gradient: bool
-    longest: int
-    compares_logits: bool
-    teacher_matmul: float
-    stashes: int
+    comparison: Comparison | None
+    logp: bool = True
+    longest: int = 1
 
-    @classmethod
-    def of(
-        cls,
-        wanted: GradientTypes,
-        tokens: int,
-        computed: int,
-        with_gradient: int,
-        comparison: Comparison | None,
-        logp: bool = True,
-        longest: int = 1,
-    ) -> Work:
-        """The work of a call. logp: whether it returns the log-probabilities."""
-        return cls(
-            tokens,
-            computed,
-            with_gradient,
-            hidden_gradient=wanted.hidden is not None,
-            weight_gradient=wanted.weight is not None or wanted.bias is not None,
-            longest=longest,
-            compares_logits=comparison is not None and comparison.known is None,
-            teacher_matmul=0.0 if comparison is None else comparison.matmul,
-            stashes=logp + (comparison is not None),
-        )
+    @property
+    def weight_gradient(self) -> bool:
+        """Whether weight or bias get a gradient."""
+        return self.wanted.weight is not None or self.wanted.bias is not None
 
     @property
     def any_gradient(self) -> bool:
         """Whether there is a backward."""
-        return self.hidden_gradient or self.weight_gradient
+        return self.wanted.hidden is not None or self.weight_gradient
+
+    @property
+    def compares_logits(self) -> bool:
+        """Whether a window holds a teacher's logits too."""
+        return self.comparison is not None and self.comparison.known is None
 
 
 def free_bytes(like: Tensor) -> int:
@@ -311,7 +289,7 @@ def _sparse(head: Head, work: Work, plan: Plan, reach: str) -> Plan:
             "plan='sparse' draws the entries of a gradient, so its bits are not those of the other "
             "plans; within exact() use another plan."
         )
-    if work.compares_logits or work.teacher_matmul or work.stashes > 1:
+    if work.comparison is not None:
         raise InputError(
             "plan='sparse' does not take a teacher: the gradient of a divergence is not as sparse "
             "as the policy's. Use plan='auto'."
@@ -441,21 +419,22 @@ def _one_pass_bytes(head: Head, work: Work, rows: int, gathered: int) -> int:
 
 def _add_figures(head: Head, work: Work, plan: Plan) -> Plan:
     """Fill in the figures that describe `plan`: rows, matmuls and memory."""
-    backward = work.hidden_gradient + work.weight_gradient
+    backward = (work.wanted.hidden is not None) + work.weight_gradient
     forward, share = work.computed / max(work.tokens, 1), work.with_gradient / max(work.tokens, 1)
-    of_teacher = forward * work.teacher_matmul
+    matmul = 0.0 if work.comparison is None else work.comparison.matmul
+    of_teacher = forward * matmul
     extra = _window_bytes(head, work, plan.rows)
     if plan.kind in (ONE_PASS, SPARSE):
         extra = _one_pass_bytes(head, work, plan.rows, plan.gathered)
     elif plan.kind is STASH:
         share = forward  # everything kept is multiplied
         kept = work.computed * head.vocabulary.largest * head.weight.element_size()
-        extra += kept * work.stashes
+        extra += kept * (work.logp + (work.comparison is not None))
     elif plan.kind is RECOMPUTE:
         backward += 1
-        of_teacher += share * work.teacher_matmul
+        of_teacher += share * matmul
         n, d = work.with_gradient, head.hidden.shape[1]
-        sums = n * d * head.dtype.itemsize if work.hidden_gradient else 0
+        sums = n * d * head.dtype.itemsize if work.wanted.hidden is not None else 0
         wide = WIDE_BYTES if _accumulator_bytes(head, work) else 0
         columns = min(plan.columns, head.weight.shape[0])
         extra = max(extra, n * columns * _logit_bytes(head, work) + sums + wide)

@@ -152,10 +152,15 @@ def row_gradient(
     z = z if source is None else z[source]
     target = target_gradient(s.logp, dlogp, spread)
     for b in blocks(z):
-        here = None if spread is None else (spread[0][b], spread[1][b])
-        d = _block_gradient(
-            z[b], out[b], ids[b], s.lse[b], dlogp[b], here, target[b], scaling.of_rows(b)
-        )
+        of_block, here, silent = scaling.of_rows(b), None, dlogp[b] == 0
+        if spread is not None:
+            here, silent = (spread[0][b], spread[1][b]), silent & (spread[1][b] == 0)
+        scaled, lse = rescale(z[b], of_block), s.lse[b].unsqueeze(-1)
+        # In `out` if that has the right type and z is not needed a second time.
+        plain = spread is None and scaling.softcap is None and out.dtype == scaled.dtype
+        log_p = torch.sub(scaled, lse, out=out[b]) if plain else scaled - lse
+        d = policy_gradient(log_p, ids[b], dlogp[b], here, target[b])
+        d = without_silent_rows(through_scaling(d, z[b], of_block), silent)
         if d.data_ptr() != out[b].data_ptr():
             out[b].copy_(d)
 
@@ -220,29 +225,6 @@ def _block_partials(z: Tensor, ids: Tensor, scaling: Scaling, entropy: bool) -> 
         # e^−inf·(−inf) is NaN; any finite number in its place gives the 0 it should be.
         moment = shifted.exp().mul_(shifted.clamp_(min=-1e4)).sum(-1)
     return Partials(top, total, moment, target)
-
-
-def _block_gradient(
-    z: Tensor,
-    out: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    dlogp: Tensor,
-    spread: Spread | None,
-    target: Tensor,
-    scaling: Scaling,
-) -> Tensor:
-    """dz of a block, in `out` if possible, else in new memory.
-
-    It is possible if `out` has the right type and z is not needed a second time.
-    spread: the rows' entropy and its derivative, None if it has none.
-    """
-    s = rescale(z, scaling)
-    plain = spread is None and scaling.softcap is None and out.dtype == s.dtype
-    log_p = torch.sub(s, lse.unsqueeze(-1), out=out) if plain else s - lse.unsqueeze(-1)
-    d = through_scaling(policy_gradient(log_p, ids, dlogp, spread, target), z, scaling)
-    silent = dlogp == 0 if spread is None else (dlogp == 0) & (spread[1] == 0)
-    return without_silent_rows(d, silent)
 
 
 def policy_gradient(

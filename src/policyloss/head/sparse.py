@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from policyloss.functional.masking import compute_dtype
-from policyloss.head.backward import (
-    BackwardInputs,
-    Draw,
-    GradientSums,
-    GradientTypes,
-    HeadGradients,
-)
+from policyloss.head.backward import BackwardInputs, GradientSums, GradientTypes, HeadGradients
 from policyloss.head.head import Derivatives, Head, HeadRows, Index, half_scale, windows
 from policyloss.head.matmul import Room
 from policyloss.head.softmax_rows import (
@@ -37,7 +31,11 @@ from policyloss.head.softmax_rows import (
     rescale,
     row_gradient,
 )
+from policyloss.head.validate import read_later
 from policyloss.records import Record, Stat
+
+if TYPE_CHECKING:
+    from policyloss.head.plans import Plan
 
 MOST = 128
 # Numbers of a hidden state that identify its token.
@@ -163,7 +161,7 @@ def sample_entries(
     assert dlogp is not None
     columns, counts = choose_columns(z, rows.ids, s, rows.scaling, offsets, eps)
     dense = (counts > MOST) | ~s.lse.isfinite()
-    read_count = start_reading(dense.sum())  # early: the host waits for it
+    read_count = read_later(dense.sum())  # early: the host waits for it
     there, scaling = columns.clamp(min=0), rows.scaling._replace(bias=None)
     logits = z.gather(1, there)
     if rows.scaling.bias is not None:
@@ -193,28 +191,12 @@ def add_weighted_sums(out: Tensor, table: Tensor, bags: Bags) -> None:
     out.index_add_(0, bags.at, (sums.to(compute_dtype(sums)) / scale).to(out.dtype))
 
 
-def start_reading(count: Tensor) -> Callable[[], int]:
-    """Start to copy a number to the host; the result waits for the copy and returns the number."""
-    if count.device.type != "cuda":
-        return lambda: int(count)
-    copy = torch.empty((), dtype=count.dtype, pin_memory=True)
-    copy.copy_(count, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-
-    def read() -> int:
-        copied.synchronize()
-        return int(copy)
-
-    return read
-
-
 class SparseSums(GradientSums):
     """Accumulates the gradients of windows from the kept entries of their rows."""
 
-    def __init__(self, head: Head, wanted: GradientTypes, gathered: int, draw: Draw) -> None:
+    def __init__(self, head: Head, wanted: GradientTypes, gathered: int, plan: Plan) -> None:
         super().__init__(head, wanted, gathered)
-        self.eps, self.offsets = draw.eps, draw_offsets(head.hidden, head.ids, draw.seed)
+        self.eps, self.offsets = plan.eps, draw_offsets(head.hidden, head.ids, plan.seed)
         self.dense_rows = 0
         self.sampled: list[tuple[Tensor, Sampled]] = []  # with the places of the rows
 
@@ -299,9 +281,9 @@ def gradients_by_sampling(inputs: BackwardInputs) -> HeadGradients:
     """Compute the logits again, some rows at a time, and sample their gradient."""
     head, index, s = inputs.head, inputs.index, inputs.statistics
     live = head.ids.shape[0] if index is None else index.shape[0]
-    sums = SparseSums(head, inputs.wanted, 0, inputs.draw)
-    room = head.room(min(inputs.rows, live))
-    for window in windows(live, inputs.rows):
+    sums = SparseSums(head, inputs.wanted, 0, inputs.plan)
+    room = head.room(min(inputs.plan.rows, live))
+    for window in windows(live, inputs.plan.rows):
         at = window if index is None else index[window]
         rows = head.rows(at)
         of_window = [None if d is None else d[at] for d in inputs.derivatives]

@@ -58,28 +58,15 @@ class Terms(NamedTuple):
         return Terms(members.columns, Sequences(shape, bounds, members.rows))
 
 
-class DistinctRows(NamedTuple):
-    """The distinct rows of a call: the arguments of a head for them, and the terms that read them.
-
-    hidden: `[R, D]`, with a gradient to the caller's. ids, mask, temperature (if it is no number):
-    `[R]`.
-    """
-
-    hidden: Tensor
-    ids: Tensor
-    temperature: float | Tensor
-    mask: Tensor | None
-    terms: Terms
-
-
 def distinct_rows(
     index: Any, hidden: Tensor, ids: Any, temperature: float | Tensor, mask: Tensor | None
-) -> DistinctRows:
-    """The distinct rows of terms, checked. index: the hidden state of each term, in the shape of
-    ids, which counts over all hidden states `[..., D]`.
+) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None, Terms]:
+    """hidden `[R, D]` (with a gradient to the caller's), ids, temperature (if it is no number) and
+    mask `[R]` of the distinct rows of terms, checked, and the terms that read them.
 
-    Masked terms share one row, which is not computed; their index may be any number. Reads the
-    number of rows back to the host.
+    index: the hidden state of each term, in the shape of ids, which counts over all hidden states
+    `[..., D]`. Masked terms share one row, which is not computed; their index may be any number.
+    Reads the number of rows back to the host.
     """
     check_tensor("ids", ids, "integer", ("hidden", hidden))
     check_like("index", index, ("ids", ids), "integer", "give the hidden state of each id")
@@ -105,7 +92,7 @@ def distinct_rows(
     order, bounds = row_of_term.argsort(stable=True), torch.nn.functional.pad(counts, (1, 0))
     terms = Terms(order, Sequences(tuple(order.shape), bounds.cumsum(0), row_of_term[order]))
     state = terms.first(state)
-    return DistinctRows(
+    return (
         # The adjoint of either adds up rows in a fixed order, but only on its own device.
         states[state] if states.is_cuda else states.index_select(0, state),
         terms.first(flat),

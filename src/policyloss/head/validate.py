@@ -98,8 +98,8 @@ def _first_place(rows: Tensor, head: Head) -> int:
     return int(head.of_terms(rows).to(torch.uint8).argmax())
 
 
-def read_later(x: Tensor) -> Callable[[], list[int]]:
-    """A function that returns the numbers in `x`.
+def read_later(x: Tensor) -> Callable[[], Any]:
+    """A function that returns the numbers in `x`, as `x.tolist()` does.
 
     They are sent to the host now; only the function waits for them, so the device can get work
     first.
@@ -110,10 +110,9 @@ def read_later(x: Tensor) -> Callable[[], list[int]]:
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
 
-    def read() -> list[int]:
+    def read() -> Any:
         arrived.synchronize()
-        numbers: list[int] = copy.tolist()
-        return numbers
+        return copy.tolist()
 
     return read
 

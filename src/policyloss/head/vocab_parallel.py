@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from policyloss.errors import InputError
+from policyloss.functional.collectives import all_gather
 from policyloss.head.softmax_rows import Partials
 
 
@@ -39,11 +40,8 @@ class Vocabulary(NamedTuple):
         """
         if group is None:
             return cls(weight.shape[0], weight.shape[0])
-        rank = dist.get_rank(group)
-        ranks = torch.zeros(dist.get_world_size(group), 3, dtype=torch.int64, device=weight.device)
-        ranks[rank] = torch.tensor([weight.shape[0], tokens, free()])
-        dist.all_reduce(ranks, group=group)
-        sizes, rows, bytes_free = ranks.t().tolist()
+        here = torch.tensor([weight.shape[0], tokens, free()], device=weight.device)
+        sizes, rows, bytes_free = torch.stack(all_gather(here, group)).t().tolist()
         # Known to all ranks now, so all of them raise.
         if min(sizes) == 0:
             raise InputError(
@@ -55,7 +53,8 @@ class Vocabulary(NamedTuple):
                 f"hidden must be the same on every rank of vocab_group, but they hold {rows} "
                 "tokens."
             )
-        return cls(sum(sizes), max(sizes), sum(sizes[:rank]), group, min(bytes_free))
+        first = sum(sizes[: dist.get_rank(group)])
+        return cls(sum(sizes), max(sizes), first, group, min(bytes_free))
 
     def merge(self, p: Partials, ids: Tensor, entries: int) -> Partials:
         """The partials of whole rows; on one rank, `p`.
@@ -89,13 +88,7 @@ class Vocabulary(NamedTuple):
         missing = (0, k - ids.shape[1])  # every rank sends k, and a small shard has fewer
         values = torch.nn.functional.pad(values, missing, value=-torch.inf)
         ids = torch.nn.functional.pad(ids + self.first, missing)
-        everyone = [
-            [torch.empty_like(each) for _ in range(dist.get_world_size(self.group))]
-            for each in (values, ids)
-        ]
-        for parts, each in zip(everyone, (values, ids), strict=True):
-            dist.all_gather(parts, each.contiguous(), group=self.group)
-        values, ids = (torch.cat(parts, -1) for parts in everyone)
+        values, ids = (torch.cat(all_gather(x, self.group), -1) for x in (values, ids))
         return ids.gather(-1, values.topk(k, -1).indices)
 
     def sum_shares(self, x: Tensor) -> Tensor:

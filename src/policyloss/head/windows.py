@@ -99,8 +99,8 @@ class TokenBatch:
         """
         with torch.enable_grad():
             t, at = self._of(window, known)
-            leaves = {name: x for name in known if (x := t.raw[name]) is not None}
-            moving = {name: x for name, x in leaves.items() if x.requires_grad}
+            leaves = ((name, t.read(name)) for name in known)
+            moving = {name: x for name, x in leaves if x.requires_grad}
             weight = None if self.weight is None else self.weight.reshape(-1)[at].view(t.mask.shape)
             if self.spec.corrections_by_logp:
                 here = tuple(
@@ -130,22 +130,22 @@ class TokenBatch:
         sequences.
         """
         at = window.rows if window.tokens is None else window.tokens
+        shape = (1, -1) if window.cu_seqlens is None else (-1,)
+
+        def cut(x: Any) -> Any:
+            return None if x is None else x.reshape(-1)[at].view(shape)
+
         if window.place is not None:
             room = known["logp"].new_zeros(self.rows[at].shape[0])
             known = {name: room.index_copy(0, window.place, x) for name, x in known.items()}
-        shape = (1, -1) if window.cu_seqlens is None else (-1,)
-        raw: dict[str, Tensor | None] = {
-            name: None if x is None else x.reshape(-1)[at].view(shape)
-            for name, x in self.tokens.raw.items()
-            if name not in known
-        }
+        raw = {name: cut(x) for name, x in self.tokens.raw.items() if name not in known}
         for name, x in known.items():
             leaf = x.detach().view(shape)
             raw[name] = leaf.requires_grad_(name != "entropy" or entropy_has_slope(self.spec))
-        if self.stand_in is not None and raw["logp"] is not None:
+        if self.stand_in is not None:
             policies = (raw["logp"], raw["rollout_logp"])
             raw["old_logp"] = stand_in_logp(self.stand_in, *policies, raw["ages"])
-        mask, t = self.rows[at].view(shape), self.tokens
+        t, mask = self.tokens, cut(self.rows)
         sequences: Sequences = _SingleTokens(tuple(mask.shape))
         if window.cu_seqlens is not None:
             sequences = Sequences.of(mask, window.cu_seqlens)
@@ -154,12 +154,12 @@ class TokenBatch:
             mask=mask,
             sequences=sequences,
             memo={},
-            advantages=t.advantages.reshape(-1)[at].view(shape),
-            weights=None if t.weights is None else t.weights.reshape(-1)[at].view(shape),
-            turn_ids=None if t.turn_ids is None else t.turn_ids.reshape(-1)[at].view(shape),
+            advantages=cut(t.advantages),
+            weights=cut(t.weights),
+            turn_ids=cut(t.turn_ids),
+            positions=cut(t.positions),
             raw=raw,
             group_ids=None,
-            positions=None if t.positions is None else t.positions.reshape(-1)[at].view(shape),
             # A window's numbers are not the batch's, so a number that was not measured is an error.
             measured={} if t.measured is None else t.measured,
         ), at

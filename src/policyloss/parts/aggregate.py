@@ -32,7 +32,7 @@ _HINT = "it is the constant length that sums are divided by."
 Horizon: TypeAlias = Annotated[float, bounds(above=0, finite=True, hint=_HINT)]
 
 
-def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
+def known_horizon(part: _OverHorizon) -> float:
     """The constant that sums are divided by; raise if it is not set."""
     if part.horizon is None:
         name = type(part).__name__
@@ -44,34 +44,52 @@ def known_horizon(part: SeqMeanTokenSumNorm | TokenSumNorm) -> float:
     return part.horizon
 
 
-def _horizon(horizon: float | None) -> str:
-    """The text of the horizon in a formula: its number, or "horizon" if it is not set."""
-    return "horizon" if horizon is None else number(horizon)
+class _Average:
+    """Base of the averages.
 
+    words: the average in a sentence. average: the average of `{x}` in a formula.
+    """
 
-def _horizon_in_words(horizon: float | None) -> str:
-    unset = "a constant that is not set yet"
-    return unset if horizon is None else f"the constant {spoken(horizon)}"
+    words: ClassVar[str]
+    average: ClassVar[str]
+
+    def sentence(self) -> str:
+        return self.words
+
+    def averaged(self, x: str) -> str:
+        return self.average.format(x=x)
 
 
 @dataclass(frozen=True)
-class TokenMean:
+class _OverHorizon(_Average, Part):
+    """Base of the sums that are divided by a constant."""
+
+    horizon: Horizon | None = None
+
+    def sentence(self) -> str:
+        h = self.horizon
+        constant = "a constant that is not set yet" if h is None else f"the constant {spoken(h)}"
+        return self.words.format(constant=constant)
+
+    def averaged(self, x: str) -> str:
+        horizon = "horizon" if self.horizon is None else number(self.horizon)
+        return self.average.format(x=x, horizon=horizon)
+
+
+@dataclass(frozen=True)
+class TokenMean(_Average):
     """Every token counts the same: `1 / N` (DAPO)."""
 
     divides_by: ClassVar[str] = "tokens"
+    words = "every token of the step counts the same"
+    average = "sum({x}) / N"
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
         return reciprocal(totals.tokens, t.mask, t.dtype, totals.dp_size)
 
-    def sentence(self) -> str:
-        return "every token of the step counts the same"
 
-    def averaged(self, x: str) -> str:
-        return f"sum({x}) / N"
-
-
-class _Factored:
+class _Factored(_Average):
     """The weights of a token and of all tokens are computed apart, and multiplied here."""
 
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
@@ -87,38 +105,30 @@ class SeqMeanTokenMean(_Factored):
     """The mean over sequences of the mean over each one's tokens: `1 / (B·L_i)` (GRPO)."""
 
     divides_by: ClassVar[str] = "sequences"
+    words = "every sequence counts the same, each as the mean of its tokens"
+    average = "sum({x} / L) / B"
 
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
         """`1 / L_i` of each token, and `1 / B`, which all tokens share."""
         shared = reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)
         return per_sequence_mean(t.lengths, t.sequences), shared
 
-    def sentence(self) -> str:
-        return "every sequence counts the same, each as the mean of its tokens"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x} / L) / B"
-
 
 @dataclass(frozen=True)
-class SeqMeanTokenSum:
+class SeqMeanTokenSum(_Average):
     """The mean over sequences of the sum over each one's tokens: `1 / B`."""
 
     divides_by: ClassVar[str] = "sequences"
+    words = "every sequence as the sum of its tokens, mean over sequences"
+    average = "sum({x}) / B"
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
         return reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size)
 
-    def sentence(self) -> str:
-        return "every sequence as the sum of its tokens, mean over sequences"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x}) / B"
-
 
 @dataclass(frozen=True)
-class SeqMeanTokenSumNorm(Part):
+class SeqMeanTokenSumNorm(_OverHorizon):
     """Dr.GRPO: the mean over sequences of the token sum divided by a constant: `1 / (B·horizon)`.
 
     horizon: your generation budget in tokens. None means that it is not set yet; set it with
@@ -126,60 +136,50 @@ class SeqMeanTokenSumNorm(Part):
     """
 
     divides_by: ClassVar[str] = "sequences"
-    horizon: Horizon | None = None
+    words = "token sums over {constant}, mean over sequences"
+    average = "sum({x}) / (B * {horizon})"
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
         return reciprocal(totals.sequences, t.mask, t.dtype, totals.dp_size / known_horizon(self))
 
-    def sentence(self) -> str:
-        return f"token sums over {_horizon_in_words(self.horizon)}, mean over sequences"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x}) / (B * {_horizon(self.horizon)})"
-
 
 @dataclass(frozen=True)
-class TokenSum:
+class TokenSum(_Average):
     """The plain sum: `1` per token."""
+
+    words = "the plain sum over all tokens"
+    average = "sum({x})"
 
     def __call__(self, t: Layout) -> Tensor:
         return torch.full((), float(t.totals.dp_size), device=t.mask.device, dtype=t.dtype)
 
-    def sentence(self) -> str:
-        return "the plain sum over all tokens"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x})"
-
 
 @dataclass(frozen=True)
-class TokenSumNorm(Part):
+class TokenSumNorm(_OverHorizon):
     """Legacy: the sum over all tokens, divided by `horizon`, without a mean over sequences.
 
     ROLL and Trinity use it.
     horizon: as in `SeqMeanTokenSumNorm`; None means that it is not set yet.
     """
 
-    horizon: Horizon | None = None
+    words = "token sums over {constant}, not averaged over sequences"
+    average = "sum({x}) / {horizon}"
 
     def __call__(self, t: Layout) -> Tensor:
         scale = t.totals.dp_size / known_horizon(self)
         return torch.full((), scale, device=t.mask.device, dtype=t.dtype)
 
-    def sentence(self) -> str:
-        return f"token sums over {_horizon_in_words(self.horizon)}, not averaged over sequences"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x}) / {_horizon(self.horizon)}"
-
 
 @dataclass(frozen=True)
-class PromptMean:
+class PromptMean(_Average):
     """The mean over the G prompts of the mean over the N_g tokens of each: `1 / (G·N_g)`.
 
     It reads group_ids.
     """
+
+    words = "every prompt counts the same, each as the mean over all tokens of its group"
+    average = "sum({x} / N_group) / G"
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
@@ -203,12 +203,6 @@ class PromptMean:
         each = reciprocal(group_count, t.lengths, times=totals.dp_size)
         return t.sequences.expand(reciprocal(n_g, t.lengths) * each)
 
-    def sentence(self) -> str:
-        return "every prompt counts the same, each as the mean over all tokens of its group"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x} / N_group) / G"
-
 
 def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """The step's tokens of each sequence's group; NaN for a group that was not counted."""
@@ -229,6 +223,8 @@ class TurnMean(_Factored):
     """
 
     divides_by: ClassVar[str] = "sequences"
+    words = "every sequence counts the same, its turns alike, each as the mean of its tokens"
+    average = "sum({x} / (K * L_turn)) / B"
 
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
         """`1 / (K_i·L_k)` of each token, and `1 / B`, which all tokens share."""
@@ -240,19 +236,16 @@ class TurnMean(_Factored):
         shared = reciprocal(t.totals.sequences, number, times=t.totals.dp_size)
         return per_token * per_sequence_mean(number, t.sequences), shared
 
-    def sentence(self) -> str:
-        return "every sequence counts the same, its turns alike, each as the mean of its tokens"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x} / (K * L_turn)) / B"
-
 
 @dataclass(frozen=True)
-class WeightMean:
+class WeightMean(_Average):
     """Every unit of weight counts the same: `1 / W`, with W the sum of `weights` over the step.
 
     A token of weight w has the share `w / W`. It needs the argument `weights`.
     """
+
+    words = "every token counts by its weight, as a share of all weights of the step"
+    average = "sum(weights * {x}) / W"
 
     def __call__(self, t: Layout) -> Tensor:
         totals = t.totals
@@ -265,27 +258,20 @@ class WeightMean:
             )
         return reciprocal(totals.weights, t.mask, t.dtype, totals.dp_size)
 
-    def sentence(self) -> str:
-        return "every token counts by its weight, as a share of all weights of the step"
-
-    def averaged(self, x: str) -> str:
-        return f"sum(weights * {x}) / W"
-
 
 @dataclass(frozen=True)
-class LengthWeighted:
-    """LUSPO: the mean over sequences of the token mean times the length: `L_i / (B·L_i)`.
+class LengthWeighted(_Average):
+    """LUSPO: the mean over sequences of the token mean times the length: weight `L_i / (B·L_i)`.
 
-    This equals the weight of `SeqMeanTokenSum`.
+    This is the weight `1 / B` of `SeqMeanTokenSum`: both parts give the same loss.
     """
 
     divides_by: ClassVar[str] = "sequences"
+    words = "every sequence as its mean times its length, mean over sequences"
+    average = "sum(L * ({x} / L)) / B"
 
     def __call__(self, t: Layout) -> Tensor:
         return SeqMeanTokenSum()(t)
-
-    def sentence(self) -> str:
-        return "every sequence as its mean times its length, mean over sequences"
 
     def note_beside(self, other: object) -> str:
         """A remark on this average compared with another, or ""."""
@@ -295,22 +281,16 @@ class LengthWeighted:
         )
         return same if isinstance(other, SeqMeanTokenSum) else ""
 
-    def averaged(self, x: str) -> str:
-        return f"sum(L * ({x} / L)) / B"
-
 
 @dataclass(frozen=True)
-class LocalTokenMean:
+class LocalTokenMean(_Average):
     """Legacy: mean over the tokens *of this call*; depends on how a step is split (TRL `bnpo`)."""
+
+    words = "every token of this call counts the same, whatever the step holds"
+    average = "sum({x}) / n"
 
     def __call__(self, t: Layout) -> Tensor:
         return reciprocal(t.counts.sum(), t.lengths)
-
-    def sentence(self) -> str:
-        return "every token of this call counts the same, whatever the step holds"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x}) / n"
 
 
 @dataclass(frozen=True)
@@ -320,16 +300,13 @@ class LocalSeqMeanTokenMean(_Factored):
     It depends on how a step is split into calls.
     """
 
+    words = "every sequence of this call counts the same, each as the mean of its tokens"
+    average = "sum({x} / L) / b"
+
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
         """`1 / L_i` of each token, and `1 / b` for the b sequences of this call."""
         shared = reciprocal((t.counts > 0).sum(), t.lengths)
         return per_sequence_mean(t.lengths, t.sequences), shared
-
-    def sentence(self) -> str:
-        return "every sequence of this call counts the same, each as the mean of its tokens"
-
-    def averaged(self, x: str) -> str:
-        return f"sum({x} / L) / b"
 
 
 VARIANTS = (

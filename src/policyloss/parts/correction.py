@@ -80,8 +80,9 @@ def _reduce_over_ranks(t: Tokens, x: Tensor, reduce: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Truncate(Part):
-    """TIS: the weight is `clamp(w, low, high)`; no token is rejected. w, level, log_clamp: as in
-    `Band`.
+    """TIS: multiply the policy term by `clamp(w, low, high)`; no token is rejected.
+
+    w is the importance weight `e^(old_logp − rollout_logp)`. level, log_clamp: as in `Band`.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -107,11 +108,12 @@ class Truncate(Part):
 
 @dataclass(frozen=True)
 class Band(Part):
-    """IcePop: keep the importance weight `w = e^(old_logp − rollout_logp)` where
-    `low <= w <= high`; elsewhere the token is rejected (see `LossSpec.rejected`).
+    """IcePop: multiply the policy term by the importance weight `w = e^(old_logp − rollout_logp)`,
+    and reject the token unless `low <= w <= high` (see `LossSpec.rejected`).
 
-    level: one weight per "token", per sequence ("geomean" or "product" of its tokens' weights) or
-    per "turn" (their geometric mean). log_clamp: log w is clamped to ±log_clamp.
+    level: "token": w of the token itself; "geomean" or "product": one w per sequence, the geometric
+    mean or the product of its tokens' weights; "turn": one w per turn, their geometric mean.
+    log_clamp: log w is clamped to ±log_clamp; None: no clamp.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -134,10 +136,12 @@ class Band(Part):
 class SequenceMask(Part):
     """seq-mask-TIS: reject a sequence if its ratio old / rollout is outside [low, high].
 
-    level: the sequence's ratio is the geometric mean or the product of its tokens' ratios.
+    The ratio of a token is exp(old_logp − rollout_logp). level: the sequence's ratio is the
+    geometric mean or the product of its tokens' ratios. log_clamp: the logarithm of a ratio is
+    clamped to ±log_clamp; None: no clamp.
 
-    weight: the weight of the tokens of the kept sequences. "token": the token's own ratio, not
-    clamped to the bounds (NeMo-RL, OpenRLHF); "sequence": the sequence's ratio (TRL); None: 1.
+    weight: the factor of the policy term in the kept sequences. "token": the token's own ratio, not
+    clamped to [low, high] (NeMo-RL, OpenRLHF); "sequence": the sequence's ratio (TRL); None: 1.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -174,16 +178,17 @@ class SequenceMask(Part):
 
 @dataclass(frozen=True)
 class DivergenceMask(Part):
-    """Reject a token if the divergence of rollout and old policy is outside [low, high].
+    """Reject a token if the divergence between rollout and old policy is outside [low, high].
 
-    divergence: of the two policies' distributions over the outcomes "this token" and "another".
-    "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p =
-    exp(rollout_logp) and q = exp(old_logp), both held in [floor, 1−floor]. level: "token" decides
-    for each token, "sequence" for a whole sequence by the mean over its valid tokens. direction:
-    "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop); "tv" is the same both
-    ways. low: None by default, as a divergence is never negative (0.0 would reject a token whose
-    divergence rounds to less). weight: the weight of the kept tokens. "token": `exp(old_logp −
-    rollout_logp)` (OpenRLHF), its logarithm clamped to ±log_clamp; None: 1.
+    divergence: between the two policies' distributions over the outcomes "this token" and "another
+    token". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p =
+    exp(rollout_logp) and q = exp(old_logp), both clamped to [floor, 1−floor]. level: "token"
+    decides for each token; "sequence" decides for a whole sequence, by the mean over its valid
+    tokens. direction: "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop);
+    "tv" is the same in both directions. low: None (no bound) by default, because a divergence is
+    never negative, and 0.0 would reject a token whose divergence rounds to less. weight: the factor
+    of the policy term of the kept tokens. "token": `exp(old_logp − rollout_logp)` (OpenRLHF), its
+    logarithm clamped to ±log_clamp; None: 1.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -232,8 +237,9 @@ class Reject(Part):
     """Reject by an estimate of KL(rollout‖old), with d = old_logp − rollout_logp.
 
     estimator: k1 = −d, k2 = ½d², k3 = eᵈ−1−d.
-    reduce: the estimate of each "token", or its "sum", "mean" or "max" over the sequence. A token
-    is kept where `low <= estimate <= high` (None: no bound); the bounds are in nats.
+    reduce: "token" tests the estimate of each token; "sum", "mean" and "max" test that number over
+    the sequence, and keep or reject the whole sequence. A token is kept if
+    `low <= estimate <= high` (None: no bound); the bounds are in nats.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -268,7 +274,9 @@ class Reject(Part):
 
 @dataclass(frozen=True)
 class Veto(Part):
-    """Reject a sequence if a token of it has a ratio old / rollout below `low` or above `high`."""
+    """Reject a sequence if the ratio `exp(old_logp − rollout_logp)` of any of its tokens is below
+    `low` or above `high` (None: no bound).
+    """
 
     reads_logp: ClassVar[bool] = False
     low: Annotated[float, bounds(above=0, finite=True)] | None = 1e-4
@@ -301,10 +309,10 @@ class Veto(Part):
 
 @dataclass(frozen=True)
 class MomentBudget(Part):
-    """M2PO: reject the tokens of the largest `d²` until the mean of the others is below `budget`.
+    """M2PO: reject tokens with the largest `d²` until the mean of the others is below `budget`.
 
-    d = old_logp − rollout_logp. The mean is over the tokens of the whole step. Tokens of equal d²
-    are all kept or all rejected. Source: arXiv 2510.01161.
+    d = old_logp − rollout_logp. The mean is over the tokens of the whole step, on all ranks. Tokens
+    with equal d² are all kept or all rejected. Source: arXiv 2510.01161.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -336,7 +344,7 @@ class MomentBudget(Part):
 class OPSM(Part):
     """Off-policy sequence masking (DeepSeek-V3.2): reject tokens with A < 0 of drifted sequences.
 
-    A sequence has drifted if `mean(source_logp - logp) > delta`.
+    A sequence has drifted if `mean(source_logp - logp) > delta`, over its valid tokens.
     source: the policy from which the drift is measured, "old" or "rollout".
     """
 
@@ -362,11 +370,11 @@ class OPSM(Part):
 
 @dataclass(frozen=True)
 class Stale(Part):
-    """Reject tokens that are older than `max_age`, and weight the others by `decay^age`.
+    """Reject tokens older than `max_age`, and multiply the policy term of others by `decay^age`.
 
-    The age of a token is the number of updates since the policy that sampled it (`ages` of the
-    call). max_age: math.inf rejects none (xtuner: max_token_staleness). decay: 1 weights none
-    (Flux: staleness_decay, 0.99).
+    The age of a token is the number of updates since the policy that sampled it (the argument
+    `ages` of `policy_loss`). max_age: math.inf rejects no token (xtuner: max_token_staleness).
+    decay: with 1, age does not change the weight (Flux: staleness_decay, 0.99).
     """
 
     reads_logp: ClassVar[bool] = False
@@ -390,12 +398,12 @@ class Stale(Part):
 
 @dataclass(frozen=True)
 class TruncateRatio(Part):
-    """Bound the ratio of current to rollout policy: the weight is `clamp(ρ, low, high)/ρ`.
+    """Bound the ratio ρ of current to rollout policy: the weight is `clamp(ρ, low, high)/ρ`.
 
-    ρ = exp(logp − rollout_logp), detached, its logarithm held within ±20. Use it with the ratio
-    `TokenRatio(anchor="rollout")` if the parameters of the old policy are gone, so that old_logp
-    cannot be computed (asynchronous training): the gradient of a token is then weighted by
-    `clamp(ρ)`. `Truncate` bounds old against rollout policy instead.
+    ρ = exp(logp − rollout_logp), without gradient, its logarithm clamped to ±20. Use it with the
+    ratio `TokenRatio(anchor="rollout")` if the parameters of the old policy are gone, so that
+    old_logp cannot be computed (asynchronous training): the gradient of a token is then weighted by
+    `clamp(ρ, low, high)`. `Truncate` bounds the ratio of old to rollout policy instead.
     """
 
     reads_logp: ClassVar[bool] = True
@@ -416,12 +424,13 @@ class TruncateRatio(Part):
 
 @dataclass(frozen=True)
 class SelfNormalise(Part):
-    """Divide the weights by their mean over the step.
+    """Divide the weights of the other corrections by their mean over the step.
 
-    over: "tokens" averages the weights of all tokens; "sequences" averages the mean weights of the
-    sequences. This part is applied after all other corrections, wherever it is in their tuple. If
-    the spec has rejected="keep", a rejected token enters the mean with weight 0; otherwise it has
-    left the mask, and the mean is over the kept tokens.
+    The step is one optimizer step: all micro-batches on all ranks. over: "tokens" averages the
+    weights of all tokens; "sequences" averages one mean weight per sequence. This part is applied
+    after all other corrections, wherever it is in their tuple. If the spec has rejected="keep", a
+    rejected token enters the mean with weight 0; otherwise the mask excludes it, and the mean
+    covers the kept tokens.
     """
 
     reads_logp: ClassVar[bool] = False

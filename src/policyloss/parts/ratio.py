@@ -90,10 +90,11 @@ class SequenceRatio(Part):
 class SequenceProduct(Part):
     """The likelihood ratio of the whole sequence: `exp(Σ_t(logp_t - anchor_logp_t))`.
 
-    It is unbiased, and has a large variance for long sequences.
+    As an importance weight of the sequence it is unbiased where no clamp acts, but its variance is
+    large for long sequences.
 
-    token_clamp: each token's log-ratio is held within ±token_clamp before the sum (VESPO: 20); None
-    is no clamp.
+    anchor: as in `TokenRatio`. log_clamp: as there, applied to the sum. token_clamp: each token's
+    log-ratio is held within ±token_clamp before the sum (VESPO: 20). None: no clamp.
     """
 
     reach: ClassVar[str] = "sequence"

@@ -25,19 +25,19 @@ from policyloss.functional import trust
 from policyloss.functional.collectives import kth_largest, least_of_largest, reaches_threshold
 from policyloss.functional.recurrence import future_sum
 from policyloss.functional.trust import step_covariance, step_means
+from policyloss.parts.trust_clips import Clip as Clip
+from policyloss.parts.trust_clips import DetachedClip as DetachedClip
+from policyloss.parts.trust_clips import GeometricClip as GeometricClip
 from policyloss.parts.trust_clips import (
-    Clip,
-    DetachedClip,
-    GeometricClip,
     LowerDistance,
-    ProbabilityBand,
-    Surrogate,
     TrustPart,
-    TwoSidedClip,
     UpperDistance,
     bounds_of_clip,
     clipped_surrogate,
 )
+from policyloss.parts.trust_clips import ProbabilityBand as ProbabilityBand
+from policyloss.parts.trust_clips import Surrogate as Surrogate
+from policyloss.parts.trust_clips import TwoSidedClip as TwoSidedClip
 from policyloss.parts.validate import LowerBound, Positive, Real, bounds, not_below
 from policyloss.parts.wording import (
     ANCHORS,
@@ -51,26 +51,6 @@ from policyloss.parts.wording import (
 from policyloss.tokens import Tokens
 
 _MEANS = ("advantage_mean", "logp_mean", "advantage_rounding", "logp_rounding")
-
-__all__ = [
-    "VARIANTS",
-    "BySign",
-    "Clip",
-    "CovClip",
-    "CovKL",
-    "DetachedClip",
-    "FutureKL",
-    "GammaWeight",
-    "GeometricClip",
-    "ProbabilityBand",
-    "Quadratic",
-    "Regression",
-    "SoftGate",
-    "Surrogate",
-    "TaperedNegative",
-    "TwoSidedClip",
-    "Unbounded",
-]
 
 _COVARIANCE = ("cov", "(advantages - token_mean(advantages)) * (logp - token_mean(logp))")
 
@@ -266,8 +246,9 @@ class Quadratic(TrustPart):
 class Regression(TrustPart):
     """`(beta·log_ratio - A)²`: the scaled log-ratio is fitted to the advantage A.
 
-    With the ratio `SequenceProduct` the log-ratio is the sum over the sequence: A*-PO (anchor
-    "ref", A = reward - value of the prompt), SPPO (anchor "old", A = η·(win rate - ½)).
+    With the ratio `SequenceProduct`, the log-ratio is the sum over the sequence, and all its tokens
+    have the same term, which `SeqMeanTokenMean` counts once per sequence. This gives A*-PO (anchor
+    "ref", A = reward - value of the prompt) and SPPO (anchor "old", A = η·(win rate - ½)).
     """
 
     follows_advantage: ClassVar[bool] = False
@@ -313,15 +294,16 @@ class TaperedNegative(TrustPart):
 
 @dataclass(frozen=True)
 class CovClip(TrustPart):
-    """Clip-Cov: PPO's clip, and some tokens of high covariance get no gradient.
+    """Clip-Cov: PPO's clip, and randomly chosen tokens of high covariance get no policy gradient.
 
-    The dropped tokens are drawn at random from the tokens with `cov_low < cov < cov_high`, where
-    cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of dropped
-    tokens among all tokens; at least one token is drawn. Tokens that PPO clips already are not
-    drawn. Source: arXiv 2505.22617.
-    The draw depends on `seed` and on the token's numbers, not on its position in the batch, so the
-    same tokens are dropped however the batch is split. (Tokens with the same advantage and the same
-    log-probability in the ratio's denominator share one draw: all of them are dropped, or none.)
+    The dropped tokens are chosen at random from the tokens with `cov_low < cov < cov_high` that PPO
+    does not clip already; cov_t = (A_t - mean A)·(logp_t - mean logp), with means over the whole
+    step. fraction: the share of dropped tokens among all tokens, at least one token; if fewer
+    tokens qualify, all of these are dropped. A dropped token has policy term 0 and still counts in
+    the denominator. eps_low, eps_high: as in `Clip`. Source: arXiv 2505.22617.
+    The choice depends on `seed`, on the token's advantage and on its log-probability in the ratio's
+    denominator, not on its position in the batch, so the same tokens are dropped however the batch
+    is split. (Tokens that agree in both numbers are all dropped, or none of them is.)
     A token whose advantage or logp differs from the mean only by rounding has covariance 0.
     """
 
@@ -466,8 +448,8 @@ def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
 class BySign:
     """Tokens with A > 0 use the trust region `positive`, and all others use `negative`.
 
-    At most one of the two may be `CovClip` or `CovKL`; it ranks all
-    tokens, and acts on those of its sign.
+    At most one of the two may be `CovClip` or `CovKL`. That part chooses among all tokens of the
+    step, of either sign; the choice then takes effect only on the tokens of its own sign.
     """
 
     positive: Any

@@ -24,8 +24,7 @@ from policyloss.loss import LossOutput
 from policyloss.metrics import Metrics
 from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.preference.named_losses import AnyPreference, as_preference
-from policyloss.preference.parts import Score, Term
-from policyloss.preference.spec import PreferenceSpec
+from policyloss.preference.spec import PreferenceSpec, Score, Term
 from policyloss.records import Invalid, Record, Stat, Sum
 from policyloss.tokens import Layout
 from policyloss.totals import Totals, resolve

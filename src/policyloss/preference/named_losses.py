@@ -7,17 +7,17 @@ from typing import Any, TypeAlias
 
 from policyloss.arguments import description
 from policyloss.errors import InputError, match_name, unknown_name
-from policyloss.preference.parts import (
+from policyloss.preference.spec import (
     Hinge,
     Logistic,
     LogisticOrExponential,
+    PreferenceSpec,
     ReverseKL,
     Score,
     Sigmoid,
     Square,
     Term,
 )
-from policyloss.preference.spec import PreferenceSpec
 
 AnyPreference: TypeAlias = PreferenceSpec | str
 

@@ -119,7 +119,7 @@ def test_kernels_name_nothing_else(name: str) -> None:
     spec = PRESETS[name]
     inputs = Inputs(**arguments_of(spec))
     ready = fused._kernels(spec, "all", fused._call(spec, inputs, inputs.tensors(), None))
-    nodes = list(ast.walk(ast.parse(ready.run.source.text)))
+    nodes = list(ast.walk(ast.parse(ready.run.text)))
     assert not any(isinstance(n, (ast.Import, ast.ImportFrom, ast.Lambda, ast.With)) for n in nodes)
     known = {"triton", "tl", "range", "float"}
     known |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
@@ -192,7 +192,7 @@ def test_only_present_tensors_are_summed() -> None:
         return [(x + 1).sum(), packed, 3 * x]
 
     example = torch.zeros(token_graph.ROWS, token_graph.WIDTH)
-    run = token_program.TokenKernels(token_program.kernel_source(trace_graph(numbers, [example])))
+    run = token_program.TokenKernels(trace_graph(numbers, [example]))
     for shape in ((2, 3), (3, token_program.BLOCK), (5, token_program.SPAN // 5 + 1)):
         x = 1 - torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) / 2
         for actual, expected in zip(run([x], x.shape), numbers(x), strict=True):

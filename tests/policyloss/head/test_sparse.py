@@ -283,6 +283,10 @@ def test_plans_that_cannot_be() -> None:
     spec = SPECS["ppo"].replace(kl=pl.Divergence("reverse", 0.1))
     with pytest.raises(pl.InputError, match="does not take a teacher"):
         gradients(spec, data, "sparse", teacher=teacher)
+    some = pl.TopK(torch.tensor([[[1, 2]]]), torch.tensor([[[-1.0, -2.0]]]))
+    hidden, weight = torch.zeros(1, 1, 4, requires_grad=True), torch.zeros(8, 4)
+    with pytest.raises(pl.InputError, match="does not take a teacher"):
+        pl.linear_divergence(hidden, weight, some, kind="reverse", plan="sparse")
     with pytest.raises(pl.InputError, match=r"within exact\(\) use another plan"), pl.exact():
         gradients(SPECS["ppo"], data, "sparse")
     wrong: dict[str, tuple[Any, ...]] = {

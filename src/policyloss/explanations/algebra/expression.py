@@ -24,10 +24,11 @@ import ast
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
 
 from policyloss.parts.wording import number
 
-COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+COMPARISONS = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
 # Python's precedences: a comparison binds weakest, a power strongest.
 _PRECEDENCE = {
     **dict.fromkeys(COMPARISONS, 1),
@@ -311,16 +312,7 @@ def binary(operator: str, a: Expression, b: Expression) -> Expression:
 def _comparison(operator: str, a: Expression, b: Expression) -> Expression:
     if b.operator == "number":
         if a.operator == "number":
-            x, y = _value(a), _value(b)
-            results = {
-                "<": x < y,
-                "<=": x <= y,
-                ">": x > y,
-                ">=": x >= y,
-                "==": x == y,
-                "!=": x != y,
-            }
-            return boolean(results[operator])
+            return boolean(COMPARISONS[operator](_value(a), _value(b)))
         if math.isinf(_value(b)):  # guards against infinite values are not printed
             below = operator in ("<", "<=", "!=")
             return boolean(below if _value(b) > 0 or operator == "!=" else operator in (">", ">="))

@@ -45,17 +45,19 @@ def linear_divergence(
 
     With `s = log_softmax((hidden @ weight.T + bias) / temperature)` and t the log-probabilities of
     the teacher, kind="forward" is `(t.exp() * (t - s)).sum(-1)`, "reverse" is
-    `(s.exp() * (s - t)).sum(-1)`, and "jsd" is GKD's with the mixture (1−beta)·student +
-    beta·teacher; `Divergence` describes all kinds, and beta, rest, top and k. Both models' logits
-    are computed in float32, for some tokens at a time. The student's hidden, weight and bias get a
-    gradient, the teacher none.
+    `(s.exp() * (s - t)).sum(-1)`, and "jsd" is GKD's Jensen–Shannon divergence with the mixture
+    (1−beta)·student + beta·teacher. For the other kinds, and for beta, rest, top and k, see
+    `Divergence`. Both models' logits are computed in float32, in chunks of tokens. The student's
+    hidden, weight and bias get a gradient, the teacher none.
 
     hidden: `[..., D]`. weight: `[V, D]`. teacher: a `Teacher` (hidden states of any width, and a
     head), a `TopK`, or computed logits `[..., V]`. mask, bias, temperature, softcap, vocab_group:
-    as in `linear_logprobs`; with a vocab_group the teacher's weight or logits are this rank's
-    entries too. plan: "recompute" (six matmuls, two of them the teacher's; least memory), "stash"
-    (four matmuls; keeps every logit's gradient, in the dtype of weight), "auto", which
-    chooses, or a `Plan`.
+    as in `linear_logprobs`, for the student alone: a `Teacher` has its own temperature and softcap,
+    and teacher logits are used unchanged. With a vocab_group, pass this rank's slice of the
+    teacher's weight or logits; the ids of a `TopK` index the whole vocabulary. plan: "recompute"
+    (six matmuls in forward and backward together, two of them the teacher's; least memory), "stash"
+    (four matmuls; keeps every logit's gradient, in the dtype of weight), "auto", which chooses, or
+    a `Plan`.
     Returns `[...]`, float32 (float64 for float64), 0 where mask is False.
     """
     check_tensor("hidden", hidden, "float")
