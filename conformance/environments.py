@@ -220,10 +220,6 @@ def child_environment(
     }
 
 
-def _is_built(peer: Peer) -> bool:
-    return _stamp(peer).is_file() and _stamp(peer).read_text() == _pins(peer)
-
-
 def _stamp(peer: Peer) -> Path:
     return peer.home / ".installed"
 

@@ -17,7 +17,7 @@ import policyloss as pl
 from conformance.inputs import Batch
 from conformance.public_losses import load
 from conformance.suite import Function, Inputs, Options, Outputs
-from policyloss.compat.trl.async_trainer import WithOurAsyncLoss, checked_async_loss
+from policyloss.compat.trl.trainer import WithOurAsyncLoss, checked_async_loss
 
 PRESETS = ("ppo", "dapo", "cispo", "rollout_is", "dppo_tv", "gpg", "vespo", "ipo", "dro")
 OLD = "rollout_logp"  # the sampler's

@@ -116,12 +116,21 @@ def check_settings(
             )
 
 
-def means(metrics: Metrics) -> dict[str, Tensor]:
-    """The metrics that are means, as "policyloss/…", 0-dim; 0 where nothing was counted. An engine
-    averages them over micro-batches, which would be wrong for counts, sums and extremes.
+def sampled_logp(spec: LossSpec, logp: Tensor) -> dict[str, Any]:
+    """The sampler's log-probabilities, the only old ones, under the name that `spec` reads."""
+    return {"old_logp": None, "rollout_logp" if "rollout_logp" in spec.reads else "old_logp": logp}
+
+
+def mean_records(metrics: Metrics) -> dict[str, Stat]:
+    """The metrics that are means, as "policyloss/…". An engine averages them over micro-batches,
+    which would be wrong for counts, sums and extremes.
     """
-    stats = {key: record for key, record in metrics.items() if isinstance(record, Stat)}
-    return {f"{PREFIX}{key}": guarded_mean(record, 1e-30) for key, record in stats.items()}
+    return {f"{PREFIX}{key}": x for key, x in metrics.items() if isinstance(x, Stat)}
+
+
+def means(metrics: Metrics) -> dict[str, Tensor]:
+    """The values of `mean_records`, 0-dim; 0 where nothing was counted."""
+    return {key: guarded_mean(x, 1e-30) for key, x in mean_records(metrics).items()}
 
 
 def xtuner_loss(loss: AnyLoss) -> Callable[..., Tensor]:

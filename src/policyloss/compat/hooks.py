@@ -8,11 +8,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from policyloss.catalogue import as_spec, presets_equal_to
 from policyloss.catalogue.nearest import nearest_preset
 from policyloss.spec import LossSpec
+
+# The base of a class that gets a framework's class as its second base when it is subclassed.
+if TYPE_CHECKING:
+    Parent = Any
+else:
+    Parent = object
 
 
 def installed_version(package: str) -> str:

@@ -14,7 +14,6 @@ from policyloss.compat.trl import config as trl_config
 from policyloss.compat.verl import settings as verl_settings
 from policyloss.compat.verl.aggregation import AGG_MODES
 from policyloss.compat.verl.rollout_thresholds import SUPPORTED_ROLLOUT_RS_OPTIONS
-from policyloss.compat.verl.specs import SEQUENCE_MEANS, SPECS, spec_from_config
 from policyloss.parts.aggregate import LocalTokenMean
 from policyloss.parts.kl import KL
 from policyloss.spec import LossSpec
@@ -137,7 +136,7 @@ def _remarks_of_verl(o: Options) -> dict[str, Any]:
     terms = o[f"{_ACTOR}use_kl_loss"] or o[f"{_ACTOR}entropy_coeff"]
     scaled = average != "seq-mean-token-sum-norm" or o[f"{_ACTOR}loss_scale_factor"]
     chosen = mode in ("clip_cov", "kl_cov")
-    fixed = terms and mode in SEQUENCE_MEANS
+    fixed = terms and mode in verl_settings.SEQUENCE_MEANS
     return {
         "verl chooses the tokens to limit in each micro-batch, not in the step": chosen,
         "verl averages geo_mean over the rows of each micro-batch": mode == "geo_mean",
@@ -150,7 +149,10 @@ _VERL = Framework(
     "hydra",
     (
         {_AVERAGE: AGG_MODES, f"{_ROLLOUT}bypass_mode": (False,)},
-        {_MODE: tuple(SPECS), f"{_ACTOR}policy_loss.dro_beta": Numbers(None, "trust")},
+        {
+            _MODE: tuple(verl_settings.SPECS),
+            f"{_ACTOR}policy_loss.dro_beta": Numbers(None, "trust"),
+        },
         *(
             {f"{_ACTOR}{name}": Numbers(default, "trust", "distance", (NEVER,))}
             for name, (default, _) in verl_settings.TRUST_OPTIONS.items()
@@ -176,7 +178,7 @@ _VERL = Framework(
             "algorithm.norm_adv_by_std_in_grpo": ON_OFF,
         },
     ),
-    lambda options: spec_from_config(nested(options)),
+    lambda options: verl_settings.spec_from_config(nested(options)),
     lambda options: verl_settings.advantages_of(nested(options))[0],
     _remarks_of_verl,
 )

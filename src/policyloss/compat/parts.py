@@ -18,8 +18,7 @@ from policyloss.parts.wording import number
 from policyloss.records import Record, Stat
 from policyloss.tokens import Layout, Tokens
 
-# ColossalChat adds it to the number of a sample's tokens, and to the tokens of the step.
-COATI_EPSILON = 1e-8
+EPSILON = 1e-8  # verl, OpenRLHF and ColossalChat add it to a count before dividing by it
 
 
 @framework_part("aggregate", "parts")
@@ -42,9 +41,11 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
         return f"sum({x} / (L + {number(self.epsilon)})) / B"
 
 
-def seq_mean_token_mean(epsilon: float) -> SeqMeanTokenMean:
-    """The mean over sequences of their token means, guarded unless `epsilon` is 0."""
-    return GuardedSeqMeanTokenMean(epsilon) if epsilon else SeqMeanTokenMean()
+def sample_mean(mask_dtype: torch.dtype) -> SeqMeanTokenMean:
+    """The mean over samples of their token means. OpenRLHF and ColossalChat add epsilon to a count
+    in the mask's precision, where only float64 changes by it.
+    """
+    return GuardedSeqMeanTokenMean(EPSILON) if mask_dtype == torch.float64 else SeqMeanTokenMean()
 
 
 def mask_or_all(mask: Tensor | None, like: Tensor) -> Tensor:
@@ -93,15 +94,6 @@ class GivenKL:
 
     def __call__(self, t: Tokens) -> Tensor:
         return self.beta * self.kl.to(t.dtype)
-
-
-def sample_mean(mask: Tensor | None) -> SeqMeanTokenMean:
-    """The mean over samples of their token means. ColossalChat adds epsilon to a count in the
-    mask's precision, where only float64 changes by it.
-    """
-    return seq_mean_token_mean(
-        COATI_EPSILON if mask is not None and mask.dtype == torch.float64 else 0.0
-    )
 
 
 def ratio_mean_and_max(

@@ -42,7 +42,7 @@ from policyloss.compat import (
 from policyloss.compat.arguments import drop_in_of
 from policyloss.compat.colossalai import models
 from policyloss.compat.engines import rlinf_loss, xtuner_loss
-from policyloss.compat.trl.async_trainer import WithOurAsyncLoss
+from policyloss.compat.trl.trainer import WithOurAsyncLoss
 from policyloss.compat.verl.registry import as_verl_loss
 from policyloss.errors import InputError
 

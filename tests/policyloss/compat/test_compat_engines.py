@@ -554,7 +554,7 @@ def test_slime_by_hand():
     [
         ("ppo", {"calculate_per_token_loss": False}, "pass --calculate-per-token-loss"),
         ("gspo", {"calculate_per_token_loss": True}, "leave out --calculate-per-token-loss"),
-        ("ppo", {"use_tis": True}, "use_tis belongs to slime's own policy loss"),
+        ("ppo", {"use_tis": True}, "use_tis=True belongs to slime's own loss"),
         ("ppo", {"entropy_coef": 0.01}, "pass --entropy-coef 0.0"),
         ("ppo", {"use_kl_loss": True}, "use_kl_loss=True, but the spec has kl=None"),
     ],

@@ -18,7 +18,7 @@ from walk import walked
 
 import policyloss as pl
 from policyloss.compat import trl as compat
-from policyloss.compat.trl import async_trainer
+from policyloss.compat.trl import trainer as trainer_module
 
 ROUTER = 0.25
 
@@ -45,9 +45,9 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "trl", module)  # type: ignore[arg-type]
     kinds = SimpleNamespace(AsyncGRPOTrainer=Parent)
     monkeypatch.setitem(sys.modules, "trl.experimental.async_grpo", kinds)  # type: ignore[arg-type]
-    async_trainer.async_trainer_class.cache_clear()
+    trainer_module.trainer_class.cache_clear()
     yield
-    async_trainer.async_trainer_class.cache_clear()
+    trainer_module.trainer_class.cache_clear()
 
 
 def config(**changes: Any) -> Any:
@@ -107,9 +107,9 @@ def test_bounds_of_the_config_would_have_no_effect() -> None:
         epsilon: float = 0.2
         epsilon_high: float | None = None
 
-    assert async_trainer.checked_async_loss("ppo", Config()) == pl.preset("ppo")
+    assert trainer_module.checked_async_loss("ppo", Config()) == pl.preset("ppo")
     with pytest.raises(pl.SpecError, match=r"epsilon_high=0\.28 would have no effect"):
-        async_trainer.checked_async_loss("ppo", Config(epsilon_high=0.28))
+        trainer_module.checked_async_loss("ppo", Config(epsilon_high=0.28))
 
 
 def test_older_releases_and_unsloth_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

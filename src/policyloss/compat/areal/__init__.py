@@ -10,20 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
 from policyloss.compat.engines import COUNTED, check_settings, fitting_spec, means
+from policyloss.compat.hooks import Parent
 from policyloss.compat.parts import denominator
 from policyloss.errors import InputError, SpecError
 from policyloss.loss import policy_loss, ready_spec
-
-if TYPE_CHECKING:
-    _Parent = Any
-else:
-    _Parent = object  # the class of a user adds AReaL's actor as the second base
 
 __all__ = ["ArealLoss", "WithOurLoss"]
 
@@ -81,7 +77,10 @@ class ArealLoss:
         return denominator(self.spec.aggregate, mask, input_data.get("cu_seqlens"))
 
 
-class WithOurLoss(_Parent):  # type: ignore[misc]  # AReaL has no types
+_cached_loss = cache(ArealLoss)
+
+
+class WithOurLoss(Parent):  # type: ignore[misc]  # AReaL has no types
     """`class Actor(WithOurLoss, FSDPPPOActor): policy_loss = "dapo"`, in a module of yours."""
 
     policy_loss: ClassVar[AnyLoss]
@@ -92,11 +91,6 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # AReaL has no types
         """AReaL's step with `policy_loss` instead of the loss that `PPOActor` passes."""
         settings = getattr(loss_fn, "keywords", {})
         check_settings("AReaL", settings.get, UNUSED)
-        ours = _loss_of(self.policy_loss)
+        ours = _cached_loss(self.policy_loss)
         result: dict[str, float] = super().train_batch(input_, ours.loss_fn, ours.loss_weight_fn)
         return result
-
-
-@cache
-def _loss_of(loss: AnyLoss) -> ArealLoss:
-    return ArealLoss(loss)

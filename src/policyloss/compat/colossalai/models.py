@@ -8,6 +8,7 @@ from policyloss.compat.arguments import drop_in
 from policyloss.compat.parts import mask_or_all, ratio_mean_and_max, sample_mean
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
+from policyloss.parts.aggregate import SeqMeanTokenMean
 from policyloss.parts.ratio import TokenRatio
 from policyloss.parts.trust import Clip
 from policyloss.spec import LossSpec
@@ -30,7 +31,7 @@ class PolicyLoss(nn.Module):
     def spec(self) -> LossSpec:
         """The loss as a `LossSpec`, for example for `policyloss.explain`."""
         ratio = TokenRatio(log_clamp=(None, LOG_10))
-        return LossSpec(ratio, Clip(self.clip_eps, self.clip_eps), aggregate=sample_mean(None))
+        return LossSpec(ratio, Clip(self.clip_eps, self.clip_eps), aggregate=SeqMeanTokenMean())
 
     @drop_in
     def forward(
@@ -44,7 +45,7 @@ class PolicyLoss(nn.Module):
         above skip_threshold. All tensors are `[B, T]`.
         """
         mask, rows = mask_or_all(action_mask, log_probs), log_probs.shape[0]
-        spec = self.spec.replace(aggregate=sample_mean(action_mask))
+        spec = self.spec.replace(aggregate=sample_mean(mask.dtype))
         tensors = (log_probs, old_log_probs, advantages, mask)
         loss = policy_loss(spec, *tensors, totals=Totals(rows, rows)).loss
         mean, largest = ratio_mean_and_max(log_probs, old_log_probs, advantages, mask)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
-from policyloss.compat.engines import COUNTED, PREFIX, fitting_spec
+from policyloss.compat.engines import COUNTED, PREFIX, fitting_spec, mean_records
 from policyloss.errors import InputError
 from policyloss.loss import policy_loss, ready_spec
 from policyloss.metrics import Metrics
@@ -88,10 +88,9 @@ class NemoLoss:
             totals=Totals(global_valid_toks, global_valid_seqs),
             metrics="basic",
         )
+        means = mean_records(out.metrics)
         shares: dict[str, Record] = {
-            f"{PREFIX}{key}": Stat(record.sum, global_valid_toks)
-            for key, record in out.metrics.items()
-            if isinstance(record, Stat)
+            key: Stat(mean.sum, global_valid_toks) for key, mean in means.items()
         }
         counts = {"loss": out.loss.item(), "num_valid_samples": int(samples.count_nonzero())}
         return out.loss, counts | Metrics(shares).compute()

@@ -113,10 +113,7 @@ def actor_forward(
 
     def scores(hidden: Tensor, parts: Matrices, known: Transformation) -> LogProbs:
         softmax = known.options(self.temperature)
-        temperature, softcap = softmax["temperature"], softmax["softcap"]
-        return linear_logprobs(
-            hidden, parts.weight, labels, parts.bias, temperature, entropy=True, softcap=softcap
-        )
+        return linear_logprobs(hidden, parts.weight, labels, parts.bias, entropy=True, **softmax)
 
     def of_sequences(x: Tensor) -> Tensor:
         """One row per sequence, without the last token, which predicts nothing."""

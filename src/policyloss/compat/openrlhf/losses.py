@@ -25,7 +25,7 @@ from policyloss.compat.openrlhf.corrections import (
     older_by_position,
     release_of,
 )
-from policyloss.compat.parts import as_count, mask_or_all, seq_mean_token_mean, union_share
+from policyloss.compat.parts import as_count, mask_or_all, sample_mean, union_share
 from policyloss.errors import InputError, SpecError
 from policyloss.functional.kl import estimate, with_gradient
 from policyloss.functional.masking import bound, difference
@@ -40,7 +40,6 @@ from policyloss.totals import Totals
 from policyloss.value import value_loss
 
 KL_CLAMP = 10.0  # of an estimate of the KL, and of the weight on its unbiased gradient
-EPSILON = 1e-8  # added to the number of a sequence's tokens
 
 
 class Average(NamedTuple):
@@ -64,12 +63,8 @@ class Average(NamedTuple):
         return mask_or_all(mask, like)
 
     def part(self, mask_dtype: torch.dtype) -> TokenMean | SeqMeanTokenMean:
-        """The aggregation. OpenRLHF adds epsilon to a count in the mask's precision, where only
-        float64 changes by it.
-        """
-        if self.token_level:
-            return TokenMean()
-        return seq_mean_token_mean(EPSILON if mask_dtype == torch.float64 else 0.0)
+        """The aggregation."""
+        return TokenMean() if self.token_level else sample_mean(mask_dtype)
 
     @property
     def totals(self) -> Totals | Literal["local"]:
@@ -127,22 +122,19 @@ class PolicyLoss(nn.Module):
         self.dual_clip = dual_clip
         self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
         self.policy_loss_type = policy_loss_type
+        check_choice("policy_loss_type", policy_loss_type, ("ppo", "gspo"), SpecError)
+        if dual_clip is not None and not dual_clip > 1:
+            raise SpecError(
+                f"dual_clip must be greater than 1, or None for off, got {dual_clip!r}."
+            )
         if self.returns_filter_ratio:
             self.is_correction_level, self.is_correction_mode = newer[:2]
             self.is_correction_gating, self.is_correction_threshold = newer[2:]
+            self._gate().check()
         else:
             self.enable_vllm_is_correction = bool(older[0])
             self.vllm_is_truncated_threshold = older[1]
-            self.vllm_is_correction_type = "tis" if older[2] is None else older[2]
-        check_choice("policy_loss_type", self.policy_loss_type, ("ppo", "gspo"), SpecError)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise SpecError(
-                f"dual_clip must be greater than 1, or None for off, got {self.dual_clip!r}."
-            )
-        if self.returns_filter_ratio:
-            self._gate().check()
-        else:
-            kind = self.vllm_is_correction_type
+            self.vllm_is_correction_type = kind = "tis" if older[2] is None else older[2]
             check_choice("vllm_is_correction_type", kind, VLLM_TYPES, SpecError)
         self._make_spec()  # checks the numbers
 
@@ -207,14 +199,11 @@ class PolicyLoss(nn.Module):
         m = out.metrics
         clip_ratio = _mean(union_share(m["clip_fraction_upper"], m["clip_fraction_lower"]), share)
         ppo_kl = _mean(m["kl_old_k1"], number)
-        vllm_kl = outside = None
-        if weighted:
-            vllm_kl = _mean(m["kl_rollout_k1"], number)
+        vllm_kl = _mean(m["kl_rollout_k1"], number) if weighted else None
         values = (out.loss, clip_ratio, ppo_kl, vllm_kl)
         if not self.returns_filter_ratio:
             return values
-        if weighted:
-            outside = filter_ratio(gate, Inputs(**tensors).tokens(), share)
+        outside = filter_ratio(gate, Inputs(**tensors).tokens(), share) if weighted else None
         return (*values, outside)
 
     def _gate(self) -> Gate:
@@ -292,12 +281,11 @@ def compute_approx_kl(
     unbiased_gradient: take the gradient of k2, times the ratio to log_probs_old (at most 10) if
     that is passed. Up to 0.11.0 the third argument is the estimator; that order works too.
     """
-    old = None if isinstance(log_probs_old, str) else log_probs_old
-    if old is not None:
+    called, old = "kl_estimator", log_probs_old
+    if isinstance(old, str):
+        kl_estimator, called, old = old, "log_probs_old, or kl_estimator,", None
+    elif old is not None:
         check_like("log_probs_old", old, ("log_probs", log_probs))
-    called = "kl_estimator"
-    if isinstance(log_probs_old, str):
-        kl_estimator, called = log_probs_old, "log_probs_old, or kl_estimator,"
     check_choice(called, kl_estimator, ("k1", "k2", "k3"), SpecError)
     everywhere = mask_or_all(None, log_probs)
     d = difference(log_probs_base, log_probs, everywhere, torch.float32)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from policyloss.catalogue import AnyLoss, preset
-from policyloss.compat.engines import fitting_spec, means
+from policyloss.compat.engines import fitting_spec, means, sampled_logp
 from policyloss.loss import policy_loss
 from policyloss.parts.aggregate import TokenMean, TokenSum
 
@@ -36,13 +36,11 @@ def loss_of(loss: AnyLoss) -> Callable[[Any], Any]:
     passes = ("old_logp", "rollout_logp", "ref_logp")
     spec = fitting_spec("prime-rl", loss, passes, (TokenMean,), sampler_is_old=True)
     spec = spec.replace(aggregate=TokenSum())
-    sampled = "rollout_logp" if "rollout_logp" in spec.reads else "old_logp"
 
     def custom_loss(inputs: Any) -> Any:
         tokens = {
             "logp": inputs.trainer_logprobs,
-            "old_logp": None,
-            sampled: inputs.inference_logprobs,
+            **sampled_logp(spec, inputs.inference_logprobs),
             "ref_logp": inputs.ref_logprobs,
             "advantages": inputs.advantages,
             "mask": inputs.loss_mask,

@@ -20,23 +20,17 @@ from policyloss.compat.hooks import default_of, warn_once
 from policyloss.compat.parts import mask_or_all
 from policyloss.errors import SpecError
 from policyloss.loss import policy_loss
-from policyloss.parts.aggregate import (
-    PromptMean,
-    SeqMeanTokenMean,
-    SeqMeanTokenSumNorm,
-    TokenMean,
-    TokenSum,
-)
+from policyloss.parts import aggregate
 from policyloss.spec import LossSpec
 
 __all__ = ["SkyRLLoss", "register"]
 
 PPO_UTILS = "skyrl.backends.skyrl_train.utils.ppo_utils"
 REDUCTIONS: dict[type, str] = {
-    TokenMean: "token_mean",
-    SeqMeanTokenMean: "sequence_mean",
-    SeqMeanTokenSumNorm: "seq_mean_token_sum_norm",
-    PromptMean: "prompt_mean",
+    aggregate.TokenMean: "token_mean",
+    aggregate.SeqMeanTokenMean: "sequence_mean",
+    aggregate.SeqMeanTokenSumNorm: "seq_mean_token_sum_norm",
+    aggregate.PromptMean: "prompt_mean",
 }
 OWN_SETTINGS = ("eps_clip_low", "eps_clip_high", "clip_ratio_c")
 CORRECTIONS = (
@@ -73,11 +67,9 @@ class SkyRLLoss:
     spec: LossSpec
 
     def __post_init__(self) -> None:
-        if type(self.spec.aggregate) not in REDUCTIONS:
-            fitting_spec("SkyRL", self.spec, self.spec.reads, REDUCTIONS)  # raises
-        summed = self.spec.replace(aggregate=TokenSum())
-        fitting_spec("SkyRL", summed, ("old_logp", "rollout_logp"), (TokenSum,))
-        if not summed.follows_advantage:
+        # SkyRL itself divides by the groups of a PromptMean.
+        fitting_spec("SkyRL", self.spec, ("old_logp", "rollout_logp", "group_ids"), REDUCTIONS)
+        if not self.spec.follows_advantage:
             raise SpecError(
                 f"SkyRL's denominators are in the advantages, but {self.name} is not a multiple of "
                 f"the advantage (trust={self.spec.trust!r}, kl={self.spec.kl!r})."
@@ -94,7 +86,7 @@ class SkyRLLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """The sum over the tokens of a micro-batch, `[B, T]`, and the means of its metrics."""
         self._check(config)
-        total = self.spec.replace(aggregate=TokenSum())
+        total = self.spec.replace(aggregate=aggregate.TokenSum())
         out = policy_loss(
             total,
             log_probs,

@@ -9,6 +9,7 @@ here is the sum with these weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss
-from policyloss.compat.engines import fitting_spec
+from policyloss.compat.engines import check_settings, fitting_spec
 from policyloss.compat.parts import slopes
 from policyloss.errors import InputError, SpecError
 from policyloss.loss import policy_loss
@@ -29,7 +30,8 @@ LOSS, PARALLEL = "slime.backends.megatron_utils.loss", "megatron.core.mpu"
 # The argument of `policy_loss`, and the key of slime's batch.
 KEYS = {"old_logp": "log_probs", "rollout_logp": "rollout_log_probs", "ref_logp": "ref_log_probs"}
 LAYOUT = ("unconcat_tokens", "total_lengths", "response_lengths")
-OWN_TERMS = ("use_tis", "use_opsm", "use_unbiased_kl", "use_rollout_logprobs")
+# Terms of slime's own loss, which must be off.
+OWN_TERMS = dict.fromkeys(("use_tis", "use_opsm", "use_unbiased_kl", "use_rollout_logprobs"), False)
 Batch = Mapping[str, Any]
 CustomLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Scores = tuple[Mapping[str, Sequence[Tensor]], Any]
@@ -111,11 +113,7 @@ def _check(engine: str, spec: LossSpec, args: Any, batch: Batch) -> None:
             f"{'samples' if per_token else 'tokens'}; {'pass' if per_token else 'leave out'} "
             "--calculate-per-token-loss."
         )
-    if used := [name for name in OWN_TERMS if getattr(args, name, False)]:
-        raise SpecError(
-            f"{used[0]} belongs to {engine}'s own policy loss and has no effect on a custom loss; "
-            "unset it, and put the term into the spec."
-        )
+    check_settings(engine, partial(getattr, args), OWN_TERMS)
     if args.entropy_coef != spec.entropy_coef:
         raise SpecError(
             f"entropy_coef={args.entropy_coef} has no effect on a custom loss, but {engine} "

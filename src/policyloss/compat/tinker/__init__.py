@@ -7,7 +7,6 @@ and 0.36; neither function imports it.
 """
 
 from policyloss.compat.tinker.data import built_in
-from policyloss.compat.tinker.exported import ExportedLoss, export
-from policyloss.compat.tinker.losses import StepLoss, loss
+from policyloss.compat.tinker.losses import ExportedLoss, StepLoss, export, loss
 
 __all__ = ["ExportedLoss", "StepLoss", "built_in", "export", "loss"]

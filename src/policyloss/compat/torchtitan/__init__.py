@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from policyloss.catalogue import as_spec
-from policyloss.compat.engines import PREFIX, fitting_spec
+from policyloss.compat.engines import fitting_spec, mean_records, sampled_logp
 from policyloss.loss import policy_loss
 from policyloss.mixture import read_loss
 from policyloss.parts.aggregate import TokenMean
@@ -70,22 +70,19 @@ def loss_class() -> type[Any]:
             of the generator is left out, as torchtitan does when it counts.
             """
             tokens = 1 if global_valid_tokens is None else global_valid_tokens
-            sampled = "rollout_logp" if "rollout_logp" in self.spec.reads else "old_logp"
-            others: dict[str, Any] = {"old_logp": None, sampled: generator_logprobs}
             logp = titan.compute_logprobs(logits, labels)
             out = policy_loss(
                 self.spec,
                 logp,
-                **others,
+                **sampled_logp(self.spec, generator_logprobs),
                 advantages=advantages,
                 mask=loss_mask & generator_logprobs.isfinite(),
                 totals=Totals(tokens or 1, 1),
                 metrics="basic",
             )
             shares = {
-                f"{PREFIX}{key}": Stat(record.sum, logp.new_tensor(tokens or 1)).value
-                for key, record in out.metrics.items()
-                if isinstance(record, Stat)
+                key: Stat(mean.sum, logp.new_tensor(tokens or 1)).value
+                for key, mean in mean_records(out.metrics).items()
             }
             return out.loss, {"loss/mean": out.loss.detach(), **shares}
 

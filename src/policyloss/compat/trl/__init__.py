@@ -25,6 +25,7 @@ from policyloss.compat.trl.batch import batch_loss, loss_mask
 from policyloss.compat.trl.config import spec_from_config, totals_for
 from policyloss.compat.trl.explanation import explain_config
 from policyloss.compat.trl.head import install_head, uninstall_head
+from policyloss.compat.trl.trainer import TRAINERS, trainer_class
 
 # The trainers are not here, so that `import *` works without TRL.
 __all__ = [
@@ -39,15 +40,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "GRPOTrainer":
-        from policyloss.compat.trl.trainer import trainer_class
-
-        return trainer_class()
-    if name == "AsyncGRPOTrainer":
-        from policyloss.compat.trl.async_trainer import async_trainer_class
-
-        return async_trainer_class()
+    if name in TRAINERS:
+        return trainer_class(name)
     raise AttributeError(
-        f"policyloss.compat.trl has no {name!r}; there are GRPOTrainer, AsyncGRPOTrainer, "
-        f"{', '.join(__all__)}."
+        f"policyloss.compat.trl has no {name!r}; there are {', '.join([*TRAINERS, *__all__])}."
     )

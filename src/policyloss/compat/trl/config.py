@@ -16,12 +16,7 @@ from policyloss.arguments import check_choice
 from policyloss.compat.hooks import default_of
 from policyloss.compat.trl.parts import ROLLOUT_LOG_BOUNDS, RolloutProduct, WrittenKL, step_totals
 from policyloss.errors import SpecError
-from policyloss.parts.aggregate import (
-    LengthWeighted,
-    SeqMeanTokenMean,
-    SeqMeanTokenSumNorm,
-    TokenMean,
-)
+from policyloss.parts import aggregate
 from policyloss.parts.correction import OPSM, Band, SequenceMask, Truncate
 from policyloss.parts.kl import KL
 from policyloss.parts.ratio import SequenceProduct, SequenceRatio, TokenRatio
@@ -304,11 +299,11 @@ def _kl(config: Any, loss_type: str, level: str) -> KL | None:
 
 def _aggregate(config: Any, loss_type: str) -> Any:
     if loss_type in TOKEN_MEANS:
-        return TokenMean()
+        return aggregate.TokenMean()
     if loss_type == "luspo":
-        return LengthWeighted()
+        return aggregate.LengthWeighted()
     if loss_type == "dr_grpo":
         with naming(config, "loss_type", "max_completion_length"):
-            spec = LossSpec(aggregate=SeqMeanTokenSumNorm())
+            spec = LossSpec(aggregate=aggregate.SeqMeanTokenSumNorm())
             return spec.with_horizon(option(config, "max_completion_length")).aggregate
-    return SeqMeanTokenMean()
+    return aggregate.SeqMeanTokenMean()

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer with the policy loss of this library, and the checks of a user's loss: the
-trainer provides every tensor that it reads, and every option set in the config has an effect.
-`trainer_class` imports TRL, at the first use of `policyloss.compat.trl.GRPOTrainer`.
+"""TRL's GRPOTrainer and AsyncGRPOTrainer with the policy loss of this library, and the checks of a
+user's loss: the trainer provides every tensor that it reads, and every option set in the config has
+an effect. `trainer_class` imports TRL, at the first use of `policyloss.compat.trl.GRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from policyloss.catalogue import AnyLoss, as_spec
 from policyloss.compat.arguments import at_least
-from policyloss.compat.hooks import check_advantages
+from policyloss.compat.engines import PREFIX, fitting_spec, means, sampled_logp
+from policyloss.compat.hooks import Parent, check_advantages, default_of
 from policyloss.compat.trl.batch import batch_loss, head_loss, loss_mask
 from policyloss.compat.trl.config import (
     EXTRA_OPTIONS,
@@ -31,23 +32,17 @@ from policyloss.compat.trl.config import (
     totals_for,
 )
 from policyloss.compat.trl.head import OnePass, in_one_pass, installed_head
-from policyloss.compat.trl.parts import replace_term, step_totals
+from policyloss.compat.trl.parts import offsets_of, replace_term, step_totals
 from policyloss.errors import SpecError, unknown_name
 from policyloss.head.loss import HeadOutput
-from policyloss.loss import LossOutput
+from policyloss.loss import LossOutput, policy_loss
 from policyloss.metrics import Metrics
-from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean
+from policyloss.parts.aggregate import LocalSeqMeanTokenMean, LocalTokenMean, TokenMean
 from policyloss.parts.kl import KL
 from policyloss.spec import LossSpec
+from policyloss.totals import Totals
 
-if TYPE_CHECKING:
-    _Parent = Any
-else:
-    _Parent = object  # `trainer_class` adds TRL's trainer as the second base
-
-PREFIX = "policyloss/"
-OLDEST = "1.14"
-# TRL's metrics of the config's policy loss, which would be wrong for another loss.
+ASYNC = "TRL's AsyncGRPOTrainer"
 CONFIG_METRICS = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
 
 
@@ -62,7 +57,7 @@ class _Watched:
     keep: Tensor | None = None
 
 
-class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
+class WithOurLoss(Parent):  # type: ignore[misc]  # TRL has no types
     """TRL's GRPOTrainer with the policy loss of policyloss; everything else is TRL's.
 
     policy_loss: a `LossSpec`, the name of a preset, or None for the loss that the config describes
@@ -131,9 +126,7 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
             out = LossOutput(one_pass.loss, out.metrics)
         self._record(out.metrics)
         if self.policy_loss is not None:
-            logged = self._metrics["train" if self.model.training else "eval"]
-            for name in [n for n in logged if n.startswith(CONFIG_METRICS)]:
-                del logged[name]
+            _drop_config_metrics(self._metrics["train" if self.model.training else "eval"])
         if not (self._entropy_bonus_enabled or self.aux_loss_enabled):
             return out.loss
         return replace_term(
@@ -214,23 +207,75 @@ class WithOurLoss(_Parent):  # type: ignore[misc]  # TRL has no types
         super().log(logs, *args, **kwargs)
 
 
+class WithOurAsyncLoss(Parent):  # type: ignore[misc]  # TRL has no types
+    """TRL's AsyncGRPOTrainer with the loss `policy_loss`, a `LossSpec` or the name of a preset.
+
+    Generation, packing, router loss and the other metrics remain TRL's. The sampler's
+    log-probabilities are the anchor of the ratio. TRL counts the tokens of one micro-batch over
+    all ranks, so the average must be `TokenMean`, and gradient_accumulation_steps 1.
+    """
+
+    def __init__(self, *args: Any, policy_loss: AnyLoss, **kwargs: Any) -> None:
+        config = config_of(*args, **kwargs)
+        if config is not None:  # before TRL loads models and starts engines
+            checked_async_loss(policy_loss, config)
+        super().__init__(*args, **kwargs)
+        self.policy_loss = checked_async_loss(policy_loss, self.args)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """The share of this rank in the loss of a micro-batch."""
+        advantages, kept = inputs["advantages"], inputs["token_index"] >= 0
+        scored: list[Tensor] = []
+
+        def detached(**arguments: Any) -> Any:
+            outputs = model(**arguments)
+            scored.append(outputs.log_probs)
+            outputs.log_probs = outputs.log_probs.detach()
+            return outputs
+
+        others: Tensor = super().compute_loss(
+            detached, {**inputs, "advantages": torch.zeros_like(advantages)}
+        )
+        logp = scored[0].flatten()[inputs["token_index"][kept]]
+        out = policy_loss(
+            self.policy_loss,
+            logp,
+            **sampled_logp(self.policy_loss, inputs["old_log_probs"][kept]),
+            advantages=advantages[kept].unsqueeze(0),
+            mask=torch.ones_like(logp, dtype=torch.bool),
+            cu_seqlens=offsets_of(inputs["segment_id"][kept]),
+            totals=Totals(inputs["global_n_tokens"][0], 1, dp_size=self.accelerator.num_processes),
+        )
+        logs = self._metrics["train"]
+        _drop_config_metrics(logs)
+        for name, value in means(out.metrics).items():
+            logs[name].append(value.item())
+        return replace_term(others, torch.zeros_like(out.loss), out.loss)
+
+
+def _drop_config_metrics(logs: dict[str, Any]) -> None:
+    """Delete TRL's metrics of the config's policy loss, which would be wrong for another loss."""
+    for name in [name for name in logs if name.startswith(CONFIG_METRICS)]:
+        del logs[name]
+
+
+# Our class, the module that holds TRL's, and the oldest supported release, by the name of both.
+TRAINERS: dict[str, tuple[type[Any], str, str]] = {
+    "GRPOTrainer": (WithOurLoss, "trl", "1.14"),
+    "AsyncGRPOTrainer": (WithOurAsyncLoss, "trl.experimental.async_grpo", "1.16"),
+}
+
+
 @cache
-def trainer_class() -> type[Any]:
-    """A subclass of the installed TRL's GRPOTrainer."""
-    trl = checked_trl("GRPOTrainer", OLDEST)
-    described = {"__doc__": WithOurLoss.__doc__, "__module__": __name__}
-    return type("GRPOTrainer", (WithOurLoss, trl.GRPOTrainer), described)
-
-
-def config_of(
-    model: Any = None, reward_funcs: Any = None, args: Any = None, *_: Any, **__: Any
-) -> Any:
-    """The config among the arguments of a trainer; its class may take them as `*args`."""
-    return args
-
-
-def checked_trl(name: str, oldest: str) -> Any:
-    """The installed TRL; an error if its trainers cannot be subclassed as `name`."""
+def trainer_class(name: str) -> type[Any]:
+    """A subclass of this trainer of the installed TRL."""
+    ours, module, oldest = TRAINERS[name]
     try:
         trl = import_module("trl")
     except ModuleNotFoundError as error:
@@ -247,7 +292,15 @@ def checked_trl(name: str, oldest: str) -> Any:
             "compute_loss, so the loss of policyloss would never run: train without unsloth, or "
             "with unsloth's trainer and its losses."
         )
-    return trl
+    described = {"__doc__": ours.__doc__, "__module__": __name__}
+    return type(name, (ours, getattr(import_module(module), name)), described)
+
+
+def config_of(
+    model: Any = None, reward_funcs: Any = None, args: Any = None, *_: Any, **__: Any
+) -> Any:
+    """The config among the arguments of a trainer; its class may take them as `*args`."""
+    return args
 
 
 # The slots that an option acts on. It has no effect if all of them differ in `policy_loss`.
@@ -343,3 +396,24 @@ def _problems(spec: LossSpec, config_spec: LossSpec, config: Any) -> dict[str, A
         "of the step would be that many times too large; use TokenMean or SeqMeanTokenMean, or "
         "loss_type='bnpo'.": local and calls > 1,
     }
+
+
+def checked_async_loss(policy_loss: AnyLoss, config: Any) -> LossSpec:
+    """The spec of `policy_loss`; an error if the trainer cannot run it with `config`."""
+    passes = ("old_logp", "rollout_logp")
+    spec = fitting_spec(ASYNC, policy_loss, passes, (TokenMean,), sampler_is_old=True)
+    calls = config.gradient_accumulation_steps
+    if calls != 1:
+        raise SpecError(
+            f"{ASYNC} divides every micro-batch by its own tokens, so that "
+            f"gradient_accumulation_steps={calls} would not average over the tokens of the step; "
+            "use 1, and token_budget for the size of a step."
+        )
+    for name in ("epsilon", "epsilon_high"):
+        value = getattr(config, name)
+        if value != default_of(config, name, value):
+            raise SpecError(
+                f"policy_loss has its own bounds, so {name}={value!r} would have no effect; leave "
+                "it at its default, and change the bounds of the loss."
+            )
+    return spec

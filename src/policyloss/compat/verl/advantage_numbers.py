@@ -194,14 +194,13 @@ def less_baseline(returns: Tensor, baseline: Tensor, mask: Tensor) -> Tensor:
 @torch.no_grad()
 def combine_rewards(parts: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
     """`Σ_k w_k·x_k`, added in this order, with float32 weights (default: 1)."""
-    if weights is not None and len(weights) != len(parts):
+    weights = [1.0] * len(parts) if weights is None else weights
+    if len(weights) != len(parts):
         raise InputError(
             f"weights must have one number per reward ({len(parts)}), got {len(weights)}."
         )
-    weight = (
-        torch.ones(len(parts)) if weights is None else torch.tensor(weights, dtype=torch.float32)
-    )
     total = torch.zeros_like(parts[0])
-    for w, x in zip(weight.to(parts[0].device), parts, strict=True):
+    factors = torch.tensor(weights, dtype=torch.float32, device=total.device)
+    for w, x in zip(factors, parts, strict=True):
         total = total + w * x
     return total

@@ -21,7 +21,7 @@ from policyloss.advantage.estimators import opo, rloo
 from policyloss.advantage.optimal_baseline import optimal_token_baseline
 from policyloss.advantage.pass_at_k import passk_max_gap
 from policyloss.advantage.returns import reward_to_go
-from policyloss.arguments import check_number, check_scalar
+from policyloss.arguments import check_number
 from policyloss.compat.arguments import drop_in, drop_in_of
 from policyloss.compat.verl.advantage_numbers import (
     PlainGroups,
@@ -160,11 +160,9 @@ class TokenBaselineCall:
 
 @drop_in
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: Any, lam: Any
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> AdvantageResult:
     """GAE, whitened over the valid tokens; masked tokens are not set to 0."""
-    check_scalar("gamma", gamma)
-    check_scalar("lam", lam)
     estimated = plain_gae(token_level_rewards, values, response_mask, gamma, lam)
     return plain_whiten(estimated.advantages, response_mask), estimated.returns
 

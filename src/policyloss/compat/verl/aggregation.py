@@ -13,32 +13,33 @@ from torch import Tensor
 from policyloss.arguments import check_choice, description
 from policyloss.compat.arguments import drop_in
 from policyloss.compat.parts import (
+    GuardedSeqMeanTokenMean,
     as_count,
     as_share,
     guard,
     guarded_mean,
     mask_or_all,
-    seq_mean_token_mean,
 )
 from policyloss.errors import InputError, unknown_name
 from policyloss.inputs import Inputs
 from policyloss.loss import aggregate_tokens
-from policyloss.parts.aggregate import SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean, TokenSum
+from policyloss.parts import aggregate
 from policyloss.parts.kl import KL
 from policyloss.totals import Totals
 from policyloss.value import value_loss
 
 __all__ = ["AGG_MODES", "agg_loss", "compute_value_loss", "kl_penalty", "kl_penalty_forward"]
 
-# verl adds this to a count before dividing by it (see `guard` for the cases where it acts).
-EPSILON = 1e-8
-AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+# The averages by verl's names, and verl's names by the averages.
+AVERAGES: dict[str, Any] = {
+    "token-mean": aggregate.TokenMean,
+    "token-sum": aggregate.TokenSum,
+    "seq-mean-token-sum": aggregate.SeqMeanTokenSum,
+    "seq-mean-token-mean": aggregate.SeqMeanTokenMean,
+    "seq-mean-token-sum-norm": aggregate.SeqMeanTokenSumNorm,
+}
+MODES = {average: mode for mode, average in AVERAGES.items()}
+AGG_MODES = tuple(AVERAGES)
 
 
 class NotOfferedError(InputError, NotImplementedError):
@@ -73,20 +74,12 @@ def aggregation(
         counts = replace(counts, tokens=as_count(batch_num_tokens))
     if global_batch_size is not None:
         counts = replace(counts, sequences=as_count(global_batch_size))
-    return _part(loss_agg_mode, mask, loss_scale_factor), counts
-
-
-def _part(loss_agg_mode: str, mask: Tensor, loss_scale_factor: Any) -> Any:
     if loss_agg_mode == "seq-mean-token-sum-norm":
         scale = mask.shape[-1] if loss_scale_factor is None else float(loss_scale_factor)
-        return SeqMeanTokenSumNorm(scale)
+        return aggregate.SeqMeanTokenSumNorm(scale), counts
     if loss_agg_mode == "seq-mean-token-mean":
-        return seq_mean_token_mean(guard(mask))
-    return {
-        "token-mean": TokenMean(),
-        "token-sum": TokenSum(),
-        "seq-mean-token-sum": SeqMeanTokenSum(),
-    }[loss_agg_mode]
+        return GuardedSeqMeanTokenMean(guard(mask)), counts
+    return AVERAGES[loss_agg_mode](), counts
 
 
 @drop_in

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from policyloss.compat.engines import PREFIX
 from policyloss.compat.verl.aggregation import kl_penalty
-from policyloss.compat.verl.settings import PREFIX, read_field
+from policyloss.compat.verl.settings import read_field
 from policyloss.errors import InputError
 from policyloss.functional.divergence import Measure, on_support, terms
 

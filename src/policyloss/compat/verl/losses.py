@@ -34,6 +34,8 @@ from policyloss.compat.verl.rollout_correction import (
 )
 from policyloss.compat.verl.settings import (
     OLDEST,
+    SPECS,
+    UNCLAMPED,
     check_dual,
     clip_range,
     either,
@@ -41,7 +43,6 @@ from policyloss.compat.verl.settings import (
     read_field,
     since,
 )
-from policyloss.compat.verl.specs import SPECS, UNCLAMPED
 from policyloss.errors import InputError, SpecError
 from policyloss.functional import bound, compute_dtype, difference, estimate
 from policyloss.loss import LossOutput, policy_loss

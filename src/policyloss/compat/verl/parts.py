@@ -8,7 +8,6 @@ with statistics of the optimizer step; use them unless you must reproduce a run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,22 +43,13 @@ def outside_by_sign(
     return masked_mean(positive, mask, epsilon), masked_mean(negative, mask, epsilon)
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / ctx.ranks, None
-
-
 def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
     """`x`, with its gradient divided by the number of ranks, because each rank computes the
     complete gradient and verl adds them up.
     """
-    share: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]
+    share = x.view_as(x)
+    if share.requires_grad:
+        share.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
     return share
 
 

@@ -19,27 +19,18 @@ from torch import Tensor
 
 from policyloss.catalogue import AnyLoss, as_spec, presets
 from policyloss.compat.arguments import drop_in_of
+from policyloss.compat.engines import PREFIX, mean_records
 from policyloss.compat.hooks import Patch, installed_version
-from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction
-from policyloss.compat.verl.aggregation import KL_ESTIMATORS
+from policyloss.compat.verl import advantages, aggregation, losses, rollout_correction, settings
+from policyloss.compat.verl.aggregation import KL_ESTIMATORS, MODES
 from policyloss.compat.verl.losses import CLIPPED, LossCall, LossResult
 from policyloss.compat.verl.parts import OfThisCall
-from policyloss.compat.verl.settings import (
-    MODES,
-    OLDEST,
-    PREFIX,
-    either,
-    read_field,
-    since,
-    warn_of_overridden,
-    with_horizon_of,
-)
 from policyloss.errors import SpecError
 from policyloss.metrics import Metrics
 from policyloss.parts.correction import OPSM, GivenWeight
 from policyloss.parts.kl import KL
 from policyloss.parts.trust import CovClip, CovKL
-from policyloss.records import Stat
+from policyloss.records import Record
 from policyloss.spec import LossSpec
 from policyloss.totals import Totals
 
@@ -74,20 +65,16 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
 
     @drop_in_of(LossCall)
     def loss(call: LossCall) -> LossResult:
-        complete_spec = with_horizon_of(call.config, name, spec)
+        complete_spec = settings.with_horizon_of(call.config, name, spec)
         _check_terms_of_verl(name, complete_spec, call.config, call.loss_agg_mode)
         policy_term = _policy_term(name, complete_spec, call.rollout_is_weights)
-        warn_of_overridden(name, complete_spec, call.config, call.loss_agg_mode)
-        info = either(read_field(call.config, "global_batch_info"), {})
+        settings.warn_of_overridden(name, complete_spec, call.config, call.loss_agg_mode)
+        info = settings.either(settings.read_field(call.config, "global_batch_info"), {})
         out = call.loss_of(policy_term, step_totals(call.response_mask, info))
-        # verl averages reported numbers over micro-batches, which is wrong for counts, sums and
-        # extremes.
-        means = Metrics(
-            {key: record for key, record in out.metrics.items() if isinstance(record, Stat)}
-        )
+        means: dict[str, Record] = {**mean_records(out.metrics)}
         clips = all(f"clip_fraction_{limit}" in out.metrics for limit in CLIPPED)
         return out.loss, {
-            **{f"{PREFIX}{key}": value for key, value in means.compute().items()},
+            **Metrics(means).compute(),
             **call.report(call.share(out, CLIPPED) if clips else None, None, call.drift()),
         }
 
@@ -100,7 +87,7 @@ def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
     """The totals of the optimizer step from verl's `global_batch_info`, or of this call where it is
     empty.
     """
-    totals = Totals.of_call(mask, either(info.get("dp_size"), 1))
+    totals = Totals.of_call(mask, settings.either(info.get("dp_size"), 1))
     for ours, theirs in (("tokens", "batch_num_tokens"), ("sequences", "global_batch_size")):
         if info.get(theirs) is not None:
             totals = replace(totals, **{ours: info[theirs]})
@@ -145,7 +132,7 @@ def _check_terms_of_verl(name: str, spec: LossSpec, config: Any, loss_agg_mode: 
     """Raise unless verl adds the KL and the entropy bonus of `spec`, and averages them alike."""
     if spec.kl is not None:
         _check_kl(name, spec.kl, config)
-    if spec.entropy_coef and read_field(config, "entropy_coeff", 0.0) != spec.entropy_coef:
+    if spec.entropy_coef and settings.read_field(config, "entropy_coeff", 0.0) != spec.entropy_coef:
         raise SpecError(
             f"policyloss/{name} has an entropy bonus, which verl adds itself: set "
             f"actor.entropy_coeff={spec.entropy_coef}."
@@ -169,9 +156,9 @@ def _check_kl(name: str, kl: Any, config: Any) -> None:
         )
     plus = "+" if kl.grad == "k2" else ""
     kinds = [f"{theirs}{plus}" for theirs, ours in KL_ESTIMATORS.items() if ours == kl.estimator]
-    used = read_field(config, "use_kl_loss", False)
-    kind = read_field(config, "kl_loss_type", "")
-    coef = read_field(config, "kl_loss_coef")
+    used = settings.read_field(config, "use_kl_loss", False)
+    kind = settings.read_field(config, "kl_loss_type", "")
+    coef = settings.read_field(config, "kl_loss_coef")
     if not used or kind not in kinds or coef != kl.coef:
         raise SpecError(
             f"policyloss/{name} has a KL term, which verl adds itself: set actor.use_kl_loss=true, "
@@ -191,7 +178,7 @@ def install(release: str | None = None) -> tuple[str, ...]:
     undoes it. verl's workers are separate processes, so call it in each.
     """
     version = release or installed_version("verl")
-    since(version, OLDEST)
+    settings.since(version, settings.OLDEST)
     if not _patch.pairs:
         core, rollout = import_module(CORE), import_module(ROLLOUT)
         _patch.pairs.extend(_pairs(core, (losses, aggregation, advantages), version))

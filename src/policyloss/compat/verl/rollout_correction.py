@@ -19,8 +19,8 @@ from torch import Tensor
 
 from policyloss.arguments import check_choice
 from policyloss.compat.arguments import drop_in
+from policyloss.compat.parts import EPSILON
 from policyloss.compat.verl import rollout_metrics as measures
-from policyloss.compat.verl.aggregation import EPSILON
 from policyloss.compat.verl.rollout_metrics import Means, policy_gap
 from policyloss.compat.verl.rollout_thresholds import (
     SUPPORTED_ROLLOUT_RS_OPTIONS,
@@ -94,16 +94,9 @@ def compute_rollout_correction_weights(
     log_weight = means.reduce(means.fill(log_ratio), LEVELS[rollout_is])
     raw = means.fill(importance_weight(log_weight, SAFETY_BOUND))
     weights = measures.bounded_weight(raw, low, high)
-    metrics = compute_is_metrics(
-        weights,
-        raw,
-        log_weight if rollout_is == "token" else log_weight[:, :1],
-        response_mask,
-        rollout_is,
-        high,
-        low,
-        release=release,
-    )
+    of_metrics = log_weight if rollout_is == "token" else log_weight[:, :1]
+    tensors = (weights, raw, of_metrics, response_mask)
+    metrics = compute_is_metrics(*tensors, rollout_is, high, low, release=release)
     if low is not None:
         outside = measures.rejected_tokens(within(raw, low, high), means)
         metrics["rollout_is_oob_ratio"] = float(outside)
@@ -164,7 +157,7 @@ def compute_rollout_rejection_mask(
     """
     if log_ratio.shape[0] == 0 and isinstance(rollout_rs, str) and rollout_rs_threshold is not None:
         return response_mask, {}
-    rules = rejection_rules(rollout_rs, rollout_rs_threshold, release)
+    rules = rejection_rules(rollout_rs, rollout_rs_threshold, since(release, "0.9.0"))
     means = means_of(response_mask)
     log_weight = bound(means.fill(log_ratio), SAFETY_BOUND)
     kept = means.valid

@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 from policyloss.arguments import is_number
-from policyloss.compat.verl.settings import since
 from policyloss.errors import SpecError, safe_repr, unknown_name
 
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {"token_k1", "token_k2", "token_k3"}
@@ -42,15 +41,15 @@ def weight_bounds(threshold: Any) -> tuple[float | None, float]:
 
 
 def rejection_rules(
-    rollout_rs: Any, rollout_rs_threshold: Any, release: str | None = None
+    rollout_rs: Any, rollout_rs_threshold: Any, refuses_empty: bool = True
 ) -> list[RejectionRule]:
     """The comma-separated `rollout_rs` and `rollout_rs_threshold` as rules, with one threshold for
     all options or one for each.
 
     For k1 the two bounds are on the ratio π_rollout/π_train ("2.0" is short for "0.5_2.0"); k2 and
-    k3 have one bound, on the estimate.
+    k3 have one bound, on the estimate. refuses_empty: raise for a lower bound above the upper one,
+    as verl does from 0.9.0 on.
     """
-    refuses_empty = since(release, "0.9.0")
     if not isinstance(rollout_rs, str):
         raise SpecError(
             f"rollout_rs must be a string of comma-separated options, got {safe_repr(rollout_rs)}."
@@ -78,7 +77,7 @@ def rejection_rules(
 
 
 def _rule(option: str, text: str, refuses_empty: bool) -> RejectionRule:
-    """One option with its bound. refuses_empty: raise for a lower bound above the upper one."""
+    """One option with its bound."""
     level, estimator = option.rsplit("_", 1)
     reduce = level.removeprefix("seq_")
     low, high = _bounds(f"rollout_rs_threshold for {option}", text)
