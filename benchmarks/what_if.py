@@ -201,7 +201,9 @@ def different(result: lab.WhatIf) -> list[int]:
 
 
 def gains(products: Products, tokens: StoredTokens) -> list[float]:
-    """The predicted gains, as in `WhatIf.gain`."""
+    """The predicted gain of each loss: `Σ_s A_s·Δ_s`, with A_s the mean advantage of sequence s and
+    Δ_s the first-order change of its log-probability for a step of length 1.
+    """
     out: list[float] = (products.unit_change @ tokens.advantages).tolist()
     return out
 

@@ -1,5 +1,5 @@
 """Writes docs/what_if.md: the command, its numbers, and whether they come true, from
-`benchmarks/results/what_if_cpu.json`.
+`what_if_cpu.json` and `what_if_chart.json` in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.what_if_chart import NUMBERS
 
 from docs.markdown import GENERATED, fenced, join, table
 from policyloss_lab.whatif.outcome import FACTORS, PARTS, Limits
@@ -30,11 +32,13 @@ result.by_token.cosine  # [L, L]: how alike the gradients are"""
 
 def what_if_pages(results: Path) -> dict[str, str]:
     """The page by its path."""
-    measured = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
-    return {"docs/what_if.md": _page(measured)}
+    files = [results / f"what_if_{name}.json" for name in ("cpu", "chart")]
+    if not all(path.is_file() for path in files):
+        return {}
+    return {"docs/what_if.md": _page(*(json.loads(x.read_text(encoding="utf-8")) for x in files))}
 
 
-def _page(measured: Any) -> str:
+def _page(measured: Any, on_chart: Any) -> str:
     return join(
         "# What if: every loss on your own tokens",
         GENERATED,
@@ -74,7 +78,8 @@ def _page(measured: Any) -> str:
         "## Problems, and the smallest cure",
         _cures(),
         "## Does it come true?",
-        _proof(measured) if measured else "This has not been measured yet.",
+        _proof(measured),
+        _chart(on_chart),
     )
 
 
@@ -92,9 +97,7 @@ def _definitions() -> str:
         "g_t·∇_θ logp_t`. All parameters are used as long as the gradients of all losses fit into "
         f"{GRADIENT_NUMBERS // 2**20} million numbers, and the weight of the head otherwise.\n"
         "- The **change** of a sequence is `−⟨∇_θ logp_s, ∇_θ loss⟩ / ‖∇_θ loss‖`, the first-order "
-        "change of its log-probability for a step of length 1.\n"
-        "- The **gain** is the mean of the changes, each times the advantage of its sequence. It "
-        "describes one small step. It does not rank losses over a run (see below)."
+        "change of its log-probability for a step of length 1."
     )
 
 
@@ -154,9 +157,10 @@ def _proof(data: Any) -> str:
         table(["step", "size", "median R²", "least R²", f"R² ≥ {GOOD:g}"], rows),
         "How far first order reaches depends on the loss and on the optimizer: with AdamW, a step "
         "of the same size is predicted better.",
-        f"**{data['steps']} steps: {_verdict(every)}** The rank correlation (Spearman) of the "
-        f"predicted gain with the held-out reward after {data['steps']} updates from the same "
-        "weights and moments, AdamW, ten updates for each batch:",
+        f"**{data['steps']} steps: {_verdict(every)}** The predicted gain of a loss is the sum of "
+        "the changes, each times the advantage of its sequence. Its rank correlation (Spearman) "
+        f"with the held-out reward after {data['steps']} updates from the same weights and "
+        "moments, AdamW, ten updates for each batch:",
         correlations,
         _best_and_worst(studies),
     ).rstrip("\n")
@@ -183,6 +187,35 @@ def _best_and_worst(studies: Any) -> str:
         " ".join(sentences)
         + " The gain does not show the use of a trust region: a loss without one moves furthest "
         "along the advantages in a single step, and continues when the same batch is used again. "
-        "So read the gain as a statement about one step, and [the evidence](evidence.md) for the "
-        "results of training."
+        "Therefore what-if shows no gain, and ranks nothing."
     )
+
+
+def _chart(data: Any) -> str:
+    """The rank correlations with the stress chart."""
+    conditions = dict.fromkeys(row["condition"] for row in data["correlations"])
+    rows = [
+        [f"`{condition}`", *(_range(data, condition, name) for name in NUMBERS)]
+        for condition in conditions
+    ]
+    seeds = len({row["seed"] for row in data["correlations"]})
+    return join(
+        "**A whole run under difficulties: no.** `python -m benchmarks.what_if_chart` stores the "
+        f"completions of `{data['base']}` after {data['steps']} steps under conditions of the "
+        "[stress chart](stress.md), and compares the numbers of what-if for every loss with the "
+        "accuracy that the loss reached on the chart. Rank correlations over the losses, the "
+        f"range of {seeds} seeds:",
+        table(["condition", *NUMBERS.values()], rows),
+        "With old completions, the order is the reverse of a naive reading: a loss that takes "
+        "every token at full weight has the largest effective sample size and cuts off nothing, "
+        "because it ignores how old the tokens are, and it ends lowest. Under other conditions "
+        "the numbers say little, and the signs differ. So read them as a description of a loss "
+        "on your tokens, and [the stress chart](stress.md) for the results of training.",
+    ).rstrip("\n")
+
+
+def _range(data: Any, condition: str, name: str) -> str:
+    values = [
+        row[name] for row in data["correlations"] if row["condition"] == condition and name in row
+    ]
+    return f"{min(values):+.2f} to {max(values):+.2f}" if values else ""

@@ -34,7 +34,7 @@ WHATIF = (
         "policyloss_lab/whatif/weights.py",
         "return Products(gradients @ gradients.T, -tokens.sums(gradients))",
         "return Products(gradients @ gradients.T, tokens.sums(gradients))",
-        _NUMBERS + "test_hand_computed_cosine_change_and_gain",
+        _NUMBERS + "test_hand_computed_cosine_and_change",
     ),
     (
         "whatif_largest_change_first",

@@ -112,7 +112,7 @@ def _loss_data(outcome: Outcome, row: dict[str, Any], lengths: list[int]) -> dic
     return {
         "name": outcome.name,
         "title": _title(outcome.name, outcome.spec),
-        **rounded({name: row[name] for name in ("gain", "norm", "mass")}),
+        **rounded({name: row[name] for name in ("norm", "mass")}),
         "change": rounded(row["change"][: len(lengths)]),
         "push": rounded(_split(-outcome.gradient, lengths)),
         "scale": rounded(float(sizes.quantile(0.98)) if sizes.numel() else 1.0),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from policyloss import notebook
 from policyloss.arguments import description
@@ -60,18 +59,9 @@ class WhatIf:
         """`by_model` if there is a model, else `by_token`."""
         return self.by_token if self.by_model is None else self.by_model
 
-    @property
-    def gain(self) -> Tensor:
-        """The gain of each loss, `[L]`: `Σ_s A_s·Δ_s / S`, over S sequences, with A_s the mean
-        advantage of sequence s and Δ_s the first-order change of its log-probability for a step
-        of length 1.
-        """
-        count = self.tokens.lengths.shape[0]
-        return self.products.unit_change @ self.tokens.advantages / count
-
     def rows(self) -> list[dict[str, Any]]:
         """One row for each loss: its numbers by name, None if undefined."""
-        gains, change = self.gain.tolist(), self.products.unit_change.tolist()
+        change = self.products.unit_change.tolist()
         cosine, by_model = self.by_token.cosine[:, 0].tolist(), self.by_model
         return [
             {
@@ -85,7 +75,6 @@ class WhatIf:
                 "mass": outcome.masses(self.tokens),
                 "cosine": cosine[i],
                 "model_cosine": None if by_model is None else float(by_model.cosine[i, 0]),
-                "gain": gains[i],
                 "change": change[i],
             }
             for i, outcome in enumerate(self.outcomes)
@@ -197,12 +186,6 @@ COLUMNS = (
     Column("A > 0", "gradient at A > 0", "share of the gradient where the advantage is above 0"),
     Column("cosine", "cosine by token", "with the first loss's gradient, a weight for each token"),
     Column("by model", "cosine by model", "the same cosine through the model"),
-    Column(
-        "gain",
-        "gain of a step",
-        "advantage-weighted change of the log-probabilities for one step of length 1; it does not "
-        "say which loss learns more",
-    ),
 )
 UNKNOWN = "–"
 THROUGH_WORDS = {
@@ -222,7 +205,6 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         _number(row["effective"], ".2f"),
         *(_number(x, ".0%") for x in shares),
         *(_number(x, ".3f") for x in cosines),
-        _number(row["gain"], ".3g"),
     ]
 
 
@@ -241,7 +223,7 @@ def what_if(
     through: str | None = None,
     limits: Limits | None = None,
 ) -> WhatIf:
-    """Try losses on the same tokens.
+    """Compare losses on the same tokens.
 
         tokens = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
         result = lab.what_if(tokens, ["ppo", "gspo", "cispo"], spec="dapo")
@@ -252,17 +234,20 @@ def what_if(
     names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; also
     "rewards" `[S]`, and for a model "ids" (token-shaped) and "prompts", the token ids before each
     sequence. losses: presets or specs to try, by default every preset. spec: your loss, with which
-    the others are compared; by default, the loss of the run. step: the stored step of a run to use,
-    or "all"; by default, the last step with a nonzero advantage.
+    the others are compared; by default, the loss of the run, if source is a run directory. step:
+    the stored step of a run to use, or "all"; by default, the last step with a nonzero advantage.
 
-    model: a Hugging Face model, to compare the gradients of its weights. temperature: of the
-    sampler. through: the variables to differentiate by: "parameters" (all parameters of the model),
-    "head" (the weight of its head) or "tokens" (the log-probabilities, without the model). The
-    default is "parameters" if their gradients fit into memory, else "head". limits: the limits of a
-    healthy loss, a `policyloss_lab.whatif.Limits`.
+    model: a Hugging Face model, to compare the gradients of its weights. temperature: the sampler's
+    temperature, for the model's log-probabilities. through: the variables to differentiate by:
+    "parameters" (all parameters of the model), "head" (the weight of its head) or "tokens" (the
+    log-probabilities, without the model). The default is "tokens" without a model; with a model, it
+    is "parameters" if the gradients of all losses hold at most 2²⁸ numbers together, else "head".
+    limits: the thresholds of a healthy loss, a `policyloss_lab.whatif.Limits`.
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))
+    if model is None and through not in (None, EachToken.name):
+        raise InputError(f"through={through!r} needs a model: pass one, or leave it out.")
     if isinstance(source, Mapping):
         source = StoredTokens.of(source)
     tokens = source if isinstance(source, StoredTokens) else read(Path(source), step)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import policyloss_lab as lab
-from policyloss_lab.explore import explorer_page
+from policyloss_lab.explore.page import explorer_page
 from policyloss_lab.whatif import WhatIf
 from policyloss_lab.whatif.page import page
 from policyloss_lab.whatif.result import COLUMNS, UNKNOWN

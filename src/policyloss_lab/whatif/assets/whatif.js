@@ -8,11 +8,11 @@ const percent = (x) => `${(100 * x).toFixed(x && x < 0.0995 ? 1 : 0)} %`;
 const THEMES = { system: "light", light: "dark", dark: "system" };
 const chosen = () => state.losses.map((i) => DATA.losses[i]);
 
-// The first loss; and of the others with a gradient, the least similar one and the one with the largest gain.
+// The first loss, and the two others with a gradient that are least similar to it.
 function starting() {
   const alike = DATA.cosine[Object.keys(DATA.cosine).at(-1)][0], others = DATA.losses.map((_, i) => i).filter((i) => i && DATA.losses[i].norm > 0);
-  const far = others.reduce((a, b) => (alike[b] < alike[a] ? b : a), others[0] ?? 0), rest = others.filter((i) => i !== far);
-  return [0, far, rest.reduce((a, b) => (DATA.losses[b].gain > DATA.losses[a].gain ? b : a), rest[0] ?? 0)];
+  const [second = 0, third = 0] = others.sort((a, b) => alike[a] - alike[b]);
+  return [0, second, third];
 }
 
 // The sequence that the first loss changes most.
