@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.doctor_cases import FAULTS, Batch, MixtureSource, Source
 from benchmarks.doctor_models import DENSE, MIXTURES, prompts
-from policyloss_lab.diagnosis import doctor
+from policyloss_lab.diagnosis.tokens import doctor
 
 ENGINES = (("raw", "float32"), ("processed", "float32"), ("raw", "bfloat16"))
 SIZES = (32, 8)  # rows of a batch

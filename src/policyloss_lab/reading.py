@@ -42,13 +42,13 @@ def open_file(path: Path, limit: int | None = None, name: str = "") -> BinaryIO:
     return file
 
 
-def open_noted(path: Path, notes: Notes) -> BinaryIO | None:
-    """`open_file`; None and a note instead of an error."""
+def open_noted(path: Path, notes: Notes) -> BinaryIO:
+    """`open_file`; an empty file and a note instead of an error."""
     try:
         return open_file(path, name=path.name)
     except InputError as error:
         notes.append(str(error))
-        return None
+        return open(os.devnull, "rb")
 
 
 def is_regular(path: Path) -> bool:
@@ -130,19 +130,17 @@ def parse_object(text: Any) -> dict[str, Any] | None:
 
 def json_object(path: Path, notes: Notes) -> dict[str, Any]:
     """The JSON object in `path`, as `strict` returns it; {} and a note if there is none."""
-    kept: dict[str, Any] = {}
     try:
         with open_file(path, limits.OBJECT_BYTES, path.name) as file:
             value = json.loads(file.read(limits.OBJECT_BYTES).decode("utf-8", "replace"))
         if isinstance(value, dict):
-            kept = strict(value, path.name, notes)
-        else:
-            notes.append(f"{path.name} holds a {type(value).__name__} instead of an object.")
+            return strict(value, path.name, notes)
+        notes.append(f"{path.name} holds a {type(value).__name__} instead of an object.")
     except InputError as error:
         notes.append(str(error))
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {type(error).__name__}.")
-    return kept
+    return {}
 
 
 def json_lines(
@@ -186,8 +184,8 @@ def row_at(file: BinaryIO, offset: int) -> dict[str, Any]:
         return {}
 
 
-def strict(value: Any, name: str, notes: Notes) -> Any:
-    """The same JSON value with every NaN and infinity as a string, so that any JSON reader can read
+def strict(value: dict[str, Any], name: str, notes: Notes) -> dict[str, Any]:
+    """The same JSON object with every NaN and infinity as a string, so that any JSON reader reads
     it. Values nested deeper than `limits.DEPTH` are left out; a note names the file, `name`.
     """
     deep = 0
@@ -203,7 +201,7 @@ def strict(value: Any, name: str, notes: Notes) -> Any:
             return [copy(item, depth + 1) for item in inner]
         return str(inner) if isinstance(inner, float) and not math.isfinite(inner) else inner
 
-    kept = copy(value, 1)
+    kept: dict[str, Any] = copy(value, 1)
     if deep:
         levels = f"{limits.DEPTH} levels"
         notes.append(f"{name} holds {deep} value(s) nested deeper than {levels}, left out.")

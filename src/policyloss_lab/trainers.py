@@ -36,15 +36,15 @@ def attach(
     """Record a run, diagnose it while it trains, and halt it on a verdict of `halt_on`.
 
     trainer: TRL's `GRPOTrainer`; verl's actor worker, or its `RayPPOTrainer`; OpenRLHF's
-    `ActorPPOTrainer` or the actor that holds it; Tinker's `TrainingClient`; None for a loop of your
-    own, which calls `step` of the result. out: a folder that holds no run yet; by default, a new
-    one in `runs/`. every: the steps 1, 1 + every, 1 + 2·every, … are examined: the doctor reads
-    their tokens and all metrics so far, and a few completions are stored. halt_on: names of
-    verdicts (docs/doctor.md). TRL then stops after the step; the others raise `RunHaltedError`.
-    decode: turns a list of ids into text; by default, that of the trainer's tokenizer.
+    `ActorPPOTrainer` or the actor that holds it; Tinker's `TrainingClient`; None for your own loop,
+    which calls the attachment's `step`. out: a folder that holds no run yet; by default, a new one
+    in `runs/`. every: the steps 1, 1 + every, 1 + 2·every, … are examined: the doctor reads their
+    tokens and all metrics so far, and a few completions are stored. halt_on: names of verdicts
+    (docs/doctor.md). TRL then stops after the step; the others raise `RunHaltedError`. decode: a
+    function that turns a list of ids into text; by default, the trainer's tokenizer decodes.
 
-    No number of the run changes. An error inside is logged once, and the run goes on without the
-    attachment. Of several ranks, the first records.
+    The attachment changes no training result. An error in the attachment is logged once, and the
+    run continues without it. Only the first rank records.
     """
     hook = _hook_of(trainer)
     config = {} if trainer is None else {"trainer": type(trainer).__name__}
@@ -163,24 +163,21 @@ def _trl_rows(inputs: Mapping[str, Any], scores: Sequence[Any]) -> list[Row]:
 
 
 def _hook_verl_worker(attachment: Attachment, worker: Any) -> None:
-    def metrics(data: Any, result: Any) -> Any:
-        return _verl_metrics(data, result["metrics"])
-
-    _around(attachment, worker, "train_mini_batch", _verl_rows, metrics)
+    _around(attachment, worker, "train_mini_batch", _verl_rows, _verl_metrics)
     tokenizer = getattr(getattr(worker, "model_config", None), "tokenizer", None)
     attachment.decode = attachment.decode or getattr(tokenizer, "decode", None)
 
 
 def _hook_verl_driver(attachment: Attachment, trainer: Any) -> None:
     def metrics(data: Any, result: Any) -> Any:
-        return _verl_metrics(data.batch, result.meta_info["metrics"])
+        return _verl_metrics(data.batch, result.meta_info)
 
     _around(attachment, trainer, "_update_actor", lambda data: _verl_rows(data.batch), metrics)
 
 
-def _verl_metrics(data: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _verl_metrics(data: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of an update with the mean reward, which verl logs elsewhere."""
-    rewards = _renamed(data).get("rewards")
+    metrics, rewards = result["metrics"], _renamed(data).get("rewards")
     return dict(metrics) if rewards is None else {**metrics, "reward/mean": rewards.sum(-1).mean()}
 
 

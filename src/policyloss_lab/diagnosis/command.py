@@ -13,23 +13,17 @@ from policyloss.commands import read_options
 from policyloss.errors import InputError, unknown_name
 from policyloss_lab import limits
 from policyloss_lab.commands import Doctor
+from policyloss_lab.diagnosis import distributions
 from policyloss_lab.diagnosis.curves import LogThresholds
 from policyloss_lab.diagnosis.diagnose import Thresholds
-from policyloss_lab.diagnosis.distributions import (
-    COLUMNS,
-    DistributionGap,
-    DistributionThresholds,
-    compare_distributions,
-    read_distributions,
-)
 from policyloss_lab.diagnosis.read import read_tokens
 from policyloss_lab.diagnosis.run_doctor import RunDiagnosis, doctor_run
 from policyloss_lab.diagnosis.tokens import doctor
 from policyloss_lab.diagnosis.verdict import Diagnosis
-from policyloss_lab.reading import open_file
+from policyloss_lab.reading import open_noted
 
 HEALTHY, SICK, NOT_EXPLAINED = 0, 1, 3  # 2: a wrong argument, as for every command
-Limits = TypeVar("Limits", Thresholds, LogThresholds, DistributionThresholds)
+Limits = TypeVar("Limits", Thresholds, LogThresholds, distributions.DistributionThresholds)
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
@@ -45,7 +39,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
 
 def verdict_on(
     path: Path, model: str | None = None, thresholds: Sequence[str] = ()
-) -> Diagnosis | RunDiagnosis | DistributionGap:
+) -> Diagnosis | RunDiagnosis | distributions.DistributionGap:
     """The verdict on a file of tokens or distributions, or on logs. thresholds: NAME=NUMBER."""
     if path.suffix in (".pt", ".pth", ".pkl", ".bin", ".npz"):
         raise InputError(
@@ -53,11 +47,12 @@ def verdict_on(
             "lines."
         )
     start = _beginning(path)
-    if any(f'"{name}"'.encode() in start for name in COLUMNS):
+    if any(f'"{name}"'.encode() in start for name in distributions.COLUMNS):
         if model is not None:
             raise InputError(f"--model needs a file of tokens; {path} holds distributions.")
-        bounds = with_numbers(DistributionThresholds(), thresholds)
-        return compare_distributions(**read_distributions(path), thresholds=bounds)
+        bounds = with_numbers(distributions.DistributionThresholds(), thresholds)
+        sides = distributions.read_distributions(path)
+        return distributions.compare_distributions(**sides, thresholds=bounds)
     lists = b"[" in start and any(x in start for x in (b"_logp", b"log_prob", b"logprob"))
     if path.suffix == ".safetensors" or lists:
         arguments: dict[str, Any] = read_tokens(path)
@@ -92,13 +87,10 @@ def with_numbers(limits: Limits, pairs: Sequence[str]) -> Limits:
 
 def _beginning(path: Path) -> bytes:
     """The first line of a .jsonl file, or the header of a .safetensors file; empty for others."""
-    try:
-        with open_file(path) as file:
-            if path.suffix == ".safetensors":
-                return file.read(limits.MIB)
-            return file.readline(limits.MIB) if path.suffix == ".jsonl" else b""
-    except (InputError, OSError):
-        return b""
+    with open_noted(path, []) as file:
+        if path.suffix == ".safetensors":
+            return file.read(limits.MIB)
+        return file.readline(limits.MIB) if path.suffix == ".jsonl" else b""
 
 
 def load_model(model: str) -> Any:

@@ -104,11 +104,13 @@ def compare_distributions(
     old_hidden: Mapping[str, Tensor] | None = None,
     thresholds: DistributionThresholds | None = None,
 ) -> DistributionGap:
-    """Compare the engine's distributions with the trainer's, over the positions of a prompt set.
+    """Compare the rollout engine's token distributions with the trainer's over a prompt set.
 
-    rollout, old: log-probabilities of the whole vocabulary, `[..., V]`, or `pl.TopK` with the k
-    likeliest tokens of each position, normalised over the vocabulary. rollout_hidden, old_hidden:
-    hidden states `[..., D]` by the name of the layer or operator, in the order of computation.
+    The result holds means and maxima over all positions. rollout, old: log-probabilities of the
+    whole vocabulary, `[..., V]`, or a `pl.TopK` of that side's k likeliest tokens at each position,
+    normalised over the vocabulary. rollout_hidden, old_hidden: hidden states `[..., D]`, keyed by
+    the name of the layer or operator, in the order of computation. thresholds: the largest healthy
+    KL and difference of hidden states, a `DistributionThresholds`.
     """
     bounds = thresholds or DistributionThresholds()
     rollout, old = (_checked(name, x) for name, x in zip(SIDES, (rollout, old), strict=True))

@@ -200,12 +200,9 @@ def fit_adapter(case: Case, scorer: Scorer) -> Iterator[Fit]:
         with altered(merged_model, lambda name, w: w.bfloat16().to(w.dtype)):
             return scorer.with_model(merged_model).forward()
 
+    without = partial(_within, scorer, model.disable_adapter())
     for cause, what, logits in (
-        (
-            "adapter_missing",
-            "belongs to the model without its adapter",
-            partial(_within, scorer, model.disable_adapter()),
-        ),
+        ("adapter_missing", "belongs to the model without its adapter", without),
         ("adapter_merged", "belongs to an adapter merged into bf16 weights", merged),
     ):
         effect = scorer.effect(cause, logits)

@@ -43,18 +43,19 @@ def doctor(
     Tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens`; each number belongs to the token
     of `ids` at the same position. More arguments distinguish more causes:
 
-    - Pairs (`rollout_logp`, and `old_logp` or `logp`, with `mask`): shuffled rows, copied
+    - Pairs (`rollout_logp`, and `old_logp` or else `logp`, with `mask`): shuffled rows, copied
       tensors, wrong masks, rounding, a temperature, top-k and top-p. `earlier_logp` (from older
       weights) detects stale weights.
     - `ids` with `rollout_ids`: whether the text was tokenized again.
     - `model` (the trainer's, with the weights that computed `old_logp`) with `ids` and `prompts`
-      (the tokens before each row): every hypothesis is simulated on at most `max_tokens` tokens.
-      `other_prompts` are the same prompts in another template. Without `prompts`, the tokens of
-      `ids` before the first valid one are the prompt; `positions` (0 at the first real token) mark
-      the end of padding on the left.
+      (the tokens before each row): each cause is simulated on at most `max_tokens` tokens (a number
+      below 64 counts as 64). `other_prompts` are the same prompts in another template. Without
+      `prompts`, the tokens of `ids` before the first valid one are the prompt; `positions` (0 at
+      the first real token) mark the end of padding on the left.
 
-    The model runs in float32 under `no_grad`; a model in 16 bits is copied first. Its weights
-    change during a forward and are restored.
+    thresholds: the numbers of the verdict, a `policyloss_lab.diagnosis.diagnose.Thresholds`. The
+    model runs in float32 under `no_grad`. If `model` is in float32, simulations change its weights
+    during a forward and restore them; otherwise the doctor works on a float32 copy.
     """
     name, trainer = ("logp", logp) if old_logp is None else ("old_logp", old_logp)
     if trainer is None:

@@ -70,8 +70,6 @@ def _field(name: str, hint: Any) -> Field:
     none = (None,) if type(None) in kinds else ()
     if choices:
         return Field(name, "choice", (*none, *get_args(choices[0])))
-    if bool in kinds:
-        return Field(name, "choice", (True, False))
     if str in kinds:  # the name of a tensor; on the page, the ratio is the only one
         return Field(name, "choice", (*none, "ratio"))
     if set(_kinds(LogClamp)) <= kinds:

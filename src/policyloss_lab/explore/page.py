@@ -9,7 +9,6 @@ of nodes.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 import webbrowser
@@ -20,7 +19,6 @@ from policyloss.catalogue import PRESETS, as_spec, presets_equal_to
 from policyloss.commands import read_options
 from policyloss.errors import SpecError
 from policyloss.explanations import explain
-from policyloss.explanations.algebra.derive import Lines
 from policyloss.explanations.algebra.expression import Expression
 from policyloss.explanations.formula import VOCABULARY
 from policyloss.explanations.framework_names import ELSEWHERE, FrameworkNames
@@ -75,7 +73,7 @@ def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
     }
     return {
         "slots": slots,
-        "joints": nodes.all_lines(joints()),
+        "joints": nodes.lines(joints()),
         "nodes": nodes.table,
         "variants": nodes.variants,
         "presets": {name: _preset(name) for name in PRESETS},
@@ -106,14 +104,11 @@ class _Nodes:
             self.table.append(x.value if x.is_leaf else [operator, *arguments])
         return self._places[x]
 
-    def lines(self, lines: Lines) -> list[Any]:
-        return [[label, self.place(x)] for label, x in lines]
-
-    def all_lines(self, lines: Any) -> Any:
-        """Nested lines by name, with indices for their nodes."""
+    def lines(self, lines: Any) -> Any:
+        """Lines, which may be nested by name, with indices for their nodes."""
         if isinstance(lines, dict):
-            return {name: self.all_lines(each) for name, each in lines.items()}
-        return self.lines(lines)
+            return {name: self.lines(each) for name, each in lines.items()}
+        return [[label, self.place(x)] for label, x in lines]
 
     def variant(self, data: dict[str, Any]) -> int:
         if data not in self.variants:
@@ -144,7 +139,7 @@ def _field(slot: str, part: type, field: Field) -> dict[str, Any]:
     default = next(f.default for f in dataclasses.fields(part) if f.name == field.name)
     data: dict[str, Any] = {"name": field.name, "kind": field.kind}
     if default is not dataclasses.MISSING and (default is not None or field.kind != "number"):
-        data["default"] = _plain(default)
+        data["default"] = list(default) if isinstance(default, tuple) else default
     elif field.optional:
         data["default"] = None
     if field.kind == "choice":
@@ -175,8 +170,6 @@ def _of_number(first: float, **limits: Any) -> dict[str, Any]:
     low = next((limits[k] for k in ("least", "above") if limits.get(k) is not None), None)
     far = max(1.0, 2.0 * abs(first))
     ends = [-far if low is None else low, far if high is None else min(high, max(far, low or 0))]
-    if ends[1] <= ends[0]:
-        ends[1] = ends[0] + far
     return {"start": first, "slider": ends, **{k: v for k, v in limits.items() if v is not None}}
 
 
@@ -210,9 +203,3 @@ def _loss(loss: LossSpec | str) -> dict[str, Any]:
     known = presets_equal_to(spec)
     name = loss if isinstance(loss, str) else known[0].name if known else None
     return {"preset": name, "spec": spec.to_dict()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and math.isinf(value):
-        return "inf"
-    return list(value) if isinstance(value, tuple) else value

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -57,52 +58,20 @@ _PATIENCE = 10  # seconds for a client to send a request and to receive the answ
 _SHARE = 4  # a page is rendered again after this many times its rendering time, at the earliest
 
 
-class LivePage:
-    """The page of the runs in `paths`, rendered again when a file of a run has changed."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._lock = Lock()
-        self._state: object = None
-        self._next = 0.0
-        self.page = b""
-        self.tag = ""
-        self.refresh()  # wrong paths raise an error before the first request
-
-    def refresh(self) -> tuple[bytes, str]:
-        """(the current page, its tag)."""
-        with self._lock:
-            began = time.monotonic()
-            state = _state_of([split_run(path)[0] for path in self._paths])
-            if state != self._state and began >= self._next:
-                self.page = render(collect(self._paths), live=EVERY).encode()
-                self.tag = f'"{hashlib.sha256(self.page).hexdigest()}"'
-                self._state = state
-                now = time.monotonic()
-                self._next = now + _SHARE * (now - began)
-            return self.page, self.tag
-
-
 def _state_of(paths: Sequence[Path]) -> object:
     """The size and time of every file of the runs, and whether a process holds their locks."""
-    running = [is_held(path) for path in paths]
-    files = ((name, *_size(name)) for path in paths for name in _files(path))
-    return running, [entry for entry, _ in zip(files, range(limits.WATCHED), strict=False)]
+    files = chain.from_iterable(map(_files, paths))
+    return [is_held(path) for path in paths], list(islice(files, limits.WATCHED))
 
 
-def _files(path: Path) -> Iterator[str]:
-    if not path.is_dir():
-        yield str(path)
-    for folder, _, names in os.walk(path):
-        yield from (os.path.join(folder, name) for name in names)
-
-
-def _size(name: str) -> tuple[int, int]:
-    try:
-        entry = os.lstat(name)
-    except OSError:  # the file was renamed or removed meanwhile
-        return -1, -1
-    return entry.st_size, entry.st_mtime_ns
+def _files(path: Path) -> Iterator[tuple[str, int, int]]:
+    inside = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for name in inside if path.is_dir() else (str(path),):
+        try:
+            entry = os.lstat(name)
+        except OSError:  # the file was renamed or removed meanwhile
+            continue
+        yield name, entry.st_size, entry.st_mtime_ns
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -127,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page, or 304 if the client has it."""
         try:
-            page, tag = self.server.live.refresh()
+            page, tag = self.server.refresh()
         except PolicyLossError as error:
             return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         if self.headers.get("If-None-Match") == tag:
@@ -166,18 +135,34 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the page of `paths` on this machine. port: 0 takes any free port."""
+    """Serves the page of the runs in `paths` on this machine. port: 0 takes any free port."""
 
     daemon_threads = True
     allow_reuse_address = os.name == "posix"  # elsewhere, two servers could share a port
 
     def __init__(self, paths: Sequence[str | Path], port: int = PORT) -> None:
-        self.live = LivePage([Path(path) for path in paths])
+        self._paths, self._lock = [Path(path) for path in paths], Lock()
+        self._state: object = None
+        self._next, self._page, self._tag = 0.0, b"", ""
+        self.refresh()  # wrong paths raise an error before the first request
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = str(error).rstrip(".")
             raise InputError(f"port={port} cannot be used: {reason}; 0 takes any.") from error
+
+    def refresh(self) -> tuple[bytes, str]:
+        """(the page, its tag); rendered again if a file of a run has changed."""
+        with self._lock:
+            began = time.monotonic()
+            state = _state_of([split_run(path)[0] for path in self._paths])
+            if state != self._state and began >= self._next:
+                self._page = render(collect(self._paths), live=EVERY).encode()
+                self._tag = f'"{hashlib.sha256(self._page).hexdigest()}"'
+                self._state = state
+                now = time.monotonic()
+                self._next = now + _SHARE * (now - began)
+            return self._page, self._tag
 
     @property
     def url(self) -> str:

@@ -13,32 +13,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from policyloss.errors import InputError
-from policyloss_lab import limits
+from policyloss_lab import limits, reading
 from policyloss_lab.diagnosis.run_doctor import diagnose_rows
 from policyloss_lab.diagnosis.symptoms import Finding
 from policyloss_lab.limits import NOTE_LENGTH, NOTES, cut
 from policyloss_lab.logs.completions import step_in_name, stored_completions, trackio_tables
 from policyloss_lab.logs.names import STEPS, our_names
-from policyloss_lab.logs.scalars import numbered, rows_of
-from policyloss_lab.logs.tables import table_rows
+from policyloss_lab.logs.scalars import numbered, rows_of, table_rows
 from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows
-from policyloss_lab.reading import (
-    Lines,
-    Notes,
-    integer,
-    json_lines,
-    json_object,
-    open_noted,
-    sampled_note,
-    strict,
-)
-from policyloss_lab.report.compare import (
-    differences,
-    identical_runs,
-    loss_card,
-    loss_differences,
-    seed_groups,
-)
+from policyloss_lab.reading import Notes
+from policyloss_lab.report import compare
 from policyloss_lab.report.rollouts import read_rollouts, with_branches
 from policyloss_lab.report.series import Table, read_table
 from policyloss_lab.report.sources import KINDS, Source, source_of, split_run
@@ -65,13 +49,14 @@ def collect(paths: Sequence[str | Path]) -> dict[str, Any]:
     sources = [source for path in paths for source in sources_of(Path(path), len(paths))]
     pairs = zip(sources, labels_of(sources), strict=True)
     runs = [_run(source, label, len(sources)) for source, label in pairs]
-    between = {name: differences([run[name] for run in runs]) for name in ("config", "environment")}
+    settings = ("config", "environment")
+    between = {name: compare.differences([run[name] for run in runs]) for name in settings}
     return {
         "schema": SCHEMA,
         "runs": runs,
-        "differences": {**between, "loss": loss_differences(runs)},
-        "groups": seed_groups(runs),
-        "identical": identical_runs(runs),
+        "differences": {**between, "loss": compare.loss_differences(runs)},
+        "groups": compare.seed_groups(runs),
+        "identical": compare.identical_runs(runs),
     }
 
 
@@ -83,7 +68,7 @@ def _run(source: Source, label: str, runs: int) -> dict[str, Any]:
     file = "metrics.jsonl" if source.kind == "ours" else path.name
     names = rename_metrics(table, times)
     points = limits.share(limits.ALL_POINTS, limits.POINT_BUDGET, runs)
-    loss = loss_card(source.spec, source.config, notes)
+    loss = compare.loss_card(source.spec, source.config, notes)
     summary, sampled = _summary(source), table.sampled(points)
     rollouts = with_branches(source.rollouts, loss)
     judged, symptoms = health_of(sampled, rollouts)
@@ -201,14 +186,11 @@ def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
     if source.kind in ("events", "table"):  # a number takes a third of its bytes in JSON lines
         budget //= 3
     for path in source.numbers:
-        file = open_noted(path, notes)
-        if file is None:
-            continue
         more = False
-        with file:
+        with reading.open_noted(path, notes) as file:
             size = os.fstat(file.fileno()).st_size
             if size > budget and source.kind != "state":
-                notes.append(sampled_note(path.name, size, budget))
+                notes.append(reading.sampled_note(path.name, size, budget))
             try:
                 for run, step, row in _rows(source, file, path, budget):
                     if run not in tables and len(tables) == limits.RUNS:
@@ -226,7 +208,7 @@ def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
 def _rows(source: Source, file: BinaryIO, path: Path, limit: int) -> Iterator[tuple[str, int, Row]]:
     """(run, step, numbers) of each row of a file; the run is "" if the file does not name it."""
     if source.kind == "table":
-        lines = Lines(file, limit, limits.NUMBER_PARTS)
+        lines = reading.Lines(file, limit, limits.NUMBER_PARTS)
         try:
             yield from table_rows(line.decode("utf-8", "replace") for _, line in lines)
         except InputError as error:
@@ -276,18 +258,18 @@ def labels_of(sources: Sequence[Source]) -> list[str]:
 def _read_ours(source: Source, runs: int) -> None:
     """Read a run directory of ours. runs: the number of runs that share the limits."""
     folder, notes = source.path, source.notes
-    contents = json_object(folder / "config.json", notes)
+    contents = reading.json_object(folder / "config.json", notes)
     source.config, source.defaults = (
         x if isinstance(x, dict) else {} for x in map(contents.get, ("config", "defaults"))
     )
     version = contents.get("policyloss")
     source.format, source.version = "policyloss", version if isinstance(version, str) else ""
-    source.spec, source.planned = contents.get("loss"), integer(source.config.get("steps"))
+    source.spec, source.planned = contents.get("loss"), reading.integer(source.config.get("steps"))
     size = limits.bytes_of(limits.METRIC_BYTES, runs)
     source.table = read_table(folder / "metrics.jsonl", notes, size)
     source.times = read_table(folder / "timing.jsonl", notes, size)
     source.steps = source.table.trained.shape[0]
-    source.environment = json_object(folder / "environment.json", notes)
+    source.environment = reading.json_object(folder / "environment.json", notes)
     tokens = limits.share(limits.ALL_TOKENS, limits.TOKEN_BUDGET, runs)
     size = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
     source.rollouts = read_rollouts(folder / "rollouts.jsonl", notes, tokens, size)
@@ -300,15 +282,14 @@ def _read_ours(source: Source, runs: int) -> None:
 
 def _read_findings(path: Path, notes: Notes) -> list[dict[str, Any]]:
     """The doctor's findings in tokens, at most `NOTES`; a run without `lab.attach` has none."""
-    file = open_noted(path, notes) if os.path.lexists(path) else None
-    if file is None:
+    if not os.path.lexists(path):
         return []
-    with file:
-        rows = [row for _, row in json_lines(file, path.name, notes, limits.MIB, 1)]
+    with reading.open_noted(path, notes) as file:
+        rows = [row for _, row in reading.json_lines(file, path.name, notes, limits.MIB, 1)]
     texts = [name for name in Finding._fields if name != "step"]
     return [
         {name: cut(str(row.get(name, "")), NOTE_LENGTH) for name in texts}
-        | {"step": integer(row.get("step")) or 0}
+        | {"step": reading.integer(row.get("step")) or 0}
         for row in rows[:NOTES]
     ]
 
@@ -323,7 +304,7 @@ def _read_foreign(source: Source, runs: int) -> None:
         source.planned = _planned(source.numbers[0])
     if source.kind == "trackio":
         file = source.numbers[0]
-        source.config = strict(trackio_config(file, source.run), file.name, source.notes)
+        source.config = reading.strict(trackio_config(file, source.run), file.name, source.notes)
     source.rollouts = _completions(source, runs)
 
 
@@ -364,10 +345,7 @@ def _completions(source: Source, runs: int) -> list[dict[str, Any]]:
 
 def _spooled(path: Path, budget: int, rewards: list[str], notes: list[str]) -> list[str]:
     """The rows of one file as JSON lines; [] and a note if it cannot be read."""
-    file = open_noted(path, notes)
-    if file is None:
-        return []
-    with file:
+    with reading.open_noted(path, notes) as file:
         try:
             rows, sampled = stored_completions(file, path, budget, rewards)
             lines = [_line(row) for row in rows]
@@ -375,7 +353,7 @@ def _spooled(path: Path, budget: int, rewards: list[str], notes: list[str]) -> l
             notes.append(str(error))
             return []
         if sampled:
-            notes.append(sampled_note(path.name, file.seek(0, 2), budget))
+            notes.append(reading.sampled_note(path.name, file.seek(0, 2), budget))
     return lines
 
 
@@ -397,10 +375,7 @@ def _evenly(paths: list[Path], budget: int) -> list[Path]:
 
 def _planned(path: Path) -> int | None:
     """The planned number of steps in a trainer_state.json."""
-    file = open_noted(path, [])
-    if file is None:
-        return None
-    with file:
+    with reading.open_noted(path, []) as file:
         head = file.read(limits.MIB)
         file.seek(max(0, file.seek(0, 2) - limits.MIB))
         match = re.search(rb'"max_steps": (\d{1,15})\b', head + file.read())

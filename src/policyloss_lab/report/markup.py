@@ -24,13 +24,13 @@ def island(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def number(value: float | int | None, digits: int = 3) -> str:
-    """A number with `digits` significant digits and separated thousands; "–" for None."""
+def number(value: float | int | None) -> str:
+    """A number with three significant digits and separated thousands; "–" for None."""
     if value is None:
         return "–"
-    if abs(value) < 1e15 and (isinstance(value, int) or abs(value) >= 10**digits):
+    if abs(value) < 1e15 and (isinstance(value, int) or abs(value) >= 1000):
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:.3g}"
 
 
 def duration(seconds: float | int | None) -> str:
@@ -38,19 +38,17 @@ def duration(seconds: float | int | None) -> str:
     if seconds is None:
         return "–"
     rounded = round(seconds)
-    if rounded < 60:
+    if rounded < 60 or rounded >= 1e15:
         return f"{seconds:.3g} s"
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60:02d} s"
-    if rounded >= 1e15:
-        return f"{seconds:.3g} s"
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
-def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Names in a sentence: "a, b and c", or the first few and the number of others."""
-    if len(names) > shown + 1:
-        return f"{', '.join(names[:shown])} and {number(len(names) - shown)} more"
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: "a, b and c", or the first five and the number of others."""
+    if len(names) > 6:
+        return f"{', '.join(names[:5])} and {number(len(names) - 5)} more"
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 

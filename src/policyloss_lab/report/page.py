@@ -38,24 +38,20 @@ def render(data: Mapping[str, Any], *, live: int = 0) -> str:
     labels = ", ".join(run["label"] for run in runs)
     charts = _charts(shown["panels"])
     more = charts.pop(OTHER, "")
+    with_ratios, with_tokens = (
+        any(run[name] for run in shown["runs"]) for name in ("histogram", "rollouts")
+    )
+    tokens = asset("report/tokens.html") if with_tokens else _NO_TOKENS
     parts = [
         *(charts.pop(name, "") for name in ("Learning", "Policy")),
-        _section("ratios", "Ratio distribution", asset("report/ratios.html"))
-        if any(run["histogram"] for run in shown["runs"])
-        else "",
-        *charts.values(),
         _section(
-            "tokens",
-            "Completions",
-            asset("report/tokens.html")
-            if any(run["rollouts"] for run in shown["runs"])
-            else _NO_TOKENS,
+            "ratios", "Ratio distribution", asset("report/ratios.html") if with_ratios else ""
         ),
+        *charts.values(),
+        _section("tokens", "Completions", tokens),
         _section("losses", "The loss" if len(runs) == 1 else "The losses", sections.losses(data)),
         _section("settings", "Settings", sections.settings(data, "config")),
-        _section("names", "Names of the metrics", names)
-        if (names := sections.origins(runs))
-        else "",
+        _section("names", "Names of the metrics", sections.origins(runs)),
         more,
         _section("environment", "Environment", sections.settings(data, "environment")),
     ]
@@ -71,7 +67,8 @@ The charts and the token view are drawn by a script in this file, which is switc
 
 
 def _section(name: str, title: str, body: str) -> str:
-    return f'<section id="{name}"><h2>{title}</h2>{body}</section>'
+    """A section of the page; "" without a body."""
+    return f'<section id="{name}"><h2>{title}</h2>{body}</section>' if body else ""
 
 
 def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:

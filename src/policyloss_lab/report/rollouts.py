@@ -54,10 +54,7 @@ def read_rollouts(
     """
     index: Index = {}
     total = without = 0
-    file = open_noted(path, notes)
-    if file is None:
-        return []
-    with file:
+    with open_noted(path, notes) as file:
         for offset, row in json_lines(file, path.name, notes, size, limits.COMPLETION_PARTS):
             step = integer(row.get("step"))
             if step is None:

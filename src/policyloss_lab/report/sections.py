@@ -10,10 +10,6 @@ from policyloss_lab.report.markup import duration, escaped, listed, number
 from policyloss_lab.report.verdict import WORDS
 
 _STATES = {"running": "still running", "stopped": "stopped early", "unknown": ""}
-_COLUMNS = (
-    *("Verdict", "Loss", "Model", "Task", "Held-out accuracy", "Reward", "Steps", "Time"),
-    "Tokens",
-)
 
 
 def swatch(index: int) -> str:
@@ -83,16 +79,12 @@ def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     """A table with one row per run and only columns with data."""
     table = [_overview_cells(run) for run in runs]
-    known = [c for i, c in enumerate(_COLUMNS) if any(cells[i] not in _UNKNOWN for cells in table)]
+    known = [name for name in table[0] if any(cells[name] not in _UNKNOWN for cells in table)]
     head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))
     rows = "".join(
         f'<tr><th scope=row title="{escaped(run["path"])}">{swatch(i)}'
         f"<bdi>{escaped(run['label'])}</bdi>"
-        + "".join(
-            f'<td data-name="{name}">{cell}'
-            for name, cell in zip(_COLUMNS, cells, strict=True)
-            if name in known
-        )
+        + "".join(f'<td data-name="{name}">{cells[name]}' for name in known)
         for i, (run, cells) in enumerate(zip(runs, table, strict=True))
     )
     tall = " tall" if len(runs) > _TALL else ""
@@ -102,8 +94,8 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of a run, one for each of `_COLUMNS`."""
+def _overview_cells(run: Mapping[str, Any]) -> dict[str, str]:
+    """The cells of a run by the name of their column."""
     s = run["summary"]
     steps = number(s["steps"]) + (
         f" of {number(s['planned_steps'])}" if s["planned_steps"] not in (None, s["steps"]) else ""
@@ -111,18 +103,18 @@ def _overview_cells(run: Mapping[str, Any]) -> tuple[str, ...]:
     state = _STATES.get(s["state"], s["state"])
     verdict = run["verdict"]["state"]
     shown = {**s, **run["levels"]}  # smoothed numbers, because one step is noisy
-    return (
-        f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
+    return {
+        "Verdict": f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
         f"{WORDS[verdict].lower()}</span>",
-        f"<b>{escaped(run['loss']['name'])}</b>",
-        escaped(s["model"] or "–"),
-        escaped(s["task"] or "–"),
-        _change(shown["held_out"], share=True),
-        _change(shown["reward"]),
-        f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
-        duration(s["seconds"]),
-        number(s["tokens"]),
-    )
+        "Loss": f"<b>{escaped(run['loss']['name'])}</b>",
+        "Model": escaped(s["model"] or "–"),
+        "Task": escaped(s["task"] or "–"),
+        "Held-out accuracy": _change(shown["held_out"], share=True),
+        "Reward": _change(shown["reward"]),
+        "Steps": f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
+        "Time": duration(s["seconds"]),
+        "Tokens": number(s["tokens"]),
+    }
 
 
 def _change(change: Mapping[str, Any] | None, *, share: bool = False) -> str:
@@ -249,24 +241,19 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
     """The conditions of `explain`: of a single token, and of its group."""
-    parts = []
-    if zero["alone"]:
-        parts += [
-            "<p>Where one of these holds, the policy term gives a token exactly none:</p>",
-            _conditions(zero["alone"]),
-        ]
-    if zero["together"]:
-        parts += [
-            f"<p>And where every token of its {escaped(zero['group'])} meets one of these:</p>",
-            _conditions(zero["together"]),
-        ]
+    titles = {
+        "alone": "Where one of these holds, the policy term gives a token exactly none:",
+        "together": f"And where every token of its {zero['group']} meets one of these:",
+    }
+    parts = [
+        f"<p>{escaped(title)}</p>"
+        f"<table>{_rows([(c['expression'], c['meaning']) for c in zero[name]])}</table>"
+        for name, title in titles.items()
+        if zero[name]
+    ]
     if parts and zero["still_moved_by"]:
         parts.append(f"<p>{escaped(zero['still_moved_by'])}</p>")
     return "".join(parts)
-
-
-def _conditions(conditions: Iterable[Mapping[str, str]]) -> str:
-    return f"<table>{_rows([(c['expression'], c['meaning']) for c in conditions])}</table>"
 
 
 def _rows(rows: Iterable[Sequence[str]]) -> str:

@@ -204,10 +204,7 @@ class Table:
 def read_table(path: Path, notes: Notes, budget: int = limits.METRIC_BYTES) -> Table:
     """The rows of a file. A file of more than `budget` bytes is read in evenly spaced parts."""
     table, without = Table(), 0
-    file = open_noted(path, notes)
-    if file is None:
-        return table
-    with file:
+    with open_noted(path, notes) as file:
         for _, row in json_lines(file, path.name, notes, budget, limits.NUMBER_PARTS):
             step = integer(row.get("step"))
             if step is None:

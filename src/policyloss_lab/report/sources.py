@@ -12,16 +12,10 @@ from typing import Any
 
 from policyloss.errors import InputError
 from policyloss_lab import limits
-from policyloss_lab.logs.completions import holds_completions
-from policyloss_lab.logs.tables import is_table
-from policyloss_lab.logs.trackers import (
-    NOT_READ,
-    SQLITE_HEAD,
-    WANDB_HEAD,
-    is_tensorboard,
-    run_names,
-)
-from policyloss_lab.reading import Notes, is_regular, json_object, open_noted
+from policyloss_lab.logs import trackers
+from policyloss_lab.logs.completions import holds_completions, step_in_name
+from policyloss_lab.logs.scalars import is_table
+from policyloss_lab.reading import Notes, is_regular, json_object, open_file
 from policyloss_lab.report.series import Table
 
 STATE = "trainer_state.json"
@@ -113,7 +107,7 @@ def source_of(argument: Path) -> Source:
             kinds.setdefault(kind, []).append(file)
     kinds["lines"] = kinds.get("lines", []) + kinds.pop("lines of others", [])
     completions = sorted(kinds.pop("completions", []))
-    binary = [f"{file.name} {NOT_READ}" for file in kinds.pop("wandb", [])]
+    binary = [f"{file.name} {trackers.NOT_READ}" for file in kinds.pop("wandb", [])]
     chosen = next((kind for kind in KINDS if kinds.get(kind)), "")
     if not chosen and not completions:
         if binary:
@@ -156,21 +150,18 @@ def kind_of_file(path: Path) -> str | None:
     """A key of `KINDS`, "lines of others" for JSON lines of another trainer, "completions",
     "wandb" for a binary log of W&B, or None.
     """
-    file = open_noted(path, []) if is_regular(path) else None
-    if file is None:
-        return None
-    with file:
-        try:
+    try:
+        with open_file(path) as file:
             head = file.read(16_384)
-        except OSError:
-            return None
+    except (InputError, OSError):
+        return None
     if path.name == STATE or b'"log_history"' in head:
         return "state"
-    if is_tensorboard(head):
+    if trackers.is_tensorboard(head):
         return "events"
-    if head.startswith(WANDB_HEAD):
+    if head.startswith(trackers.WANDB_HEAD):
         return "wandb"
-    if head.startswith(SQLITE_HEAD):
+    if head.startswith(trackers.SQLITE_HEAD):
         return "trackio"
     if (path.suffix != ".json" or path.name.endswith(".table.json")) and holds_completions(head):
         return "completions"
@@ -189,7 +180,7 @@ def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[
     if len(files) < 2:
         return files
     if kind == "state":
-        return [max(files, key=lambda file: (file.parent == path, _number(file.parent.name)))]
+        return [max(files, key=lambda file: (file.parent == path, step_in_name(file.parent)))]
     folders = sorted({file.parent for file in files})
     if kind in ("events", "console") and len(folders) == 1:
         return sorted(files)
@@ -205,13 +196,8 @@ def _of_one_run(path: Path, kind: str, files: list[Path], notes: Notes) -> list[
 
 def _of_project(path: Path, run: str) -> str:
     """The name of the run in a trackio project; an `InputError` if it is not clear."""
-    names = run_names(path)
+    names = trackers.run_names(path)
     if run in names or (len(names) == 1 and not run):
         return run or names[0]
     example = f"{path.name}#{names[0] if names else 'RUN'}"
     raise InputError(f"{path} holds the runs {', '.join(names[:10])}; give one as {example}.")
-
-
-def _number(name: str) -> int:
-    digits = re.search(r"\d{1,15}", name)
-    return int(digits[0]) if digits else -1

@@ -18,15 +18,8 @@ from policyloss_lab.report.rollouts import FLAGS, INTEGERS, NUMBERS, group_of
 
 # The colourings of tokens by a number, and the smallest size with the full colour, so that
 # rounding in an on-policy run stays uncoloured.
-_LEAST = {
-    "ratio": 0.01,
-    "advantage": 0.0,
-    "entropy": 0.1,
-    "surprise": 0.1,
-    "mismatch": 0.01,
-    "ref": 0.01,
-    "teacher": 0.01,
-}
+_LEAST = {"advantage": 0.0, "entropy": 0.1, "surprise": 0.1}
+_LEAST |= dict.fromkeys(("ratio", "mismatch", "ref", "teacher"), 0.01)
 
 
 def view(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,14 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from policyloss_lab.runs.files import (
-    StorageError,
-    from_json,
-    make_folder,
-    open_plain,
-    refuse_links,
-    write_error,
-)
+from policyloss_lab.runs import files
 
 if sys.platform != "win32":
     import fcntl
@@ -45,17 +38,17 @@ class Lock:
             os.write(self._handle, json.dumps(self.owner).encode())
             os.fsync(self._handle)
         except OSError as error:
-            raise write_error(self.path, error, "Nothing else was written.") from error
+            raise files.write_error(self.path, error, "Nothing else was written.") from error
         if hasattr(os, "register_at_fork"):  # else a child that outlives this process keeps it
             os.register_at_fork(after_in_child=self._close)
 
     def _take(self) -> int:
         for _ in range(_TRIES):
-            handle = open_plain(self.path, os.O_RDWR | os.O_CREAT)
+            handle = files.open_plain(self.path, os.O_RDWR | os.O_CREAT)
             owner = _owner(handle)
             if _is_elsewhere(owner):
                 os.close(handle)
-                raise StorageError(
+                raise files.StorageError(
                     f"{self.path.parent} is locked by process {owner.get('pid')} on "
                     f"{owner['host']}, and from {self.owner['host']} one cannot see whether it "
                     f"still runs. If it does not, delete {self.path} and start again; or use "
@@ -66,7 +59,7 @@ class Lock:
                 return handle
             os.close(handle)
             time.sleep(_WAIT)
-        raise StorageError(
+        raise files.StorageError(
             f"{self.path.parent} is in use by process {owner.get('pid')} on this host. Wait for "
             "it, stop it, or use another directory."
         )
@@ -89,10 +82,10 @@ class Lock:
 def lock_folder(path: Path) -> Iterator[Lock]:
     """Lock a run directory, created if needed; the lock is released only if the body fails."""
     try:
-        make_folder(path)
+        files.make_folder(path)
     except (OSError, ValueError) as error:
-        raise write_error(path, error, "Nothing was written.") from error
-    refuse_links(path)
+        raise files.write_error(path, error, "Nothing was written.") from error
+    files.refuse_links(path)
     lock = Lock(path)
     try:
         yield lock
@@ -104,8 +97,8 @@ def lock_folder(path: Path) -> Iterator[Lock]:
 def is_held(folder: Path) -> bool:
     """Whether a process on this host holds the lock of a run, or one on another host may."""
     try:
-        handle = open_plain(folder / "lock", os.O_RDONLY)
-    except (OSError, StorageError):
+        handle = files.open_plain(folder / "lock", os.O_RDONLY)
+    except (OSError, files.StorageError):
         return False
     try:
         return _is_elsewhere(_owner(handle)) or not _locks(handle, shared=True)
@@ -129,7 +122,7 @@ def _owner(handle: int) -> dict[str, Any]:
     """The owner in a lock file; {} if a crash left it empty or half-written."""
     try:
         os.lseek(handle, 0, os.SEEK_SET)
-        owner = from_json(os.read(handle, 4096))
+        owner = files.from_json(os.read(handle, 4096))
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from started import started_once
 
-from policyloss_lab.explore import explorer_page
+from policyloss_lab.explore.page import explorer_page
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,9 @@ from policyloss.errors import PolicyLossError
 from policyloss.explanations.algebra.expression import Expression, constant
 from policyloss.explanations.formula import lines_by_slot
 from policyloss.parts.data import VARIANTS
-from policyloss_lab.explore import explorer_page, page
+from policyloss_lab.explore import page
 from policyloss_lab.explore.fields import Field, Limits, fields_of, limits, numbers_of, start
+from policyloss_lab.explore.page import explorer_page
 from policyloss_lab.explore.templates import Variant, template
 
 PARTS = [part for parts in VARIANTS.values() for part in parts]

@@ -138,7 +138,7 @@ def test_the_page_follows_a_file_that_grows(
     server: command.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_SHARE", 0)
-    server.live._next = 0.0
+    server._next = 0.0
     _, page, headers = ask(server)
     tag = {"If-None-Match": headers["ETag"]}
     assert ask(server, headers=tag)[:2] == (304, b"")
@@ -166,7 +166,7 @@ def test_a_page_that_takes_long_is_not_made_for_every_question(
         return f"page {len(made)}"
 
     monkeypatch.setattr(command, "render", slow)
-    server.live._next = 0.0
+    server._next = 0.0
     for later, number in ((0, 1), (5, 1), (11.9, 1), (12.1, 2)):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {9 + later}, "reward/mean": 0}}\n')
@@ -177,7 +177,7 @@ def test_a_page_that_takes_long_is_not_made_for_every_question(
 def test_a_vanished_run_is_named_and_may_come_back(
     server: command.LiveServer, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.live._next = 0.0
+    server._next = 0.0
     elsewhere = run.with_name("elsewhere")
     run.rename(elsewhere)
     status, body, _ = ask(server)

@@ -11,7 +11,7 @@ import policyloss as pl
 from policyloss.cli import main
 from policyloss_lab import limits
 from policyloss_lab.report import collect
-from policyloss_lab.report.command import LivePage
+from policyloss_lab.report.command import LiveServer
 
 
 def run_of(path: str | Path) -> dict[str, Any]:
@@ -148,12 +148,12 @@ def test_the_file_of_a_run_in_it_is_known(
     chart.write_text("Step,a - reward,b - reward\n1,2,3\n")
     assert main(["report", f"{chart}#a", "--out", str(chart)]) == 2
     assert "is a file of the run" in capsys.readouterr().err
-    live = LivePage([Path(f"{chart}#a")])
-    first = live.tag
-    assert live.refresh()[1] == first
-    live._next = 0.0
-    chart.write_text("Step,a - reward,b - reward\n1,2,3\n2,4,5\n")
-    assert live.refresh()[1] != first
+    with LiveServer([Path(f"{chart}#a")], port=0) as live:
+        first = live.refresh()[1]
+        assert live.refresh()[1] == first
+        live._next = 0.0
+        chart.write_text("Step,a - reward,b - reward\n1,2,3\n2,4,5\n")
+        assert live.refresh()[1] != first
 
 
 def test_a_run_name_for_a_file_of_one_run_is_refused(tmp_path: Path) -> None:
